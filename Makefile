@@ -1,0 +1,36 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: install install-dev up test check bench clean
+
+# A stamp per kind of install, so that repeated `make` calls cost nothing and a changed pyproject reinstalls.
+$(VENV)/.up: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[embedded]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.up
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[embedded,dev]'
+	touch $@
+
+install: $(VENV)/.up
+
+install-dev: $(VENV)/.dev
+
+up: install
+	$(BIN)/tritongate up
+
+check: install-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
+
+bench: install-dev
+	$(BIN)/python -m bench
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

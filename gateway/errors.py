@@ -1,0 +1,165 @@
+"""Every error the gateway answers with.
+
+GatewayError
+├── InvalidRequestError          400
+│   └── ContextLengthError       400  context_length_exceeded
+├── AuthenticationError          401
+├── PermissionDeniedError        403
+├── NotFoundError                404
+│   └── ModelNotFoundError       404  model_not_found
+├── MethodNotAllowedError        405
+├── BodyTimeoutError             408
+├── ConflictError                409
+├── BodyTooLargeError            413
+├── UnsupportedMediaTypeError    415
+├── RateLimitError               429  + Retry-After
+├── ClientGoneError              499  metrics and logs only
+├── InternalError                500
+├── UpstreamProtocolError        502
+├── UnavailableError             503  + Retry-After
+└── DeadlineError                504
+
+Each class carries its HTTP status and OpenAI's `type` and `code`; `render` is the only place where an error
+becomes JSON.
+"""
+
+from typing import Any, ClassVar
+
+
+class GatewayError(Exception):
+    """The base: what a client is told, never a traceback, a path or a secret.
+
+    `param` is the dotted path of the offending field. `retry_after_s` becomes the Retry-After header.
+    """
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str | None] = None
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequestError(GatewayError):
+    """A value or a combination that cannot be honoured."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt, or prompt and max_tokens together, exceed the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class AuthenticationError(GatewayError):
+    """No key, or one that is not known."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+
+class PermissionDeniedError(GatewayError):
+    """A known key without the scope that the route asks for."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "insufficient_scope"
+
+
+class NotFoundError(GatewayError):
+    """No such path or resource."""
+
+    status = 404
+    type = "invalid_request_error"
+
+
+class ModelNotFoundError(NotFoundError):
+    """No such model."""
+
+    code = "model_not_found"
+
+
+class MethodNotAllowedError(GatewayError):
+    """The path exists for another method."""
+
+    status = 405
+    type = "invalid_request_error"
+
+
+class BodyTimeoutError(GatewayError):
+    """The client sent its body too slowly."""
+
+    status = 408
+    type = "invalid_request_error"
+
+
+class ConflictError(GatewayError):
+    """The same thing is being done already."""
+
+    status = 409
+    type = "invalid_request_error"
+
+
+class BodyTooLargeError(GatewayError):
+    """The body exceeds the limit."""
+
+    status = 413
+    type = "invalid_request_error"
+
+
+class UnsupportedMediaTypeError(GatewayError):
+    """The body is not declared as JSON."""
+
+    status = 415
+    type = "invalid_request_error"
+
+
+class RateLimitError(GatewayError):
+    """A queue is full: the gateway's, Triton's or the engine's."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+
+class ClientGoneError(GatewayError):
+    """The client hung up; nobody reads this answer, only metrics and logs see it."""
+
+    status = 499
+
+
+class InternalError(GatewayError):
+    """A fault of the gateway itself."""
+
+
+class UpstreamProtocolError(GatewayError):
+    """Triton answered what cannot be understood, or failed inside."""
+
+    status = 502
+    code = "upstream_error"
+
+
+class UnavailableError(GatewayError):
+    """Triton is unreachable, its model is not ready, or the gateway is draining."""
+
+    status = 503
+    code = "service_unavailable"
+
+
+class DeadlineError(GatewayError):
+    """The request's time is over, here or in a queue."""
+
+    status = 504
+    type = "timeout_error"
+    code = "deadline_exceeded"
+
+
+def render(error: GatewayError) -> dict[str, Any]:
+    """Return OpenAI's error object for `error`."""
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}

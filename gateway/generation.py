@@ -1,0 +1,106 @@
+"""What the HTTP layer and the dialects say to each other: one request type, one stream of events.
+
+Nothing here knows OpenAI's JSON (above) or tensors (below).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length"]
+MessageRole = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message of the conversation; content arrays are joined to text and `developer` is `system` here."""
+
+    role: MessageRole
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A validated request for text. Ranges were checked by the HTTP layer."""
+
+    request_id: str
+    model: str
+    messages: tuple[Message, ...]
+    deadline: float
+    """Of the event loop's clock, in seconds."""
+
+    max_tokens: int | None = None
+    """New tokens; None: what is left of the context."""
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    """Number of alternatives reported beside each sampled token; None: no log-probabilities at all."""
+    stream: bool = False
+    """False lets the model send the whole answer at once."""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """The upstream validated and queued the request: from here the client may be told 200."""
+
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """The upstream is alive and at work (waiting, in prefill, or holding text back)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopLogprob:
+    """One of the most likely tokens at a position."""
+
+    token: str
+    utf8: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """A sampled token's natural-log probability and the most likely alternatives."""
+
+    token: str
+    utf8: bytes
+    logprob: float
+    top: tuple[TopLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of the whole request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """A piece of the answer: `text` may be empty while `tokens` are counted, and is final in format.
+
+    The last delta of a choice has `finish_reason`; the last of the request also has `usage`.
+    """
+
+    text: str
+    tokens: int
+    index: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+
+
+Event = Accepted | Heartbeat | Delta

@@ -1,0 +1,56 @@
+"""The seam between HTTP and models: what the routes need from whatever serves them.
+
+The real one is `gateway.triton`; tests of the HTTP layer put a small fake here. It speaks our own types,
+never SSE strings, OpenAI JSON or tensors.
+"""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.generation import Event, Generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """A served model. `max_context` counts tokens of prompt and answer; None until the model was reached."""
+
+    id: str
+    ready: bool
+    created: int
+    """Unix time in seconds at which this gateway first saw the model."""
+    max_context: int | None = None
+
+
+class Upstream(Protocol):
+    """Serves generations."""
+
+    def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
+        """Run `request`: first `Accepted`, then deltas and heartbeats, ending after the delta with `usage`.
+
+        Closing the generator, or cancelling the task that awaits it, cancels the work upstream.
+
+        Raises:
+            GatewayError: before or after the first event; the stream is over then.
+        """
+        ...
+
+    def models(self) -> list[ModelCard]:
+        """Return the models that are meant to be served, ready or not, in a stable order."""
+        ...
+
+    def model(self, model_id: str) -> ModelCard:
+        """Return one model.
+
+        Raises:
+            ModelNotFoundError: it is not among those.
+        """
+        ...
+
+    async def start(self) -> None:
+        """Connect and begin watching health; returns without waiting for readiness."""
+        ...
+
+    async def close(self) -> None:
+        """Stop watching and close the channels; running generations end with `UnavailableError`."""
+        ...

@@ -1,0 +1,8 @@
+"""The tensor contract between the gateway and the models on Triton.
+
+Both sides import this package and neither imports the other, so that a field has one definition, one
+range and one spelling. It knows nothing of HTTP, of Triton's client or of the engine: only names, JSON
+documents (as typed structs) and the byte layout of string tensors.
+
+``ARCHITECTURE.md`` ("Wire contract") holds the same documents as tables; a test compares the two.
+"""

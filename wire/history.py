@@ -1,0 +1,39 @@
+"""The `history` document: a JSON list of role objects, oldest first, for ChatGLM2 and ChatGLM3 alike."""
+
+from typing import Any, Literal
+
+import msgspec
+
+Role = Literal["system", "user", "assistant", "observation"]
+
+
+class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One past message.
+
+    `metadata` is the tool's name on an assistant turn that calls one, else empty. `tools` belongs to a
+    system turn only: bare `{name, description, parameters}` objects, written into the prompt as JSON.
+    """
+
+    role: Role
+    content: str
+    metadata: str = ""
+    tools: list[dict[str, Any]] | None = None
+
+
+_decoder = msgspec.json.Decoder(list[Turn])
+_encoder = msgspec.json.Encoder()
+
+
+def decode_history(document: bytes) -> list[Turn]:
+    """Read the `history` tensor; empty bytes are an empty history.
+
+    Raises:
+        msgspec.ValidationError: not a list of role objects, or an unknown key.
+        msgspec.DecodeError: not JSON.
+    """
+    return _decoder.decode(document) if document else []
+
+
+def encode_history(turns: list[Turn]) -> bytes:
+    """Write the `history` tensor."""
+    return _encoder.encode(turns)

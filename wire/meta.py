@@ -1,0 +1,110 @@
+"""The `meta` document: what one response of a stream entry says beside its text.
+
+A generation answers in this order: a refusal (an error, no `meta`), or `accepted`; deltas and heartbeats;
+one final response with `finish_reason` and `usage`. Some response comes at least every heartbeat interval.
+"""
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length"]
+
+
+class Accepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """The request was validated and queued; its answer will follow."""
+
+    request_id: str
+    prompt_tokens: int
+    prompt_token_ids: list[int] | None = None
+    """Only where `return_token_ids` asked for them."""
+
+
+class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A role token opened a new segment of the answer.
+
+    `at` is the offset, in code points of this response's text, where the new segment begins. The role token
+    itself is never text, so a typed `<|assistant|>` cannot pass for one.
+    """
+
+    at: int
+    role: str
+
+
+class TopLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of the most likely tokens at a position."""
+
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Natural-log probability of a sampled token, before temperature and truncation, floored at -9999."""
+
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float
+    top: list[TopLogprob]
+
+
+class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """Token counts of the whole request; `completion_tokens` counts every sampled token, the stop id too."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class ProbeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the engine is, and what it serves."""
+
+    heartbeat_age_s: float
+    """Seconds since the engine's loop last went round."""
+    running: int
+    waiting: int
+    format: str
+    """The chat format of the checkpoint: `chatglm2` or `chatglm3`."""
+    max_context: int
+    """Prompt and answer together, in tokens."""
+
+
+class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """One response's document. A response with none of the optional keys is a heartbeat."""
+
+    v: Literal[1] = 1
+    accepted: Accepted | None = None
+    index: int = 0
+    """The choice that the text belongs to."""
+    tokens: int = 0
+    """Sampled tokens that this response accounts for (their text may still be held back)."""
+    token_ids: list[int] | None = None
+    logprobs: list[TokenLogprob] | None = None
+    segments: list[Segment] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The token id or string that stopped the answer, where one of the request's own did."""
+    usage: Usage | None = None
+    cancelled: bool | None = None
+    probe: ProbeReport | None = None
+
+
+_decoder = msgspec.json.Decoder(Meta)
+_encoder = msgspec.json.Encoder()
+
+
+def decode_meta(document: bytes) -> Meta:
+    """Read the `meta` tensor.
+
+    Raises:
+        msgspec.ValidationError: an unknown key or a wrong type.
+        msgspec.DecodeError: not JSON.
+    """
+    return _decoder.decode(document)
+
+
+def encode_meta(meta: Meta) -> bytes:
+    """Write the `meta` tensor; keys at their default are left out."""
+    return _encoder.encode(meta)

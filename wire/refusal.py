@@ -1,0 +1,36 @@
+"""Errors of a stream entry, as text that both people and the gateway can read.
+
+Triton carries an error as a status and a message, and on a stream often as the message alone. So the message
+begins with a code: ``tritongate:queue_full: 512 requests are waiting already``.
+"""
+
+import enum
+import re
+
+
+class RefusalCode(enum.StrEnum):
+    """Why a request was refused or ended without its answer."""
+
+    INVALID_REQUEST = "invalid_request"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    QUEUE_FULL = "queue_full"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    CANCELLED = "cancelled"
+    SHUTTING_DOWN = "shutting_down"
+    INTERNAL = "internal"
+
+
+_MESSAGE = re.compile(r"tritongate:([a-z_]+): (.*)", re.DOTALL)
+
+
+def refusal_text(code: RefusalCode, message: str) -> str:
+    """Return the message that carries `code`."""
+    return f"tritongate:{code}: {message}"
+
+
+def parse_refusal(text: str) -> tuple[RefusalCode, str] | None:
+    """Find a refusal in an error text that Triton may have put words in front of; None if it holds none."""
+    found = _MESSAGE.search(text)
+    if found is None or found[1] not in RefusalCode.__members__.values():
+        return None
+    return RefusalCode(found[1]), found[2]

@@ -1,0 +1,110 @@
+"""The `sampling` document: what one request to a stream entry asks for, apart from prompt and history.
+
+Three kinds share the tensor, told apart by their keys: a generation, `{"cancel": request_id}` and
+`{"probe": true}`. An unknown key is an error in each, so that nothing is accepted and ignored: a newer
+gateway in front of an older model is refused by name instead of being half obeyed.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from wire.history import Role
+
+WIRE_VERSION = 1
+
+TOP_LOGPROBS_LIMIT = 20
+
+TokenId = Annotated[int, msgspec.Meta(ge=0)]
+RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+
+
+class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """A request for text.
+
+    The prompt is either the tensors `prompt` and `history` (with `role` saying who speaks in `prompt`) or
+    `prompt_token_ids`, never both.
+    """
+
+    v: Literal[1] = 1
+    request_id: RequestId | None = None
+    role: Role = "user"
+    prompt_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None = None
+
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """New tokens; absent: what is left of the context."""
+    min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """0 keeps every token."""
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    logit_bias: dict[TokenId, Annotated[float, msgspec.Meta(ge=-100, le=100)]] = {}
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
+    """Log-probabilities of each sampled token and of this many most likely ones; absent: none."""
+
+    stop: Annotated[list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(max_length=16)] = []
+    stop_token_ids: list[TokenId] = []
+    ignore_eos: bool = False
+    """Go on past the model's own stop ids (`stop_token_ids` still stop)."""
+
+    stream: bool = True
+    """False: no deltas, the whole answer in the final response."""
+    return_token_ids: bool = False
+    """Prompt ids in `accepted`, new ids in every delta."""
+
+    priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
+    """Place in the engine's waiting list: lower first, equal ones in order of arrival."""
+    deadline_ms: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Milliseconds from receipt after which the request is given up, waiting or running."""
+
+
+class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """End the generation with this id. Answered by one response whose `meta.cancelled` says if there was one."""
+
+    cancel: RequestId
+    v: Literal[1] = 1
+
+
+class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Ask how the engine is. Answered at once, however full it is, by one response with `meta.probe`."""
+
+    probe: Literal[True]
+    v: Literal[1] = 1
+
+
+class _Kind(msgspec.Struct):
+    """Which of the three a document is; strict decoding follows."""
+
+    cancel: msgspec.Raw = msgspec.Raw()
+    probe: msgspec.Raw = msgspec.Raw()
+
+
+_kind = msgspec.json.Decoder(_Kind)
+_generation = msgspec.json.Decoder(Generation)
+_cancel = msgspec.json.Decoder(Cancel)
+_probe = msgspec.json.Decoder(Probe)
+_encoder = msgspec.json.Encoder()
+
+
+def decode_sampling(document: bytes) -> Generation | Cancel | Probe:
+    """Read the `sampling` tensor; empty bytes are a generation with every default.
+
+    Raises:
+        msgspec.ValidationError: an unknown key, a wrong type or a value out of range, with its path.
+        msgspec.DecodeError: not JSON.
+    """
+    if not document:
+        return Generation()
+    kind = _kind.decode(document)
+    if kind.cancel:
+        return _cancel.decode(document)
+    if kind.probe:
+        return _probe.decode(document)
+    return _generation.decode(document)
+
+
+def encode_sampling(sampling: Generation | Cancel | Probe) -> bytes:
+    """Write the `sampling` tensor; keys at their default are left out."""
+    return _encoder.encode(sampling)
