@@ -61,7 +61,7 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """End the generation with this id. Answered by one response whose `meta.cancelled` says if there was one."""
+    """End the generation with this id. The one response says by `meta.cancelled` if there was one."""
 
     cancel: RequestId
     v: Literal[1] = 1
