@@ -1,0 +1,1 @@
+"""One file per tensor contract: our request type to tensors, tensors to our events."""

@@ -1,0 +1,1 @@
+"""The upstream on Triton: channels, replicas and their health, statuses, control."""
