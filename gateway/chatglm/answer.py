@@ -1,0 +1,81 @@
+"""A ChatGLM answer as it streams -> the text that the client gets.
+
+The answer is one or more segments, each opened by a role token that the wire reports beside the text. While
+no tools are offered all of it is text: a segment's first line, where ChatGLM3 writes a tool's name, is empty
+as a rule, and where it is not it stays in the text, so that nothing is lost. As the models' own code does,
+white space around a segment is stripped and the placeholder for the training date is filled in
+(`process_response` of the published `modeling_chatglm.py`). Segments are one newline apart; one that is blank
+adds nothing.
+
+The joined pieces are the same however the answer was cut into deltas. What may yet turn out to be trailing
+white space or the placeholder is held back; everything else is passed on at once.
+"""
+
+from collections.abc import Sequence
+
+from gateway.errors import UpstreamProtocolError
+from wire.meta import Segment
+
+_PLACEHOLDER = "[[训练时间]]"
+_TRAINING_DATE = "2023年"
+_SEPARATOR = "\n"
+
+
+class AnswerText:
+    """The text of one answer (one choice), from its first delta to its last. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._any_text = False
+        self._segment_has_text = False
+
+    def push(self, text: str, segments: Sequence[Segment] = ()) -> str:
+        """Take one delta of the raw answer and the segments that begin in it; return what may be shown.
+
+        Raises:
+            UpstreamProtocolError: a segment begins outside `text`, or before the one ahead of it.
+        """
+        shown = []
+        start = 0
+        for segment in segments:
+            if not start <= segment.at <= len(text):
+                raise UpstreamProtocolError("the model reported a segment outside its text")
+            shown.append(self._push_within_segment(text[start : segment.at]))
+            shown.append(self._end_segment())
+            start = segment.at
+        shown.append(self._push_within_segment(text[start:]))
+        return "".join(shown)
+
+    def finish(self) -> str:
+        """Return what was held back and turned out to be text; the answer is over."""
+        return self._end_segment()
+
+    def _push_within_segment(self, text: str) -> str:
+        text = (self._held + text).replace(_PLACEHOLDER, _TRAINING_DATE)
+        if not self._segment_has_text:
+            text = text.lstrip()
+        safe = len(text) - _placeholder_begun(text)
+        if safe == len(text):
+            safe = len(text.rstrip())
+        self._held = text[safe:]
+        return self._show(text[:safe])
+
+    def _end_segment(self) -> str:
+        shown = self._show(self._held.rstrip())
+        self._held = ""
+        self._segment_has_text = False
+        return shown
+
+    def _show(self, text: str) -> str:
+        if not text:
+            return ""
+        opens_later_segment = self._any_text and not self._segment_has_text
+        self._any_text = self._segment_has_text = True
+        return _SEPARATOR + text if opens_later_segment else text
+
+
+def _placeholder_begun(text: str) -> int:
+    """Return how many characters at the end of `text` may be the beginning of the placeholder."""
+    return next(
+        (length for length in range(len(_PLACEHOLDER) - 1, 0, -1) if text.endswith(_PLACEHOLDER[:length])), 0
+    )
