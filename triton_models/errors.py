@@ -1,0 +1,60 @@
+"""Every error of the models' side.
+
+ModelError
+├── CheckpointError                  names the file and, where it applies, the tensor
+│   └── UnsupportedArchitectureError
+├── SettingsError                    the engine cannot be built as asked
+├── TokenMaskError                   a request's token mask cannot go on; that request fails alone
+└── RequestRefusedError              raised where the request is added, before it costs anything
+    ├── InvalidRequestError
+    ├── PromptTooLongError
+    ├── QueueFullError
+    ├── DuplicateRequestError
+    └── EngineStoppedError
+
+Messages are meant for whoever sent the request or started the server: no traceback, no secret.
+"""
+
+
+class ModelError(Exception):
+    """The root of this package's errors."""
+
+
+class CheckpointError(ModelError):
+    """A checkpoint directory that cannot be read as what it claims to be."""
+
+
+class UnsupportedArchitectureError(CheckpointError):
+    """A checkpoint in order, of a model that our forward pass does not implement."""
+
+
+class SettingsError(ModelError):
+    """Engine settings out of range, or that contradict each other, the model or the machine."""
+
+
+class TokenMaskError(ModelError):
+    """A token mask failed, or leaves no token to choose."""
+
+
+class RequestRefusedError(ModelError):
+    """The engine does not take this request."""
+
+
+class InvalidRequestError(RequestRefusedError):
+    """A value out of range, or a combination that cannot be honoured."""
+
+
+class PromptTooLongError(RequestRefusedError):
+    """The prompt, or the prompt and the asked-for answer together, exceed the context."""
+
+
+class QueueFullError(RequestRefusedError):
+    """As many requests are open as the engine holds."""
+
+
+class DuplicateRequestError(RequestRefusedError):
+    """A request with this id is open already."""
+
+
+class EngineStoppedError(RequestRefusedError):
+    """The engine was stopped, or gave up after repeated failures."""
