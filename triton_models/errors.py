@@ -3,6 +3,7 @@
 ModelError
 ├── CheckpointError                  names the file and, where it applies, the tensor
 │   └── UnsupportedArchitectureError
+├── EntryError                       a repository entry's config.pbtxt asks for what there is not
 ├── SettingsError                    the engine cannot be built as asked
 ├── TokenMaskError                   a request's token mask cannot go on; that request fails alone
 └── RequestRefusedError              raised where the request is added, before it costs anything
@@ -26,6 +27,10 @@ class CheckpointError(ModelError):
 
 class UnsupportedArchitectureError(CheckpointError):
     """A checkpoint in order, of a model that our forward pass does not implement."""
+
+
+class EntryError(ModelError):
+    """A repository entry with an unknown or unusable parameter."""
 
 
 class SettingsError(ModelError):

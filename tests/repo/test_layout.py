@@ -1,0 +1,112 @@
+"""Rules about the source tree itself: file sizes and who may import whom."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("gateway", "triton_models", "wire")
+LONGEST_FILE = 500
+HABIT = 300
+FILES_OVER_HABIT = 6
+
+FORBIDDEN = {
+    "wire": {"gateway", "triton_models", "torch", "transformers", "tritonclient", "grpc", "fastapi"},
+    "gateway": {"triton_models", "torch", "transformers", "sentencepiece", "pytriton", "numpy"},
+    "triton_models": {"gateway", "fastapi", "uvicorn"},
+    "triton_models/engine": {
+        "wire",
+        "triton_models.text",
+        "triton_models.serving",
+        "triton_models.embedded",
+        "sentencepiece",
+        "tritonclient",
+    },
+    "triton_models/text": {"torch", "triton_models.engine", "triton_models.serving", "tritonclient"},
+    "gateway/openai": {"wire", "grpc", "tritonclient", "gateway.dialects", "gateway.triton"},
+    "gateway/api": {"wire", "grpc", "tritonclient", "gateway.dialects"},
+    "gateway/dialects": {"fastapi", "starlette", "gateway.openai", "gateway.api"},
+    "gateway/triton": {"fastapi", "starlette", "gateway.openai", "gateway.api"},
+    "gateway/chatglm": {"fastapi", "starlette", "grpc", "tritonclient", "gateway.openai"},
+}
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted(path for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+@pytest.mark.parametrize("folder", FORBIDDEN)
+def test_a_layer_imports_only_what_it_may_know(folder: str) -> None:
+    files = sources(folder)
+    assert files
+    offences = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in files
+        for module in imports(path)
+        for forbidden in FORBIDDEN[folder]
+        if is_within(module, forbidden)
+    ]
+    assert not offences
+
+
+def test_files_stay_short() -> None:
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for folder in (*PACKAGES, "tests", "bench")
+        for path in sources(folder)
+    }
+    assert not {name: length for name, length in lengths.items() if length > LONGEST_FILE}
+    over_habit = {name: length for name, length in lengths.items() if length > HABIT}
+    assert len(over_habit) <= FILES_OVER_HABIT, over_habit
+
+
+def test_the_gateway_runs_without_the_models_side() -> None:
+    """As after a plain `pip install tritongate`, where none of these exist."""
+    program = """
+import importlib, pkgutil, sys
+absent = ("torch", "transformers", "pytriton", "sentencepiece", "safetensors", "triton_models", "rich", "psutil")
+for name in absent:
+    sys.modules[name] = None
+import gateway
+for module in pkgutil.walk_packages(gateway.__path__, "gateway."):
+    importlib.import_module(module.name)
+print("imported")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "imported\n", done.stderr
+
+
+def test_nothing_evaluates_or_unpickles() -> None:
+    offences = []
+    for folder in PACKAGES:
+        for path in sources(folder):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if not isinstance(node, ast.Call):
+                    continue
+                name = ast.unparse(node.func)
+                keywords = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                unsafe = (
+                    name in {"eval", "exec", "pickle.load", "pickle.loads"}
+                    or (name == "torch.load" and keywords.get("weights_only") != "True")
+                    or keywords.get("trust_remote_code") == "True"
+                )
+                if unsafe:
+                    offences.append(f"{path.relative_to(ROOT)}:{node.lineno} {name}")
+    assert not offences
