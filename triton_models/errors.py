@@ -4,6 +4,7 @@ ModelError
 ├── CheckpointError                  names the file and, where it applies, the tensor
 │   └── UnsupportedArchitectureError
 ├── EntryError                       a repository entry's config.pbtxt asks for what there is not
+├── TextError                        a text or conversation that tokenizer or chat format cannot express
 ├── SettingsError                    the engine cannot be built as asked
 ├── TokenMaskError                   a request's token mask cannot go on; that request fails alone
 └── RequestRefusedError              raised where the request is added, before it costs anything
@@ -31,6 +32,10 @@ class UnsupportedArchitectureError(CheckpointError):
 
 class EntryError(ModelError):
     """A repository entry with an unknown or unusable parameter."""
+
+
+class TextError(ModelError):
+    """A text that is not Unicode, or a conversation that the chat format cannot express."""
 
 
 class SettingsError(ModelError):

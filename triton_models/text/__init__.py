@@ -1,0 +1,4 @@
+"""Text and token ids: tokenizers, prompt formats, incremental detokenising, stop strings.
+
+Knows nothing of Triton, of HTTP or of the engine, and never imports torch.
+"""

@@ -1,0 +1,90 @@
+"""One answer from token ids to text: detokenising, segments and stop strings together."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from triton_models.text.detokenizer import Detokenizer
+from triton_models.text.formats import ChatFormat
+from triton_models.text.stops import StopStrings
+from triton_models.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDelta:
+    """What one more token, or the end, brought to light; joined, the deltas are the answer.
+
+    Attributes:
+        text: new text, often empty while a character or a possible stop string is incomplete.
+        segments: (offset in code points of `text`, role) of each segment that begins in this delta.
+        stopped: the stop string that ended the answer at this token, where one did; `text` ends before it.
+    """
+
+    text: str = ""
+    segments: tuple[tuple[int, str], ...] = ()
+    stopped: str | None = None
+
+
+_NOTHING = AnswerDelta()
+
+
+class AnswerStream:
+    """The text of one answer. Not thread-safe.
+
+    Tokens up to the one that ended the answer are pushed, but not a stop id, which is no text. A special id
+    never shows as text; one that opens a segment shows as a boundary. Each segment is detokenised by itself,
+    as each was tokenised by itself in training: its own leading space is dropped, no character spans two.
+
+    Stop strings are looked for from the first character of a segment that is not white space: what stands
+    before it (ChatGLM3's empty first line for a tool's name) is not answer, and a stop string of one newline
+    would end every answer before it began. None is found across a boundary.
+
+    Attributes:
+        tokens: number of tokens taken, up to the one that completed a stop string.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, chat_format: ChatFormat, stops: Iterable[str] = (), min_tokens: int = 0
+    ) -> None:
+        """Begin an answer in which text that is complete before `min_tokens` tokens never stops it.
+
+        Raises:
+            ValueError: a stop string is empty.
+        """
+        self._tokenizer = tokenizer
+        self._segment_roles = chat_format.segment_roles
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopStrings(stops)
+        self._min_tokens = min_tokens
+        self._blank = True
+        self._stopped = False
+        self.tokens = 0
+
+    def push(self, token_id: int) -> AnswerDelta:
+        """Take the next sampled token. After a stop string further ones are ignored: an engine runs ahead."""
+        if self._stopped:
+            return _NOTHING
+        self.tokens += 1
+        text, stop = self._match(self._detokenizer.push(token_id))
+        role = self._segment_roles.get(token_id)
+        if stop is not None:
+            self._stopped = True
+            return AnswerDelta(text, stopped=stop)
+        if role is None:
+            return AnswerDelta(text) if text else _NOTHING
+        text += self._stops.finish()
+        self._detokenizer = Detokenizer(self._tokenizer)
+        self._blank = True
+        return AnswerDelta(text, ((len(text), role),))
+
+    def finish(self) -> AnswerDelta:
+        """Return what was held back; the answer is over. An incomplete character at its end is dropped."""
+        return AnswerDelta(self._stops.finish())
+
+    def _match(self, text: str) -> tuple[str, str | None]:
+        answer = text.lstrip() if self._blank else text
+        if answer:
+            self._blank = False
+        if self.tokens < self._min_tokens:
+            return text, None
+        safe, stop = self._stops.push(answer)
+        return text[: len(text) - len(answer)] + safe, stop

@@ -1,0 +1,49 @@
+"""Token ids -> text, one at a time.
+
+A character may span several byte pieces, so its bytes wait until they are whole: U+FFFD never stands for a
+character still on its way. It does stand for each byte that is proven not to belong to one, exactly where
+decoding the whole at one go would put it. Nothing is decoded twice.
+"""
+
+import codecs
+import re
+
+from triton_models.text.tokenizer import Tokenizer
+
+_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+_ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # where "surrogateescape" leaves invalid bytes, one for each
+
+
+class Detokenizer:
+    """The text of one sequence of ids. Not thread-safe.
+
+    What `push` returned, joined, equals `Tokenizer.decode` of all ids, but for an incomplete character at
+    the very end: its bytes are never returned, where decoding at one go shows a U+FFFD for each.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = _new_utf8_decoder("surrogateescape")
+        self._bytes_waiting = False
+        self._at_start = True
+
+    def push(self, token_id: int) -> str:
+        """Take the next id and return the text that it completes, often none."""
+        piece = self._tokenizer.piece(token_id)
+        if isinstance(piece, bytes):
+            self._bytes_waiting = True
+            return self._decode(piece, final=False)
+        text = ""
+        if self._bytes_waiting:  # a piece that is no byte ends the character, whole or not
+            self._bytes_waiting = False
+            text = self._decode(b"", final=True)
+        if self._at_start and piece:
+            self._at_start = False
+            piece = piece.removeprefix(" ")
+        return text + piece
+
+    def _decode(self, utf8: bytes, *, final: bool) -> str:
+        text = self._utf8.decode(utf8, final)
+        if text:
+            self._at_start = False
+        return _ESCAPED_BYTE.sub("\N{REPLACEMENT CHARACTER}", text)

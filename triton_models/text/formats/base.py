@@ -1,0 +1,56 @@
+"""What every chat format offers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from triton_models.errors import TextError
+from wire.history import Role, Turn
+
+
+class ChatFormat(Protocol):
+    """Renders conversations for one family of models; holds no state of any conversation.
+
+    A conversation that the format cannot express is refused with a `TextError` that names the turn; nothing
+    in it is ever left out.
+    """
+
+    @property
+    def name(self) -> str:
+        """As checkpoints, settings and the wire spell it."""
+        ...
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids by which the model itself ends its answer. They are not part of the answer's text."""
+        ...
+
+    @property
+    def segment_roles(self) -> Mapping[int, str]:
+        """Ids that open a new segment inside an answer, with the role that the wire reports for each."""
+        ...
+
+    @property
+    def supports_tools(self) -> bool:
+        """Whether a system turn may offer tools, and observations may follow."""
+        ...
+
+    def render(self, history: Sequence[Turn], prompt: str, role: Role = "user") -> list[int]:
+        """Return the input ids after which the model answers `prompt`, said by `role` after `history`.
+
+        Raises:
+            TextError: the format cannot express it.
+        """
+        ...
+
+    def render_turns(self, turns: Sequence[Turn], *, add_generation_prompt: bool = True) -> list[int]:
+        """Return the input ids of `turns`, the newest included; at the end the model's answer may begin.
+
+        Raises:
+            TextError: the format cannot express it.
+        """
+        ...
+
+
+def refuse(turns: Sequence[Turn], at: int, why: str) -> TextError:
+    """Return the error for turn `at`, counted from 0, the prompt being the last."""
+    return TextError(f"turn {at} ({turns[at].role}) of the conversation: {why}")

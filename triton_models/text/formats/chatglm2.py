@@ -1,0 +1,82 @@
+"""ChatGLM2's prompt: numbered rounds of question and answer in plain text.
+
+Format: `build_prompt` of the published `modeling_chatglm.py`. It is text through and through, so a user who
+types `[Round 2]` cannot be told from one: that is the format's, and no rendering helps.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+from triton_models.text.formats.base import refuse
+from triton_models.text.tokenizer import Tokenizer
+from wire.history import Role, Turn
+
+_QUESTION = "问\N{FULLWIDTH COLON}"
+_ANSWER = "答\N{FULLWIDTH COLON}"
+_BLANK_LINE = "\n\n"
+
+
+@dataclass(slots=True)
+class _Round:
+    """What was asked and what was answered, each in one or more turns."""
+
+    questions: list[str] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
+
+
+class ChatGLM2Format:
+    """Rounds of `[Round i]`, question and answer, a blank line between.
+
+    A system turn, which only the first can be, stands before the first question. Turns of one role in a row
+    are one question or one answer, a blank line between. An answer that nobody asked for, as a greeting, is
+    the answer to an empty question.
+    """
+
+    name: Final = "chatglm2"
+    supports_tools: Final = False
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        special = tokenizer.special_ids
+        self._tokenizer = tokenizer
+        self._prefix = [special["[gMASK]"], special["sop"]]
+        self.stop_ids = frozenset({tokenizer.eos_id})
+        self.segment_roles: Mapping[int, str] = MappingProxyType({})
+
+    def render(self, history: Sequence[Turn], prompt: str, role: Role = "user") -> list[int]:
+        """See `ChatFormat.render`."""
+        return self.render_turns([*history, Turn(role, prompt)])
+
+    def render_turns(self, turns: Sequence[Turn], *, add_generation_prompt: bool = True) -> list[int]:
+        """See `ChatFormat.render_turns`."""
+        rounds = _rounds(turns)
+        if add_generation_prompt and rounds and rounds[-1].answers:
+            raise refuse(turns, len(turns) - 1, "a ChatGLM2 conversation ends with a question")
+        text = "".join(_round_text(number, each) for number, each in enumerate(rounds, start=1))
+        if add_generation_prompt:
+            text += _ANSWER
+        return self._prefix + self._tokenizer.encode(text)
+
+
+def _rounds(turns: Sequence[Turn]) -> list[_Round]:
+    rounds: list[_Round] = []
+    for at, turn in enumerate(turns):
+        if turn.role == "observation" or turn.metadata or turn.tools is not None:
+            raise refuse(turns, at, "ChatGLM2 has no tools")
+        if turn.role == "system" and at > 0:
+            raise refuse(turns, at, "only the first turn can be the system's")
+        if not rounds or (turn.role == "user" and rounds[-1].answers):
+            rounds.append(_Round())
+        (rounds[-1].answers if turn.role == "assistant" else rounds[-1].questions).append(turn.content)
+    return rounds
+
+
+def _round_text(number: int, each: _Round) -> str:
+    asked = f"[Round {number}]\n\n{_QUESTION}{_join(each.questions)}\n\n"
+    return asked + f"{_ANSWER}{_join(each.answers)}\n\n" if each.answers else asked
+
+
+def _join(texts: list[str]) -> str:
+    """Join with blank lines; an empty text adds none."""
+    return _BLANK_LINE.join(text for text in texts if text)

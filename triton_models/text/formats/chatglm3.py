@@ -1,0 +1,61 @@
+"""ChatGLM3's prompt: turns that special ids open, so that no text can pass for another role's.
+
+Format: `build_chat_input` and `build_single_message` of the published `tokenization_chatglm.py`. A turn is
+its role's id, then the metadata and a newline, then the content, these two tokenised apart.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
+
+from triton_models.text.formats.base import refuse
+from triton_models.text.tokenizer import Tokenizer
+from wire.history import Role, Turn
+
+
+class ChatGLM3Format:
+    """System (first only), user, assistant and observation turns; tools in the system turn."""
+
+    name: Final = "chatglm3"
+    supports_tools: Final = True
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        special = tokenizer.special_ids
+        self._tokenizer = tokenizer
+        self._prefix = [special["[gMASK]"], special["sop"]]
+        self._roles: dict[Role, int] = {
+            "system": special["<|system|>"],
+            "user": special["<|user|>"],
+            "assistant": special["<|assistant|>"],
+            "observation": special["<|observation|>"],
+        }
+        self.stop_ids = frozenset({tokenizer.eos_id, self._roles["user"], self._roles["observation"]})
+        self.segment_roles: Mapping[int, str] = MappingProxyType({self._roles["assistant"]: "assistant"})
+
+    def render(self, history: Sequence[Turn], prompt: str, role: Role = "user") -> list[int]:
+        """See `ChatFormat.render`."""
+        return self.render_turns([*history, Turn(role, prompt)])
+
+    def render_turns(self, turns: Sequence[Turn], *, add_generation_prompt: bool = True) -> list[int]:
+        """See `ChatFormat.render_turns`."""
+        ids = list(self._prefix)
+        for at, turn in enumerate(turns):
+            if turn.role == "system" and at > 0:
+                raise refuse(turns, at, "only the first turn can be the system's")
+            if turn.tools is not None and turn.role != "system":
+                raise refuse(turns, at, "only a system turn can offer tools")
+            if "\n" in turn.metadata:
+                raise refuse(turns, at, "metadata is a single line")
+            ids.append(self._roles[turn.role])
+            ids += self._tokenizer.encode(turn.metadata + "\n")
+            ids += self._tokenizer.encode(_content(turn))
+        if add_generation_prompt:
+            ids.append(self._roles["assistant"])
+        return ids
+
+
+def _content(turn: Turn) -> str:
+    if turn.tools is None:
+        return turn.content
+    return turn.content + "\n" + json.dumps(turn.tools, indent=4, ensure_ascii=False)

@@ -1,0 +1,76 @@
+"""Stop strings in a stream of text."""
+
+from collections.abc import Iterable
+
+
+class _Matcher:
+    """How far one stop string is matched: Knuth, Morris and Pratt's automaton, a step per character."""
+
+    __slots__ = ("_fallback", "matched", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0
+        """Length of the longest beginning of `stop` that the text so far ends with."""
+        self._fallback = [0] * len(stop)
+        for index in range(1, len(stop)):
+            self._fallback[index] = self._extend(self._fallback[index - 1], stop[index])
+
+    def step(self, character: str) -> bool:
+        """Take one character; true once the whole stop string stands at the end of the text."""
+        self.matched = self._extend(self.matched, character)
+        return self.matched == len(self.stop)
+
+    def _extend(self, length: int, character: str) -> int:
+        while length and self.stop[length] != character:
+            length = self._fallback[length - 1]
+        return length + 1 if self.stop[length] == character else 0
+
+
+class StopStrings:
+    """Finds the first stop string in text that arrives in pieces, and never lets a part of it out.
+
+    The text is over at the first character that completes a stop string, and is cut where that one begins:
+    what a model that writes character by character would be stopped by. Of several completed by the same
+    character the longest counts, of equal ones the first in the list. So the outcome does not depend on how
+    the text is cut into pieces, and nothing waits for longer than the decision needs.
+
+    One pass, each character at a constant cost per stop string. Not thread-safe.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        """Prepare to look for `stops`.
+
+        Raises:
+            ValueError: one of them is empty.
+        """
+        self._matchers = [_Matcher(stop) for stop in stops]
+        if any(not matcher.stop for matcher in self._matchers):
+            raise ValueError("a stop string must not be empty")
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Return the text that cannot be part of a stop string any more, and the stop string once found.
+
+        The longest ending that may yet become a stop string is held back.
+        After a match, looking begins anew.
+        """
+        if not self._matchers:
+            return text, None
+        for index, character in enumerate(text):
+            completed = [matcher.stop for matcher in self._matchers if matcher.step(character)]
+            if completed:
+                stop = max(completed, key=len)
+                before = self.finish() + text[: index + 1]
+                return before[: len(before) - len(stop)], stop
+        text = self._held + text
+        safe = len(text) - max(matcher.matched for matcher in self._matchers)
+        self._held = text[safe:]
+        return text[:safe], None
+
+    def finish(self) -> str:
+        """Return what was held back: no stop string came of it. Looking begins anew after this."""
+        held, self._held = self._held, ""
+        for matcher in self._matchers:
+            matcher.matched = 0
+        return held
