@@ -1,23 +1,66 @@
-"""The real `gateway.upstream.Upstream`: served models on one or many Tritons."""
+"""The real `gateway.upstream.Upstream`: served models on one or many Tritons.
 
-from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+Chooses a replica for each generation and, until the first token was delivered, another one when that fails.
+Finds the models by itself where the configuration names none. Knows nothing of HTTP or tensors.
+"""
 
-from gateway.errors import ModelNotFoundError, UnavailableError
-from gateway.generation import Event, Generation
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from dataclasses import dataclass, field
+
+from gateway.errors import ModelNotFoundError, UpstreamProtocolError
+from gateway.generation import Accepted, Delta, Event, Generation
+from gateway.triton.channel import Channel
+from gateway.triton.discovery import Discovery
+from gateway.triton.replicas import (
+    HealthPolicy,
+    Replica,
+    ReplicaState,
+    UpstreamObserver,
+    least_outstanding,
+    unable,
+)
+from gateway.triton.status import Fault, TritonError
 from gateway.upstream import ModelCard
 
+_log = logging.getLogger(__name__)
 
-class UpstreamObserver(Protocol):
-    """What metrics want to hear. Called on the event loop; must not block."""
+_NO_FAULT_OF_UPSTREAM = {Fault.INVALID_REQUEST, Fault.CONTEXT_LENGTH, Fault.CLOSED}
+"""The client's doing, or our own."""
 
-    def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
-        """`model` on `upstream` was found able, or unable, to take requests."""
-        ...
+_LOGGED_LIMIT = 2000
+"""Longest part of an upstream's error text, in characters, that is logged."""
 
-    def upstream_error(self, model: str, upstream: str, code: str) -> None:
-        """A generation failed on `upstream`; `code` is one of `gateway.triton.status.Fault`."""
-        ...
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """A replica as `tritongate check` and logs show it."""
+
+    model: str
+    upstream: str
+    state: ReplicaState
+    reason: str
+
+
+@dataclass(slots=True)
+class _Model:
+    """A model that is meant to be served, wherever it may be at the moment."""
+
+    id: str
+    created: int
+    replicas: list[Replica] = field(default_factory=list)
+
+    def card(self) -> ModelCard:
+        contexts = [replica.report.max_context for replica in self.replicas if replica.report is not None]
+        return ModelCard(
+            id=self.id,
+            ready=any(replica.state is ReplicaState.READY for replica in self.replicas),
+            created=self.created,
+            max_context=min(contexts, default=None),
+        )
 
 
 class TritonUpstream:
@@ -25,9 +68,12 @@ class TritonUpstream:
 
     Args:
         upstreams: gRPC addresses, `host:port`.
-        models: ids of the models to serve; empty: every `M-stream` entry that the Tritons have.
+        models: ids of the models to serve; empty: every `M-stream` entry of our contract that the Tritons
+            have. A model once seen stays meant to be served while its Tritons are down.
         idle_timeout_s: seconds without any response after which a replica counts as dead for a request.
         observer: hears of health and errors.
+        max_attempts: replicas that one generation may try.
+        health: how the replicas are watched.
     """
 
     def __init__(
@@ -37,31 +83,159 @@ class TritonUpstream:
         models: Sequence[str] = (),
         idle_timeout_s: float = 10.0,
         observer: UpstreamObserver | None = None,
+        max_attempts: int = 3,
+        health: HealthPolicy | None = None,
     ) -> None:
-        self._upstreams = tuple(upstreams)
-        self._configured = tuple(models)
+        self._upstreams = tuple(dict.fromkeys(upstreams))
+        self._configured = tuple(dict.fromkeys(models))
         self._idle_timeout_s = idle_timeout_s
         self._observer = observer
+        self._max_attempts = max_attempts
+        self._health = health or HealthPolicy()
+        now = int(time.time())
+        self._models = {model_id: _Model(model_id, created=now) for model_id in self._configured}
+        self._channels: list[Channel] = []
+        self._watchers: list[asyncio.Task[None]] = []
+        self._repository_read = False
+        self._closed = False
 
     async def start(self) -> None:
         """Connect and begin watching health; returns without waiting for readiness."""
+        self._channels = [Channel(address) for address in self._upstreams]
+        for channel in self._channels:
+            for model_id in self._configured:
+                self._add_replica(model_id, channel)
+            if not self._configured:
+                discovery = Discovery(channel, self._health, self._discovered)
+                self._spawn(discovery.watch(), f"discover on {channel.address}")
 
     async def close(self) -> None:
         """Stop watching and close the channels; running generations end with `UnavailableError`."""
+        self._closed = True
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        for channel in self._channels:
+            await channel.close()
 
     def models(self) -> list[ModelCard]:
-        """Return the models that are meant to be served, ready or not, in a stable order."""
-        return []
+        """Return the models that are meant to be served: as configured, or those found, by name."""
+        order = self._configured or sorted(self._models)
+        return [self._models[model_id].card() for model_id in order if model_id in self._models]
 
     def model(self, model_id: str) -> ModelCard:
         """Return one model.
 
         Raises:
             ModelNotFoundError: it is not among those.
+            UnavailableError: nobody can know, since no Triton was reached yet and none is configured.
         """
-        raise ModelNotFoundError(f"The model {model_id!r} does not exist.", param="model")
+        return self._find(model_id).card()
+
+    def replicas(self) -> list[ReplicaReport]:
+        """Return every replica known, by model and upstream."""
+        return [
+            ReplicaReport(
+                model=model.id, upstream=replica.upstream, state=replica.state, reason=replica.reason
+            )
+            for model in self._models.values()
+            for replica in model.replicas
+        ]
 
     async def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
         """Run `request`: see `gateway.upstream.Upstream.generate`."""
-        raise UnavailableError(f"The model {request.model!r} is not ready.", retry_after_s=1)
-        yield
+        replicas = self._find(request.model).replicas
+        tried: list[Replica] = []
+        accepted = delivered = False
+        while True:
+            replica = least_outstanding([replica for replica in replicas if replica not in tried])
+            if replica is None:
+                raise unable(replicas).to_gateway()
+            tried.append(replica)
+            try:
+                async with contextlib.aclosing(self._attempt(replica, request)) as events:
+                    async for event in events:
+                        if isinstance(event, Accepted):
+                            if accepted:
+                                continue  # by a second replica: the client was told already
+                            accepted = True
+                        elif isinstance(event, Delta):
+                            delivered = True
+                        yield event
+            except TritonError as error:
+                self._note(replica, request, error)
+                if delivered or not error.failover or not self._another(replicas, tried):
+                    raise error.to_gateway() from error
+            else:
+                return
+
+    async def _attempt(self, replica: Replica, request: Generation) -> AsyncGenerator[Event, None]:
+        """Run `request` on one replica; raises TritonError, or InvalidRequestError before it is sent."""
+        remaining_s = request.deadline - asyncio.get_running_loop().time()
+        if remaining_s <= 0:
+            raise TritonError(Fault.DEADLINE, "the deadline passed before the request was sent")
+        dialect, report = replica.serving()
+        decoder = dialect.decoder()
+        responses = replica.channel.stream_infer(
+            dialect.request(request, report, remaining_s=remaining_s),
+            deadline=request.deadline,
+            idle_timeout_s=self._idle_timeout_s,
+        )
+        try:
+            with replica.in_use():
+                async with contextlib.aclosing(responses):
+                    async for response in responses:
+                        for event in decoder.decode(response):
+                            yield event
+            decoder.end()
+        except UpstreamProtocolError as error:
+            raise TritonError(Fault.PROTOCOL, error.message, message=error.message) from error
+
+    def _another(self, replicas: Sequence[Replica], tried: Sequence[Replica]) -> bool:
+        return len(tried) < self._max_attempts and any(
+            replica.state is ReplicaState.READY for replica in replicas if replica not in tried
+        )
+
+    def _note(self, replica: Replica, request: Generation, error: TritonError) -> None:
+        """Let the replica's health, the metrics and the log know of a failed attempt."""
+        if error.fault in _NO_FAULT_OF_UPSTREAM:
+            return
+        replica.suspect(error)
+        if self._observer is not None:
+            self._observer.upstream_error(replica.model, replica.upstream, error.fault.value)
+        _log.warning(
+            "upstream failed: %s",
+            error.fault.value,
+            extra={
+                "request_id": request.request_id,
+                "model": replica.model,
+                "upstream": replica.upstream,
+                "detail": error.detail[:_LOGGED_LIMIT],
+            },
+        )
+
+    def _find(self, model_id: str) -> _Model:
+        if self._closed:
+            raise TritonError(Fault.CLOSED, "the pool was closed").to_gateway()
+        model = self._models.get(model_id)
+        if model is not None:
+            return model
+        if not self._configured and not self._repository_read:
+            # Nobody can know yet which models there are.
+            raise TritonError(Fault.UNREACHABLE, "no repository was read yet").to_gateway()
+        raise ModelNotFoundError(f"The model {model_id!r} does not exist.", param="model")
+
+    def _discovered(self, channel: Channel, model_ids: Sequence[str]) -> None:
+        """A repository was read and has models not reported before (none at all is news as well)."""
+        self._repository_read = True
+        for model_id in model_ids:
+            self._add_replica(model_id, channel)
+
+    def _add_replica(self, model_id: str, channel: Channel) -> None:
+        model = self._models.setdefault(model_id, _Model(model_id, created=int(time.time())))
+        replica = Replica(model_id, channel, self._health, self._observer)
+        model.replicas.append(replica)
+        self._spawn(replica.watch(), f"watch {model_id} on {channel.address}")
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+        self._watchers.append(asyncio.create_task(work, name=name))

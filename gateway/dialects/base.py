@@ -1,0 +1,85 @@
+"""What a dialect is: one upstream tensor contract, both ways.
+
+A dialect knows tensors and our events. It knows nothing of channels, replicas or HTTP, does no input or
+output, and is shared by all requests; what it remembers of one answer is in that answer's decoder.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tritonclient.grpc import service_pb2
+
+from gateway.generation import Event, Generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelReport:
+    """What a probe said of a model."""
+
+    heartbeat_age_s: float
+    """Seconds since the engine's loop last went round."""
+    chat_format: str
+    """Name of the conversation format that the model was trained with."""
+    max_context: int
+    """Prompt and answer together, in tokens."""
+
+
+class AnswerDecoder(Protocol):
+    """Reads the responses of one generation, in order."""
+
+    def decode(self, response: service_pb2.ModelInferResponse) -> list[Event]:
+        """Return what `response` says.
+
+        Raises:
+            UpstreamProtocolError: it cannot be understood, or comes out of order.
+        """
+        ...
+
+    def end(self) -> None:
+        """Check, when no response is left, that the answer was whole.
+
+        Raises:
+            UpstreamProtocolError: it was not.
+        """
+        ...
+
+
+class Dialect(Protocol):
+    """One tensor contract."""
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        """Names of the inputs by which a model of this contract is known."""
+        ...
+
+    def probe(self, model: str) -> service_pb2.ModelInferRequest:
+        """Return the request that asks `model` how it is."""
+        ...
+
+    def read_probe(self, responses: Sequence[service_pb2.ModelInferResponse]) -> ModelReport:
+        """Read all the responses to `probe`.
+
+        Raises:
+            UpstreamProtocolError: they cannot be understood.
+        """
+        ...
+
+    def request(
+        self, generation: Generation, report: ModelReport, *, remaining_s: float
+    ) -> service_pb2.ModelInferRequest:
+        """Return `generation` as tensors for the model that `report` is about.
+
+        Args:
+            generation: its ranges were checked.
+            report: of the model that gets the request.
+            remaining_s: seconds until the generation's deadline, above 0.
+
+        Raises:
+            InvalidRequestError: the model cannot express it.
+        """
+        ...
+
+    def decoder(self) -> AnswerDecoder:
+        """Return a decoder for one answer."""
+        ...

@@ -1,0 +1,150 @@
+"""One replica's gRPC channel, kept for the process's life, with ModelStreamInfer done by hand.
+
+The raw stub is used because `tritonclient.grpc.aio` drops `triton_enable_empty_final_response` on streams
+and answers reserved parameters with a bare CancelledError. This module knows Triton's stream protocol (final
+flag, `error_message`, deadlines, cancelling) and nothing of tensors, models' health or our events.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from typing import Any
+
+import grpc
+import grpc.aio
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from gateway.triton.status import Fault, TritonError, classify
+
+MESSAGE_LIMIT_BYTES = 64 * 2**20
+
+_OPTIONS = [
+    # A whole answer with log-probabilities passes grpc's default of 4 MiB.
+    ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_LIMIT_BYTES),
+    # Health probes run every second, so pings are only sent on a connection that went silent: this is what
+    # closes one whose peer vanished without a word. Servers allow that few.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # Each health probe finds a fresh connection attempt: a server that is back is seen within a second or so.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+
+_EOF_WAIT_S = 1.0
+
+FINAL = "triton_final_response"
+WANT_EMPTY_FINAL = "triton_enable_empty_final_response"
+
+
+class Channel:
+    """A connection to one Triton. Must be made inside the running event loop.
+
+    Args:
+        address: `host:port` of Triton's gRPC endpoint.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._calls: set[grpc.aio.Call] = set()
+
+    async def close(self) -> None:
+        """Cancel every running call (`Fault.CLOSED` for whoever awaits it) and close the connection."""
+        for call in list(self._calls):
+            call.cancel()
+        await self._channel.close()
+
+    async def unary(self, method: str, request: Any, *, timeout_s: float) -> Any:
+        """Call the unary `method` of GRPCInferenceService.
+
+        Raises:
+            TritonError: with any fault.
+        """
+        call = getattr(self._stub, method)(request, timeout=timeout_s)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        with self._tracked(call):
+            return await _answer(call, lambda: call, deadline=deadline, idle_timeout_s=timeout_s)
+
+    async def stream_infer(
+        self, request: service_pb2.ModelInferRequest, *, deadline: float, idle_timeout_s: float
+    ) -> AsyncGenerator[service_pb2.ModelInferResponse, None]:
+        """Send one request on a stream of its own and yield its responses that hold tensors.
+
+        Ends after the response that Triton marks as final. Closing the generator, or cancelling the task that
+        waits in it, cancels the call at once; so does every error. Time that the caller spends between two
+        responses does not count as the upstream's silence.
+
+        Args:
+            request: its `id` also travels as the header `x-request-id`, so it is printable ASCII.
+            deadline: of the event loop's clock, in seconds.
+            idle_timeout_s: longest wait for any one response.
+
+        Raises:
+            TritonError: with any fault; `SILENT` for the idle timeout, `DEADLINE` for the deadline.
+        """
+        request.parameters[WANT_EMPTY_FINAL].bool_param = True
+        call = self._stub.ModelStreamInfer(
+            timeout=max(0.0, deadline - asyncio.get_running_loop().time()),
+            # Without the first, a model's own status would arrive as a bare text.
+            metadata=(("triton_grpc_error", "true"), ("x-request-id", request.id)),
+        )
+        with self._tracked(call):
+            await _answer(
+                call, lambda: _send(call, request), deadline=deadline, idle_timeout_s=idle_timeout_s
+            )
+            final = False
+            while not final:
+                message = await _answer(call, call.read, deadline=deadline, idle_timeout_s=idle_timeout_s)
+                if message is grpc.aio.EOF:
+                    raise TritonError(Fault.PROTOCOL, "the stream ended before its final response")
+                if message.error_message:
+                    raise classify(message.error_message)
+                response = message.infer_response
+                final = response.parameters[FINAL].bool_param
+                if response.outputs:
+                    yield response
+            # The stream ends by its status, not by a reset: one reset per request looks to proxies in between
+            # like the HTTP/2 "rapid reset" attack. The answer is whole, so that a failure now is no news.
+            with contextlib.suppress(TritonError):
+                await _answer(call, call.read, deadline=deadline, idle_timeout_s=_EOF_WAIT_S)
+
+    @contextlib.contextmanager
+    def _tracked(self, call: grpc.aio.Call) -> Iterator[None]:
+        """Let `close` find `call`, and leave no way out of the block with the call still running."""
+        self._calls.add(call)
+        try:
+            yield
+        finally:
+            self._calls.discard(call)
+            call.cancel()
+
+
+async def _send(call: grpc.aio.StreamStreamCall, request: service_pb2.ModelInferRequest) -> None:
+    await call.write(request)
+    # Half-closed, the stream is ended by Triton itself, also after those errors that would leave it open.
+    await call.done_writing()
+
+
+async def _answer(
+    call: grpc.aio.Call, operation: Callable[[], Awaitable[Any]], *, deadline: float, idle_timeout_s: float
+) -> Any:
+    """Await `operation` of `call`, with every way in which it can fail turned into a TritonError."""
+    idle_end = asyncio.get_running_loop().time() + idle_timeout_s
+    try:
+        async with asyncio.timeout_at(min(deadline, idle_end)):
+            return await operation()
+    except TimeoutError:
+        if deadline <= idle_end:
+            raise TritonError(Fault.DEADLINE, "the request's deadline passed") from None
+        raise TritonError(Fault.SILENT, f"no response within {idle_timeout_s} s") from None
+    except grpc.aio.AioRpcError as error:
+        raise classify(error.details() or "", error.code()) from error
+    except asyncio.CancelledError:
+        # grpc raises the same for a call that `close` cancelled and for a task that was cancelled in it.
+        task = asyncio.current_task()
+        if call.cancelled() and task is not None and not task.cancelling():
+            raise TritonError(Fault.CLOSED, "the channel was closed") from None
+        raise

@@ -1,0 +1,81 @@
+"""Which models a Triton has, for a gateway whose configuration names none.
+
+A model is found when its stream entry is loaded and has the inputs of a contract known here; any other entry
+named like one is reported in the log, with its inputs, and left alone.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from gateway.dialects.choice import choose
+from gateway.errors import UpstreamProtocolError
+from gateway.triton.channel import Channel
+from gateway.triton.control import READY, Control
+from gateway.triton.replicas import Backoff, HealthPolicy
+from gateway.triton.status import TritonError
+from wire.names import STREAM_SUFFIX
+
+_log = logging.getLogger(__name__)
+
+Found = Callable[[Channel, Sequence[str]], None]
+
+
+class Discovery:
+    """Reads one Triton's repository again and again. `watch` is to be run as a task.
+
+    Args:
+        channel: to that Triton.
+        policy: how often to look.
+        found: called after each look with the ids of models that are new since the last, most often none.
+    """
+
+    def __init__(self, channel: Channel, policy: HealthPolicy, found: Found) -> None:
+        self._channel = channel
+        self._control = Control(channel, timeout_s=policy.probe_timeout_s)
+        self._policy = policy
+        self._found = found
+        self._known: set[str] = set()
+        self._rejected: set[str] = set()
+
+    async def watch(self) -> None:
+        """Look for ever, with growing pauses while the Triton cannot be asked."""
+        backoff = Backoff(self._policy.backoff_first_s, self._policy.backoff_limit_s)
+        reachable = True
+        while True:
+            try:
+                found = await self._look()
+            except TritonError as error:
+                if reachable:
+                    extra = {"upstream": self._channel.address, "detail": error.detail}
+                    _log.warning("models cannot be listed: %s", error.fault.value, extra=extra)
+                reachable = False
+                await asyncio.sleep(backoff.next())
+            else:
+                reachable = True
+                backoff.reset()
+                self._found(self._channel, found)
+                await asyncio.sleep(self._policy.interval_s)
+
+    async def _look(self) -> list[str]:
+        loaded = {
+            entry.name
+            for entry in await self._control.repository()
+            if entry.state == READY and entry.name.endswith(STREAM_SUFFIX)
+        }
+        # An entry that was unloaded may come back as something else.
+        self._rejected &= loaded
+        new = sorted(loaded - self._known - self._rejected)
+        ours = [entry for entry in new if await self._is_ours(entry)]
+        self._known.update(ours)
+        self._rejected.update(new)
+        self._rejected -= self._known
+        return [entry.removesuffix(STREAM_SUFFIX) for entry in ours]
+
+    async def _is_ours(self, entry: str) -> bool:
+        try:
+            choose(entry, (await self._control.metadata(entry)).inputs)
+        except UpstreamProtocolError as error:
+            _log.warning("model left out: %s", error.message, extra={"upstream": self._channel.address})
+            return False
+        return True

@@ -1,0 +1,257 @@
+"""One model on one Triton: is it able to take requests, and how many has it got.
+
+Health is found by probes (`{"probe": true}` at the model itself), because Triton goes on calling a model
+ready whose process has died. A generation that fails in a way that speaks against its replica takes it out
+of the choice at once; the next probe, made without waiting, decides.
+
+Knows nothing of generations beyond their number, nor of the other replicas.
+"""
+
+import asyncio
+import contextlib
+import enum
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.dialects.base import Dialect, ModelReport
+from gateway.dialects.choice import choose
+from gateway.errors import GatewayError
+from gateway.triton.channel import Channel
+from gateway.triton.control import Control
+from gateway.triton.status import Fault, TritonError
+from wire.names import stream_entry
+
+_log = logging.getLogger(__name__)
+
+
+class ReplicaState(enum.StrEnum):
+    """Only READY takes requests."""
+
+    UNKNOWN = "unknown"
+    """Not probed yet."""
+    READY = "ready"
+    NOT_READY = "not_ready"
+    """The server answers, the model does not serve: unknown there, loading, unloaded, or not our contract."""
+    UNREACHABLE = "unreachable"
+    STUCK = "stuck"
+    """The model's process is dead, or alive without making progress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthPolicy:
+    """How health is watched; all in seconds."""
+
+    interval_s: float = 1.0
+    """Between probes of a replica that is ready."""
+    probe_timeout_s: float = 5.0
+    stuck_after_s: float = 10.0
+    """An engine loop that went round longer ago than this is stuck."""
+    backoff_first_s: float = 0.25
+    backoff_limit_s: float = 5.0
+
+
+class UpstreamObserver(Protocol):
+    """What metrics want to hear. Called on the event loop; must not block."""
+
+    def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
+        """`model` on `upstream` was found able, or unable, to take requests."""
+        ...
+
+    def upstream_error(self, model: str, upstream: str, code: str) -> None:
+        """A generation failed on `upstream`; `code` is a value of `gateway.triton.status.Fault`."""
+        ...
+
+
+class Backoff:
+    """Delays that double from `first_s` to `limit_s`."""
+
+    def __init__(self, first_s: float, limit_s: float) -> None:
+        self._first_s = first_s
+        self._limit_s = limit_s
+        self._next_s = first_s
+
+    def next(self) -> float:
+        """Return the delay before the next attempt, in seconds."""
+        delay = self._next_s
+        self._next_s = min(2 * delay, self._limit_s)
+        return delay
+
+    def reset(self) -> None:
+        """Begin again with `first_s`."""
+        self._next_s = self._first_s
+
+
+_STATE_AFTER = {
+    Fault.UNREACHABLE: ReplicaState.UNREACHABLE,
+    Fault.NOT_READY: ReplicaState.NOT_READY,
+    Fault.STUB_DEAD: ReplicaState.STUCK,
+    Fault.SILENT: ReplicaState.STUCK,
+}
+"""Faults of a generation that speak against the replica, and what they make of it until the next probe."""
+
+_FAULT_OF = {
+    ReplicaState.UNREACHABLE: Fault.UNREACHABLE,
+    ReplicaState.STUCK: Fault.SILENT,
+}
+
+
+class Replica:
+    """One model on one Triton. `watch` is its health loop, to be run as a task.
+
+    Args:
+        model: its id, without the suffix of the repository entry.
+        channel: to the Triton.
+        policy: how to watch.
+        observer: hears of changes between able and unable.
+    """
+
+    def __init__(
+        self, model: str, channel: Channel, policy: HealthPolicy, observer: UpstreamObserver | None
+    ) -> None:
+        self.model = model
+        self.channel = channel
+        self.state = ReplicaState.UNKNOWN
+        self.reason = "not reached yet"
+        self.report: ModelReport | None = None
+        """The newest there was, also while the replica is down."""
+        self.outstanding = 0
+        """Generations that are running on it."""
+        self.last_chosen = 0
+        self._dialect: Dialect | None = None
+        self._control = Control(channel, timeout_s=policy.probe_timeout_s)
+        self._policy = policy
+        self._observer = observer
+        self._suspected = asyncio.Event()
+        self._tell_observer()
+
+    @property
+    def upstream(self) -> str:
+        """The address of its Triton."""
+        return self.channel.address
+
+    def serving(self) -> tuple[Dialect, ModelReport]:
+        """Return what a request to it needs.
+
+        Raises:
+            TritonError: it is not ready.
+        """
+        if self.state is not ReplicaState.READY or self._dialect is None or self.report is None:
+            raise unable([self])
+        return self._dialect, self.report
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Count a generation as running on this replica."""
+        self.outstanding += 1
+        try:
+            yield
+        finally:
+            self.outstanding -= 1
+
+    def suspect(self, error: TritonError) -> None:
+        """Take note that a generation failed here."""
+        state = _STATE_AFTER.get(error.fault)
+        if state is not None:
+            self._become(state, error.detail)
+            self._suspected.set()
+
+    async def watch(self) -> None:
+        """Probe for ever: at an interval while ready, else with growing pauses, at once when suspected."""
+        backoff = Backoff(self._policy.backoff_first_s, self._policy.backoff_limit_s)
+        while True:
+            self._suspected.clear()
+            before = self.state
+            await self._look()
+            if self.state is not before:
+                # Also from one bad state to another: a server that is back and loading is nearly there.
+                backoff.reset()
+            delay = self._policy.interval_s if self.state is ReplicaState.READY else backoff.next()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay):
+                    await self._suspected.wait()
+
+    async def _look(self) -> None:
+        try:
+            self.report = await self._probe()
+        except TritonError as error:
+            if error.fault is Fault.QUEUE_FULL:
+                return  # busy, not dead: what was known stays true
+            if error.fault in (Fault.DEADLINE, Fault.SILENT):
+                self._become(await self._why_silent(), "no answer to a probe")
+            else:
+                self._become(_STATE_AFTER.get(error.fault, ReplicaState.NOT_READY), error.detail)
+        except GatewayError as error:
+            self._become(ReplicaState.NOT_READY, error.message)
+        except Exception as error:  # noqa: BLE001 - the outermost frame of a task that nobody awaits
+            # Were the task to end here, the replica's health would stay frozen as it is.
+            _log.exception("health check failed", extra={"model": self.model, "upstream": self.upstream})
+            self._become(ReplicaState.NOT_READY, f"the health check failed: {type(error).__name__}")
+        else:
+            age = self.report.heartbeat_age_s
+            if age > self._policy.stuck_after_s:
+                self._become(ReplicaState.STUCK, f"the engine last made a step {age:.0f} s ago")
+            else:
+                self._become(ReplicaState.READY, "")
+
+    async def _probe(self) -> ModelReport:
+        if self._dialect is None:
+            entry = stream_entry(self.model)
+            self._dialect = choose(entry, (await self._control.metadata(entry)).inputs)
+        timeout_s = self._policy.probe_timeout_s
+        responses = self.channel.stream_infer(
+            self._dialect.probe(self.model),
+            deadline=asyncio.get_running_loop().time() + timeout_s,
+            idle_timeout_s=timeout_s,
+        )
+        async with contextlib.aclosing(responses):
+            return self._dialect.read_probe([response async for response in responses])
+
+    async def _why_silent(self) -> ReplicaState:
+        """Tell a model that does not answer from a server that does not."""
+        try:
+            await self._control.live()
+        except TritonError:
+            return ReplicaState.UNREACHABLE
+        return ReplicaState.STUCK
+
+    def _become(self, state: ReplicaState, reason: str) -> None:
+        if state is not ReplicaState.READY:
+            # It may come back as another model.
+            self._dialect = None
+        self.reason = reason
+        if state is self.state:
+            return
+        self.state = state
+        level = logging.INFO if state is ReplicaState.READY else logging.WARNING
+        _log.log(
+            level,
+            "replica is %s",
+            state.value,
+            extra={"model": self.model, "upstream": self.upstream, "detail": reason},
+        )
+        self._tell_observer()
+
+    def _tell_observer(self) -> None:
+        if self._observer is not None:
+            healthy = self.state is ReplicaState.READY
+            self._observer.upstream_health(self.model, self.upstream, healthy=healthy)
+
+
+def least_outstanding(replicas: Sequence[Replica]) -> Replica | None:
+    """Return the ready replica with the fewest running generations, of equal ones that chosen longest ago."""
+    ready = [replica for replica in replicas if replica.state is ReplicaState.READY]
+    if not ready:
+        return None
+    chosen = min(ready, key=lambda replica: (replica.outstanding, replica.last_chosen))
+    chosen.last_chosen = max(replica.last_chosen for replica in replicas) + 1
+    return chosen
+
+
+def unable(replicas: Sequence[Replica]) -> TritonError:
+    """Return the error for a request that finds none of `replicas` ready."""
+    states = {replica.state for replica in replicas}
+    fault = _FAULT_OF.get(states.pop(), Fault.NOT_READY) if len(states) == 1 else Fault.NOT_READY
+    reasons = "; ".join(f"{replica.upstream}: {replica.state}: {replica.reason}" for replica in replicas)
+    return TritonError(fault, reasons)

@@ -1,0 +1,171 @@
+"""The one table from what Triton says when it fails to what our client is told.
+
+Triton fails in four ways: a gRPC status; a bare text in `error_message` of an open stream, without a code;
+one of our models' refusals (`wire.refusal`) inside either; silence. `classify` makes a `Fault` of the first
+three, `gateway.triton.channel` of the last, and `TREATMENTS` says what each fault means. Texts were collected
+from tritonserver 2.51 and are checked against the real server by the end-to-end tests.
+
+Only a refusal's own words reach a client, first line only: everything else of Triton's text (tracebacks,
+paths) is for the log.
+"""
+
+import enum
+import re
+from dataclasses import dataclass
+
+import grpc
+
+from gateway.errors import (
+    ContextLengthError,
+    DeadlineError,
+    GatewayError,
+    InvalidRequestError,
+    RateLimitError,
+    UnavailableError,
+    UpstreamProtocolError,
+)
+from wire.refusal import RefusalCode, parse_refusal
+
+MESSAGE_LIMIT = 500
+"""Longest part of a refusal, in characters, that a client is shown."""
+
+
+class Fault(enum.StrEnum):
+    """How a call failed; the value is the label `code` of `tritongate_upstream_errors_total`."""
+
+    INVALID_REQUEST = "invalid_request"
+    CONTEXT_LENGTH = "context_length_exceeded"
+    QUEUE_FULL = "queue_full"
+    DEADLINE = "deadline_exceeded"
+    UNREACHABLE = "unreachable"
+    """No connection, or a lost one."""
+    NOT_READY = "not_ready"
+    """The model is unknown there, loading, unloaded or on its way out."""
+    STUB_DEAD = "stub_dead"
+    """The model's process is gone while Triton still calls it ready."""
+    SILENT = "silent"
+    """Nothing came for longer than heartbeats allow."""
+    CANCELLED = "cancelled"
+    """Ended upstream by somebody else."""
+    INTERNAL = "internal"
+    """Triton or the model failed inside, or said something not known here."""
+    PROTOCOL = "protocol"
+    """The answer cannot be understood."""
+    CLOSED = "closed"
+    """The gateway itself is closing its channels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Treatment:
+    """What a fault means for the client and for the choice of replicas."""
+
+    error: type[GatewayError]
+    message: str
+    """For the client, unless the upstream refused in words of its own."""
+    retry_after_s: int | None = None
+    failover: bool = False
+    """Another replica may be asked, as long as no token was delivered."""
+
+
+TREATMENTS = {
+    Fault.INVALID_REQUEST: Treatment(InvalidRequestError, "The model refused the request."),
+    Fault.CONTEXT_LENGTH: Treatment(ContextLengthError, "The prompt exceeds the model's context."),
+    Fault.QUEUE_FULL: Treatment(
+        RateLimitError, "The model's queue is full; try again shortly.", retry_after_s=1, failover=True
+    ),
+    Fault.DEADLINE: Treatment(DeadlineError, "The request's time is over."),
+    Fault.UNREACHABLE: Treatment(
+        UnavailableError, "The model's server cannot be reached.", retry_after_s=5, failover=True
+    ),
+    Fault.NOT_READY: Treatment(UnavailableError, "The model is not ready.", retry_after_s=5, failover=True),
+    Fault.STUB_DEAD: Treatment(
+        UnavailableError,
+        "The model's process has died; it is being restarted.",
+        retry_after_s=5,
+        failover=True,
+    ),
+    Fault.SILENT: Treatment(UnavailableError, "The model stopped answering.", retry_after_s=5, failover=True),
+    Fault.CANCELLED: Treatment(
+        UnavailableError, "The request was cancelled by the model's server.", retry_after_s=5
+    ),
+    Fault.INTERNAL: Treatment(UpstreamProtocolError, "The model's server failed to answer the request."),
+    Fault.PROTOCOL: Treatment(UpstreamProtocolError, "The model's answer could not be understood."),
+    Fault.CLOSED: Treatment(UnavailableError, "The gateway is shutting down.", retry_after_s=5),
+}
+
+_REFUSALS = {
+    RefusalCode.INVALID_REQUEST: Fault.INVALID_REQUEST,
+    RefusalCode.CONTEXT_LENGTH_EXCEEDED: Fault.CONTEXT_LENGTH,
+    RefusalCode.QUEUE_FULL: Fault.QUEUE_FULL,
+    RefusalCode.DEADLINE_EXCEEDED: Fault.DEADLINE,
+    RefusalCode.CANCELLED: Fault.CANCELLED,
+    RefusalCode.SHUTTING_DOWN: Fault.NOT_READY,
+    RefusalCode.INTERNAL: Fault.INTERNAL,
+}
+
+_WORDS_FOR_CLIENTS = {Fault.INVALID_REQUEST, Fault.CONTEXT_LENGTH}
+"""Refusals about the request itself: their words are the only ones of use to whoever sent it."""
+
+_TEXTS = [
+    # Matched at the start of a text, after Triton's "[request id: ...] ", so that the same words inside a
+    # model's exception do not count.
+    (re.compile(r"Exceeds maximum queue size"), Fault.QUEUE_FULL),
+    (re.compile(r"Request timeout expired"), Fault.DEADLINE),
+    (re.compile(r"Stub process .*is not healthy"), Fault.STUB_DEAD),
+    (re.compile(r"Request for unknown model"), Fault.NOT_READY),
+    (re.compile(r"Server not ready"), Fault.NOT_READY),
+    (re.compile(r"Server is stopping"), Fault.NOT_READY),
+    # grpc's own, when the connection goes while the request is being written.
+    (re.compile(r"Failed \"execute_batch\""), Fault.UNREACHABLE),
+]
+
+_REQUEST_ID = re.compile(r"\[request id: [^\]]*\] ")
+
+_STATUSES = {
+    grpc.StatusCode.UNAVAILABLE: Fault.UNREACHABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED: Fault.DEADLINE,
+    grpc.StatusCode.CANCELLED: Fault.CANCELLED,
+    grpc.StatusCode.NOT_FOUND: Fault.NOT_READY,
+}
+
+
+class TritonError(Exception):
+    """A call to Triton failed. Stays inside this package: `to_gateway` is what leaves it.
+
+    `message` may be shown to a client; `detail` is the raw text, for the log only.
+    """
+
+    def __init__(self, fault: Fault, detail: str, *, message: str | None = None) -> None:
+        super().__init__(f"{fault}: {detail}")
+        self.fault = fault
+        self.detail = detail
+        self.message = message or TREATMENTS[fault].message
+
+    @property
+    def failover(self) -> bool:
+        """Whether another replica may be asked."""
+        return TREATMENTS[self.fault].failover
+
+    def to_gateway(self) -> GatewayError:
+        """Return the error for the client."""
+        treatment = TREATMENTS[self.fault]
+        return treatment.error(self.message, retry_after_s=treatment.retry_after_s)
+
+
+def classify(text: str, code: grpc.StatusCode | None = None) -> TritonError:
+    """Make an error of Triton's text and, where there was one, its gRPC status.
+
+    The text decides where it is known, since the same status stands for several faults (UNAVAILABLE is a full
+    queue as well as a lost connection) and a stream's texts have none.
+    """
+    refusal = parse_refusal(text)
+    if refusal is not None:
+        fault = _REFUSALS[refusal[0]]
+        words = refusal[1].partition("\n")[0][:MESSAGE_LIMIT] if fault in _WORDS_FOR_CLIENTS else None
+        return TritonError(fault, text, message=words)
+    prefix = _REQUEST_ID.match(text)
+    start = prefix.end() if prefix else 0
+    for pattern, fault in _TEXTS:
+        if pattern.match(text, start):
+            return TritonError(fault, text)
+    return TritonError(_STATUSES.get(code, Fault.INTERNAL), text)
