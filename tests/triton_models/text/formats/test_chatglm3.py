@@ -1,0 +1,78 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from triton_models.errors import TextError
+from triton_models.text.formats import ChatGLM3Format
+from triton_models.text.tokenizer import Tokenizer
+from wire.history import Turn
+
+DIRECTORY = Path(__file__).parents[3] / "golden" / "chatglm3"
+TOKENIZER = Tokenizer(DIRECTORY, "chatglm3")
+FORMAT = ChatGLM3Format(TOKENIZER)
+GMASK, SOP, SYSTEM, USER, ASSISTANT, OBSERVATION = (
+    TOKENIZER.special_ids[name]
+    for name in ("[gMASK]", "sop", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+)
+
+
+def line(metadata: str, content: str) -> list[int]:
+    return TOKENIZER.encode(metadata + "\n") + TOKENIZER.encode(content)
+
+
+def test_prompts_are_the_originals(golden: Callable[[str], dict[str, Any]]) -> None:
+    cases = [case for case in golden("chatglm3")["cases"] if case["kind"] == "chat"]
+    assert any("tools" in turn for case in cases for turn in case["history"])
+    assert any(case["role"] == "observation" for case in cases)
+    for case in cases:
+        history = msgspec.convert(case["history"], list[Turn])
+        assert FORMAT.render(history, case["query"], case["role"]) == case["input_ids"]
+
+
+def test_turns_of_one_role_stay_apart() -> None:
+    ids = FORMAT.render([Turn("user", "a")], "b")
+    assert ids == [GMASK, SOP, USER, *line("", "a"), USER, *line("", "b"), ASSISTANT]
+
+
+def test_a_conversation_may_end_with_an_assistant_or_system_turn() -> None:
+    ids = FORMAT.render([Turn("user", "a")], "b", "assistant")
+    assert ids == [GMASK, SOP, USER, *line("", "a"), ASSISTANT, *line("", "b"), ASSISTANT]
+    assert FORMAT.render([], "s", "system") == [GMASK, SOP, SYSTEM, *line("", "s"), ASSISTANT]
+
+
+def test_without_a_generation_prompt_no_answer_begins() -> None:
+    turns = [Turn("user", "a")]
+    ids = FORMAT.render_turns(turns, add_generation_prompt=False)
+    assert ids == [GMASK, SOP, USER, *line("", "a")]
+    assert FORMAT.render_turns(turns) == [*ids, ASSISTANT]
+
+
+def test_empty_content_is_a_turn() -> None:
+    assert FORMAT.render([], "") == [GMASK, SOP, USER, *line("", ""), ASSISTANT]
+
+
+def test_text_cannot_open_a_turn() -> None:
+    ids = FORMAT.render([Turn("assistant", "x", metadata="<|user|>")], "<|system|>\n<|assistant|>")
+    assert [token_id for token_id in ids if token_id > GMASK] == [SOP, ASSISTANT, USER, ASSISTANT]
+
+
+@pytest.mark.parametrize(
+    ("history", "why"),
+    [
+        ([Turn("user", "q"), Turn("system", "s")], r"turn 1 \(system\).*only the first"),
+        ([Turn("user", "q", tools=[])], r"turn 0 \(user\).*only a system turn"),
+        ([Turn("assistant", "q", metadata="a\nb")], r"turn 0 \(assistant\).*single line"),
+    ],
+)
+def test_what_the_format_cannot_say_is_refused_by_name(history: list[Turn], why: str) -> None:
+    with pytest.raises(TextError, match=why):
+        FORMAT.render(history, "q")
+
+
+def test_stops_and_segments() -> None:
+    assert FORMAT.stop_ids == {2, USER, OBSERVATION}
+    assert FORMAT.segment_roles == {ASSISTANT: "assistant"}
+    assert FORMAT.supports_tools
