@@ -1,0 +1,251 @@
+"""Reads a ChatGLM2 or ChatGLM3 directory as published into our own forward pass.
+
+No remote code runs and nothing is unpickled but tensors. The meaning of each configuration key is that of the
+original `configuration_chatglm.py` and `modeling_chatglm.py`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from triton_models.engine.models.chatglm import ChatGLM, ChatGLMConfig
+from triton_models.errors import CheckpointError, UnsupportedArchitectureError
+from triton_models.shards import Shard, find_shards, open_shard, read_json
+
+ChatFormat = Literal["chatglm2", "chatglm3"]
+
+LoadProgress = Callable[[int, int], None]
+"""Called with the bytes of the model filled so far and in all."""
+
+_FORMATS: tuple[ChatFormat, ...] = ("chatglm2", "chatglm3")
+
+_IMPLEMENTED: dict[str, object] = {
+    "rmsnorm": True,
+    "post_layer_norm": True,
+    "apply_residual_connection_post_layernorm": False,
+    "add_bias_linear": False,
+    "fp32_residual_connection": False,
+    "interleaved_qkv": False,
+    "tie_word_embeddings": False,
+    "quantization_bit": 0,
+    "pre_seq_len": None,
+}
+"""The only value of each that the forward pass implements; it is the original's default as well."""
+
+_DROPPED = {"transformer.rotary_pos_emb.inv_freq"}
+"""Computed from the configuration instead."""
+
+_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
+
+_GLM4_VOCABULARY = 151552
+
+
+def read_config(directory: Path) -> ChatGLMConfig:
+    """Read and check `config.json`.
+
+    Raises:
+        UnsupportedArchitectureError: another model, or a variant that the forward pass does not implement.
+        CheckpointError: the file is missing or broken, or a value makes no sense.
+    """
+    path = directory / "config.json"
+    raw = read_json(path)
+    _refuse_unsupported(path, raw)
+
+    def size(key: str) -> int:
+        value = raw.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"{path}: {key} must be a positive integer, not {value!r}")
+        return value
+
+    def number(key: str, default: float) -> float:
+        value = raw.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise CheckpointError(f"{path}: {key} must be a positive number, not {value!r}")
+        return float(value)
+
+    heads = size("num_attention_heads")
+    config = ChatGLMConfig(
+        num_layers=size("num_layers"),
+        hidden_size=size("hidden_size"),
+        ffn_hidden_size=size("ffn_hidden_size"),
+        num_attention_heads=heads,
+        multi_query_group_num=size("multi_query_group_num")
+        if raw.get("multi_query_attention") is True
+        else heads,
+        kv_channels=size("kv_channels"),
+        padded_vocab_size=size("padded_vocab_size"),
+        seq_length=size("seq_length"),
+        layernorm_epsilon=number("layernorm_epsilon", 1e-5),
+        add_qkv_bias=raw.get("add_qkv_bias") is True,
+        rope_ratio=number("rope_ratio", 1.0),
+    )
+    if heads % config.multi_query_group_num:
+        raise CheckpointError(
+            f"{path}: num_attention_heads {heads} is no multiple of"
+            f" multi_query_group_num {config.multi_query_group_num}"
+        )
+    if config.kv_channels % 4:
+        raise CheckpointError(
+            f"{path}: kv_channels {config.kv_channels} is no multiple of 4, which rotary pairs need"
+        )
+    if config.rope_ratio != 1 and _format_evidence(directory) == "chatglm2":
+        raise UnsupportedArchitectureError(
+            f"{path}: rope_ratio {config.rope_ratio}: long-context ChatGLM2 is not supported yet"
+            " (it scales positions instead of frequencies)"
+        )
+    return config
+
+
+def load_model(
+    directory: Path, dtype: torch.dtype, device: torch.device, progress: LoadProgress | None = None
+) -> ChatGLM:
+    """Read a checkpoint into a model on `device`.
+
+    Files are mapped one at a time and copied tensor by tensor to where the model keeps them, so the host
+    holds about one shard beside the model.
+
+    Raises:
+        CheckpointError: naming the file, and the tensor where one is at fault.
+    """
+    config = read_config(directory)
+    shards = find_shards(directory)
+    model = ChatGLM(config, dtype=dtype, device=device)
+    missing = _destinations(model)
+    total = sum(tensor.nbytes for tensor in missing.values())
+    filled = 0
+    for path, expected in shards.items():
+        with open_shard(path) as shard:
+            _check_names(path, shard, expected)
+            for name in sorted(shard.names() - _DROPPED):
+                filled += _fill(path, shard, name, missing)
+                if progress is not None:
+                    progress(filled, total)
+    if missing:
+        where = next(iter(shards)) if len(shards) == 1 else directory
+        raise CheckpointError(f"{where}: tensor {min(missing)!r} is missing ({len(missing)} in all)")
+    return model
+
+
+@contextmanager
+def progress_bar(name: str) -> Iterator[LoadProgress]:
+    """Show the loading of `name` on stderr, for `load_model`'s `progress`."""
+    with tqdm(desc=f"loading {name}", unit="B", unit_scale=True) as bar:
+
+        def advance(filled: int, total: int) -> None:
+            bar.total = total
+            bar.update(filled - bar.n)
+
+        yield advance
+
+
+def detect_format(directory: Path) -> ChatFormat:
+    """Return the chat format that a checkpoint was trained with.
+
+    Asks, in this order: the name that the checkpoint was published under, tokens and template of the
+    tokenizer configuration, the directory's name.
+
+    Raises:
+        CheckpointError: none of these tells.
+    """
+    found = _format_evidence(directory)
+    if found is None:
+        raise CheckpointError(
+            f"{directory}: neither its files nor its name say whether it is ChatGLM2 or ChatGLM3;"
+            f" set the parameter 'format' to one of {', '.join(_FORMATS)}"
+        )
+    return found
+
+
+def _format_evidence(directory: Path) -> ChatFormat | None:
+    tokenizer = _read_optional(directory / "tokenizer_config.json")
+    config = _read_optional(directory / "config.json")
+    for document in (tokenizer, config):
+        for key in ("name_or_path", "_name_or_path"):
+            if (found := _format_in(document.get(key))) is not None:
+                return found
+    for key in ("added_tokens_decoder", "chat_template"):
+        if "<|user|>" in str(tokenizer.get(key)):
+            return "chatglm3"
+    return _format_in(directory.resolve().name)
+
+
+def _format_in(name: object) -> ChatFormat | None:
+    """Return the format whose name is in `name`, if exactly one's is."""
+    found = [each for each in _FORMATS if each in str(name).lower()]
+    return found[0] if len(found) == 1 else None
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
+    model_type = raw.get("model_type")
+    tokenizer = _read_optional(path.parent / "tokenizer_config.json")
+    if (
+        model_type in {"glm", "glm4"}
+        or raw.get("padded_vocab_size") == _GLM4_VOCABULARY
+        or tokenizer.get("tokenizer_class") == "ChatGLM4Tokenizer"
+    ):
+        raise UnsupportedArchitectureError(f"{path}: this is GLM-4, which is not supported yet")
+    if model_type != "chatglm":
+        raise UnsupportedArchitectureError(
+            f"{path}: model_type {model_type!r} is not supported; 'chatglm' is"
+        )
+    for key, implemented in _IMPLEMENTED.items():
+        value = raw.get(key)
+        # JSON's null stands for the default in the original, and 0 for "no".
+        if value is not None and bool(value) != bool(implemented):
+            raise UnsupportedArchitectureError(f"{path}: {key} {value!r} is not supported")
+
+
+def _destinations(model: ChatGLM) -> dict[str, Tensor]:
+    """Return where each tensor of the checkpoint goes, by the checkpoint's names."""
+    places = {
+        "transformer.embedding.word_embeddings.weight": model.embedding,
+        "transformer.encoder.final_layernorm.weight": model.final_norm,
+        "transformer.output_layer.weight": model.head,
+    }
+    for number, layer in enumerate(model.layers):
+        prefix = f"transformer.encoder.layers.{number}."
+        places[prefix + "input_layernorm.weight"] = layer.input_norm
+        places[prefix + "self_attention.query_key_value.weight"] = layer.qkv
+        if layer.qkv_bias is not None:
+            places[prefix + "self_attention.query_key_value.bias"] = layer.qkv_bias
+        places[prefix + "self_attention.dense.weight"] = layer.attention_out
+        places[prefix + "post_attention_layernorm.weight"] = layer.post_attention_norm
+        places[prefix + "mlp.dense_h_to_4h.weight"] = layer.gate_up
+        places[prefix + "mlp.dense_4h_to_h.weight"] = layer.down
+    return places
+
+
+def _check_names(path: Path, shard: Shard, expected: set[str] | None) -> None:
+    """Compare a shard with what the index says of it."""
+    if expected is None:
+        return
+    names = shard.names()
+    if absent := expected - names:
+        raise CheckpointError(f"{path}: tensor {min(absent)!r} is not in it, and the index says that it is")
+    if unlisted := names - expected:
+        raise CheckpointError(f"{path}: tensor {min(unlisted)!r} is in it, and the index does not say so")
+
+
+def _fill(path: Path, shard: Shard, name: str, missing: dict[str, Tensor]) -> int:
+    """Copy a tensor to its place, which is no longer missing; returns the bytes filled."""
+    if name not in missing:
+        raise CheckpointError(f"{path}: tensor {name!r} has no place in this model, or came twice")
+    source = shard.read(name)
+    destination = missing.pop(name)
+    if source.shape != destination.shape:
+        raise CheckpointError(
+            f"{path}: tensor {name!r} has shape {list(source.shape)} instead of {list(destination.shape)}"
+        )
+    if source.dtype not in _DTYPES:
+        raise CheckpointError(f"{path}: tensor {name!r} is {source.dtype}, not a 16 or 32 bit float")
+    destination.copy_(source)
+    return destination.nbytes

@@ -1,0 +1,275 @@
+"""The engine: token ids in, token ids out, one step at a time."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from triton_models.engine.block_manager import BlockManager
+from triton_models.engine.intake import Intake
+from triton_models.engine.kv_cache import KVCache
+from triton_models.engine.model import CausalModel
+from triton_models.engine.runner import Runner, Sampled
+from triton_models.engine.scheduler import Scheduler
+from triton_models.engine.sequence import FinishReason, Request, Sequence, SequenceState, TokenOutput
+from triton_models.engine.settings import EngineSettings, choose_capacity
+from triton_models.engine.stats import EngineStats, StepStats
+from triton_models.errors import InvalidRequestError, PromptTooLongError, TokenMaskError
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Continuous batching over one model: every step is schedule, run, post-process.
+
+    `add`, `cancel` and `stats` may be called from any thread; everything else belongs to the one thread that
+    steps. Outputs pile up until `take_outputs`, so that a failing step loses none.
+    """
+
+    def __init__(
+        self, model: CausalModel, settings: EngineSettings, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.settings = settings
+        self._model = model
+        self._clock = clock
+        capacity = choose_capacity(settings, model)
+        log.info("%s", capacity.reason)
+        self._max_context = capacity.max_context
+        self._kv_blocks = capacity.kv_blocks
+        cache = KVCache(
+            model.kv_shape,
+            blocks=capacity.kv_blocks,
+            block_size=settings.block_size,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self._runner = Runner(model, cache)
+        self._intake = Intake(settings.max_running + settings.max_waiting)
+        self._arrivals = 0
+        self._preemptions = 0
+        self._failed_steps = 0
+        self._sequences: dict[str, Sequence] = {}
+        self._outputs: list[TokenOutput] = []
+        self._start_scheduler()
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer that a request may have together."""
+        return self._max_context
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that have had no final output yet."""
+        return self._intake.open
+
+    def add(self, request: Request) -> None:
+        """Take a request; its outputs follow from the steps to come.
+
+        Raises:
+            PromptTooLongError: the context cannot hold it.
+            InvalidRequestError: a token id outside the vocabulary, or an empty prompt.
+            DuplicateRequestError: a request of this id is open.
+            QueueFullError: `max_running + max_waiting` requests are open.
+            EngineStoppedError: the engine has stopped.
+        """
+        self._check(request)
+        self._intake.add(request, self._clock())
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request before the next step; its last output says CANCELLED. False if it is not open."""
+        return self._intake.cancel(request_id)
+
+    def stats(self) -> EngineStats:
+        """Return the present counts."""
+        running = len(self._scheduler.running)
+        return EngineStats(
+            running=running,
+            waiting=max(0, self._intake.open - running),
+            kv_blocks_used=self._blocks.used,
+            kv_blocks=self._kv_blocks,
+            preemptions=self._preemptions,
+            failed_steps=self._failed_steps,
+        )
+
+    def step(self) -> StepStats | None:
+        """Do one step; None if there was nothing to compute."""
+        self._welcome_and_dismiss()
+        started = time.perf_counter()
+        batch = self._scheduler.schedule()
+        chunks = batch.chunks
+        self._preemptions += batch.preemptions
+        if not chunks:
+            return None
+        now = self._clock()
+        for chunk in chunks:
+            if chunk.sequence.scheduled_at is None:
+                chunk.sequence.scheduled_at = now
+        sampled = self._runner.run(batch)
+        for chunk in chunks:
+            chunk.sequence.computed = chunk.end
+        for each in sampled:
+            self._accept(each)
+        return StepStats(
+            batch_size=len(chunks),
+            prefill_tokens=sum(chunk.count for chunk in batch.prefills),
+            decode_tokens=len(batch.decodes),
+            seconds=time.perf_counter() - started,
+            preemptions=batch.preemptions,
+        )
+
+    def take_outputs(self) -> list[TokenOutput]:
+        """Return the outputs since the last call, oldest first."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def fail_running(self, error: str) -> None:
+        """After a step that raised: end what was running, with `error`, and start with an empty cache."""
+        self._failed_steps += 1
+        # Nothing that the failed step may have left half done is used again but the sequences' states.
+        self._start_scheduler()
+        for sequence in list(self._sequences.values()):
+            if sequence.state is SequenceState.WAITING:
+                self._scheduler.add(sequence)
+            else:
+                self._close(sequence, FinishReason.ERROR, error=error)
+        self._runner.reset()
+
+    def shut_down(self, reason: FinishReason, error: str) -> None:
+        """Take no more requests, and end every open one."""
+        self._intake.close()
+        self._welcome()
+        self._start_scheduler()
+        for sequence in list(self._sequences.values()):
+            self._close(sequence, reason, error=error)
+
+    def _start_scheduler(self) -> None:
+        settings = self.settings
+        self._blocks = BlockManager(self._kv_blocks, settings.block_size)
+        self._scheduler = Scheduler(
+            self._blocks, max_running=settings.max_running, max_batched_tokens=settings.max_batched_tokens
+        )
+
+    def _check(self, request: Request) -> None:
+        sampling = request.sampling
+        length = len(request.prompt_ids)
+        if length == 0:
+            raise InvalidRequestError("the prompt has no tokens")
+        if length > self._max_context - 1:
+            raise PromptTooLongError(
+                f"the prompt has {length} tokens; the context is {self._max_context}, one for the answer"
+            )
+        if sampling.max_tokens is not None and length + sampling.max_tokens > self._max_context:
+            raise PromptTooLongError(
+                f"the prompt has {length} tokens and max_tokens is {sampling.max_tokens}:"
+                f" together {length + sampling.max_tokens}, and the context is {self._max_context}"
+            )
+        ids = {
+            "prompt": request.prompt_ids,
+            "stop_token_ids": sampling.stop_token_ids,
+            "logit_bias": sampling.logit_bias,
+        }
+        for name, values in ids.items():
+            if values and not (min(values) >= 0 and max(values) < self._model.vocab_size):
+                raise InvalidRequestError(
+                    f"{name} has an id outside the vocabulary of {self._model.vocab_size}"
+                )
+
+    def _welcome_and_dismiss(self) -> None:
+        """Let new requests wait; end those that were cancelled or are out of time."""
+        for request_id in self._welcome():
+            sequence = self._sequences.get(request_id)
+            if sequence is not None:
+                self._finish(sequence, FinishReason.CANCELLED)
+        for sequence in self._scheduler.expired(self._clock()):
+            self._finish(sequence, FinishReason.DEADLINE)
+
+    def _welcome(self) -> list[str]:
+        """Let new requests wait; returns the ids to cancel."""
+        requests, cancels = self._intake.collect()
+        for request, arrived_at in requests:
+            room = self._max_context - len(request.prompt_ids)
+            sequence = Sequence(
+                request,
+                arrival=self._arrivals,
+                arrived_at=arrived_at,
+                max_tokens=request.sampling.max_tokens or room,
+            )
+            self._arrivals += 1
+            self._sequences[request.request_id] = sequence
+            self._scheduler.add(sequence)
+        return cancels
+
+    def _accept(self, sampled: Sampled) -> None:
+        """Append a sampled token to its sequence, and end the sequence if that was its last."""
+        sequence = sampled.sequence
+        if sampled.error is not None:
+            self._finish(sequence, FinishReason.ERROR, error=sampled.error)
+            return
+        if sequence.state is SequenceState.PREFILL:
+            sequence.move_to(SequenceState.DECODE)
+        params = sequence.request.sampling
+        sequence.tokens.append(sampled.token_id)
+        if sampled.token_id in params.stop_token_ids:
+            self._finish(sequence, FinishReason.STOP, sampled)
+        elif sequence.generated >= sequence.max_tokens:
+            self._finish(sequence, FinishReason.LENGTH, sampled)
+        else:
+            self._output(sequence, sampled)
+            self._tell_mask(sequence, sampled.token_id)
+
+    def _tell_mask(self, sequence: Sequence, token_id: int) -> None:
+        mask = sequence.request.sampling.mask
+        if mask is None:
+            return
+        try:
+            mask.accept(token_id)
+        except TokenMaskError as error:
+            self._finish(sequence, FinishReason.ERROR, error=str(error))
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        sampled: Sampled | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Take a sequence from the scheduler, free its blocks and give it its final output."""
+        self._scheduler.remove(sequence)
+        self._close(sequence, reason, sampled, error)
+
+    def _close(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        sampled: Sampled | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Give a sequence that the scheduler no longer has its final output."""
+        sequence.move_to(SequenceState.FINISHED)
+        request_id = sequence.request.request_id
+        del self._sequences[request_id]
+        self._intake.end(request_id)
+        self._output(sequence, sampled, reason, error)
+
+    def _output(
+        self,
+        sequence: Sequence,
+        sampled: Sampled | None,
+        reason: FinishReason | None = None,
+        error: str | None = None,
+    ) -> None:
+        first = sampled is not None and sequence.generated == 1
+        scheduled_at = sequence.scheduled_at
+        self._outputs.append(
+            TokenOutput(
+                request_id=sequence.request.request_id,
+                prompt_tokens=len(sequence.request.prompt_ids),
+                token_id=None if sampled is None else sampled.token_id,
+                logprobs=None if sampled is None else sampled.logprobs,
+                finish_reason=reason,
+                error=error,
+                queue_seconds=scheduled_at - sequence.arrived_at
+                if first and scheduled_at is not None
+                else None,
+                time_to_first_token=self._clock() - sequence.arrived_at if first else None,
+            )
+        )

@@ -1,0 +1,71 @@
+"""The engine's door: what other threads ask for between two steps."""
+
+import threading
+
+from triton_models.engine.sequence import Request
+from triton_models.errors import DuplicateRequestError, EngineStoppedError, QueueFullError
+
+
+class Intake:
+    """Takes requests and cancels from any thread; the engine's thread collects them before each step.
+
+    It knows which requests are open, so that a refusal happens on the caller's thread, at once: `limit` is
+    how many may be open, running and waiting together. Counting those that wait only would refuse a burst
+    into an idle engine, which has not had a step yet to start any of them.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._open: set[str] = set()
+        self._new: list[tuple[Request, float]] = []
+        self._cancels: list[str] = []
+        self._closed = False
+
+    @property
+    def open(self) -> int:
+        """Number of requests that have had no final output yet."""
+        return len(self._open)
+
+    def add(self, request: Request, arrived_at: float) -> None:
+        """Open a request that arrived at `arrived_at`, in monotonic seconds.
+
+        Raises:
+            EngineStoppedError: the engine takes no more.
+            DuplicateRequestError: a request of this id is open.
+            QueueFullError: as many requests as may be are open.
+        """
+        with self._lock:
+            if self._closed:
+                raise EngineStoppedError("the engine has stopped")
+            if request.request_id in self._open:
+                raise DuplicateRequestError(f"request {request.request_id!r} is open already")
+            if len(self._open) >= self._limit:
+                raise QueueFullError(f"{len(self._open)} requests are open already")
+            self._open.add(request.request_id)
+            self._new.append((request, arrived_at))
+
+    def cancel(self, request_id: str) -> bool:
+        """Ask for a request's end; False if it is not open."""
+        with self._lock:
+            if request_id not in self._open:
+                return False
+            self._cancels.append(request_id)
+            return True
+
+    def collect(self) -> tuple[list[tuple[Request, float]], list[str]]:
+        """Return the requests (with their arrival) and the cancels since the last call, in order."""
+        with self._lock:
+            new, self._new = self._new, []
+            cancels, self._cancels = self._cancels, []
+        return new, cancels
+
+    def end(self, request_id: str) -> None:
+        """Note that a request had its final output."""
+        with self._lock:
+            self._open.discard(request_id)
+
+    def close(self) -> None:
+        """Take no more requests; those taken can still be collected."""
+        with self._lock:
+            self._closed = True

@@ -1,0 +1,36 @@
+"""The KV cache: keys and values of every block, on the device."""
+
+import torch
+from torch import Tensor
+
+from triton_models.engine.block_manager import PADDING_BLOCK
+from triton_models.engine.model import KVShape
+
+
+class KVCache:
+    """`keys` and `values`: [layers, blocks + 1, block_size, KV heads, head_dim]; block 0 pads block tables.
+
+    Main memory is taken as blocks are first written, device memory at once.
+    """
+
+    def __init__(
+        self, shape: KVShape, *, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.block_size = block_size
+        size = (shape.layers, blocks + 1, block_size, shape.heads, shape.head_dim)
+        self.keys = torch.zeros(size, dtype=dtype, device=device)
+        self.values = torch.zeros(size, dtype=dtype, device=device)
+
+    def clear(self, blocks: Tensor) -> None:
+        """Zero `blocks` ([N] int64), as they are handed out.
+
+        Attention reads whole blocks and masks what is beyond a sequence's end, but a NaN that an earlier
+        holder left there would survive a weight of zero.
+        """
+        self.keys.index_fill_(1, blocks, 0)
+        self.values.index_fill_(1, blocks, 0)
+
+    def reset(self) -> None:
+        """Forget a step that failed: whatever it wrote is cleared when handed out, but padding never is."""
+        self.keys[:, PADDING_BLOCK] = 0
+        self.values[:, PADDING_BLOCK] = 0

@@ -1,0 +1,141 @@
+"""The thread that steps an engine and hands its outputs on."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from triton_models.engine.engine import Engine
+from triton_models.engine.sequence import FinishReason, Request, TokenOutput
+from triton_models.engine.stats import EngineStats, StepStats
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_STOPPED = "the engine was stopped"
+
+IDLE_TURN_SECONDS = 0.5
+"""The loop turns this often with nothing to do, so that its heartbeat tells life from death."""
+
+
+class EngineLoop:
+    """Runs an engine on a thread of its own; every method may be called from any thread.
+
+    `on_outputs` and `on_step` are called on that thread, once per step at most, and must be quick. A step
+    that raises fails the requests that were running; after `failure_limit` such steps in a row the loop
+    stops. However it stops, every open request has its final output first.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_outputs: Callable[[list[TokenOutput]], None],
+        on_step: Callable[[StepStats], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._on_outputs = on_outputs
+        self._on_step = on_step
+        self._wake = threading.Event()
+        self._stopping = False
+        self._failures = 0
+        self._heartbeat = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def heartbeat(self) -> float:
+        """Monotonic seconds of the last turn; old only if a step takes long or the loop has ended."""
+        return self._heartbeat
+
+    @property
+    def alive(self) -> bool:
+        """True while the loop turns."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End every open request with SHUTDOWN and join the thread, which ends after the step it is in.
+
+        May be called again, and before `start`. From a callback it does not wait.
+        """
+        self._stopping = True
+        self._wake.set()
+        if self._thread.ident is None:
+            self._end(FinishReason.SHUTDOWN, _STOPPED)
+        elif self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def add(self, request: Request) -> None:
+        """Add a request; see `Engine.add` for what is refused, here and at once."""
+        self._engine.add(request)
+        self._wake.set()
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancel a request between two steps; False if it is not open."""
+        found = self._engine.cancel(request_id)
+        self._wake.set()
+        return found
+
+    def stats(self) -> EngineStats:
+        """Return the present counts."""
+        return self._engine.stats()
+
+    def _run(self) -> None:
+        reason, error = FinishReason.ERROR, "the engine has stopped after a fault"
+        try:
+            while not self._stopping and self._failures < self._engine.settings.failure_limit:
+                self._heartbeat = time.monotonic()
+                # Cleared before the turn looks for work: what comes during it is seen by the wait.
+                self._wake.clear()
+                if not self._turn():
+                    self._wake.wait(IDLE_TURN_SECONDS)
+            if self._stopping:
+                reason, error = FinishReason.SHUTDOWN, _STOPPED
+            else:
+                log.critical("the engine stops after %d failed steps in a row", self._failures)
+        except Exception:
+            # The outermost frame of the thread: not even the recovery from a failed step worked.
+            log.critical("the engine stops", exc_info=True)
+        finally:
+            self._end(reason, error)
+
+    def _turn(self) -> bool:
+        """Do one step and hand on what came of it; False if there was nothing to compute."""
+        try:
+            stats = self._engine.step()
+        except Exception:
+            # The outermost frame of all running requests: whatever broke, they end with an error, and those
+            # that wait have their turn.
+            log.exception("an engine step failed")
+            self._failures += 1
+            self._engine.fail_running("the engine failed in this step")
+            self._deliver()
+            return True
+        self._deliver()
+        if stats is None:
+            return False
+        self._failures = 0
+        if self._on_step is not None:
+            self._call(self._on_step, stats)
+        return True
+
+    def _deliver(self) -> None:
+        outputs = self._engine.take_outputs()
+        if outputs:
+            self._call(self._on_outputs, outputs)
+
+    def _call(self, callback: Callable[[_T], None], argument: _T) -> None:
+        try:
+            callback(argument)
+        except Exception:
+            # The boundary to foreign code: its fault must not take the engine's other requests along.
+            log.exception("a callback of the engine failed")
+
+    def _end(self, reason: FinishReason, error: str) -> None:
+        self._engine.shut_down(reason, error)
+        self._deliver()

@@ -1,0 +1,1 @@
+"""Forward passes of our own, one module per family."""

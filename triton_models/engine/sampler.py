@@ -1,0 +1,122 @@
+"""From logits to tokens, for every row by its own rules, on the device the logits are on.
+
+No row's result depends on another's: each operation works along the vocabulary only.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triton_models.engine.random_numbers import uniform
+
+MASK_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerInputs:
+    """The rules of S rows with R that draw, as tensors. Row numbers are int64, and index the S rows.
+
+    `random_*`: rows that are not greedy, with what they need. `truncated`: places among those R whose
+    top_k ([N] int64, 0 keeps all) or top_p ([N] float64) take tokens away. `bias_*`: what is added to single
+    logits ([B] float64). `banned_*`: logits that are taken away. `masked_rows`, `mask_words`: rows with an
+    allowed set, as [M] and [M, ceil(vocab / 32)] int32. `logprob_rows`: rows whose log-probabilities are
+    wanted, `top_logprobs` most likely ones each.
+    """
+
+    random_rows: Tensor
+    seeds: Tensor
+    counters: Tensor
+    temperatures: Tensor
+    truncated: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    bias_rows: Tensor
+    bias_ids: Tensor
+    bias_values: Tensor
+    banned_rows: Tensor
+    banned_ids: Tensor
+    masked_rows: Tensor
+    mask_words: Tensor | None
+    logprob_rows: Tensor
+    top_logprobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutputs:
+    """`status`: [3, S] int64 of token ids, whether the logits were finite, whether any token was allowed.
+
+    `logprobs`: [P, 1 + top] float32, the sampled token's first; `top_ids`: [P, top] int64; None without rows.
+    """
+
+    status: Tensor
+    logprobs: Tensor | None
+    top_ids: Tensor | None
+
+
+def sample(logits: Tensor, inputs: SamplerInputs) -> SamplerOutputs:
+    """Choose a token per row.
+
+    Args:
+        logits: [S, vocab] of any float dtype; float32 ones are changed in place.
+        inputs: the rows' rules.
+
+    Returns:
+        What was chosen. The token of a row that is not finite or allows nothing means nothing.
+    """
+    logits = logits.float()
+    finite = torch.isfinite(logits).all(dim=-1)
+    wants_logprobs = inputs.logprob_rows.numel() > 0
+    # The raw distribution: taken before anything below changes the logits.
+    raw = logits[inputs.logprob_rows].log_softmax(dim=-1) if wants_logprobs else None
+    _apply_constraints(logits, inputs)
+    best, tokens = logits.max(dim=-1)
+    if inputs.random_rows.numel():
+        tokens[inputs.random_rows] = _draw(logits[inputs.random_rows], inputs)
+    status = torch.stack([tokens, finite.long(), (best > -torch.inf).long()])
+    if raw is None:
+        return SamplerOutputs(status, None, None)
+    top, top_ids = raw.topk(inputs.top_logprobs, dim=-1)
+    sampled = raw.gather(1, tokens[inputs.logprob_rows, None])
+    return SamplerOutputs(status, torch.cat([sampled, top], dim=1), top_ids)
+
+
+def _apply_constraints(logits: Tensor, inputs: SamplerInputs) -> None:
+    """Add biases and take away what is banned or not allowed, in place."""
+    if inputs.bias_rows.numel():
+        logits.index_put_((inputs.bias_rows, inputs.bias_ids), inputs.bias_values.float(), accumulate=True)
+    if inputs.banned_rows.numel():
+        logits[inputs.banned_rows, inputs.banned_ids] = -torch.inf
+    if inputs.mask_words is not None:
+        bits = torch.arange(MASK_BITS, dtype=torch.int32, device=logits.device)
+        allowed = ((inputs.mask_words[..., None] >> bits) & 1).flatten(1)[:, : logits.shape[1]].bool()
+        logits[inputs.masked_rows] = logits[inputs.masked_rows].masked_fill(~allowed, -torch.inf)
+
+
+def _draw(logits: Tensor, inputs: SamplerInputs) -> Tensor:
+    """Draw from [R, vocab] logits; returns [R] ids.
+
+    The inverse of the cumulative distribution in vocabulary order needs no sorting, and its float64 sum
+    makes the choice the same however a device orders its additions.
+    """
+    # With the largest at 0, no temperature can overflow.
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / inputs.temperatures.float()[:, None]
+    if inputs.truncated.numel():
+        scaled[inputs.truncated] = _truncate(scaled[inputs.truncated], inputs.top_k, inputs.top_p)
+    cumulative = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    targets = uniform(inputs.seeds, inputs.counters)[:, None] * cumulative[:, -1:]
+    # The first id whose sum is over the target; ids of no probability leave the sum as it was and are never
+    # it.
+    drawn = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
+    return drawn.clamp_(max=logits.shape[1] - 1)  # A row of NaN finds none; its token is not used.
+
+
+def _truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Keep the top_k most likely, and of these the fewest that make up top_p; equal ones in order of id."""
+    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(scaled.shape[1], device=scaled.device)
+    ordered.masked_fill_((top_k[:, None] > 0) & (ranks >= top_k[:, None]), -torch.inf)
+    probabilities = ordered.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1, dtype=torch.float64) - probabilities
+    ordered.masked_fill_(before >= top_p[:, None], -torch.inf)
+    return torch.empty_like(scaled).scatter_(1, ids, ordered)

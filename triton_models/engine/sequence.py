@@ -1,0 +1,137 @@
+"""A request, and its life in the engine."""
+
+import enum
+import secrets
+from dataclasses import dataclass
+
+from triton_models.engine.sampling import SamplingParams
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+    SHUTDOWN = "shutdown"
+
+
+class SequenceState(enum.Enum):
+    """WAITING -> PREFILL -> DECODE -> FINISHED; preemption goes back to WAITING, and any state may end."""
+
+    WAITING = enum.auto()
+    """Holds no KV blocks: never run, or preempted."""
+    PREFILL = enum.auto()
+    """Its known tokens (prompt, and after a preemption what it generated) are being computed."""
+    DECODE = enum.auto()
+    """All known tokens but the newest are in the KV cache; each step adds one."""
+    FINISHED = enum.auto()
+
+
+_NEXT = {
+    SequenceState.WAITING: {SequenceState.PREFILL, SequenceState.FINISHED},
+    SequenceState.PREFILL: {SequenceState.DECODE, SequenceState.WAITING, SequenceState.FINISHED},
+    SequenceState.DECODE: {SequenceState.WAITING, SequenceState.FINISHED},
+    SequenceState.FINISHED: set[SequenceState](),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Token ids to continue.
+
+    `priority`: lower runs first, equal ones in order of arrival. `deadline`: monotonic seconds after which
+    the request is given up, waiting or running; None: never.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one position, of the raw logits: nothing of `SamplingParams` applied."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The most likely (id, log-probability) pairs, as many as were asked for, best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOutput:
+    """What one step did for one request: a token, an end, or both.
+
+    The token that ended the request (a stop id) is here too, with `finish_reason` STOP.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    """With ERROR and SHUTDOWN: what went wrong, fit for a client."""
+    cached_tokens: int = 0
+    """Prompt tokens that were found in the cache instead of computed."""
+    queue_seconds: float | None = None
+    """With the first token: seconds from arrival until the first step that worked on the request."""
+    time_to_first_token: float | None = None
+    """With the first token: seconds from arrival."""
+
+
+class Sequence:
+    """A request in the engine: its tokens, its KV blocks and its state.
+
+    `arrival` numbers requests in the order they came; `arrived_at` is that moment in monotonic seconds;
+    `max_tokens` is the request's, or the context left behind its prompt.
+    """
+
+    __slots__ = (
+        "arrival",
+        "arrived_at",
+        "blocks",
+        "computed",
+        "max_tokens",
+        "rank",
+        "request",
+        "scheduled_at",
+        "seed",
+        "state",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, *, arrival: int, arrived_at: float, max_tokens: int) -> None:
+        self.request = request
+        self.arrival = arrival
+        self.arrived_at = arrived_at
+        self.max_tokens = max_tokens
+        self.rank = (request.priority, arrival)
+        seed = request.sampling.seed
+        self.seed = secrets.randbits(63) if seed is None else seed
+        self.tokens = list(request.prompt_ids)
+        self.computed = 0
+        """Tokens whose keys and values are in the cache."""
+        self.blocks: list[int] = []
+        self.scheduled_at: float | None = None
+        self.state = SequenceState.WAITING
+
+    @property
+    def generated(self) -> int:
+        """Number of tokens sampled so far."""
+        return len(self.tokens) - len(self.request.prompt_ids)
+
+    def move_to(self, state: SequenceState) -> None:
+        """Change the state.
+
+        Raises:
+            RuntimeError: the transition does not exist; a fault of the engine.
+        """
+        if state not in _NEXT[self.state]:
+            raise RuntimeError(f"{self.request.request_id}: {self.state.name} does not lead to {state.name}")
+        self.state = state

@@ -1,0 +1,117 @@
+"""What the engine may use, and how much KV cache that comes to."""
+
+import os
+from dataclasses import dataclass, fields
+
+import torch
+
+from triton_models.engine.model import CausalModel
+from triton_models.errors import SettingsError
+
+GIB = 2**30
+
+GPU_SHARE = 0.9
+"""Of the device memory that is free once the weights are loaded; the rest is for activations."""
+
+CPU_SHARE = 0.25
+"""Of the available main memory; pages are only taken once a block is used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Limits of one engine.
+
+    Raises:
+        SettingsError: a value out of range, or a contradiction.
+    """
+
+    max_context: int | None = None
+    """Prompt and answer together, in tokens; None: the model's own."""
+    max_running: int = 128
+    """Sequences in one step."""
+    max_waiting: int = 512
+    """Requests open beyond `max_running`; one more is refused."""
+    max_batched_tokens: int = 1024
+    """Tokens in one step: what is left beside the decodes computes prompts, in chunks."""
+    block_size: int = 16
+    """Tokens in one KV block."""
+    kv_blocks: int | None = None
+    """KV blocks; None: by memory."""
+    kv_memory_gib: float | None = None
+    """Memory for KV blocks, in GiB; None: a share of what is free."""
+    failure_limit: int = 3
+    """Failed steps in a row after which the engine stops."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        lowest = {"max_waiting": 0, "max_context": 2}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "kv_memory_gib" or value is None:
+                continue
+            if value < lowest.get(field.name, 1):
+                raise SettingsError(f"{field.name} must be at least {lowest.get(field.name, 1)}, not {value}")
+        if self.kv_memory_gib is not None and not self.kv_memory_gib > 0:
+            raise SettingsError(f"kv_memory_gib must be over 0, not {self.kv_memory_gib}")
+        if self.kv_blocks is not None and self.kv_memory_gib is not None:
+            raise SettingsError("kv_blocks and kv_memory_gib exclude each other")
+        if self.max_batched_tokens < self.max_running:
+            raise SettingsError(
+                f"max_batched_tokens {self.max_batched_tokens} is under max_running {self.max_running}:"
+                " a step must have room for a token of every running sequence"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the settings come to on this machine with this model."""
+
+    kv_blocks: int
+    max_context: int
+    """Tokens of prompt and answer that one sequence may have."""
+    reason: str
+    """How they were chosen, for the log."""
+
+
+def choose_capacity(settings: EngineSettings, model: CausalModel) -> Capacity:
+    """Choose the number of KV blocks and the longest sequence they and the model allow.
+
+    Raises:
+        SettingsError: the context exceeds the model's, or not even one block fits.
+    """
+    context = settings.max_context or model.max_positions
+    if context > model.max_positions:
+        raise SettingsError(f"max_context {context} exceeds the {model.max_positions} positions of the model")
+    blocks, reason = _choose_blocks(settings, model, context)
+    held = blocks * settings.block_size
+    if held < context:
+        reason += f"; the context is {held} instead of {context} tokens, which is all the blocks hold"
+        context = held
+    return Capacity(blocks, context, f"{blocks} KV blocks of {settings.block_size} tokens: {reason}")
+
+
+def _choose_blocks(settings: EngineSettings, model: CausalModel, context: int) -> tuple[int, str]:
+    if settings.kv_blocks is not None:
+        return settings.kv_blocks, "kv_blocks was set"
+    block_bytes = settings.block_size * model.kv_shape.bytes_per_token(model.dtype)
+    if settings.kv_memory_gib is not None:
+        memory = int(settings.kv_memory_gib * GIB)
+        reason = f"{settings.kv_memory_gib} GiB were set"
+    else:
+        memory, reason = _free_memory(model.device)
+    fitting = memory // block_bytes
+    if fitting < 1:
+        raise SettingsError(f"a KV block takes {block_bytes} bytes and {memory} are there ({reason})")
+    usable = settings.max_running * -(-context // settings.block_size)
+    if fitting >= usable:
+        return usable, f"all that {settings.max_running} sequences of {context} tokens can use ({reason})"
+    return fitting, reason
+
+
+def _free_memory(device: torch.device) -> tuple[int, str]:
+    """Return the bytes that KV blocks may take, and why."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        return int(free * GPU_SHARE), f"{GPU_SHARE:.0%} of {free / GIB:.1f} GiB free on {device}"
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(available * CPU_SHARE), f"{CPU_SHARE:.0%} of {available / GIB:.1f} GiB of free main memory"

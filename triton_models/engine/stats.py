@@ -1,0 +1,30 @@
+"""What the engine tells about itself."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """One step."""
+
+    batch_size: int
+    """Sequences that worked in it."""
+    prefill_tokens: int
+    decode_tokens: int
+    seconds: float
+    """From scheduling to sampled tokens."""
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """The engine at one moment."""
+
+    running: int
+    waiting: int
+    kv_blocks_used: int
+    kv_blocks: int
+    preemptions: int
+    """Since the engine was built."""
+    failed_steps: int
+    """Since the engine was built."""

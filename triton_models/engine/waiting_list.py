@@ -1,0 +1,64 @@
+"""Sequences that wait for a place: ordered by priority and arrival, with deadlines."""
+
+import math
+from bisect import bisect_left, insort
+from operator import attrgetter
+
+from triton_models.engine.sequence import Sequence
+
+_rank = attrgetter("rank")
+
+
+class WaitingList:
+    """Lower priority first, order of arrival among equals.
+
+    A preempted sequence that comes back keeps its arrival number, which puts it at the head of its priority:
+    whatever waits there came later. The list has no bound of its own: what is not to wait is refused at the
+    engine's door (`Intake`), and a preempted sequence always has its place.
+    """
+
+    def __init__(self) -> None:
+        # Sorted by rank. Moving a few hundred pointers costs less than a heap that must forget removed
+        # entries.
+        self._order: list[Sequence] = []
+        self._members: dict[str, Sequence] = {}
+        self._earliest_deadline = math.inf
+        """No member's deadline is before this."""
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a sequence in its place."""
+        insort(self._order, sequence, key=_rank)
+        self._members[sequence.request.request_id] = sequence
+        if sequence.request.deadline is not None:
+            self._earliest_deadline = min(self._earliest_deadline, sequence.request.deadline)
+
+    def first(self) -> Sequence | None:
+        """Return the sequence whose turn it is, without taking it."""
+        return self._order[0] if self._order else None
+
+    def remove(self, request_id: str) -> Sequence | None:
+        """Take a sequence out, wherever it stands; None if it does not wait."""
+        sequence = self._members.pop(request_id, None)
+        if sequence is not None:
+            del self._order[bisect_left(self._order, sequence.rank, key=_rank)]
+        return sequence
+
+    def expired(self, now: float) -> list[Sequence]:
+        """Return the members whose deadline is at or before `now`, in monotonic seconds."""
+        if now < self._earliest_deadline:
+            return []
+        deadlines = [
+            (each.request.deadline, each) for each in self._order if each.request.deadline is not None
+        ]
+        late = [sequence for deadline, sequence in deadlines if deadline <= now]
+        self._earliest_deadline = min(
+            (deadline for deadline, _ in deadlines if deadline > now), default=math.inf
+        )
+        return late
+
+    def members(self) -> list[Sequence]:
+        """Return every sequence, in order."""
+        return list(self._order)
