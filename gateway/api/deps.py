@@ -1,0 +1,55 @@
+"""What routes ask for, by name."""
+
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from gateway.errors import UnsupportedMediaTypeError
+from gateway.exchange import Exchange
+from gateway.flight import Flight
+from gateway.resources import Gateway
+from gateway.settings import Scope
+
+
+def _gateway(request: Request) -> Gateway:
+    gateway: Gateway = request.app.state.gateway
+    return gateway
+
+
+def _exchange(request: Request) -> Exchange:
+    exchange: Exchange = request.state.exchange
+    return exchange
+
+
+GatewayDep = Annotated[Gateway, Depends(_gateway)]
+ExchangeDep = Annotated[Exchange, Depends(_exchange)]
+
+
+async def _inference(request: Request, gateway: GatewayDep, exchange: ExchangeDep) -> None:
+    exchange.key_name = gateway.keyring.authorize(request.headers.get("authorization"), Scope.INFERENCE)
+
+
+async def _metrics(request: Request, gateway: GatewayDep, exchange: ExchangeDep) -> None:
+    if gateway.settings.metrics_need_key:
+        exchange.key_name = gateway.keyring.authorize(request.headers.get("authorization"), None)
+
+
+async def _json_body(request: Request) -> bytes:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise UnsupportedMediaTypeError("The body must be declared as Content-Type: application/json.")
+    return await request.body()
+
+
+async def _flight(gateway: GatewayDep, exchange: ExchangeDep) -> Flight:
+    return Flight(gateway, exchange)
+
+
+InferenceKey = Depends(_inference)
+"""For routers: the caller needs a key with the scope `inference`."""
+
+MetricsKey = Depends(_metrics)
+"""For `/metrics`: any key, where the settings ask for one."""
+
+JsonBody = Annotated[bytes, Depends(_json_body)]
+FlightDep = Annotated[Flight, Depends(_flight)]

@@ -1,0 +1,71 @@
+"""Errors as HTTP answers: one shape, one table, never FastAPI's `{"detail"}`."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gateway.errors import (
+    AuthenticationError,
+    BodyTimeoutError,
+    GatewayError,
+    InternalError,
+    InvalidRequestError,
+    MethodNotAllowedError,
+    NotFoundError,
+    render,
+)
+
+Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
+
+
+def error_response(error: GatewayError) -> JSONResponse:
+    """Render `error` with its status and headers."""
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, AuthenticationError):
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, BodyTimeoutError):
+        headers["Connection"] = "close"  # the rest of the body may still trickle in
+    return JSONResponse(render(error), error.status, headers)
+
+
+async def _gateway_error(request: Request, error: GatewayError) -> Response:
+    request.state.exchange.fail(error)
+    return error_response(error)
+
+
+async def _validation_error(request: Request, error: RequestValidationError) -> Response:
+    """Path and query parameters; bodies are read by `gateway.openai`."""
+    fault = error.errors()[0]
+    path = ".".join(map(str, fault["loc"][1:]))
+    return await _gateway_error(request, InvalidRequestError(f"{path}: {fault['msg']}", param=path))
+
+
+async def _http_exception(request: Request, error: HTTPException) -> Response:
+    """What the router itself refuses."""
+    translated: GatewayError
+    if error.status_code == NotFoundError.status:
+        translated = NotFoundError("There is nothing at this path.")
+    elif error.status_code == MethodNotAllowedError.status:
+        translated = MethodNotAllowedError(f"This path does not take {request.method} requests.")
+    elif error.status_code < InternalError.status:
+        translated = InvalidRequestError(str(error.detail))
+    else:
+        translated = InternalError("The gateway failed.")
+    response = await _gateway_error(request, translated)
+    response.headers.update(error.headers or {})
+    return response
+
+
+def error_handlers() -> dict[Any, Handler]:
+    """Return the table of handlers for the application."""
+    return {
+        GatewayError: _gateway_error,
+        RequestValidationError: _validation_error,
+        HTTPException: _http_exception,
+    }

@@ -1,0 +1,89 @@
+"""The parts of the OpenAPI document that FastAPI cannot derive: bodies and answers handled as bytes.
+
+The schemas come from the very types that read and write them.
+"""
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+
+_REF = "#/components/schemas/{}"
+_COMPONENTS = "x-components"
+"""Key under which an operation carries schemas until `install` moves them to the document's components."""
+
+
+class ErrorBody(msgspec.Struct):
+    """What went wrong; `param` is the dotted path of the offending field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorDocument(msgspec.Struct):
+    """Every answer that is not a success."""
+
+    error: ErrorBody
+
+
+def body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """Declare a JSON request body of type `model`."""
+    schema = model.model_json_schema(ref_template=_REF.format("{model}"))
+    components = schema.pop("$defs", {})
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}, _COMPONENTS: components}
+
+
+def whole(answer: type[msgspec.Struct]) -> dict[int | str, dict[str, Any]]:
+    """Declare a JSON answer, and errors."""
+    return {
+        200: _answer({"application/json": answer}),
+        "default": _answer({"application/json": ErrorDocument}),
+    }
+
+
+def streamed_or_whole(
+    answer: type[msgspec.Struct], chunk: type[msgspec.Struct]
+) -> dict[int | str, dict[str, Any]]:
+    """Declare a JSON answer or a stream of events whose data are `chunk`s, and errors."""
+    return {**whole(answer), 200: _answer({"application/json": answer, "text/event-stream": chunk})}
+
+
+def _answer(types: dict[str, type[msgspec.Struct]]) -> dict[str, Any]:
+    schemas, components = msgspec.json.schema_components(types.values(), ref_template=_REF.format("{name}"))
+    content = {name: {"schema": schema} for name, schema in zip(types, schemas, strict=True)}
+    return {
+        "description": "An error" if ErrorDocument in types.values() else "The answer",
+        "content": content,
+        _COMPONENTS: components,
+    }
+
+
+def install(app: FastAPI) -> None:
+    """Make `app` serve the whole document, built once when it is first asked for."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = get_openapi(
+                title=app.title, version=app.version, description=app.description, routes=app.routes
+            )
+            schemas = app.openapi_schema.setdefault("components", {}).setdefault("schemas", {})
+            _collect(app.openapi_schema["paths"], schemas)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]  # FastAPI's documented way
+
+
+def _collect(node: Any, schemas: dict[str, Any]) -> None:
+    """Move what operations carry under `x-components` into `schemas`."""
+    if isinstance(node, dict):
+        schemas.update(node.pop(_COMPONENTS, {}))
+        for child in node.values():
+            _collect(child, schemas)
+    elif isinstance(node, list):
+        for child in node:
+            _collect(child, schemas)

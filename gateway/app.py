@@ -1,0 +1,80 @@
+"""Puts the gateway together: one call makes one independent application."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from sse_starlette.sse import AppStatus
+
+from gateway.admission import Admission
+from gateway.api import chat, health, models, openapi
+from gateway.api.failures import error_handlers
+from gateway.auth import Keyring
+from gateway.drain import Drain
+from gateway.metrics import Metrics
+from gateway.middleware import BodyLimitMiddleware, ExchangeMiddleware
+from gateway.resources import Gateway
+from gateway.settings import Settings
+from gateway.triton.pool import TritonUpstream
+from gateway.upstream import Upstream
+from gateway.version import version
+
+
+def create_app(settings: Settings, upstream: Upstream | None = None) -> FastAPI:
+    """Make the application.
+
+    Args:
+        settings: read already; nothing below looks at flags, environment or files.
+        upstream: serves the models; None: the Tritons that the settings name. Started and closed by the
+            application's lifespan.
+    """
+    # Its own way of draining would cut running streams; ours is in `gateway.server`.
+    AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
+    metrics = Metrics()
+    gateway = Gateway(
+        settings=settings,
+        upstream=upstream if upstream is not None else triton_upstream(settings, metrics),
+        metrics=metrics,
+        admission=Admission(max_in_flight=settings.max_in_flight, max_waiting=settings.max_waiting),
+        keyring=Keyring(settings.api_keys),
+        drain=Drain(),
+    )
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        await gateway.upstream.start()
+        try:
+            yield
+        finally:
+            await gateway.upstream.close()
+
+    app = FastAPI(
+        title="tritongate",
+        version=version(),
+        description="OpenAI-compatible gateway for ChatGLM on NVIDIA Triton.",
+        lifespan=lifespan,
+        exception_handlers=error_handlers(),
+        docs_url=None,  # the page would load its scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.gateway = gateway
+    for resource in (chat, models, health):
+        app.include_router(resource.router)
+    # The last one added is the outermost.
+    app.add_middleware(
+        BodyLimitMiddleware, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s
+    )
+    app.add_middleware(ExchangeMiddleware, gateway=gateway)
+    openapi.install(app)
+    return app
+
+
+def triton_upstream(settings: Settings, metrics: Metrics) -> TritonUpstream:
+    """Make the upstream for the Tritons that `settings` names, observed by `metrics`."""
+    return TritonUpstream(
+        upstreams=settings.upstreams,
+        models=settings.models,
+        idle_timeout_s=settings.idle_timeout_s,
+        observer=metrics,
+    )

@@ -1,0 +1,163 @@
+"""One generation between its client and the upstream.
+
+A running generation is a race: the upstream's next event against the client's hang-up, the deadline and the
+end of a drain. Whichever comes first ends the others. Knows nothing of JSON or server-sent events.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+from time import perf_counter
+from typing import Any, TypeVar
+
+from gateway.errors import (
+    ClientGoneError,
+    ContextLengthError,
+    DeadlineError,
+    GatewayError,
+    RateLimitError,
+    UnavailableError,
+    UpstreamProtocolError,
+)
+from gateway.exchange import Exchange
+from gateway.generation import Accepted, Event, Generation
+from gateway.resources import Gateway
+
+T = TypeVar("T")
+Receive = Callable[[], Awaitable[Any]]
+
+_REJECTED = {RateLimitError: "queue_full", DeadlineError: "deadline", UnavailableError: "draining"}
+
+
+class Flight(AsyncIterator[Event]):
+    """Runs one generation: `start`, then iterate over what follows `Accepted`.
+
+    Everything it holds (permit, upstream call, watcher) is released with the exchange's resources.
+    """
+
+    def __init__(self, gateway: Gateway, exchange: Exchange) -> None:
+        self._gateway = gateway
+        self._exchange = exchange
+        self._loop = asyncio.get_running_loop()
+        self._error: GatewayError | None = None
+        self._over = False
+        self._timeout: asyncio.Timeout | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    def end(self, error: GatewayError) -> None:
+        """End the flight with `error`: what it waits for is cancelled. The first caller wins.
+
+        Nothing happens once the last event was taken: servers report a hang-up after every whole answer.
+        """
+        if self._over or self._error is not None:
+            return
+        self._error = error
+        self._exchange.fail(error)
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(self._loop.time())
+
+    async def start(self, generation: Generation, receive: Receive) -> Accepted:
+        """Wait for admission and for the upstream's acceptance: from here the client may be told 200.
+
+        Args:
+            generation: what to run.
+            receive: the request's ASGI channel, its body read: the client's hang-up comes from there.
+
+        Raises:
+            GatewayError: full, late, hung up, shutting down, or refused by the upstream.
+        """
+        exchange, gateway = self._exchange, self._gateway
+        exchange.generates = True
+        gateway.drain.register(self.end)
+        exchange.resources.callback(gateway.drain.unregister, self.end)
+        self._watcher = self._loop.create_task(self._watch(receive))
+        exchange.resources.push_async_callback(self.stop_watching)
+        await self._admit()
+        bound = gateway.settings.default_max_tokens
+        if generation.max_tokens is None and bound is not None:
+            # The bound is ours, not the client's: where the context has no room for it, the rest of the
+            # context bounds the answer. Only the upstream counts prompts, and a refusal costs it little.
+            try:
+                return await self._open(replace(generation, max_tokens=bound))
+            except ContextLengthError:
+                pass
+        return await self._open(generation)
+
+    def __aiter__(self) -> "Flight":
+        return self
+
+    async def __anext__(self) -> Event:
+        self._check()
+        try:
+            event = await self._race(anext(self._source))
+        except StopAsyncIteration:
+            self._over = True
+            raise
+        self._exchange.observe(event)
+        return event
+
+    async def stop_watching(self) -> None:
+        """Leave the watch for the client's hang-up to whoever streams the answer."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watcher
+            self._watcher = None
+
+    async def _admit(self) -> None:
+        admission, metrics, model = self._gateway.admission, self._gateway.metrics, self._exchange.model
+        metrics.waiting.labels(model).inc()
+        try:
+            await self._race(admission.acquire())
+        except tuple(_REJECTED) as error:
+            metrics.rejected.labels(model, _REJECTED[type(error)]).inc()
+            raise
+        finally:
+            metrics.waiting.labels(model).dec()
+        self._exchange.resources.callback(admission.release)
+        metrics.in_flight.labels(model).inc()
+        self._exchange.resources.callback(metrics.in_flight.labels(model).dec)
+
+    async def _open(self, generation: Generation) -> Accepted:
+        self._check()  # what was over while it waited never goes upstream
+        self._source = self._gateway.upstream.generate(generation)
+        self._exchange.resources.push_async_callback(self._source.aclose)
+        try:
+            first = await anext(self)
+        except StopAsyncIteration:
+            first = None
+        if not isinstance(first, Accepted):
+            raise UpstreamProtocolError("The upstream began an answer without accepting the request.")
+        return first
+
+    async def _race(self, step: Awaitable[T]) -> T:
+        """Wait for `step`, unless the deadline or `end` comes first: then it is cancelled."""
+        began = perf_counter()
+        try:
+            async with asyncio.timeout_at(self._exchange.deadline) as timeout:
+                self._timeout = timeout
+                return await step
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise self._error or _too_late() from None
+        finally:
+            self._timeout = None
+            self._exchange.waited_s += perf_counter() - began
+
+    def _check(self) -> None:
+        """Raise if the race was decided while nothing was being waited for."""
+        if self._error is not None:
+            raise self._error
+        if self._loop.time() >= self._exchange.deadline:
+            raise _too_late()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.end(ClientGoneError("The client hung up."))
+
+
+def _too_late() -> DeadlineError:
+    return DeadlineError("The request took longer than this gateway allows.")

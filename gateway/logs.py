@@ -1,0 +1,37 @@
+"""Log lines as JSON on standard error, each with the id of the request that it belongs to.
+
+Prompts, answers and keys are never logged; no call in this package hands them to a logger.
+"""
+
+import logging
+import sys
+from contextvars import ContextVar
+
+from pythonjsonlogger.json import JsonFormatter
+
+request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""Of the request that the current task serves."""
+
+
+class _AddRequestId(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not hasattr(record, "request_id") and (current := request_id.get()) is not None:
+            record.request_id = current
+        return True
+
+
+def configure_logging(level: str) -> None:
+    """Send every logger's lines of `level` and above to standard error, replacing earlier handlers."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_AddRequestId())
+    handler.setFormatter(
+        JsonFormatter(
+            "{asctime}{levelname}{name}{message}",
+            style="{",
+            rename_fields={"asctime": "time", "levelname": "level", "name": "logger"},
+            json_ensure_ascii=False,
+        )
+    )
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # Chunks are logged at debug level there: text of answers.
+    logging.getLogger("sse_starlette").setLevel(logging.WARNING)

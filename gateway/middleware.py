@@ -1,0 +1,185 @@
+"""The outermost frames of every request, as plain ASGI.
+
+Starlette's BaseHTTPMiddleware is not used anywhere: behind it a client's hang-up is lost.
+"""
+
+import asyncio
+import logging
+import re
+import uuid
+from contextlib import AsyncExitStack
+from time import perf_counter
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.api.failures import error_response
+from gateway.drain import Phase, shutting_down
+from gateway.errors import BodyTimeoutError, BodyTooLargeError, ClientGoneError, InternalError
+from gateway.exchange import Exchange
+from gateway.logs import request_id as current_request_id
+from gateway.metrics import UNKNOWN
+from gateway.resources import Gateway
+
+REQUEST_ID_HEADER = "X-Request-Id"
+
+_log = logging.getLogger("gateway.access")
+_request_id = re.compile(r"[\x21-\x7e]{1,128}")
+
+_WHILE_DRAINING = frozenset({"/health", "/health/ready", "/metrics"})
+"""Paths that answer during a drain: they are how others learn of it."""
+
+_PROBES = frozenset({"/health", "/health/ready", "/metrics"})
+"""Routes that are asked every few seconds: logged at debug level."""
+
+
+class ExchangeMiddleware:
+    """Opens the request's record and closes it: id, resources, metrics, access log, and the last resort.
+
+    Whatever else fails, here it becomes a 500 without a traceback, and what the request held is released.
+    """
+
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+        self._app = app
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; other kinds of scope pass through."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        gateway = self._gateway
+        async with AsyncExitStack() as resources:
+            exchange = Exchange(
+                request_id=_accept_request_id(Headers(scope=scope).get(REQUEST_ID_HEADER)),
+                method=scope["method"],
+                arrived=perf_counter(),
+                deadline=asyncio.get_running_loop().time() + gateway.settings.request_timeout_s,
+                metrics=gateway.metrics,
+                resources=resources,
+            )
+            resources.callback(self._finish, exchange, scope)
+            token = current_request_id.set(exchange.request_id)
+            resources.callback(current_request_id.reset, token)
+            scope.setdefault("state", {})["exchange"] = exchange
+            await self._serve(exchange, scope, receive, send)
+
+    async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        async def watched_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = exchange.request_id
+            await send(message)
+
+        drain = self._gateway.drain
+        if drain.phase is not Phase.SERVING and scope["path"] not in _WHILE_DRAINING:
+            error = shutting_down()
+            exchange.fail(error)
+            exchange.metrics.rejected.labels(UNKNOWN, "draining").inc()
+            response = error_response(error)
+            response.headers["Connection"] = "close"
+            await response(scope, receive, watched_send)
+            return
+        drain.enter()
+        exchange.resources.callback(drain.leave)
+        try:
+            await self._app(scope, receive, watched_send)
+        except Exception:  # noqa: BLE001 - the request's outermost frame: the server goes on
+            _log.exception("a request failed unexpectedly")
+            failure = InternalError("The gateway failed; its log says why under this request's id.")
+            exchange.fail(failure)
+            if exchange.status is None:
+                await error_response(failure)(scope, receive, watched_send)
+
+    def _finish(self, exchange: Exchange, scope: Scope) -> None:
+        """Write the request's metrics and its one log line, after everything else was released."""
+        duration = perf_counter() - exchange.arrived
+        route = getattr(scope.get("route"), "path", UNKNOWN)
+        status, model, metrics = exchange.outcome, exchange.model, exchange.metrics
+        metrics.requests.labels(route, model, str(status)).inc()
+        metrics.request_duration.labels(route, model).observe(duration)
+        line = {
+            "request_id": exchange.request_id,
+            "method": exchange.method,
+            "route": route,
+            "status": status,
+            "duration_ms": _ms(duration),
+        }
+        if exchange.key_name is not None:
+            line["key"] = exchange.key_name
+        if exchange.generates:
+            metrics.overhead.labels(model).observe(max(duration - exchange.waited_s, 0.0))
+            if status == ClientGoneError.status:
+                metrics.client_cancels.labels(model).inc()
+            line |= {
+                "model": model,
+                "stream": exchange.stream,
+                "prompt_tokens": exchange.prompt_tokens,
+                "generated_tokens": exchange.generated_tokens,
+                "waited_ms": _ms(exchange.waited_s),
+            }
+            if exchange.first_token_at is not None:
+                line["first_token_ms"] = _ms(exchange.first_token_at - exchange.arrived)
+        if exchange.error is not None:
+            line["error"] = type(exchange.error).__name__
+        _log.log(logging.DEBUG if route in _PROBES else logging.INFO, "request", extra=line)
+
+
+class BodyLimitMiddleware:
+    """Bounds a request body in bytes and in time, whether its length was declared or not.
+
+    The excess raises from `receive`, in the frame that reads the body, and becomes an answer there.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request with a guarded `receive`."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        declared = Headers(scope=scope).get("content-length", "")
+        too_large = declared.isascii() and declared.isdigit() and int(declared) > self._max_bytes
+        exchange: Exchange = scope["state"]["exchange"]
+        received = 0
+        complete = False
+
+        async def guarded_receive() -> Message:
+            nonlocal received, complete
+            if complete:
+                return await receive()
+            if too_large:
+                raise self._excess()
+            began = perf_counter()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise BodyTimeoutError(
+                    f"The body did not arrive within {self._timeout_s:g} seconds."
+                ) from None
+            finally:
+                exchange.waited_s += perf_counter() - began
+            received += len(message.get("body", b""))
+            if received > self._max_bytes:
+                raise self._excess()
+            complete = not message.get("more_body", False)
+            return message
+
+        await self._app(scope, guarded_receive, send)
+
+    def _excess(self) -> BodyTooLargeError:
+        return BodyTooLargeError(f"The body exceeds the limit of {self._max_bytes} bytes.")
+
+
+def _accept_request_id(given: str | None) -> str:
+    """Keep the client's id if it is short and printable, else make one."""
+    return given if given and _request_id.fullmatch(given) else uuid.uuid4().hex
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)

@@ -1,0 +1,120 @@
+"""Reading a request body: JSON, then a typed model, with errors that name the field.
+
+Nothing is accepted and ignored. A key is one of: understood; a real parameter that this server does not
+support yet, which may only be given at its neutral value; or unknown.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+
+from gateway.errors import InvalidRequestError
+
+M = TypeVar("M", bound=BaseModel)
+
+_ABSENT = object()
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Decode a JSON object.
+
+    Raises:
+        InvalidRequestError: not JSON, not UTF-8, nested too deeply, or not an object.
+    """
+    if not body:
+        raise InvalidRequestError("The request has no body; a JSON object is needed.")
+    try:
+        document = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise InvalidRequestError("The body is not valid JSON.") from None
+    except RecursionError:
+        raise InvalidRequestError("The body is nested too deeply.") from None
+    if not isinstance(document, dict):
+        raise InvalidRequestError("The body must be a JSON object.")
+    return document
+
+
+def without_neutral(
+    document: Mapping[str, Any], neutral: Mapping[str, Any], path: str = ""
+) -> dict[str, Any]:
+    """Drop parameters that are not supported yet, where they are null or at their neutral value.
+
+    Args:
+        document: an object of the request.
+        neutral: the names of such parameters, each with the value that asks for nothing.
+        path: the dotted path of `document`, with a dot at its end, for errors.
+
+    Raises:
+        InvalidRequestError: one of them has another value.
+    """
+    kept = {}
+    for name, value in document.items():
+        neutral_value = neutral.get(name, _ABSENT)
+        if neutral_value is _ABSENT:
+            kept[name] = value
+        elif value is not None and not _equal(value, neutral_value):
+            only = f"; only {_show(neutral_value)} is" if neutral_value not in (None, []) else ""
+            raise InvalidRequestError(
+                f"The parameter {path}{name} is not supported by this server yet{only}.", param=path + name
+            )
+    return kept
+
+
+def validate(model: type[M], document: dict[str, Any]) -> M:
+    """Check `document` against `model`.
+
+    Raises:
+        InvalidRequestError: of the first fault; `param` is the dotted path of the field.
+    """
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        raise _explain(error, document) from None
+
+
+def _explain(error: ValidationError, document: dict[str, Any]) -> InvalidRequestError:
+    """Word the fault that lies deepest in the document: in a union, the branch that came furthest."""
+    faults = error.errors(include_url=False, include_input=False)
+    located = [
+        (path_in(document, fault["loc"], missing=fault["type"] == "missing"), fault) for fault in faults
+    ]
+    path, fault = max(located, key=lambda item: len(item[0]))
+    dotted = ".".join(map(str, path))
+    if fault["type"] == "extra_forbidden":
+        return InvalidRequestError(f"Unknown parameter: {dotted}.", param=dotted)
+    if fault["type"] == "missing":
+        return InvalidRequestError(f"Missing required parameter: {dotted}.", param=dotted)
+    message = fault["msg"].removeprefix("Value error, ")
+    return InvalidRequestError(f"{dotted}: {message}" if dotted else message, param=dotted or None)
+
+
+def path_in(document: Any, location: Sequence[int | str], *, missing: bool) -> list[int | str]:
+    """Keep what leads through `document`: pydantic's locations also name branches of unions.
+
+    Args:
+        document: what was validated.
+        location: pydantic's location of a fault in it.
+        missing: the last part names what is not there.
+    """
+    path: list[int | str] = []
+    at = document
+    for part in location:
+        try:
+            at = at[part]
+        except (LookupError, TypeError):
+            continue
+        path.append(part)
+    if missing:
+        path.append(location[-1])
+    return path
+
+
+def _equal(value: Any, neutral: Any) -> bool:
+    # 0 == False in Python, but not in JSON.
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+def _show(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,65 @@
+"""A fake of the seam `gateway.upstream.Upstream`: answers by script, and remembers what it was asked."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+
+from gateway.errors import ModelNotFoundError
+from gateway.generation import Accepted, Delta, Event, Generation, Usage
+from gateway.upstream import ModelCard
+
+Script = Callable[[Generation], AsyncGenerator[Event, None]]
+
+
+async def say(
+    *texts: str, prompt_tokens: int = 3, gap_s: float = 0.0, finish: str = "stop"
+) -> AsyncGenerator[Event, None]:
+    """Answer with one delta of one token for each text."""
+    yield Accepted(prompt_tokens=prompt_tokens)
+    for number, text in enumerate(texts, 1):
+        await asyncio.sleep(gap_s)
+        last = number == len(texts)
+        yield Delta(
+            text=text,
+            tokens=1,
+            finish_reason=finish if last else None,
+            usage=Usage(prompt_tokens=prompt_tokens, completion_tokens=number) if last else None,
+        )
+
+
+class FakeUpstream:
+    """Serves `models` by `script`; `running` and `cancelled` count generations."""
+
+    def __init__(self, script: Script | None = None, models: tuple[str, ...] = ("glm", "org/glm-2")) -> None:
+        self.script = script or (lambda _request: say("Hello", " wor", "ld"))
+        self.ready = True
+        self.started = self.closed = False
+        self.requests: list[Generation] = []
+        self.running = self.cancelled = 0
+        self._models = models
+
+    async def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
+        self.requests.append(request)
+        self.running += 1
+        try:
+            async for event in self.script(request):
+                yield event
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+
+    def models(self) -> list[ModelCard]:
+        return [ModelCard(id=name, ready=self.ready, created=1, max_context=64) for name in self._models]
+
+    def model(self, model_id: str) -> ModelCard:
+        for card in self.models():
+            if card.id == model_id:
+                return card
+        raise ModelNotFoundError(f"The model {model_id!r} does not exist.", param="model")
+
+    async def start(self) -> None:
+        self.started = True
+
+    async def close(self) -> None:
+        self.closed = True
