@@ -1,0 +1,130 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.chatglm.conversation import ChatInput, to_history
+from gateway.errors import InvalidRequestError, UpstreamProtocolError
+from gateway.generation import Message
+from wire.history import Turn
+
+FORMATS = ("chatglm2", "chatglm3")
+
+
+def messages(*said: tuple[str, str]) -> list[Message]:
+    return [Message(role=role, content=content) for role, content in said]  # type: ignore[arg-type]
+
+
+def turns(*said: tuple[str, str]) -> list[Turn]:
+    return [Turn(role, content) for role, content in said]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("chat_format", FORMATS)
+def test_one_question(chat_format: str) -> None:
+    assert to_history(messages(("user", "hi")), chat_format) == ChatInput(
+        prompt="hi", role="user", history=[]
+    )
+
+
+@pytest.mark.parametrize("chat_format", FORMATS)
+def test_a_conversation_in_turns(chat_format: str) -> None:
+    said = (("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"))
+    asked = to_history(messages(*said), chat_format)
+    assert asked == ChatInput(prompt="c", role="user", history=turns(*said[:3]))
+
+
+@pytest.mark.parametrize("chat_format", FORMATS)
+def test_system_messages_join_into_the_first_turn(chat_format: str) -> None:
+    said = messages(("user", "a"), ("system", "s"), ("assistant", "b"), ("user", "c"), ("system", "t"))
+    asked = to_history(said, chat_format)
+    assert asked.history == turns(("system", "s\n\nt"), ("user", "a"), ("assistant", "b"))
+    assert (asked.prompt, asked.role) == ("c", "user")
+
+
+@pytest.mark.parametrize("chat_format", FORMATS)
+def test_only_system_messages(chat_format: str) -> None:
+    asked = to_history(messages(("system", "s"), ("system", "t")), chat_format)
+    assert asked == ChatInput(prompt="s\n\nt", role="system", history=[])
+
+
+def test_messages_in_a_row_join_for_chatglm2() -> None:
+    said = messages(
+        ("user", "a"),
+        ("system", "s"),
+        ("user", "b"),
+        ("assistant", "c"),
+        ("assistant", "d"),
+        ("user", "e"),
+        ("user", "f"),
+    )
+    asked = to_history(said, "chatglm2")
+    assert asked.history == turns(("system", "s"), ("user", "a\n\nb"), ("assistant", "c\n\nd"))
+    assert (asked.prompt, asked.role) == ("e\n\nf", "user")
+
+
+def test_messages_in_a_row_stay_apart_for_chatglm3() -> None:
+    said = (("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d"), ("user", "e"))
+    assert to_history(messages(*said), "chatglm3").history == turns(*said[:-1])
+
+
+def test_an_empty_message_adds_no_blank_line_but_is_a_turn() -> None:
+    said = messages(("system", ""), ("system", "s"), ("user", ""), ("user", "a"))
+    assert to_history(said, "chatglm2") == ChatInput(prompt="a", role="user", history=turns(("system", "s")))
+    assert to_history(said, "chatglm3").history == turns(("system", "s"), ("user", ""))
+    assert to_history(messages(("user", "")), "chatglm2").prompt == ""
+
+
+@pytest.mark.parametrize("chat_format", FORMATS)
+def test_a_greeting_comes_first(chat_format: str) -> None:
+    asked = to_history(messages(("assistant", "hello"), ("user", "a")), chat_format)
+    assert asked == ChatInput(prompt="a", role="user", history=turns(("assistant", "hello")))
+
+
+def test_a_conversation_that_ends_with_an_answer_is_chatglm3s_alone() -> None:
+    said = messages(("user", "a"), ("assistant", "b"))
+    assert to_history(said, "chatglm3") == ChatInput(
+        prompt="b", role="assistant", history=turns(("user", "a"))
+    )
+    with pytest.raises(InvalidRequestError, match="ends with a question") as refused:
+        to_history([*said, *messages(("system", "s"))], "chatglm2")
+    assert refused.value.param == "messages.1"
+
+
+@pytest.mark.parametrize(
+    ("chat_format", "why"), [("chatglm2", "has no tools"), ("chatglm3", "must answer an assistant")]
+)
+def test_a_tool_message_without_a_call_is_refused(chat_format: str, why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=why) as refused:
+        to_history(messages(("user", "a"), ("tool", "21"), ("user", "b")), chat_format)
+    assert refused.value.param == "messages.1"
+
+
+def test_no_messages_are_refused() -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        to_history([], "chatglm3")
+    assert refused.value.param == "messages"
+
+
+def test_an_unknown_format_is_the_upstreams_fault() -> None:
+    with pytest.raises(UpstreamProtocolError, match="'glm5'"):
+        to_history(messages(("user", "a")), "glm5")
+
+
+@given(
+    st.lists(st.sampled_from(["system", "user", "assistant"]), min_size=1, max_size=8),
+    st.sampled_from(FORMATS),
+)
+def test_no_message_is_ever_dropped(roles: list[str], chat_format: str) -> None:
+    said = messages(*((role, f"<{number}>") for number, role in enumerate(roles)))
+    try:
+        asked = to_history(said, chat_format)
+    except InvalidRequestError:
+        assert chat_format == "chatglm2"
+        assert [role for role in roles if role != "system"][-1] == "assistant"
+        return
+    rendered = [*asked.history, Turn(asked.role, asked.prompt)]
+    for role in ("system", "user", "assistant"):
+        contents = [message.content for message in said if message.role == role]
+        kept = [part for turn in rendered if turn.role == role for part in turn.content.split("\n\n")]
+        assert kept == contents
+    assert [turn.role for turn in rendered].count("system") <= 1
+    assert "system" not in [turn.role for turn in rendered[1:]]

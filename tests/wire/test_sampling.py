@@ -1,0 +1,100 @@
+from typing import Any
+
+import msgspec
+import pytest
+
+from wire.sampling import Cancel, Generation, Probe, decode_sampling, encode_sampling
+
+FULL = Generation(
+    request_id="r",
+    role="observation",
+    prompt_token_ids=[1, 2],
+    max_tokens=1,
+    min_tokens=1,
+    temperature=0,
+    top_p=0.5,
+    top_k=4,
+    seed=-(2**63),
+    logit_bias={5: -100.0, 6: 100.0},
+    logprobs=20,
+    stop=["\n"],
+    stop_token_ids=[7],
+    ignore_eos=True,
+    stream=False,
+    return_token_ids=True,
+    priority=-100,
+    deadline_ms=1,
+)
+
+
+def test_every_field_comes_back() -> None:
+    assert decode_sampling(encode_sampling(FULL)) == FULL
+    said = msgspec.json.decode(encode_sampling(FULL))
+    assert set(said) == {field.name for field in msgspec.structs.fields(Generation)} - {"v"}
+
+
+def test_nothing_is_a_generation_with_every_default() -> None:
+    assert decode_sampling(b"") == decode_sampling(b"{}") == Generation()
+    assert encode_sampling(Generation()) == b"{}"
+
+
+def test_cancels_and_probes_are_told_apart_by_their_keys() -> None:
+    assert decode_sampling(b'{"cancel":"r"}') == Cancel("r")
+    assert decode_sampling(b'{"probe":true,"v":1}') == Probe(probe=True)
+    assert decode_sampling(encode_sampling(Cancel("r"))) == Cancel("r")
+    assert decode_sampling(encode_sampling(Probe(probe=True))) == Probe(probe=True)
+
+
+@pytest.mark.parametrize(
+    ("document", "where"),
+    [
+        (b'{"cancel":"r","probe":true}', "probe"),
+        (b'{"cancel":"r","max_tokens":1}', "max_tokens"),
+        (b'{"cancel":""}', "cancel"),
+        (b'{"probe":false}', "probe"),
+        (b'{"probe":true,"stream":true}', "stream"),
+        (b'{"n":2}', "n"),
+        (b'{"v":2}', r"\$\.v"),
+        (b'{"logit_bias":{"x":1}}', "logit_bias"),
+        (b"[]", "array"),
+        (b"null", "null"),
+    ],
+)
+def test_what_no_kind_knows_is_refused(document: bytes, where: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=where):
+        decode_sampling(document)
+
+
+@pytest.mark.parametrize(
+    ("field", "inside", "outside"),
+    [
+        ("request_id", ["r", "r" * 128], ["", "r" * 129, 1]),
+        ("role", ["user", "system", "assistant", "observation"], ["tool"]),
+        ("prompt_token_ids", [[0]], [[], [-1], [1.5], "1"]),
+        ("max_tokens", [1, 10**9], [0, 1.5, "1", True]),
+        ("min_tokens", [0], [-1]),
+        ("temperature", [0, 2, 0.3], [-0.01, 2.01, "1"]),
+        ("top_p", [1e-9, 1], [0, 1.01]),
+        ("top_k", [0, 10**6], [-1]),
+        ("seed", [-(2**63), 2**63 - 1], [-(2**63) - 1, 2**63]),
+        ("logit_bias", [{}, {"5": -100, "6": 100}], [{"5": 100.5}, {"-1": 0}]),
+        ("logprobs", [0, 20], [-1, 21]),
+        ("stop", [[], ["a"] * 16], [[""], ["a"] * 17, "a"]),
+        ("stop_token_ids", [[], [0]], [[-1]]),
+        ("ignore_eos", [True], [1]),
+        ("priority", [-100, 100], [-101, 101]),
+        ("deadline_ms", [1], [0]),
+    ],
+)
+def test_ranges(field: str, inside: list[Any], outside: list[Any]) -> None:
+    for value in inside:
+        decode_sampling(msgspec.json.encode({field: value}))
+    for value in outside:
+        with pytest.raises(msgspec.ValidationError, match=field):
+            decode_sampling(msgspec.json.encode({field: value}))
+
+
+@pytest.mark.parametrize("document", [b"{", b"{'seed': 1}", b'{"temperature": NaN}'])
+def test_what_is_not_json_is_refused(document: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode_sampling(document)
