@@ -1,0 +1,63 @@
+"""A stream entry's `1/model.py` without an engine, for tests of what surrounds it.
+
+Its checkpoint is a folder whose files say how it behaves: `broken` fails the load, `stopped` makes the engine's
+heartbeat old. The prompt `hang` is accepted and never answered.
+"""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from triton_models.errors import CheckpointError
+from triton_models.serving.parameters import read_parameters
+from wire import names
+from wire.meta import Accepted, Meta, ProbeReport, Usage, encode_meta
+from wire.sampling import Cancel, Probe, decode_sampling
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.checkpoint = Path(read_parameters(args).checkpoint)
+        if (self.checkpoint / "broken").exists():
+            raise CheckpointError(f"{self.checkpoint}/model.safetensors: tensor 'a.b' is cut short")
+
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            prompt, document = (_string(request, name) for name in (names.PROMPT, names.SAMPLING))
+            sampling = decode_sampling(document)
+            if isinstance(sampling, Probe):
+                age = 1e6 if (self.checkpoint / "stopped").exists() else 0.0
+                report = ProbeReport(
+                    heartbeat_age_s=age, running=0, waiting=0, format="chatglm3", max_context=1
+                )
+                sender.send(_response("", Meta(probe=report)), FINAL)
+            elif isinstance(sampling, Cancel):
+                sender.send(_response("", Meta(cancelled=False)), FINAL)
+            elif prompt == b"hang":
+                sender.send(_response("", Meta(accepted=Accepted(request_id="r", prompt_tokens=1))))
+                threading.Thread(target=_await_cancel, args=(request, sender), daemon=True).start()
+            else:
+                usage = Usage(prompt_tokens=1, completion_tokens=1)
+                sender.send(_response("x", Meta(tokens=1, finish_reason="length", usage=usage)), FINAL)
+
+
+def _await_cancel(request, sender):
+    while not request.is_cancelled():
+        threading.Event().wait(0.05)
+    sender.send(flags=FINAL)
+
+
+def _string(request, name):
+    return pb_utils.get_input_tensor_by_name(request, name).as_numpy().ravel()[0]
+
+
+def _response(text, meta):
+    tensors = {names.RESPONSE: text.encode(), names.META: encode_meta(meta)}
+    return pb_utils.InferenceResponse(
+        [pb_utils.Tensor(k, np.array([[v]], dtype=np.object_)) for k, v in tensors.items()]
+    )

@@ -1,0 +1,131 @@
+"""The running server under everything that can die or be stuck. The tests share one server, in order."""
+
+import queue
+import signal
+import time
+
+import grpc
+import psutil
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from triton_models.embedded.client import CallError
+from wire import events, names, strings
+
+pytestmark = pytest.mark.e2e
+
+ENTRY = names.stream_entry("fake")
+
+
+def test_every_port_is_bound_to_loopback_only(shared):
+    listening = [
+        connection.laddr
+        for process in shared.tree()
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    ready = next(event for event in shared.seen if isinstance(event, events.Ready))
+    announced = {int(address.rpartition(":")[2]) for address in (ready.http, ready.grpc, ready.metrics)}
+    assert {address.port for address in listening} == announced
+    assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+
+
+def test_probe_and_generation(shared):
+    with shared.client() as client:
+        assert client.probe(ENTRY, 5).heartbeat_age_s == 0
+        client.generate(ENTRY, 5)
+        with pytest.raises(CallError, match="unknown model"):
+            client.probe("no-such-entry", 5)
+
+
+def test_a_stub_killed_under_load_is_replaced(shared):
+    ready = next(event for event in shared.seen if isinstance(event, events.Ready))
+    with grpc.insecure_channel(ready.grpc) as channel:
+        streams = [_hanging_stream(channel) for _ in range(8)]
+        for stream in streams:
+            next(stream)  # accepted
+        old = shared.find("triton_python_backend_stub")
+        killed = time.monotonic()
+        old.send_signal(signal.SIGKILL)
+        down = shared.wait_for(events.ModelDown, 15)
+        assert down.model == "fake"
+        assert ENTRY in down.reason
+        shared.wait_for(events.ModelUp, 15)
+        assert time.monotonic() - killed < 15
+        for stream in streams:
+            stream.cancel()
+    assert shared.find("triton_python_backend_stub").pid != old.pid
+    with shared.client() as client:
+        client.generate(ENTRY, 5)
+
+
+def test_a_stuck_engine_is_replaced(shared):
+    stopped = shared.folder / "checkpoint" / "stopped"
+    stopped.touch()
+    down = shared.wait_for(events.ModelDown, 15)
+    stopped.unlink()
+    assert "has not moved" in down.reason
+    shared.wait_for(events.ModelUp, 30)
+
+
+def test_a_reload_that_fails_is_tried_again(shared):
+    broken = shared.folder / "checkpoint" / "broken"
+    broken.touch()
+    shared.find("triton_python_backend_stub").kill()
+    shared.wait_for(events.ModelDown, 15)
+    down = shared.wait_for(events.ModelDown, 15)
+    broken.unlink()
+    assert down.reason.endswith("model.safetensors: tensor 'a.b' is cut short")
+    shared.wait_for(events.ModelUp, 30)
+
+
+def test_an_entry_that_somebody_unloaded_is_left_alone(shared):
+    with shared.client() as client:
+        client.unload(ENTRY, 5)
+        with pytest.raises(queue.Empty):
+            shared.wait_for(events.ModelDown, 4)
+        call = client.load(ENTRY)
+        assert call.wait(30)
+        client.generate(ENTRY, 5)
+
+
+@pytest.mark.parametrize("victim", ["tritonserver", "warden"])
+def test_a_killed_server_or_warden_is_replaced_on_the_same_ports(shared, victim):
+    before = shared.tree()
+    killed = time.monotonic()
+    shared.find(victim).kill()
+    down = shared.wait_for(events.ServerDown, 15)
+    assert "killed by signal 9" in down.reason
+    shared.wait_for(events.ServerUp, 15)
+    assert time.monotonic() - killed < 15
+    with shared.client() as client:
+        _await_generation(client)
+    assert not {process.pid for process in before} & {process.pid for process in shared.tree()}
+
+
+def test_sigterm_leaves_nothing(shared):
+    shared.process.terminate()
+    shared.wait_gone()
+    assert shared.process.returncode == 0
+    assert shared.runs() == []
+
+
+def _await_generation(client):
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            client.generate(ENTRY, 5)
+        except CallError:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        else:
+            return
+
+
+def _hanging_stream(channel):
+    request = pb.ModelInferRequest(model_name=ENTRY)
+    for name, value in ((names.PROMPT, b"hang"), (names.HISTORY, b"[]"), (names.SAMPLING, b"{}")):
+        request.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
+        request.raw_input_contents.append(strings.pack_strings([value]))
+    return service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([request]), timeout=60)

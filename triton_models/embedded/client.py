@@ -1,0 +1,208 @@
+"""The part of Triton's protocol that loading and watching need, over one synchronous channel."""
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import msgspec
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from triton_models.embedded.errors import LoadError
+from wire import history, names, strings
+from wire.meta import Meta, ProbeReport, decode_meta
+from wire.sampling import Generation, Probe, encode_sampling
+
+_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),  # a proxy in the environment is not meant for 127.0.0.1
+    ("grpc.use_local_subchannel_pool", 1),  # no back-off inherited from the channel to a server that died
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+)
+
+
+class CallError(LoadError):
+    """Triton answered a call with an error, or not in time."""
+
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
+
+
+@dataclass(frozen=True, slots=True)
+class EntryState:
+    """An entry in the repository's index."""
+
+    state: str
+    """READY, LOADING, UNLOADING, UNAVAILABLE, or empty for one that was never loaded."""
+    reason: str
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing of it is in memory."""
+        return self.state in {"", "UNAVAILABLE"}
+
+    @property
+    def unloaded(self) -> bool:
+        """Whether somebody asked for it to be unloaded."""
+        return self.gone and self.reason in {"", "unloaded"}
+
+
+class TritonClient:
+    """Calls one server. Usable from several threads."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the channel; calls in flight, in whatever thread, fail."""
+        self._channel.close()
+
+    def live(self, timeout_s: float) -> bool:
+        """Ask whether the server is live."""
+        try:
+            return bool(self._stub.ServerLive(pb.ServerLiveRequest(), timeout=timeout_s).live)
+        except grpc.RpcError:
+            return False
+
+    def load(self, entry: str) -> "PendingCall":
+        """Begin to load `entry`; Triton answers when it is ready, its warm-up included."""
+        return PendingCall(
+            self._stub.RepositoryModelLoad.future(pb.RepositoryModelLoadRequest(model_name=entry))
+        )
+
+    def unload(self, entry: str, timeout_s: float) -> None:
+        """Have `entry` unloaded; Triton answers at once, and waits for its streams afterwards.
+
+        Raises:
+            CallError: refused, or no answer in time.
+        """
+        try:
+            self._stub.RepositoryModelUnload(
+                pb.RepositoryModelUnloadRequest(model_name=entry), timeout=timeout_s
+            )
+        except grpc.RpcError as error:
+            raise _call_error(error) from error
+
+    def state(self, entry: str, timeout_s: float) -> EntryState:
+        """Look `entry` up in the repository's index.
+
+        Raises:
+            CallError: no answer in time, or the server is gone.
+        """
+        try:
+            index = self._stub.RepositoryIndex(pb.RepositoryIndexRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise _call_error(error) from error
+        for model in index.models:
+            if model.name == entry:
+                return EntryState(model.state, model.reason)
+        return EntryState("", "")
+
+    def probe(self, entry: str, timeout_s: float) -> ProbeReport:
+        """Ask the engine of the stream entry `entry` how it is, ahead of all waiting generations.
+
+        Raises:
+            CallError: an error, no answer in time, or an answer without a report.
+        """
+        call = self._stream(entry, Probe(probe=True), "", names.URGENT_PRIORITY, timeout_s)
+        try:
+            for response in call:
+                if (meta := _meta(response)) is not None and meta.probe is not None:
+                    return meta.probe
+        except grpc.RpcError as error:
+            raise _call_error(error) from error
+        finally:
+            call.cancel()
+        raise CallError("the probe's answer holds no report")
+
+    def generate(self, entry: str, timeout_s: float) -> None:
+        """Have the stream entry `entry` generate one token.
+
+        Raises:
+            CallError: an error, no answer in time, or an end without a final response.
+        """
+        wanted = Generation(request_id="health-check", max_tokens=1)
+        call = self._stream(entry, wanted, "你好", names.DEFAULT_PRIORITY, timeout_s)
+        try:
+            for response in call:
+                if (meta := _meta(response)) is not None and meta.finish_reason is not None:
+                    return
+        except grpc.RpcError as error:
+            raise _call_error(error) from error
+        finally:
+            call.cancel()
+        raise CallError("a generation of one token ended without its final response")
+
+    def _stream(
+        self, entry: str, sampling: Generation | Probe, prompt: str, priority: int, timeout_s: float
+    ) -> Any:
+        values = {
+            names.PROMPT: prompt.encode(),
+            names.HISTORY: history.encode_history([]),
+            names.SAMPLING: encode_sampling(sampling),
+        }
+        request = pb.ModelInferRequest(model_name=entry)
+        for name, value in values.items():
+            request.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
+            request.raw_input_contents.append(strings.pack_strings([value]))
+        request.parameters["priority"].uint64_param = priority
+        # Without the empty final the stream of a request that answers nothing would never end.
+        request.parameters["triton_enable_empty_final_response"].bool_param = True
+        return self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
+
+
+class PendingCall:
+    """A call whose answer may take minutes."""
+
+    def __init__(self, future: Any) -> None:
+        self._future = future
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the answer; False where it is still to come.
+
+        Raises:
+            CallError: the answer is an error, or the server is gone.
+        """
+        try:
+            self._future.result(timeout=timeout_s)
+        except grpc.FutureTimeoutError:
+            return False
+        except grpc.FutureCancelledError as error:
+            raise CallError("cancelled") from error
+        except grpc.RpcError as error:
+            raise _call_error(error) from error
+        return True
+
+
+def _meta(response: Any) -> Meta | None:
+    """Return a response's `meta`, None for the empty final one."""
+    if response.error_message:
+        raise CallError(response.error_message)
+    for output, raw in zip(
+        response.infer_response.outputs, response.infer_response.raw_output_contents, strict=True
+    ):
+        if output.name == names.META:
+            try:
+                return decode_meta(strings.unpack_strings(raw)[0])
+            except (msgspec.MsgspecError, ValueError, IndexError) as error:
+                raise CallError(f"an unreadable meta document: {error}") from error
+    return None
+
+
+def _call_error(error: Any) -> CallError:
+    """Wrap a `grpc.RpcError`, which is also the call it ended."""
+    return CallError(
+        error.details() or str(error.code()), timed_out=error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    )

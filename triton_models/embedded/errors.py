@@ -1,0 +1,40 @@
+"""Why the embedded server could not do what it was asked.
+
+EmbeddedError
+├── OptionsError     a model argument that cannot be served
+├── PlatformError    something of the machine or the environment is missing, or of the wrong version
+├── PortInUseError   somebody listens there already
+├── ServerError      tritonserver did not start, died or hangs
+├── LoadError        a model could not be loaded, unloaded or asked
+└── StoppedError     no fault: the stop came while waiting
+
+The message of each is one line for the person at the terminal.
+"""
+
+
+class EmbeddedError(Exception):
+    """The base."""
+
+
+class OptionsError(EmbeddedError):
+    """A model argument names no directory, or two have the same name."""
+
+
+class PlatformError(EmbeddedError):
+    """The machine or the Python environment cannot run the wheel's tritonserver."""
+
+
+class PortInUseError(EmbeddedError):
+    """A port that was asked for by number has a listener already."""
+
+
+class ServerError(EmbeddedError):
+    """The server process did not become live, or no longer is."""
+
+
+class LoadError(EmbeddedError):
+    """Triton refused to load an entry, or the loaded entry does not answer."""
+
+
+class StoppedError(EmbeddedError):
+    """The supervisor is stopping: whatever was waited for no longer matters."""

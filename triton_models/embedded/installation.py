@@ -1,0 +1,136 @@
+"""The tritonserver inside the `nvidia-pytriton` wheel: where it is, and whether it can run here."""
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from triton_models.embedded.errors import PlatformError
+
+_GLIBC = (2, 35)
+"""The wheel is tagged manylinux_2_35."""
+_NUMPY_MAJOR = 1
+"""The stub is built against numpy 1: under numpy 2 every string tensor arrives as garbage."""
+_INSTALL = "pip install 'tritongate[embedded]'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installation:
+    """Files of the wheel that a server is started from."""
+
+    server: Path
+    """The tritonserver executable."""
+    backend: Path
+    """The folder of the Python backend, without a stub."""
+    stub: Path
+    """The Python backend's stub for this interpreter's minor version."""
+    library_path: tuple[Path, ...]
+    """Folders for LD_LIBRARY_PATH: the wheel's libraries, then libpython's."""
+
+    def link_backends(self, folder: Path) -> None:
+        """Make `folder` a backend directory: the Python backend with this interpreter's stub beside it."""
+        target = folder / "python"
+        target.mkdir(parents=True)
+        for source in (*self.backend.iterdir(), self.stub):
+            if source.is_file():
+                (target / source.name).symlink_to(source)
+
+    def environment(self, inherited: Mapping[str, str], *, temporary: Path) -> dict[str, str]:
+        """Return the environment for the server, from the one this process has.
+
+        The stub starts the `python3` that PATH finds first, so this interpreter's folder leads.
+        """
+        environment = dict(inherited)
+        environment["PATH"] = os.pathsep.join(
+            [str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)]
+        )
+        libraries = [str(folder) for folder in self.library_path]
+        if inherited.get("LD_LIBRARY_PATH"):
+            libraries.append(inherited["LD_LIBRARY_PATH"])
+        environment["LD_LIBRARY_PATH"] = os.pathsep.join(libraries)
+        environment["TMPDIR"] = str(temporary)
+        return environment
+
+
+def find_installation() -> Installation:
+    """Find the wheel's server and check that this machine can run it.
+
+    Raises:
+        PlatformError: saying what is missing and how to get it.
+    """
+    _check_machine()
+    _check_numpy()
+    if importlib.util.find_spec("psutil") is None:
+        raise PlatformError(f"psutil is not installed: {_INSTALL}")
+    spec = importlib.util.find_spec("pytriton")
+    if spec is None or not spec.submodule_search_locations:
+        raise PlatformError(f"nvidia-pytriton, which carries tritonserver, is not installed: {_INSTALL}")
+    package = Path(spec.submodule_search_locations[0])
+    root = package / "tritonserver"
+    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = root / "python_backend_stubs" / minor / "triton_python_backend_stub"
+    server = root / "bin" / "tritonserver"
+    if not server.is_file():
+        raise PlatformError(f"{server} is missing: reinstall nvidia-pytriton")
+    if not stub.is_file():
+        raise PlatformError(f"nvidia-pytriton has no Python backend for Python {minor}: use 3.11 or 3.12")
+    return Installation(
+        server=server,
+        backend=root / "backends" / "python",
+        stub=stub,
+        library_path=(package.parent / "nvidia_pytriton.libs", *_libpython_folder()),
+    )
+
+
+def _check_machine() -> None:
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise PlatformError("the embedded tritonserver runs on Linux x86-64 only")
+    name, version = platform.libc_ver()
+    if name != "glibc" or tuple(int(part) for part in version.split(".")[:2]) < _GLIBC:
+        wanted = ".".join(str(part) for part in _GLIBC)
+        raise PlatformError(
+            f"the embedded tritonserver needs glibc {wanted} or newer, not {name or 'another libc'} {version}"
+        )
+
+
+def _check_numpy() -> None:
+    try:
+        version = importlib.metadata.version("numpy")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise PlatformError(f"numpy is not installed: {_INSTALL}") from error
+    if int(version.split(".")[0]) != _NUMPY_MAJOR:
+        raise PlatformError(
+            f"numpy {version} breaks the embedded tritonserver's string tensors: pip install 'numpy<2'"
+        )
+
+
+def _libpython_folder() -> tuple[Path, ...]:
+    """Return the folder of the libpython that the stub links, or nothing where the system's loader finds it.
+
+    Without the library Triton does not fail: it reports the model as loading for ever.
+    """
+    library = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
+    folder = Path(sysconfig.get_config_var("LIBDIR") or "/nowhere")
+    own = folder / library
+    if own.is_file():
+        _load(str(own))
+        return (folder,)
+    _load(library)
+    return ()
+
+
+def _load(library: str) -> None:
+    try:
+        ctypes.CDLL(library)
+    except OSError as error:
+        raise PlatformError(
+            f"{Path(library).name}, which Triton's Python backend links, cannot be loaded ({error}): "
+            f"install the shared library of Python {platform.python_version()} "
+            f"(Debian: libpython3.{sys.version_info.minor}; pyenv: --enable-shared)"
+        ) from error

@@ -1,0 +1,95 @@
+"""What the server and its stubs write: kept in a bounded file, and read for what went wrong."""
+
+import collections
+import logging
+import logging.handlers
+import os
+import re
+import threading
+from pathlib import Path
+
+_MAX_BYTES = 4 * 1024 * 1024
+_KEPT_LINES = 40
+_ERROR = re.compile(rb'E\d{4} [\d:.]+ \d+ [^\]]+\] "?(.*?)"?$')
+_INFORMATION = re.compile(rb"[IW]\d{4} [\d:.]+ \d+ ")
+_PROGRESS = re.compile(rb"(\d{1,3})%\|")
+"""A tqdm bar, such as the checkpoint reader draws."""
+
+
+class ServerLog:
+    """Copies the server's output to a file of bounded size, from a thread of its own.
+
+    Lines that end in a carriage return are progress bars: only their percentage is kept.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handler = logging.handlers.RotatingFileHandler(
+            path, maxBytes=_MAX_BYTES, backupCount=1, encoding="utf-8"
+        )
+        self._errors: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+        self._other: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+        self._progress: float | None = None
+        self._thread: threading.Thread | None = None
+
+    def follow(self, descriptor: int) -> None:
+        """Copy what comes from the pipe `descriptor` until it ends, and close it.
+
+        What an earlier server wrote is forgotten, except in the file.
+        """
+        self._errors.clear()
+        self._other.clear()
+        self._thread = threading.Thread(target=self._copy, args=(descriptor,), name="triton-log", daemon=True)
+        self._thread.start()
+
+    def drain(self, timeout_s: float = 1.0) -> None:
+        """Wait until the output of a server that ended was read to its end."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.drain()
+        self._handler.close()
+
+    def complaint(self) -> str:
+        """Return what the server said went wrong, in one line: its last error, else its last unusual line."""
+        lines = self._errors or self._other
+        return lines[-1] if lines else "it said nothing"
+
+    def errors(self) -> list[str]:
+        """Return the latest error messages, oldest first."""
+        return list(self._errors)
+
+    def reset_progress(self) -> None:
+        """Forget the last progress bar."""
+        self._progress = None
+
+    @property
+    def progress(self) -> float | None:
+        """How far the progress bar drawn last is, 0 to 1; None where there was none."""
+        return self._progress
+
+    def _copy(self, descriptor: int) -> None:
+        pending = b""
+        while chunk := os.read(descriptor, 65536):
+            *lines, pending = re.split(rb"(?<=[\r\n])", pending + chunk)
+            for line in lines:
+                self._take(line)
+        os.close(descriptor)
+        self._take(pending)
+
+    def _take(self, line: bytes) -> None:
+        text = line.strip()
+        bar = _PROGRESS.search(text)
+        if bar is not None:
+            self._progress = min(int(bar[1]), 100) / 100
+        if not text or (bar is not None and line.endswith(b"\r")):
+            return
+        written = text.decode(errors="replace")
+        self._handler.emit(logging.LogRecord("triton", logging.INFO, "", 0, written, None, None))
+        error = _ERROR.match(text)
+        if error is not None:
+            self._errors.append(error[1].decode(errors="replace"))
+        elif not _INFORMATION.match(text) and bar is None:
+            self._other.append(written)

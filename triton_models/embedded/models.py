@@ -1,0 +1,106 @@
+"""Which models are served: `--model` arguments made into repository entries, or entries already there."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from triton_models.embedded.errors import OptionsError
+from triton_models.entries import ModelEntry, write_entries
+from wire import names
+
+BUILT_IN_NAME = "chatglm3-demo"
+BUILT_IN_CHECKPOINT = Path(__file__).parent.parent / "checkpoints" / BUILT_IN_NAME
+BUILT_IN_NOTICE = (
+    f"{BUILT_IN_NAME} is a stand-in with random weights: its answers are noise. "
+    "Serve a model of yours with --model DIR"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A model and the repository entries that serve it."""
+
+    name: str
+    stream: str
+    others: tuple[str, ...]
+    """Entries beside the engine's: the tokeniser."""
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """All of them, the quickest to load first."""
+        return (*self.others, self.stream)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """What every model of one server has in common; None leaves the choice to the engine."""
+
+    device: str = "cpu"
+    dtype: str | None = None
+    max_context: int | None = None
+    kv_memory_gib: float | None = None
+
+
+def read_model_argument(argument: str) -> tuple[str, Path]:
+    """Split `[NAME=]DIR`; the name is the folder's where it is left out.
+
+    Raises:
+        OptionsError: there is no such directory, or no config.json in it.
+    """
+    before, equals, after = argument.partition("=")
+    if equals and "/" not in before:
+        name, path = before, Path(after).expanduser().resolve()
+    else:
+        path = Path(argument).expanduser().resolve()
+        name = path.name
+    if not path.is_dir():
+        raise OptionsError(f"--model {argument}: {path} is not a directory")
+    if not (path / "config.json").is_file():
+        raise OptionsError(f"--model {argument}: {path} has no config.json, so it is no checkpoint")
+    return name, path
+
+
+def write_models(repository: Path, arguments: tuple[str, ...], options: ModelOptions) -> list[Served]:
+    """Write the entries of the models named by `arguments`, or of the built-in one where there are none.
+
+    Raises:
+        OptionsError: an argument that names no checkpoint, or a name that cannot be one or occurs twice.
+    """
+    models = [read_model_argument(argument) for argument in arguments]
+    if not models:
+        models = [(BUILT_IN_NAME, BUILT_IN_CHECKPOINT)]
+    served: dict[str, Served] = {}
+    for name, path in models:
+        if name in served:
+            raise OptionsError(f"two models are named {name!r}: write --model NAME=DIR to rename one")
+        try:
+            entry = ModelEntry(
+                name=name,
+                checkpoint=str(path),
+                device=options.device,
+                dtype=options.dtype,
+                max_context=options.max_context,
+                kv_memory_gib=options.kv_memory_gib,
+            )
+        except ValueError as error:
+            raise OptionsError(f"--model {path}: {error}") from error
+        write_entries(repository, model=entry)
+        served[name] = _served(repository, name)
+    return list(served.values())
+
+
+def find_models(repository: Path) -> list[Served]:
+    """Return the models whose entries are in a repository that was given.
+
+    Raises:
+        OptionsError: it holds no stream entry.
+    """
+    found = sorted(repository.glob(f"*{names.STREAM_SUFFIX}/config.pbtxt"))
+    if not found:
+        raise OptionsError(f"{repository} holds no entry whose name ends in {names.STREAM_SUFFIX}")
+    return [_served(repository, entry.parent.name.removesuffix(names.STREAM_SUFFIX)) for entry in found]
+
+
+def _served(repository: Path, name: str) -> Served:
+    tokenizer = names.tokenizer_entry(name)
+    others = (tokenizer,) if (repository / tokenizer).is_dir() else ()
+    return Served(name=name, stream=names.stream_entry(name), others=others)

@@ -1,0 +1,169 @@
+"""One server's folder of temporary files, and everything else that it could leave on the machine.
+
+Abnormal ends leave processes, shared-memory regions and `/tmp/python_env_*` folders. Each is recognised as
+ours: processes by this folder in their command line, regions by a prefix made of this folder's name, and the
+`python_env_*` folders (their place is fixed in the backend) by having appeared while our server loaded.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's mount point; Boost's regions are files there
+_ENVIRONMENTS = Path("/tmp")  # noqa: S108 - fixed in the Python backend, whatever TMPDIR says
+_KILL_ROUNDS = 20
+_KILL_WAIT_S = 0.25
+
+
+class RunDirectory:
+    """A folder below `<temporary>/tritongate-<uid>`, locked by the process that made it while that lives."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = None
+
+    @classmethod
+    def create(cls) -> "RunDirectory":
+        """Make a new one, after removing those whose process is gone, with all that they left behind.
+
+        Raises:
+            OSError: the parent folder cannot be made, or belongs to somebody else.
+        """
+        parent = Path(tempfile.gettempdir()) / f"tritongate-{os.getuid()}"
+        parent.mkdir(mode=0o700, exist_ok=True)
+        if parent.stat().st_uid != os.getuid():
+            raise PermissionError(f"{parent} belongs to another user")
+        for stale in parent.iterdir():
+            old = cls(stale)
+            if old._acquire():
+                old.kill_processes()
+                old.remove_leftovers()
+                old.remove()
+                old._release()
+        # Locked before it carries its final name, so that another start never takes it for stale.
+        made = Path(tempfile.mkdtemp(prefix=".", dir=tempfile.gettempdir()))
+        run = cls(made)
+        run._acquire()
+        run.path = parent / secrets.token_hex(4)
+        made.rename(run.path)
+        for folder in (run.repository, run.temporary):
+            folder.mkdir()
+        return run
+
+    @property
+    def repository(self) -> Path:
+        """The model repository, where none was given."""
+        return self.path / "repository"
+
+    @property
+    def backends(self) -> Path:
+        """The backend directory."""
+        return self.path / "backends"
+
+    @property
+    def temporary(self) -> Path:
+        """TMPDIR of the server and its stubs."""
+        return self.path / "tmp"
+
+    @property
+    def log(self) -> Path:
+        """The server's log."""
+        return self.path / "triton.log"
+
+    @property
+    def shared_memory_prefix(self) -> str:
+        """What the names of the server's shared-memory regions begin with."""
+        return f"tritongate_{self.path.name}_"
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the living processes that were started from this folder: the server and its stubs."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                # The warden names this folder alone, the server and its stubs what is inside.
+                if any(f"{self.path}/" in argument for argument in process.cmdline()):
+                    found.append(process)
+        return found
+
+    def kill_processes(self) -> None:
+        """Kill the server and its stubs, and wait until they are gone."""
+        for _ in range(_KILL_ROUNDS):  # again, for a server that was starting a stub meanwhile
+            remaining = self.processes()
+            if not remaining:
+                return
+            for process in remaining:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(remaining, timeout=_KILL_WAIT_S)
+
+    @contextlib.contextmanager
+    def claim_environments(self) -> Iterator[None]:
+        """Take the `python_env_*` folders that appear meanwhile for ours.
+
+        A server makes one when it loads its first entry. Another server starting at the same moment could
+        have its folder claimed too; only empty ones are ever removed, and an empty one is not in use.
+        """
+        before = _environments()
+        try:
+            yield
+        finally:
+            claimed = self._claimed() | (_environments() - before)
+            self._claims.write_text(json.dumps(sorted(claimed)))
+
+    def remove_leftovers(self) -> None:
+        """Remove the shared memory and the `python_env_*` folders of a server that is gone."""
+        for region in _SHARED_MEMORY.glob(f"{self.shared_memory_prefix}*"):
+            region.unlink(missing_ok=True)
+        for name in self._claimed():
+            with contextlib.suppress(OSError):
+                (_ENVIRONMENTS / name).rmdir()
+
+    def remove(self, *, keep_log: bool = False) -> None:
+        """Remove the folder; `keep_log` leaves the log (and the lock) until the next start."""
+        if not keep_log:
+            shutil.rmtree(self.path, ignore_errors=True)
+            return
+        for folder in (self.repository, self.backends, self.temporary):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def _claims(self) -> Path:
+        return self.path / "environments.json"
+
+    def _claimed(self) -> set[str]:
+        try:
+            return set(json.loads(self._claims.read_text()))
+        except (OSError, ValueError):  # none yet, or cut short by a kill
+            return set()
+
+    def _acquire(self) -> bool:
+        """Take the lock; False where its process lives. The kernel releases it when that process ends."""
+        try:
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._release()
+            return False
+        return True
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _environments() -> set[str]:
+    names = set()
+    for folder in _ENVIRONMENTS.glob("python_env_*"):
+        with contextlib.suppress(OSError):
+            if folder.stat().st_uid == os.getuid():
+                names.add(folder.name)
+    return names

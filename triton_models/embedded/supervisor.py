@@ -1,0 +1,183 @@
+"""Keeps one tritonserver and its models running until it is told to stop."""
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from triton_models.embedded import ports
+from triton_models.embedded.backoff import Backoff
+from triton_models.embedded.client import TritonClient
+from triton_models.embedded.errors import PortInUseError, ServerError, StoppedError
+from triton_models.embedded.installation import Installation
+from triton_models.embedded.log import ServerLog
+from triton_models.embedded.models import Served
+from triton_models.embedded.ports import HOST, Ports
+from triton_models.embedded.rundir import RunDirectory
+from triton_models.embedded.server import TritonServer
+from triton_models.embedded.watcher import Entry, EntryState, EntryWatcher, Surroundings
+from wire.events import Event, Ready, ServerDown, ServerUp, Starting
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL_S = 0.5
+_LIVE_TIMEOUT_S = 5.0
+_LIVE_MISSES = 6
+"""Half a minute in which the server's own front end says nothing: it hangs."""
+_PORT_ATTEMPTS = 3
+_JOIN_S = 1.0
+
+
+class Supervisor:
+    """Starts the server and its models, and starts again what dies.
+
+    The first start must succeed as a whole; from `Ready` on, every failure is repaired.
+    """
+
+    def __init__(
+        self,
+        *,
+        installation: Installation,
+        run: RunDirectory,
+        repository: Path,
+        models: list[Served],
+        asked_ports: Ports,
+        log: ServerLog,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self._installation = installation
+        self._run_directory = run
+        self._repository = repository
+        self._models = models
+        self._asked_ports = asked_ports
+        self._log = log
+        self._emit = emit
+        self._ready = False
+
+    def run(self, stop: threading.Event) -> None:
+        """Supervise until `stop` is set; afterwards nothing of the server is left. For the main thread.
+
+        Raises:
+            PortInUseError: a port that was asked for has a listener.
+            ServerError: the server did not start, or died before it was ready.
+            LoadError: a model could not be loaded at the first start.
+        """
+        self._emit(Starting(str(self._log.path)))
+        backoff = Backoff()
+        try:
+            server, client = self._first_start(stop)
+        except StoppedError:
+            return
+        try:
+            while True:
+                reason = self._live(server, client, stop)
+                server.kill()
+                if not self._ready:
+                    raise ServerError(reason)
+                client = self._restart(server, reason, backoff, stop)
+        except StoppedError:
+            return
+        finally:
+            server.stop()
+
+    def _first_start(self, stop: threading.Event) -> tuple[TritonServer, TritonClient]:
+        """Start the server on the ports asked for; where they are ours to choose, more than once."""
+        attempts = _PORT_ATTEMPTS if self._asked_ports.any_free else 1
+        while True:
+            attempts -= 1
+            chosen = ports.choose(self._asked_ports)
+            server = TritonServer(
+                self._installation, self._run_directory, self._repository, chosen, self._log
+            )
+            try:
+                return server, server.start(stop)
+            except ServerError:
+                # Another process can take a free port between the choice and the server's start.
+                if not attempts or not _taken(chosen):
+                    raise
+
+    def _restart(
+        self, server: TritonServer, reason: str, backoff: Backoff, stop: threading.Event
+    ) -> TritonClient:
+        while True:
+            pause = backoff.failed()
+            logger.warning("tritonserver is down: %s", reason)
+            self._emit(ServerDown(reason, pause))
+            if stop.wait(pause):
+                raise StoppedError
+            try:
+                client = server.start(stop)
+            except ServerError as error:
+                reason = str(error)
+                continue
+            self._emit(ServerUp())
+            return client
+
+    def _live(self, server: TritonServer, client: TritonClient, stop: threading.Event) -> str:
+        """Watch over one life of the server; return what ended it.
+
+        Raises:
+            LoadError: a model could not be loaded at the first start.
+            StoppedError: `stop` was set.
+        """
+        around = Surroundings(
+            server=server,
+            client=client,
+            run=self._run_directory,
+            log=self._log,
+            emit=self._emit,
+            over=threading.Event(),
+            loading=threading.Lock(),
+        )
+        watchers = [
+            EntryWatcher(
+                Entry(name=name, model=model.name, engine=name == model.stream),
+                around,
+                must_load=not self._ready,
+            )
+            for model in self._models
+            for name in model.entries
+        ]
+        for watcher in watchers:
+            watcher.start()
+        try:
+            return self._watch(server, client, watchers, stop)
+        finally:
+            around.over.set()
+            client.close()  # fails the calls that the watchers wait in
+            for watcher in watchers:
+                watcher.join(_JOIN_S)
+
+    def _watch(
+        self, server: TritonServer, client: TritonClient, watchers: list[EntryWatcher], stop: threading.Event
+    ) -> str:
+        misses = 0
+        while not stop.wait(_INTERVAL_S):
+            if not server.alive():
+                return server.end_reason()
+            misses = 0 if client.live(_LIVE_TIMEOUT_S) else misses + 1
+            if misses >= _LIVE_MISSES:
+                return "tritonserver does not answer"
+            for watcher in watchers:
+                if watcher.failure is not None:
+                    raise watcher.failure
+            if not self._ready and all(watcher.state is EntryState.UP for watcher in watchers):
+                self._ready = True
+                self._emit(self._ready_event(server.ports))
+        raise StoppedError
+
+    def _ready_event(self, chosen: Ports) -> Ready:
+        return Ready(
+            grpc=f"{HOST}:{chosen.grpc}",
+            http=f"{HOST}:{chosen.http}",
+            metrics=f"{HOST}:{chosen.metrics}",
+            models=[model.name for model in self._models],
+        )
+
+
+def _taken(chosen: Ports) -> bool:
+    try:
+        ports.choose(chosen)
+    except PortInUseError:
+        return True
+    return False

@@ -1,0 +1,265 @@
+"""Loads one repository entry into one server and keeps it answering, from a thread of its own."""
+
+import enum
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+
+from triton_models.embedded.backoff import Backoff
+from triton_models.embedded.client import CallError, TritonClient
+from triton_models.embedded.errors import LoadError, StoppedError
+from triton_models.embedded.log import ServerLog
+from triton_models.embedded.rundir import RunDirectory
+from triton_models.embedded.server import TritonServer
+from wire.events import Event, Loading, ModelDown, ModelUp
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL_S = 1.0
+_CALL_TIMEOUT_S = 5.0
+_MISSES = 3
+"""Probes in a row without an answer in time: a full engine answers them at once, a busy machine later."""
+_LONGEST_HEARTBEAT_AGE_S = 60.0
+"""Far beyond any step: the longest is a chunk of prefill on a busy CPU."""
+_FIRST_TOKEN_TIMEOUT_S = 300.0
+_UNLOAD_TIMEOUT_S = 2.0
+_SERVER_DEATH_S = 1.5
+"""How long a failed call may be the first sign of a dead server, before it is the entry's own failure."""
+
+_DEAD_STUB = "is not healthy"
+"""What Triton answers for an entry whose stub is gone, while it goes on calling the entry ready."""
+_LOAD_FAILURE = re.compile(r"is at UNAVAILABLE state: (?:Internal: )?(.*)", re.DOTALL)
+_TRACEBACK = re.compile(r"\s+At:\n.*", re.DOTALL)
+
+
+class EntryState(enum.Enum):
+    """Where an entry is in its life."""
+
+    LOADING = enum.auto()
+    UP = enum.auto()
+    DOWN = enum.auto()
+    """It failed and is being repaired."""
+    UNLOADED = enum.auto()
+    """Somebody unloaded it through Triton's API; it is left alone until somebody loads it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A repository entry: its name, its model's, and whether an engine runs there that answers probes."""
+
+    name: str
+    model: str
+    engine: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the watchers of one server's life share."""
+
+    server: TritonServer
+    client: TritonClient
+    run: RunDirectory
+    log: ServerLog
+    emit: Callable[[Event], None]
+    over: threading.Event
+    """Set when this life of the server ends."""
+    loading: threading.Lock
+    """One entry is loaded at a time: peak memory is one checkpoint's, and progress is one bar."""
+
+
+class EntryWatcher:
+    """Loads the entry, then probes it; an entry that died or is stuck is unloaded and loaded again.
+
+    `failure` is set, and the watcher ends, when the first load fails and `must_load` says so.
+    """
+
+    def __init__(self, entry: Entry, surroundings: Surroundings, *, must_load: bool) -> None:
+        self.state = EntryState.LOADING
+        self.failure: LoadError | None = None
+        self._entry = entry
+        self._around = surroundings
+        self._must_load = must_load
+        self._backoff = Backoff()
+        self._stubs: list[psutil.Process] = []
+        self._thread = threading.Thread(target=self._run, name=f"watch-{entry.name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin, in a thread that ends when the server's life is over."""
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread's end."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    self._load()
+                    self._came_up()
+                    fault = self._watch()
+                except LoadError as error:
+                    fault = str(error)
+                    # The server's death fails calls before it is seen; then this was no failure of the entry.
+                    self._pause(_SERVER_DEATH_S)
+                    if self._must_load and self.state is EntryState.LOADING:
+                        self.failure = LoadError(f"{self._entry.name}: {fault}")
+                        return
+                self._went_down(fault)
+                self._clear()
+                self._pause(self._backoff.failed())
+        except StoppedError:
+            return
+
+    def _came_up(self) -> None:
+        if self.state is EntryState.DOWN:
+            self._around.emit(ModelUp(self._entry.model))
+        logger.info("%s is up", self._entry.name)
+        self.state = EntryState.UP
+
+    def _went_down(self, fault: str) -> None:
+        logger.warning("%s is down: %s", self._entry.name, fault)
+        self.state = EntryState.DOWN
+        self._around.emit(ModelDown(self._entry.model, f"{self._entry.name}: {fault}"))
+
+    def _load(self) -> None:
+        """Load the entry and have it answer.
+
+        Raises:
+            LoadError: Triton refused, or the entry does not answer.
+            StoppedError: the server's life is over.
+        """
+        entry, around = self._entry, self._around
+        while not around.loading.acquire(timeout=0.25):
+            self._pause(0)
+        try:
+            with around.run.claim_environments():
+                self._await_load()
+        finally:
+            around.loading.release()
+        if entry.engine:
+            around.client.generate(entry.name, _FIRST_TOKEN_TIMEOUT_S)
+        self._stubs = around.server.stubs(entry.name)
+
+    def _await_load(self) -> None:
+        entry, around = self._entry, self._around
+        around.log.reset_progress()
+        started = time.monotonic()
+        call = around.client.load(entry.name)
+        try:
+            while True:
+                around.emit(Loading(entry.model, round(time.monotonic() - started, 1), around.log.progress))
+                if call.wait(_INTERVAL_S):
+                    return
+                self._pause(0)
+        except CallError as error:
+            raise LoadError(load_failure(str(error), around.log)) from error
+
+    def _watch(self) -> str:
+        """Watch the entry until something is wrong with it; return what.
+
+        Raises:
+            StoppedError: the server's life is over.
+        """
+        misses = 0
+        while True:
+            self._pause(_INTERVAL_S)
+            fault, certain = self._examine()
+            if fault is None:
+                misses = 0
+                continue
+            if self._out_of_our_hands():
+                self._await_return()
+                misses = 0
+                continue
+            misses += 1
+            if certain or misses >= _MISSES:
+                return fault
+
+    def _examine(self) -> tuple[str | None, bool]:
+        """Return what is wrong, None for nothing, and whether one look is enough to tell."""
+        name = self._entry.name
+        if not any(_runs(stub) for stub in self._stubs):
+            # Triton restarts the stub of an entry that is not decoupled by itself, on its next request.
+            self._stubs = self._around.server.stubs(name)
+            if not self._stubs:
+                return "its process died", True
+        if not self._entry.engine:
+            return None, False
+        try:
+            report = self._around.client.probe(name, _CALL_TIMEOUT_S)
+        except CallError as error:
+            if error.timed_out:
+                return f"no answer to a probe within {_CALL_TIMEOUT_S:.0f} s", False
+            return f"a probe was refused: {error}", _DEAD_STUB in str(error)
+        if report.heartbeat_age_s > _LONGEST_HEARTBEAT_AGE_S:
+            return f"its engine has not moved for {report.heartbeat_age_s:.0f} s", True
+        return None, False
+
+    def _out_of_our_hands(self) -> bool:
+        """Whether the entry does not answer because somebody is unloading or loading it."""
+        try:
+            state = self._around.client.state(self._entry.name, _CALL_TIMEOUT_S)
+        except CallError:
+            return False
+        return state.unloaded or state.state in {"LOADING", "UNLOADING"}
+
+    def _await_return(self) -> None:
+        """Wait until an entry that somebody unloaded is ready again."""
+        self.state = EntryState.UNLOADED
+        logger.info("%s was unloaded by somebody", self._entry.name)
+        while True:
+            self._pause(_INTERVAL_S)
+            try:
+                state = self._around.client.state(self._entry.name, _CALL_TIMEOUT_S)
+            except CallError:  # the server's death; its supervisor will end this life
+                continue
+            if state.state == "READY":
+                self._stubs = self._around.server.stubs(self._entry.name)
+                self.state = EntryState.UP
+                return
+
+    def _clear(self) -> None:
+        """Have Triton let go of an entry that failed: a load would do nothing while it is called ready.
+
+        Streams that were running on a dead stub never end, and its instance then stays unloading until the
+        server stops. It holds no model any more, and a load puts a new instance in its place, so the wait is
+        short.
+        """
+        name, client = self._entry.name, self._around.client
+        # A stuck stub would hold its own unloading up, and hold its memory beside the new one's.
+        for stub in self._around.server.stubs(name):
+            stub.kill()
+        deadline = time.monotonic() + _UNLOAD_TIMEOUT_S
+        try:
+            client.unload(name, _CALL_TIMEOUT_S)
+            while not client.state(name, _CALL_TIMEOUT_S).gone and time.monotonic() < deadline:
+                self._pause(0.25)
+        except CallError as error:
+            logger.warning("unloading %s: %s", name, error)
+
+    def _pause(self, seconds: float) -> None:
+        if self._around.over.wait(seconds):
+            raise StoppedError
+
+
+def load_failure(message: str, log: ServerLog) -> str:
+    """Return why Triton could not load an entry, in one line without a traceback."""
+    found = _LOAD_FAILURE.search(message)
+    if found is not None:
+        message = found[1]
+    elif errors := log.errors():
+        message = f"{message}: {errors[-1]}"
+    return " ".join(_TRACEBACK.sub("", message).split()).rstrip(";")
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,177 @@
+"""Writes the repository entries of a model: what Triton needs on disk to serve it.
+
+A model `M` has `M-stream` (the engine) and `M-tokenizer`. This module knows Triton's configuration language
+and the wire contract's names; it does not open the checkpoint.
+"""
+
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2 as pb
+
+from triton_models import warmup
+from wire import names
+
+MAX_BATCH_SIZE: Final = 64
+"""Requests that Triton hands to one `execute`; the engine forms its own batches from them."""
+
+_HEADER = "# Written by triton_models/entries.py. Only the parameter `checkpoint` is required.\n"
+_MODEL_PY = """from triton_models.serving.{module} import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
+"""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_DEVICE = re.compile(r"cpu|cuda:([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelEntry:
+    """A model to be served. What is None is left out of `config.pbtxt`, for the engine to choose.
+
+    Raises:
+        ValueError: the name cannot be a folder and a URL segment, or the device is not `cpu` or `cuda:N`.
+    """
+
+    name: str
+    checkpoint: str
+    """A directory; a relative one is relative to the entry's own folder."""
+    device: str = "cpu"
+    """`cpu` or `cuda:N`; decides the entry's instance group."""
+
+    format: str | None = None
+    """The chat format, `chatglm2` or `chatglm3`; None: found in the checkpoint."""
+    dtype: str | None = None
+    max_context: int | None = None
+    """Prompt and answer together, in tokens."""
+    kv_memory_gib: float | None = None
+    max_running: int | None = None
+    """Sequences in one engine step."""
+    max_waiting: int | None = None
+    """Requests in the engine's waiting list; beyond it they are refused."""
+    max_batched_tokens: int | None = None
+    """Tokens in one engine step, prefill and decode together."""
+    heartbeat_s: float | None = None
+
+    max_queue_size: int = 1024
+    """Requests in Triton's own queue, per priority level. `execute` never blocks, so it holds bursts only."""
+    queue_timeout_s: float = 60.0
+    """How long a request may wait in Triton's own queue, unless it says so itself."""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(
+                f"{self.name!r} cannot be a model's name, made of letters, digits, '.', '_' and '-': "
+                "write NAME=DIR to choose one"
+            )
+        if not _DEVICE.fullmatch(self.device):
+            raise ValueError(f"{self.device!r} is not a device: cpu or cuda:N")
+
+
+_ENGINE_PARAMETERS = frozenset(field.name for field in fields(ModelEntry)) - {
+    "name",
+    "checkpoint",
+    "device",
+    "format",
+    "max_queue_size",
+    "queue_timeout_s",
+}
+
+
+def write_entries(repository: Path, *, model: ModelEntry) -> None:
+    """Create `M-stream` and `M-tokenizer` in `repository`, overwriting files of the same name.
+
+    Raises:
+        OSError: the repository cannot be written.
+    """
+    stream = repository / names.stream_entry(model.name)
+    _write_entry(stream, stream_config(model), module="stream")
+    warmup.write_warmup(stream)
+    tokenizer = repository / names.tokenizer_entry(model.name)
+    _write_entry(tokenizer, tokenizer_config(model), module="tokenizer")
+
+
+def stream_config(model: ModelEntry) -> Any:
+    """Return the `ModelConfig` message of `M-stream`: decoupled, batched, warmed up."""
+    policy = pb.ModelQueuePolicy(
+        timeout_action=pb.ModelQueuePolicy.REJECT,
+        default_timeout_microseconds=round(model.queue_timeout_s * 1e6),
+        allow_timeout_override=True,
+        max_queue_size=model.max_queue_size,
+    )
+    config = pb.ModelConfig(
+        name=names.stream_entry(model.name),
+        backend="python",
+        max_batch_size=MAX_BATCH_SIZE,
+        input=[_input(name, pb.TYPE_STRING, 1) for name in (names.PROMPT, names.HISTORY, names.SAMPLING)],
+        output=[_output(name, pb.TYPE_STRING, 1) for name in (names.RESPONSE, names.META)],
+        model_transaction_policy=pb.ModelTransactionPolicy(decoupled=True),
+        # No delay: the engine batches whatever is running; this only groups what arrives together.
+        dynamic_batching=pb.ModelDynamicBatching(
+            max_queue_delay_microseconds=0,
+            priority_levels=names.PRIORITY_LEVELS,
+            default_priority_level=names.DEFAULT_PRIORITY,
+            default_queue_policy=policy,
+        ),
+        instance_group=[_instance_group(model.device)],
+        model_warmup=[_warmup()],
+    )
+    values = {name: getattr(model, name) for name in sorted(_ENGINE_PARAMETERS)}
+    _set_parameters(config, {"checkpoint": model.checkpoint, "format": model.format} | values)
+    return config
+
+
+def tokenizer_config(model: ModelEntry) -> Any:
+    """Return the `ModelConfig` message of `M-tokenizer`: one request, one answer, on the CPU."""
+    config = pb.ModelConfig(
+        name=names.tokenizer_entry(model.name),
+        backend="python",
+        max_batch_size=0,
+        input=[_input(names.REQUEST, pb.TYPE_STRING, 1)],
+        output=[
+            _output(names.INPUT_IDS, pb.TYPE_INT64, -1),
+            _output(names.ATTENTION_MASK, pb.TYPE_INT64, -1),
+            _output(names.TEXT, pb.TYPE_STRING, 1),
+        ],
+        instance_group=[_instance_group("cpu")],
+    )
+    _set_parameters(config, {"checkpoint": model.checkpoint, "format": model.format})
+    return config
+
+
+def _write_entry(entry: Path, config: Any, *, module: str) -> None:
+    (entry / "1").mkdir(parents=True, exist_ok=True)
+    text = _HEADER + text_format.MessageToString(config, as_utf8=True)
+    (entry / "config.pbtxt").write_text(text, encoding="utf-8")
+    (entry / "1" / "model.py").write_text(_MODEL_PY.format(module=module), encoding="utf-8")
+
+
+def _input(name: str, data_type: int, size: int) -> Any:
+    return pb.ModelInput(name=name, data_type=data_type, dims=[size])
+
+
+def _output(name: str, data_type: int, size: int) -> Any:
+    return pb.ModelOutput(name=name, data_type=data_type, dims=[size])
+
+
+def _instance_group(device: str) -> Any:
+    found = _DEVICE.fullmatch(device)
+    if found is None or found[1] is None:
+        return pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)
+    return pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_GPU, count=1, gpus=[int(found[1])])
+
+
+def _warmup() -> Any:
+    inputs = {
+        name: pb.ModelWarmup.Input(data_type=pb.TYPE_STRING, dims=[1], input_data_file=name)
+        for name in warmup.FILES
+    }
+    return pb.ModelWarmup(name="short generation", batch_size=1, inputs=inputs)
+
+
+def _set_parameters(config: Any, values: dict[str, object]) -> None:
+    for key, value in values.items():
+        if value is not None:
+            config.parameters[key].string_value = str(value)

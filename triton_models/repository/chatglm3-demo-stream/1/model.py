@@ -1,0 +1,3 @@
+from triton_models.serving.stream import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]

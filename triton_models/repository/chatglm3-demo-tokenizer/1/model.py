@@ -1,0 +1,3 @@
+from triton_models.serving.tokenizer import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]

@@ -1,0 +1,54 @@
+"""Writes the data files of a stream entry's warm-up: one short generation.
+
+Triton runs it before it reports the model ready, so that READY means warm. `python -m triton_models.warmup
+ENTRY_DIR` writes them into an entry that is already there.
+"""
+
+from pathlib import Path
+
+import click
+
+from wire import history, names, sampling, strings
+
+FOLDER = "warmup"
+"""Where Triton looks for a warm-up's `input_data_file`, inside the entry."""
+
+FILES = (names.PROMPT, names.HISTORY, names.SAMPLING)
+"""One file for each input tensor, named as the tensor."""
+
+_PROMPT = "你好"
+_GENERATION = sampling.Generation(request_id="warmup", max_tokens=2, temperature=0.0, ignore_eos=True)
+# Two tokens: one from the prefill, one from a decode step; greedy, and never ended early by a stop id.
+
+
+def warmup_tensors() -> dict[str, bytes]:
+    """Return the raw contents (serialised BYTES, shape [1]) of each input tensor of the warm-up request."""
+    values = {
+        names.PROMPT: _PROMPT.encode(),
+        names.HISTORY: history.encode_history([]),
+        names.SAMPLING: sampling.encode_sampling(_GENERATION),
+    }
+    return {name: strings.pack_strings([values[name]]) for name in FILES}
+
+
+def write_warmup(entry: Path) -> None:
+    """Write the data files into the repository entry `entry`.
+
+    Raises:
+        OSError: `entry` is not a folder that can be written.
+    """
+    folder = entry / FOLDER
+    folder.mkdir(exist_ok=True)
+    for name, raw in warmup_tensors().items():
+        (folder / name).write_bytes(raw)
+
+
+@click.command()
+@click.argument("entry", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def main(entry: Path) -> None:
+    """Write the warm-up data files of the stream entry ENTRY."""
+    write_warmup(entry)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""What the process of the embedded Triton tells its parent: one JSON document per line on stdout."""
+
+from typing import IO
+
+import msgspec
+
+
+class Notice(msgspec.Struct, frozen=True, tag="notice", tag_field="event"):
+    """Something that the person at the terminal should know."""
+
+    message: str
+
+
+class Starting(msgspec.Struct, frozen=True, tag="starting", tag_field="event"):
+    """The server process is being started; `log` is the file that its output goes to."""
+
+    log: str
+
+
+class Loading(msgspec.Struct, frozen=True, tag="loading", tag_field="event"):
+    """A model is being loaded; told again every second or so."""
+
+    model: str
+    elapsed_s: float
+    progress: float | None = None
+    """Share of the checkpoint that was read, 0 to 1, where the model says so."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event", kw_only=True):
+    """Every model was loaded and answered a request. Told once."""
+
+    grpc: str
+    """Address as host:port, like the other two."""
+    http: str
+    metrics: str
+    models: list[str]
+
+
+class ModelDown(msgspec.Struct, frozen=True, tag="model_down", tag_field="event"):
+    """A model that was up does not answer; it is being loaded again."""
+
+    model: str
+    reason: str
+
+
+class ModelUp(msgspec.Struct, frozen=True, tag="model_up", tag_field="event"):
+    """A model that was down answers again."""
+
+    model: str
+
+
+class ServerDown(msgspec.Struct, frozen=True, tag="server_down", tag_field="event"):
+    """The server is gone with all its models; it is started again after a while."""
+
+    reason: str
+    retry_in_s: float
+
+
+class ServerUp(msgspec.Struct, frozen=True, tag="server_up", tag_field="event"):
+    """The server runs again, on the same ports; its models follow."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="event"):
+    """The process ends with a non-zero status because of this."""
+
+    message: str
+
+
+Event = Notice | Starting | Loading | Ready | ModelDown | ModelUp | ServerDown | ServerUp | Failed
+
+_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+_encoder = msgspec.json.Encoder()
+
+
+def decode_event(line: bytes) -> Event:
+    """Read one line.
+
+    Raises:
+        msgspec.ValidationError: an unknown event or a wrong type.
+        msgspec.DecodeError: not JSON.
+    """
+    return _decoder.decode(line)
+
+
+def write_event(out: IO[bytes], event: Event) -> None:
+    """Write one line and flush it."""
+    out.write(_encoder.encode(event) + b"\n")
+    out.flush()
