@@ -12,6 +12,8 @@ What the formats cannot hold as it stands is joined or refused, never dropped:
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Literal
 
 from gateway.errors import InvalidRequestError, UpstreamProtocolError
@@ -87,12 +89,10 @@ def _split(messages: Sequence[Message], *, only_rounds: bool) -> tuple[list[str]
 
 
 def _join_neighbours(spoken: Iterable[_Spoken]) -> list[_Spoken]:
-    joined: list[_Spoken] = []
-    for message in spoken:
-        if joined and joined[-1].role == message.role:
-            joined[-1] = _Spoken(message.at, message.role, _join([joined[-1].content, message.content]))
-        else:
-            joined.append(message)
+    joined = []
+    for role, group in groupby(spoken, key=attrgetter("role")):
+        run = list(group)
+        joined.append(_Spoken(run[0].at, role, _join(message.content for message in run)))
     return joined
 
 

@@ -85,8 +85,8 @@ def test_a_conversation_that_ends_with_an_answer_is_chatglm3s_alone() -> None:
         prompt="b", role="assistant", history=turns(("user", "a"))
     )
     with pytest.raises(InvalidRequestError, match="ends with a question") as refused:
-        to_history([*said, *messages(("system", "s"))], "chatglm2")
-    assert refused.value.param == "messages.1"
+        to_history([*messages(("system", "s")), *said, *messages(("system", "t"))], "chatglm2")
+    assert refused.value.param == "messages.2"
 
 
 @pytest.mark.parametrize(
