@@ -1,0 +1,132 @@
+"""A plain gRPC client of the stream and tokenizer entries, as anybody could write from ARCHITECTURE.md."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from wire.meta import Meta, decode_meta
+from wire.strings import pack_strings, unpack_strings
+
+TIMEOUT_S = 100.0
+
+
+@dataclass
+class StreamAnswer:
+    """Everything that one generation was answered."""
+
+    responses: list[tuple[str, Meta]] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.responses)
+
+    @property
+    def metas(self) -> list[Meta]:
+        return [meta for _, meta in self.responses]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for meta in self.metas for token_id in meta.token_ids or []]
+
+    @property
+    def last(self) -> Meta:
+        return self.metas[-1]
+
+
+class StreamClient:
+    """Calls one Triton. Thread-safe."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def ask(
+        self, model: str, prompt: str = "", history: list[Any] | None = None, **sampling: Any
+    ) -> StreamAnswer:
+        """Run one generation to its end."""
+        return StreamAnswer(list(self.stream(model, prompt, history, **sampling)))
+
+    def stream(
+        self,
+        model: str,
+        prompt: str = "",
+        history: list[Any] | None = None,
+        *,
+        priority: int = 2,
+        **sampling: Any,
+    ) -> Iterator[tuple[str, Meta]]:
+        """Yield (text, meta) per response; closing the generator cancels the call."""
+        call = self.call(model, prompt, history, priority=priority, **sampling)
+        with contextlib.closing(call):
+            for message in call.responses:
+                if message.error_message:
+                    raise RuntimeError(message.error_message)
+                tensors = {
+                    output.name: unpack_strings(raw)[0]
+                    for output, raw in zip(
+                        message.infer_response.outputs,
+                        message.infer_response.raw_output_contents,
+                        strict=True,
+                    )
+                }
+                if tensors:
+                    yield tensors["response"].decode(), decode_meta(tensors["meta"])
+
+    def call(
+        self, model: str, prompt: str, history: list[Any] | None, *, priority: int, **sampling: Any
+    ) -> "Call":
+        request = pb.ModelInferRequest(model_name=f"{model}-stream")
+        history_json = "" if history is None else json.dumps(history)
+        for name, value in {
+            "prompt": prompt,
+            "history": history_json,
+            "sampling": json.dumps(sampling),
+        }.items():
+            request.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
+            request.raw_input_contents.append(pack_strings([value.encode()]))
+        request.parameters["priority"].uint64_param = priority
+        request.parameters["triton_enable_empty_final_response"].bool_param = True
+        return Call(
+            self._stub.ModelStreamInfer(
+                iter([request]), timeout=TIMEOUT_S, metadata=[("triton_grpc_error", "true")]
+            )
+        )
+
+    def tokenize(self, model: str, **request: Any) -> tuple[list[int], list[int], str]:
+        """Return input_ids, attention_mask and text."""
+        infer = pb.ModelInferRequest(model_name=f"{model}-tokenizer")
+        infer.inputs.add(name="request", datatype="BYTES", shape=[1])
+        infer.raw_input_contents.append(pack_strings([json.dumps(request).encode()]))
+        answer = self._stub.ModelInfer(infer, timeout=TIMEOUT_S)
+        raw = {
+            output.name: content
+            for output, content in zip(answer.outputs, answer.raw_output_contents, strict=True)
+        }
+        ids, mask = (np.frombuffer(raw[name], np.int64).tolist() for name in ("input_ids", "attention_mask"))
+        return ids, mask, unpack_strings(raw["text"])[0].decode()
+
+    def statistics(self, entry: str) -> tuple[int, int]:
+        """Return Triton's (inference count, execution count) of an entry."""
+        answer = self._stub.ModelStatistics(pb.ModelStatisticsRequest(name=entry), timeout=TIMEOUT_S)
+        (stats,) = answer.model_stats
+        return stats.inference_count, stats.execution_count
+
+
+class Call:
+    """A running ModelStreamInfer."""
+
+    def __init__(self, responses: Any) -> None:
+        self.responses = responses
+
+    def close(self) -> None:
+        self.responses.cancel()

@@ -1,0 +1,76 @@
+"""From an entry's parameters to a running service."""
+
+import logging
+from typing import Any, Final
+
+import torch
+
+from triton_models.checkpoint import detect_format, load_model, progress_bar
+from triton_models.engine.engine import Engine
+from triton_models.engine.settings import EngineSettings
+from triton_models.errors import EntryError
+from triton_models.serving.chat_text import ChatText
+from triton_models.serving.metrics import EngineMetrics
+from triton_models.serving.parameters import EntryParameters
+from triton_models.serving.service import StreamService
+from triton_models.text.formats import chat_format
+from triton_models.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_ENGINE_PARAMETERS: Final = (
+    "max_context",
+    "kv_memory_gib",
+    "max_running",
+    "max_waiting",
+    "max_batched_tokens",
+)
+
+
+def load_text(parameters: EntryParameters) -> ChatText:
+    """Load the tokenizer and choose the chat format.
+
+    Raises:
+        ModelError: a file is missing or broken, or the format cannot be known.
+    """
+    name = parameters.format or detect_format(parameters.checkpoint)
+    tokenizer = Tokenizer(parameters.checkpoint, name)
+    return ChatText(tokenizer, chat_format(name, tokenizer))
+
+
+def build_service(parameters: EntryParameters, pb_utils: Any) -> StreamService:
+    """Load the checkpoint and put the engine together; nothing runs yet.
+
+    Raises:
+        ModelError: the checkpoint cannot be served as asked.
+    """
+    # The text first: it takes milliseconds, and fails before gigabytes were read.
+    text = load_text(parameters)
+    device = torch.device(parameters.device)
+    dtype, reason = choose_dtype(parameters.dtype, device)
+    log.info("%s: %s on %s: %s", parameters.model, dtype, device, reason)
+    with progress_bar(parameters.model) as progress:
+        model = load_model(parameters.checkpoint, dtype, device, progress)
+    asked = {name: getattr(parameters, name) for name in _ENGINE_PARAMETERS}
+    settings = EngineSettings(**{name: value for name, value in asked.items() if value is not None})
+    metrics = EngineMetrics(parameters.model, pb_utils)
+    return StreamService(Engine(model, settings), text, metrics, heartbeat_s=parameters.heartbeat_s)
+
+
+def choose_dtype(asked: str, device: torch.device) -> tuple[torch.dtype, str]:
+    """Return the dtype of weights and KV cache, and why.
+
+    Raises:
+        EntryError: no such dtype.
+    """
+    if asked == "auto":
+        if device.type == "cpu":
+            return torch.float32, "few processors compute faster in 16 bits"
+        if torch.cuda.is_bf16_supported():
+            return torch.bfloat16, "half the memory, and the range of float32"
+        return torch.float16, "half the memory; this GPU has no bfloat16"
+    if asked not in _DTYPES:
+        raise EntryError(f"dtype {asked!r} is not supported; known: auto, {', '.join(_DTYPES)}")
+    return _DTYPES[asked], "as asked"

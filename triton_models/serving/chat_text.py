@@ -1,0 +1,32 @@
+"""The text side of one model: its tokenizer and its chat format, and what serving asks of them."""
+
+from dataclasses import dataclass
+
+from triton_models.text.answer import AnswerStream
+from triton_models.text.formats import ChatFormat
+from triton_models.text.tokenizer import Tokenizer
+from wire.history import Turn
+from wire.sampling import Generation
+
+
+@dataclass(frozen=True, slots=True)
+class ChatText:
+    """A tokenizer and a format that belong together."""
+
+    tokenizer: Tokenizer
+    format: ChatFormat
+
+    def prompt_ids(self, generation: Generation, prompt: str, history: list[Turn]) -> list[int]:
+        """Return the ids to prefill, rendered from the conversation or as the client gave them."""
+        if generation.prompt_token_ids is not None:
+            return generation.prompt_token_ids
+        return self.format.render(history, prompt, generation.role)
+
+    def stop_ids(self, generation: Generation) -> frozenset[int]:
+        """Return the ids that end the answer: the format's unless ignored, and the request's own."""
+        own = frozenset(generation.stop_token_ids)
+        return own if generation.ignore_eos else own | self.format.stop_ids
+
+    def answer(self, generation: Generation) -> AnswerStream:
+        """Return a new stream from token ids to text."""
+        return AnswerStream(self.tokenizer, self.format, generation.stop, generation.min_tokens)

@@ -1,0 +1,62 @@
+"""Sender threads: from the engine's outputs to the clients' streams."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from triton_models.engine.sequence import FinishReason, TokenOutput
+from triton_models.serving.open_request import OpenRequest
+from wire.refusal import RefusalCode
+
+log = logging.getLogger(__name__)
+
+SENDERS = 2
+"""Sends spend most of their time in Triton's shared memory, off the interpreter lock; two keep it busy."""
+
+
+class Delivery:
+    """Turns outputs into responses off the engine's thread, joining what piled up behind a slow send."""
+
+    def __init__(self, on_end: Callable[[OpenRequest, FinishReason], None]) -> None:
+        self._on_end = on_end
+        # A request is put here once per output; whoever gets it first sends all of its outputs, and the later
+        # entries find nothing left. That needs no bookkeeping of who is queued.
+        self._queue: queue.SimpleQueue[OpenRequest | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"sender-{number}", daemon=True)
+            for number in range(SENDERS)
+        ]
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Send what is queued, then join the threads."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def post(self, request: OpenRequest, output: TokenOutput) -> None:
+        """Queue one output; called by the engine's thread, never waits."""
+        request.pending.append(output)
+        self._queue.put(request)
+
+    def _run(self) -> None:
+        while (request := self._queue.get()) is not None:
+            with request.lock:
+                ended = self._deliver(request)
+            if ended is not None:
+                self._on_end(request, ended)
+
+    def _deliver(self, request: OpenRequest) -> FinishReason | None:
+        try:
+            return request.deliver()
+        except Exception:
+            # The boundary of one request on this thread: its failure must not take the other streams along.
+            log.exception("could not deliver request %s", request.key)
+            request.refuse(RefusalCode.INTERNAL, "the answer could not be delivered")
+            return FinishReason.ERROR

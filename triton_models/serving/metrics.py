@@ -1,0 +1,166 @@
+"""The engine's metrics in Triton's own `/metrics`.
+
+Triton's custom metrics must be touched by one thread only (two crash the whole server) and cost some 15
+microseconds a call. So the other threads only note what happened, and one thread writes it down every quarter
+of a second; nothing is noted per token.
+"""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from triton_models.engine.stats import EngineStats, StepStats
+
+PREFIX = "tritongate_engine_"
+FLUSH_INTERVAL_S = 0.25
+
+_BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_STEP_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 4)
+_WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "error", "shutdown")
+
+
+class StatsSource(Protocol):
+    """The engine's loop, as far as metrics look at it."""
+
+    @property
+    def heartbeat(self) -> float:
+        """Monotonic time in seconds of the loop's last turn."""
+
+    def stats(self) -> EngineStats:
+        """Return the present counts."""
+
+
+class EngineMetrics:
+    """Collects from any thread, writes from its own."""
+
+    def __init__(self, model: str, pb_utils: Any) -> None:
+        self._model = model
+        self._pb_utils = pb_utils
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._observations: deque[tuple[str, float]] = deque()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, source: StatsSource) -> None:
+        """Start the writing thread; the gauges show `source`."""
+        self._thread = threading.Thread(target=self._run, args=(source,), name="engine-metrics", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write what is left, set the gauges to zero (Triton keeps values across a reload) and join."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def step(self, stats: StepStats) -> None:
+        """Note one engine step."""
+        self._observations.append(("batch_size", stats.batch_size))
+        self._observations.append(("step_seconds", stats.seconds))
+
+    def first_token(self, queue_seconds: float, seconds: float) -> None:
+        """Note a request's first token: seconds it waited, seconds from receipt to the token."""
+        self._observations.append(("queue_seconds", queue_seconds))
+        self._observations.append(("time_to_first_token_seconds", seconds))
+
+    def accepted(self, prompt_tokens: int) -> None:
+        """Note a request that was validated and queued."""
+        self._add("prompt_tokens_total", prompt_tokens)
+
+    def finished(self, reason: str, generated_tokens: int, cached_tokens: int) -> None:
+        """Note the end of an accepted request; `reason` is one of FINISH_REASONS."""
+        self._add("generated_tokens_total", generated_tokens)
+        self._add("prefix_hit_tokens_total", cached_tokens)
+        self._add(f"requests_total:{reason}", 1)
+
+    def _add(self, name: str, amount: int) -> None:
+        with self._lock:
+            self._counts[name] += amount
+
+    def _run(self, source: StatsSource) -> None:
+        families = _Families(self._model, self._pb_utils)
+        preemptions = 0
+        while True:
+            last = self._stopping.wait(FLUSH_INTERVAL_S)
+            stats = source.stats()
+            with self._lock:
+                counts, self._counts = self._counts, Counter()
+            counts["preemptions_total"] = stats.preemptions - preemptions
+            preemptions = stats.preemptions
+            for name, amount in counts.items():
+                if amount:
+                    families.counters[name].increment(amount)
+            while self._observations:
+                name, value = self._observations.popleft()
+                families.histograms[name].observe(value)
+            gauges = {
+                "requests_running": stats.running,
+                "requests_waiting": stats.waiting,
+                "kv_blocks_used": stats.kv_blocks_used,
+                "kv_blocks": stats.kv_blocks,
+                "heartbeat_timestamp_seconds": time.time() - (time.monotonic() - source.heartbeat),
+            }
+            for name, value in gauges.items():
+                families.gauges[name].set(0 if last else value)
+            if last:
+                return
+
+
+class _Families:
+    """Triton's metric objects. The families are kept: Triton drops a family nobody refers to."""
+
+    def __init__(self, model: str, pb_utils: Any) -> None:
+        self._labels = {"model": model}
+        self._kinds = pb_utils.MetricFamily
+        self._kept: list[Any] = []
+        self.counters = {
+            name: self._counter(name, text)
+            for name, text in {
+                "prompt_tokens_total": "Prompt tokens of accepted requests",
+                "generated_tokens_total": "Tokens sampled",
+                "prefix_hit_tokens_total": "Prompt tokens found in the prefix cache",
+                "preemptions_total": "Sequences that gave up their KV blocks and are computed again",
+            }.items()
+        }
+        requests = self._family("requests_total", "Requests ended, by reason", self._kinds.COUNTER)
+        for reason in FINISH_REASONS:
+            labels = self._labels | {"finish_reason": reason}
+            self.counters[f"requests_total:{reason}"] = requests.Metric(labels=labels)
+        self.gauges = {
+            name: self._gauge(name, text)
+            for name, text in {
+                "requests_running": "Sequences holding KV blocks",
+                "requests_waiting": "Requests in the waiting list",
+                "kv_blocks_used": "KV blocks in use",
+                "kv_blocks": "KV blocks in all",
+                "heartbeat_timestamp_seconds": "Unix time of the engine's last turn; frozen: dead or stuck",
+            }.items()
+        }
+        self.histograms = {
+            name: self._histogram(name, text, buckets)
+            for name, text, buckets in (
+                ("batch_size", "Sequences per engine step", _BATCH_BUCKETS),
+                ("step_seconds", "Seconds per engine step", _STEP_BUCKETS),
+                ("queue_seconds", "Seconds from receipt to the first step", _WAIT_BUCKETS),
+                ("time_to_first_token_seconds", "Seconds from receipt to the first token", _WAIT_BUCKETS),
+            )
+        }
+
+    def _family(self, name: str, description: str, kind: Any) -> Any:
+        family = self._kinds(name=PREFIX + name, description=description, kind=kind)
+        self._kept.append(family)
+        return family
+
+    def _counter(self, name: str, text: str) -> Any:
+        return self._family(name, text, self._kinds.COUNTER).Metric(labels=self._labels)
+
+    def _gauge(self, name: str, text: str) -> Any:
+        return self._family(name, text, self._kinds.GAUGE).Metric(labels=self._labels)
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Any:
+        family = self._family(name, text, self._kinds.HISTOGRAM)
+        return family.Metric(labels=self._labels, buckets=[float(bound) for bound in buckets])

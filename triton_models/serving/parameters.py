@@ -1,0 +1,88 @@
+"""A repository entry's parameters, as `config.pbtxt` gives them."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from triton_models.errors import EntryError
+from wire import names
+
+TRITONS_OWN = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryParameters:
+    """What an entry was asked to serve. Only `checkpoint` is required; None leaves it to the engine."""
+
+    model: str
+    """The served model's name: the entry's without its suffix."""
+    checkpoint: Path
+    device: str
+    """`cpu` or `cuda:N`: where the entry's instance_group put this instance."""
+    format: str | None = None
+    dtype: str = "auto"
+    max_context: int | None = None
+    kv_memory_gib: float | None = None
+    max_running: int | None = None
+    max_waiting: int | None = None
+    max_batched_tokens: int | None = None
+    heartbeat_s: float = 2.0
+
+
+_CONVERTERS: dict[str, Callable[[str], Any]] = {
+    "checkpoint": Path,
+    "format": str,
+    "dtype": str,
+    "max_context": int,
+    "kv_memory_gib": float,
+    "max_running": int,
+    "max_waiting": int,
+    "max_batched_tokens": int,
+    "heartbeat_s": float,
+}
+
+
+def read_parameters(args: dict[str, str]) -> EntryParameters:
+    """Read what Triton passes to `initialize`.
+
+    A relative `checkpoint` is relative to the entry's own folder.
+
+    Raises:
+        EntryError: an unknown parameter, a value of the wrong type, or no checkpoint.
+    """
+    declared = json.loads(args["model_config"]).get("parameters", {})
+    values: dict[str, Any] = {}
+    for key, value in declared.items():
+        if key in TRITONS_OWN:
+            continue
+        if key not in _CONVERTERS:
+            raise EntryError(
+                f"config.pbtxt has an unknown parameter {key!r}; known: {', '.join(_CONVERTERS)}"
+            )
+        text = value["string_value"]
+        if not text:
+            continue
+        try:
+            values[key] = _CONVERTERS[key](text)
+        except ValueError as error:
+            raise EntryError(f"config.pbtxt parameter {key!r}: {text!r} is not a number") from error
+    if "checkpoint" not in values:
+        raise EntryError("config.pbtxt needs the parameter 'checkpoint': the directory of the model")
+    values["checkpoint"] = Path(os.path.normpath(Path(args["model_repository"]) / values["checkpoint"]))
+    return EntryParameters(model=_served_name(args["model_name"]), device=_device(args), **values)
+
+
+def _served_name(entry: str) -> str:
+    for suffix in (names.STREAM_SUFFIX, names.TOKENIZER_SUFFIX):
+        if entry.endswith(suffix):
+            return entry.removesuffix(suffix)
+    return entry
+
+
+def _device(args: dict[str, str]) -> str:
+    if args["model_instance_kind"] == "GPU":
+        return f"cuda:{args['model_instance_device_id']}"
+    return "cpu"

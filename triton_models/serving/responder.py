@@ -1,0 +1,69 @@
+"""Where the answers to one request go: Triton's response sender behind a small interface of ours."""
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from wire import names
+from wire.meta import Meta, encode_meta
+from wire.refusal import RefusalCode, refusal_text
+
+
+class Responder(Protocol):
+    """Sends one request's responses. Used by one thread at a time; after a final response, not at all."""
+
+    def send(self, text: str, meta: Meta, *, final: bool) -> None:
+        """Send one response."""
+
+    def refuse(self, code: RefusalCode, message: str) -> None:
+        """End the request with an error."""
+
+    def cancelled(self) -> bool:
+        """Return True once the client cancelled or went away."""
+
+
+class TritonResponder:
+    """The real one, over a decoupled request of Triton's Python backend."""
+
+    def __init__(self, request: Any, pb_utils: Any) -> None:
+        self._request = request
+        self._sender = request.get_response_sender()
+        self._pb_utils = pb_utils
+        error = pb_utils.TritonError
+        self._statuses = {
+            RefusalCode.INVALID_REQUEST: error.INVALID_ARG,
+            RefusalCode.CONTEXT_LENGTH_EXCEEDED: error.INVALID_ARG,
+            RefusalCode.QUEUE_FULL: error.UNAVAILABLE,
+            RefusalCode.DEADLINE_EXCEEDED: error.UNAVAILABLE,
+            RefusalCode.CANCELLED: error.CANCELLED,
+            RefusalCode.SHUTTING_DOWN: error.UNAVAILABLE,
+            RefusalCode.INTERNAL: error.INTERNAL,
+        }
+
+    def send(self, text: str, meta: Meta, *, final: bool) -> None:
+        """Send `response` and `meta`, each BYTES [1, 1]."""
+        self._respond(
+            self._pb_utils.InferenceResponse(
+                output_tensors=[
+                    self._tensor(names.RESPONSE, text.encode()),
+                    self._tensor(names.META, encode_meta(meta)),
+                ]
+            ),
+            final=final,
+        )
+
+    def refuse(self, code: RefusalCode, message: str) -> None:
+        """Send an error with the status that fits `code`, as the final response."""
+        error = self._pb_utils.TritonError(refusal_text(code, message), self._statuses[code])
+        self._respond(self._pb_utils.InferenceResponse(error=error), final=True)
+
+    def cancelled(self) -> bool:
+        """Ask Triton; costs some 50 microseconds."""
+        return bool(self._request.is_cancelled())
+
+    def _tensor(self, name: str, value: bytes) -> Any:
+        return self._pb_utils.Tensor(name, np.array([[value]], dtype=np.object_))
+
+    def _respond(self, response: Any, *, final: bool) -> None:
+        flags = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+        self._sender.send(response, flags=flags)

@@ -1,0 +1,233 @@
+"""What a stream entry does with requests, apart from Triton: validate, queue, deliver, cancel, report."""
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+
+from triton_models.engine.engine import Engine
+from triton_models.engine.loop import EngineLoop
+from triton_models.engine.sampling import SamplingParams
+from triton_models.engine.sequence import FinishReason, Request, TokenOutput
+from triton_models.errors import (
+    EngineStoppedError,
+    ModelError,
+    PromptTooLongError,
+    QueueFullError,
+)
+from triton_models.serving.answer import Answer
+from triton_models.serving.chat_text import ChatText
+from triton_models.serving.delivery import Delivery
+from triton_models.serving.metrics import EngineMetrics
+from triton_models.serving.monitor import Monitor
+from triton_models.serving.open_request import OpenRequest, Phase
+from triton_models.serving.responder import Responder
+from wire.history import decode_history
+from wire.meta import Accepted, Meta, ProbeReport
+from wire.refusal import RefusalCode
+from wire.sampling import Cancel, Generation, Probe, decode_sampling
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES_PER_TOKEN = 128
+"""No vocabulary has pieces near this long: text beyond it times the context is refused without tokenising."""
+
+_REFUSALS: tuple[tuple[type[Exception], RefusalCode], ...] = (
+    (PromptTooLongError, RefusalCode.CONTEXT_LENGTH_EXCEEDED),
+    (QueueFullError, RefusalCode.QUEUE_FULL),
+    (EngineStoppedError, RefusalCode.SHUTTING_DOWN),
+    (ModelError, RefusalCode.INVALID_REQUEST),
+    (msgspec.MsgspecError, RefusalCode.INVALID_REQUEST),
+    (UnicodeDecodeError, RefusalCode.INVALID_REQUEST),
+)
+"""The first class that fits decides; whatever is not here is a fault of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The three tensors of one request, as bytes."""
+
+    prompt: bytes
+    history: bytes
+    sampling: bytes
+
+
+class StreamService:
+    """Serves generations, cancels and probes of one engine.
+
+    `handle` never waits, so cancels and probes pass however full the engine is.
+    """
+
+    def __init__(self, engine: Engine, text: ChatText, metrics: EngineMetrics, *, heartbeat_s: float) -> None:
+        settings = engine.settings
+        self._text = text
+        self._metrics = metrics
+        self._max_context = engine.max_context
+        # The engine bounds its waiting list exactly; this only keeps the intake from piling up before it.
+        self._max_open = 2 * (settings.max_running + settings.max_waiting)
+        self._requests: dict[str, OpenRequest] = {}
+        self._keys = itertools.count()
+        self._closing = threading.Event()
+        self._loop = EngineLoop(engine, on_outputs=self._on_outputs, on_step=metrics.step)
+        self._intake = ThreadPoolExecutor(max_workers=1, thread_name_prefix="intake")
+        self._delivery = Delivery(on_end=self._on_end)
+        self._monitor = Monitor(self._open_requests, self._cancel, heartbeat_s)
+
+    def start(self) -> None:
+        """Start every thread."""
+        self._loop.start()
+        self._delivery.start()
+        self._monitor.start()
+        self._metrics.start(self._loop)
+
+    def close(self) -> None:
+        """Refuse what still waits or runs, answer every open request, and join every thread."""
+        self._closing.set()
+        self._intake.shutdown(wait=True)
+        self._loop.stop()
+        self._delivery.stop()
+        self._monitor.stop()
+        self._metrics.stop()
+
+    def handle(self, responder: Responder, inputs: Inputs) -> None:
+        """Take one request; its responses follow through `responder`, from other threads."""
+        try:
+            sampling = decode_sampling(inputs.sampling)
+        except msgspec.MsgspecError as error:
+            responder.refuse(RefusalCode.INVALID_REQUEST, f"sampling: {error}")
+            return
+        match sampling:
+            case Probe():
+                responder.send("", Meta(probe=self._report()), final=True)
+            case Cancel():
+                responder.send("", Meta(cancelled=self._cancel_by_id(sampling.cancel)), final=True)
+            case Generation():
+                self._open(OpenRequest(f"{next(self._keys)}", sampling, responder), inputs)
+
+    def _open(self, request: OpenRequest, inputs: Inputs) -> None:
+        if self._closing.is_set():
+            refusal = RefusalCode.SHUTTING_DOWN, "the model is being unloaded"
+        elif len(self._requests) >= self._max_open:
+            refusal = RefusalCode.QUEUE_FULL, f"{len(self._requests)} requests are open already"
+        else:
+            self._requests[request.key] = request
+            self._intake.submit(self._prepare, request, inputs)
+            return
+        with request.lock:
+            request.refuse(*refusal)
+
+    def _prepare(self, request: OpenRequest, inputs: Inputs) -> None:
+        """Queue one request in the engine, or refuse it; runs on the intake thread."""
+        with request.lock:
+            try:
+                self._admit(request, inputs)
+            except Exception as error:  # noqa: BLE001 - the boundary of one request: its client alone is told
+                request.refuse(*_refusal(error))
+            refused = request.phase is Phase.CLOSED
+        if refused:
+            self._requests.pop(request.key, None)
+        elif request.cancelled:
+            # The cancel came before the engine knew the request.
+            self._loop.cancel(request.key)
+
+    def _admit(self, request: OpenRequest, inputs: Inputs) -> None:
+        """Validate, tokenise, queue, accept. The caller holds the lock, so no output overtakes `accepted`."""
+        generation = request.generation
+        if request.cancelled:
+            request.refuse(RefusalCode.CANCELLED, "the request was cancelled")
+            return
+        prompt_ids = self._prompt_ids(generation, inputs)
+        deadline_ms = generation.deadline_ms
+        self._loop.add(
+            Request(
+                request_id=request.key,
+                prompt_ids=tuple(prompt_ids),
+                sampling=SamplingParams(
+                    temperature=generation.temperature,
+                    top_p=generation.top_p,
+                    top_k=generation.top_k,
+                    seed=generation.seed,
+                    max_tokens=generation.max_tokens,
+                    min_tokens=generation.min_tokens,
+                    stop_token_ids=self._text.stop_ids(generation),
+                    logit_bias=generation.logit_bias,
+                    logprobs=generation.logprobs,
+                ),
+                priority=generation.priority,
+                deadline=None if deadline_ms is None else request.received + deadline_ms / 1000,
+            )
+        )
+        self._metrics.accepted(len(prompt_ids))
+        request.accept(
+            Answer(generation, self._text.tokenizer, self._text.answer(generation), len(prompt_ids)),
+            Accepted(
+                request_id=generation.request_id or request.key,
+                prompt_tokens=len(prompt_ids),
+                prompt_token_ids=prompt_ids if generation.return_token_ids else None,
+            ),
+        )
+
+    def _prompt_ids(self, generation: Generation, inputs: Inputs) -> list[int]:
+        if generation.prompt_token_ids is not None and (inputs.prompt or inputs.history):
+            raise ModelError("prompt_token_ids excludes prompt and history")
+        size = len(inputs.prompt) + len(inputs.history)
+        if size > self._max_context * MAX_BYTES_PER_TOKEN:
+            raise PromptTooLongError(
+                f"a prompt of {size} bytes cannot fit the context of {self._max_context} tokens"
+            )
+        return self._text.prompt_ids(generation, inputs.prompt.decode(), decode_history(inputs.history))
+
+    def _on_outputs(self, outputs: Sequence[TokenOutput]) -> None:
+        """Pass a step's outputs on; runs on the engine's thread."""
+        for output in outputs:
+            request = self._requests.get(output.request_id)
+            if request is None:
+                continue  # Its answer ended with a stop string while this step ran.
+            if output.time_to_first_token is not None:
+                self._metrics.first_token(output.queue_seconds or 0.0, output.time_to_first_token)
+            self._delivery.post(request, output)
+
+    def _on_end(self, request: OpenRequest, reason: FinishReason) -> None:
+        """Forget a request whose last response was sent; runs on a sender thread."""
+        self._requests.pop(request.key, None)
+        # After a stop string, or a failed delivery, the engine is still at it.
+        self._loop.cancel(request.key)
+        if request.answer is not None:
+            answer = request.answer
+            self._metrics.finished(reason, answer.completion_tokens, answer.cached_tokens)
+
+    def _open_requests(self) -> list[OpenRequest]:
+        return list(self._requests.values())
+
+    def _cancel(self, request: OpenRequest) -> None:
+        request.cancelled = True
+        self._loop.cancel(request.key)
+
+    def _cancel_by_id(self, request_id: str) -> bool:
+        found = [each for each in self._open_requests() if each.generation.request_id == request_id]
+        for request in found:
+            self._cancel(request)
+        return bool(found)
+
+    def _report(self) -> ProbeReport:
+        stats = self._loop.stats()
+        return ProbeReport(
+            heartbeat_age_s=round(time.monotonic() - self._loop.heartbeat, 3),
+            running=stats.running,
+            waiting=stats.waiting,
+            format=self._text.format.name,
+            max_context=self._max_context,
+        )
+
+
+def _refusal(error: Exception) -> tuple[RefusalCode, str]:
+    for kind, code in _REFUSALS:
+        if isinstance(error, kind):
+            return code, str(error)
+    log.error("a request failed before it was queued", exc_info=error)
+    return RefusalCode.INTERNAL, "the request could not be prepared"

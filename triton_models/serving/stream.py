@@ -1,0 +1,52 @@
+"""The Python-backend model of a stream entry."""
+
+import logging
+from typing import Any
+
+import triton_python_backend_utils as pb_utils  # Only importable inside Triton's stub.
+
+from triton_models.serving.build import build_service
+from triton_models.serving.parameters import read_parameters
+from triton_models.serving.responder import TritonResponder
+from triton_models.serving.service import Inputs
+from triton_models.serving.stub import start_stub
+from wire import names
+from wire.refusal import RefusalCode
+
+log = logging.getLogger(__name__)
+
+
+class TritonPythonModel:
+    """Triton calls these; everything is done in `StreamService`."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the model and start its engine. An error here is the load's error, shown to whoever asked."""
+        start_stub()
+        self._service = build_service(read_parameters(args), pb_utils)
+        self._service.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take a batch and return at once; answers follow through the requests' own response senders."""
+        for request in requests:
+            responder = TritonResponder(request, pb_utils)
+            try:
+                tensors = [_strings(request, name) for name in (names.PROMPT, names.HISTORY, names.SAMPLING)]
+                if any(len(values) != 1 for values in tensors):
+                    responder.refuse(RefusalCode.INVALID_REQUEST, "every input holds exactly one string")
+                else:
+                    self._service.handle(responder, Inputs(*(values[0] for values in tensors)))
+            except Exception:
+                # The boundary of one request: an exception out of `execute` would fail the whole batch and
+                # send its traceback to every client.
+                log.exception("a request failed in execute")
+                responder.refuse(RefusalCode.INTERNAL, "the request could not be taken")
+
+    def finalize(self) -> None:
+        """Answer what is open and stop."""
+        self._service.close()
+
+
+def _strings(request: Any, name: str) -> list[bytes]:
+    """Return the elements of a BYTES input; a client may batch several into one request."""
+    values: list[bytes] = pb_utils.get_input_tensor_by_name(request, name).as_numpy().ravel().tolist()
+    return values

@@ -1,0 +1,50 @@
+"""The `request` document of a tokenizer entry: exactly one of text, messages and ids."""
+
+from typing import Annotated
+
+import msgspec
+
+from wire.history import Turn
+from wire.sampling import TokenId
+
+
+class Tokenizing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """`text` and `messages` are turned into ids, `ids` into text.
+
+    `text` gets no prefix and no special ids; `messages` are rendered by the model's chat format.
+    """
+
+    text: str | None = None
+    messages: Annotated[list[Turn], msgspec.Meta(min_length=1)] | None = None
+    add_generation_prompt: bool = True
+    """Whether rendered messages end where the model's answer begins."""
+    ids: list[TokenId] | None = None
+
+    def __post_init__(self) -> None:
+        """Check that there is one thing to do.
+
+        Raises:
+            ValueError: none or several of the three are given (a ValidationError while decoding).
+        """
+        given = [name for name in ("text", "messages", "ids") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of text, messages and ids is needed, got {given or 'none'}")
+
+
+_decoder = msgspec.json.Decoder(Tokenizing)
+_encoder = msgspec.json.Encoder()
+
+
+def decode_tokenizing(document: bytes) -> Tokenizing:
+    """Read the `request` tensor.
+
+    Raises:
+        msgspec.ValidationError: an unknown key, a wrong type, or not exactly one of the three.
+        msgspec.DecodeError: not JSON.
+    """
+    return _decoder.decode(document)
+
+
+def encode_tokenizing(request: Tokenizing) -> bytes:
+    """Write the `request` tensor."""
+    return _encoder.encode(request)
