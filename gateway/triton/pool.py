@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass, field
 
+from gateway.dialects.base import ModelReport
 from gateway.errors import ModelNotFoundError, UpstreamProtocolError
 from gateway.generation import Accepted, Delta, Event, Generation
 from gateway.triton.channel import Channel
@@ -43,6 +44,8 @@ class ReplicaReport:
     upstream: str
     state: ReplicaState
     reason: str
+    report: ModelReport | None
+    """What the newest probe said; None until one was answered."""
 
 
 @dataclass(slots=True)
@@ -136,7 +139,11 @@ class TritonUpstream:
         """Return every replica known, by model and upstream."""
         return [
             ReplicaReport(
-                model=model.id, upstream=replica.upstream, state=replica.state, reason=replica.reason
+                model=model.id,
+                upstream=replica.upstream,
+                state=replica.state,
+                reason=replica.reason,
+                report=replica.report,
             )
             for model in self._models.values()
             for replica in model.replicas

@@ -46,7 +46,7 @@ class Fault(enum.StrEnum):
     SILENT = "silent"
     """Nothing came for longer than heartbeats allow."""
     CANCELLED = "cancelled"
-    """Ended upstream by somebody else."""
+    """Ended by a cancel request that somebody else sent to the model."""
     INTERNAL = "internal"
     """Triton or the model failed inside, or said something not known here."""
     PROTOCOL = "protocol"
@@ -124,7 +124,9 @@ _REQUEST_ID = re.compile(r"\[request id: [^\]]*\] ")
 _STATUSES = {
     grpc.StatusCode.UNAVAILABLE: Fault.UNREACHABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED: Fault.DEADLINE,
-    grpc.StatusCode.CANCELLED: Fault.CANCELLED,
+    # Without a refusal's words: a reset by the server's end or by a proxy between, since our own cancels
+    # never come back as a status.
+    grpc.StatusCode.CANCELLED: Fault.UNREACHABLE,
     grpc.StatusCode.NOT_FOUND: Fault.NOT_READY,
 }
 

@@ -1,0 +1,320 @@
+import json
+from typing import Any
+
+import pytest
+from tritonclient.grpc import service_pb2
+
+from gateway.dialects.base import ModelReport
+from gateway.dialects.chatglm import ChatGLMDialect
+from gateway.errors import InvalidRequestError, UpstreamProtocolError
+from gateway.generation import (
+    Accepted,
+    Delta,
+    Event,
+    Generation,
+    Heartbeat,
+    Message,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from wire.history import Turn, decode_history
+from wire.sampling import Generation as WireGeneration
+from wire.sampling import Probe, decode_sampling
+from wire.strings import pack_strings, unpack_strings
+
+DIALECT = ChatGLMDialect()
+CHATGLM3 = ModelReport(heartbeat_age_s=0, chat_format="chatglm3", max_context=512)
+CHATGLM2 = ModelReport(heartbeat_age_s=0, chat_format="chatglm2", max_context=512)
+
+ACCEPTED = {"accepted": {"request_id": "r", "prompt_tokens": 7}}
+USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "cached_tokens": 2}
+
+
+def response(text: str | bytes = "", meta: Any = None, *, order: int = 1) -> service_pb2.ModelInferResponse:
+    built = service_pb2.ModelInferResponse()
+    raw_text = text if isinstance(text, bytes) else text.encode()
+    document = meta if isinstance(meta, bytes) else json.dumps(meta or {}).encode()
+    for name, value in [("response", raw_text), ("meta", document)][::order]:
+        built.outputs.add(name=name, datatype="BYTES", shape=(1, 1))
+        built.raw_output_contents.append(pack_strings([value]))
+    return built
+
+
+def decoded(*responses: service_pb2.ModelInferResponse) -> list[Event]:
+    answer = DIALECT.decoder()
+    events = [event for response in responses for event in answer.decode(response)]
+    answer.end()
+    return events
+
+
+def generation(**changes: Any) -> Generation:
+    fields: dict[str, Any] = {
+        "request_id": "req-1",
+        "model": "m",
+        "messages": (Message(role="user", content="hi"),),
+        "deadline": 0.0,
+    }
+    return Generation(**(fields | changes))
+
+
+def tensors(request: service_pb2.ModelInferRequest) -> dict[str, bytes]:
+    assert all(tensor.datatype == "BYTES" and list(tensor.shape) == [1, 1] for tensor in request.inputs)
+    return {
+        tensor.name: unpack_strings(raw)[0]
+        for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True)
+    }
+
+
+def sampling_of(request: service_pb2.ModelInferRequest) -> WireGeneration:
+    document = decode_sampling(tensors(request)["sampling"])
+    assert isinstance(document, WireGeneration)
+    return document
+
+
+def test_a_conversation_becomes_the_three_tensors() -> None:
+    messages = (
+        Message(role="system", content="be kind"),
+        Message(role="user", content="你好"),
+        Message(role="assistant", content="hello"),
+        Message(role="user", content="🙂"),
+    )
+    request = DIALECT.request(generation(messages=messages), CHATGLM3, remaining_s=9.5)
+    assert request.model_name == "m-stream"
+    assert request.id == "req-1"
+    assert request.parameters["priority"].uint64_param == 2
+    inputs = tensors(request)
+    assert list(inputs) == ["prompt", "history", "sampling"]
+    assert inputs["prompt"].decode() == "🙂"
+    assert decode_history(inputs["history"]) == [
+        Turn("system", "be kind"),
+        Turn("user", "你好"),
+        Turn("assistant", "hello"),
+    ]
+    assert sampling_of(request).deadline_ms == 9500
+
+
+def test_every_field_of_a_generation_reaches_the_model() -> None:
+    fields: dict[str, Any] = {
+        "max_tokens": 11,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 40,
+        "seed": -9,
+        "stop_token_ids": (1, 2),
+        "stop": ("a", "b"),
+        "logit_bias": {5: -1.5},
+        "logprobs": 3,
+        "ignore_eos": True,
+        "stream": True,
+        "priority": -4,
+    }
+    sent = sampling_of(DIALECT.request(generation(**fields), CHATGLM3, remaining_s=1))
+    for name, value in fields.items():
+        expected = list(value) if isinstance(value, tuple) else value
+        assert getattr(sent, name) == expected, name
+    assert sent.request_id == "req-1"
+    untouched = set(Generation.__dataclass_fields__) - set(fields)
+    assert untouched == {"request_id", "model", "messages", "deadline"}
+
+
+def test_a_generation_that_asks_for_nothing_sends_the_defaults_and_no_stream() -> None:
+    request = DIALECT.request(generation(), CHATGLM3, remaining_s=0.0001)
+    assert sampling_of(request) == WireGeneration(request_id="req-1", stream=False, deadline_ms=1)
+
+
+def test_what_the_models_chat_format_cannot_hold_is_refused() -> None:
+    messages = (Message(role="user", content="a"), Message(role="assistant", content="b"))
+    with pytest.raises(InvalidRequestError):
+        DIALECT.request(generation(messages=messages), CHATGLM2, remaining_s=1)
+    assert DIALECT.request(generation(messages=messages), CHATGLM3, remaining_s=1)
+
+
+def test_a_streamed_answer_becomes_events() -> None:
+    assert decoded(
+        response(meta=ACCEPTED),
+        response(),
+        response("Hel", {"tokens": 1}),
+        response("", {"tokens": 1}),
+        response("lo", {"tokens": 1, "finish_reason": "length", "usage": USAGE}),
+    ) == [
+        Accepted(prompt_tokens=7),
+        Heartbeat(),
+        Delta(text="Hel", tokens=1),
+        Delta(text="", tokens=1),
+        Delta(
+            text="lo",
+            tokens=1,
+            finish_reason="length",
+            usage=Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=2),
+        ),
+    ]
+
+
+def test_an_answer_in_one_response_is_one_delta() -> None:
+    events = decoded(
+        response(meta=ACCEPTED),
+        response("whole", {"tokens": 3, "finish_reason": "stop", "usage": USAGE}),
+    )
+    assert [event.text for event in events if isinstance(event, Delta)] == ["whole"]
+
+
+def test_text_that_was_held_back_comes_with_the_end() -> None:
+    events = decoded(
+        response(meta=ACCEPTED),
+        response("a [[训练", {"tokens": 2}),
+        response("", {"tokens": 1, "finish_reason": "stop", "usage": USAGE}),
+    )
+    assert [event.text for event in events if isinstance(event, Delta)] == ["a ", "[[训练"]
+
+
+def test_segments_are_text_of_their_own() -> None:
+    (_, delta) = decoded(
+        response(meta=ACCEPTED),
+        response(
+            "onetwo",
+            {
+                "tokens": 3,
+                "segments": [{"at": 3, "role": "assistant"}],
+                "finish_reason": "stop",
+                "usage": USAGE,
+            },
+        ),
+    )
+    assert isinstance(delta, Delta)
+    assert delta.text == "one\ntwo"
+
+
+def test_logprobs_are_carried_over() -> None:
+    top = {"id": 4, "token": "\ufffd", "bytes": [0xE4], "logprob": -0.5}
+    (_, delta) = decoded(
+        response(meta=ACCEPTED),
+        response(
+            "x",
+            {
+                "tokens": 1,
+                "logprobs": [{"id": 3, "token": "x", "bytes": [120], "logprob": -0.25, "top": [top]}],
+                "finish_reason": "stop",
+                "usage": USAGE,
+            },
+        ),
+    )
+    assert isinstance(delta, Delta)
+    assert delta.logprobs == (
+        TokenLogprob(
+            token="x",
+            utf8=b"x",
+            logprob=-0.25,
+            top=(TopLogprob(token="\ufffd", utf8=b"\xe4", logprob=-0.5),),
+        ),
+    )
+
+
+def test_outputs_are_found_by_name_not_by_place() -> None:
+    assert decoded(
+        response(meta=ACCEPTED, order=-1),
+        response("x", {"tokens": 1, "finish_reason": "stop", "usage": USAGE}, order=-1),
+    )
+
+
+def without_meta() -> service_pb2.ModelInferResponse:
+    built = response("x")
+    del built.outputs[1]
+    return built
+
+
+def two_strings() -> service_pb2.ModelInferResponse:
+    built = response("x")
+    built.raw_output_contents[0] = pack_strings([b"x", b"y"])
+    return built
+
+
+def cut_tensor() -> service_pb2.ModelInferResponse:
+    built = response("x")
+    built.raw_output_contents[0] = b"\x09\x00"
+    return built
+
+
+FINAL = response("", {"finish_reason": "stop", "usage": USAGE})
+
+
+@pytest.mark.parametrize(
+    "responses",
+    [
+        pytest.param([response(meta=ACCEPTED)], id="no final"),
+        pytest.param([], id="nothing at all"),
+        pytest.param([response("x", {"tokens": 1})], id="no accepted"),
+        pytest.param([response()], id="a heartbeat before accepted"),
+        pytest.param([FINAL], id="final without accepted"),
+        pytest.param([response("x", ACCEPTED)], id="text with accepted"),
+        pytest.param([response(meta=ACCEPTED | {"tokens": 1})], id="tokens with accepted"),
+        pytest.param([response(meta=ACCEPTED), response(meta=ACCEPTED)], id="accepted twice"),
+        pytest.param([response(meta=ACCEPTED), FINAL, FINAL], id="final twice"),
+        pytest.param([response(meta=ACCEPTED), FINAL, response("x")], id="text after the final"),
+        pytest.param([response(meta=ACCEPTED), response("", {"finish_reason": "stop"})], id="no usage"),
+        pytest.param([response(meta=ACCEPTED), response("", {"usage": USAGE})], id="usage too early"),
+        pytest.param([response(meta=ACCEPTED), response("x", {"index": 1})], id="another choice"),
+        pytest.param([response(meta=ACCEPTED), response("", {"cancelled": True})], id="a cancel's answer"),
+        pytest.param([response(meta=ACCEPTED), response("", {"surprise": 1})], id="an unknown key"),
+        pytest.param([response(meta=ACCEPTED), response("", {"v": 2})], id="another version"),
+        pytest.param([response(meta=ACCEPTED), response("", b"{")], id="not JSON"),
+        pytest.param([response(meta=ACCEPTED), response("", b"")], id="empty meta"),
+        pytest.param([response(meta=ACCEPTED), response(b"\xe4\xbd")], id="not UTF-8"),
+        pytest.param([response(meta=ACCEPTED), without_meta()], id="an output missing"),
+        pytest.param([response(meta=ACCEPTED), two_strings()], id="two strings"),
+        pytest.param([response(meta=ACCEPTED), cut_tensor()], id="a cut tensor"),
+        pytest.param(
+            [response(meta=ACCEPTED), response("x", {"segments": [{"at": 9, "role": "assistant"}]})],
+            id="a segment outside the text",
+        ),
+        pytest.param(
+            [
+                response(meta=ACCEPTED),
+                response(
+                    "x",
+                    {"logprobs": [{"id": 1, "token": "x", "bytes": [256], "logprob": 0.0, "top": []}]},
+                ),
+            ],
+            id="a byte of 256",
+        ),
+    ],
+)
+def test_what_is_not_in_the_contract_is_an_error(responses: list[service_pb2.ModelInferResponse]) -> None:
+    with pytest.raises(UpstreamProtocolError):
+        decoded(*responses)
+
+
+PROBE = {"heartbeat_age_s": 0.5, "running": 1, "waiting": 2, "format": "chatglm2", "max_context": 99}
+
+
+def test_a_probe_overtakes_and_sends_all_three_inputs() -> None:
+    request = DIALECT.probe("m")
+    assert request.model_name == "m-stream"
+    assert request.parameters["priority"].uint64_param == 1
+    inputs = tensors(request)
+    assert list(inputs) == ["prompt", "history", "sampling"]
+    assert isinstance(decode_sampling(inputs["sampling"]), Probe)
+
+
+def test_a_probes_report_is_read() -> None:
+    assert DIALECT.read_probe([response("", {"probe": PROBE})]) == ModelReport(
+        heartbeat_age_s=0.5, chat_format="chatglm2", max_context=99
+    )
+
+
+@pytest.mark.parametrize(
+    "responses",
+    [
+        pytest.param([], id="none"),
+        pytest.param([response("", {"probe": PROBE})] * 2, id="two"),
+        pytest.param([response()], id="no report"),
+        pytest.param([response("", {"probe": PROBE | {"format": "glm9"}})], id="an unknown chat format"),
+        pytest.param([response("", {"probe": PROBE | {"more": 1}})], id="an unknown key"),
+    ],
+)
+def test_a_probes_answer_that_says_something_else_is_an_error(
+    responses: list[service_pb2.ModelInferResponse],
+) -> None:
+    with pytest.raises(UpstreamProtocolError):
+        DIALECT.read_probe(responses)

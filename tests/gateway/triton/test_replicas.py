@@ -1,0 +1,240 @@
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import msgspec
+import pytest
+from tritonclient.grpc import service_pb2
+
+from gateway.triton.channel import Channel
+from gateway.triton.replicas import (
+    Backoff,
+    HealthPolicy,
+    Replica,
+    ReplicaState,
+    least_outstanding,
+    unable,
+)
+from gateway.triton.status import Fault, TritonError
+
+
+class Observer:
+    def __init__(self) -> None:
+        self.health: list[tuple[str, bool]] = []
+
+    def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
+        self.health.append((model, healthy))
+
+    def upstream_error(self, model: str, upstream: str, code: str) -> None:
+        raise AssertionError("probes are no generations")
+
+
+@contextlib.asynccontextmanager
+async def watched(triton: Any, policy: HealthPolicy, observer: Any = None) -> AsyncIterator[Replica]:
+    channel = Channel(triton.address)
+    replica = Replica("m", channel, policy, observer)
+    task = asyncio.create_task(replica.watch())
+    yield replica
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    await channel.close()
+
+
+async def becomes(replica: Replica, state: ReplicaState, say: Any) -> None:
+    await say.until(lambda: replica.state is state)
+
+
+async def test_a_replica_is_ready_by_a_probe_and_knows_its_model(triton: Any, say: Any) -> None:
+    observer = Observer()
+    async with watched(triton, say.FAST, observer) as replica:
+        assert replica.state is ReplicaState.UNKNOWN
+        await becomes(replica, ReplicaState.READY, say)
+        _, report = replica.serving()
+        assert report.chat_format == "chatglm3"
+        assert report.max_context == 512
+        await say.until(lambda: triton.model.probes > 3)
+    assert observer.health == [("m", False), ("m", True)]
+
+
+async def test_a_server_that_goes_and_comes_back_is_followed(triton: Any, say: Any) -> None:
+    async with watched(triton, say.FAST) as replica:
+        await becomes(replica, ReplicaState.READY, say)
+        await triton.stop()
+        await becomes(replica, ReplicaState.UNREACHABLE, say)
+        with pytest.raises(TritonError) as raised:
+            replica.serving()
+        assert raised.value.fault is Fault.UNREACHABLE
+        await triton.start()
+        await becomes(replica, ReplicaState.READY, say)
+
+
+async def test_an_unloaded_model_is_not_ready_and_may_come_back_as_another(triton: Any, say: Any) -> None:
+    async with watched(triton, say.FAST) as replica:
+        await becomes(replica, ReplicaState.READY, say)
+        triton.model.state = "UNAVAILABLE"
+        await becomes(replica, ReplicaState.NOT_READY, say)
+        triton.model.inputs = ("text_input", "stream")
+        triton.model.state = "READY"
+        await say.until(lambda: "stream, text_input" in replica.reason)
+        assert replica.state is ReplicaState.NOT_READY
+        triton.model.inputs = ("prompt", "history", "sampling")
+        triton.model.report = msgspec.structs.replace(triton.model.report, format="chatglm2")
+        await becomes(replica, ReplicaState.READY, say)
+        assert replica.serving()[1].chat_format == "chatglm2"
+
+
+async def test_a_dead_stub_is_found_though_triton_calls_the_model_ready(triton: Any, say: Any) -> None:
+    async def dead(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield await context.abort(grpc.StatusCode.INTERNAL, "Stub process 'm-stream_0_0' is not healthy.")
+
+    async with watched(triton, say.FAST) as replica:
+        await becomes(replica, ReplicaState.READY, say)
+        triton.model.probe = dead
+        await becomes(replica, ReplicaState.STUCK, say)
+        triton.model.probe = None
+        await becomes(replica, ReplicaState.READY, say)
+
+
+async def test_an_engine_that_stopped_going_round_is_stuck(triton: Any, say: Any) -> None:
+    async with watched(triton, say.FAST) as replica:
+        await becomes(replica, ReplicaState.READY, say)
+        triton.model.report = msgspec.structs.replace(triton.model.report, heartbeat_age_s=10.5)
+        await becomes(replica, ReplicaState.STUCK, say)
+        triton.model.report = msgspec.structs.replace(triton.model.report, heartbeat_age_s=9.5)
+        await becomes(replica, ReplicaState.READY, say)
+
+
+async def silence(request: Any, context: Any) -> AsyncIterator[Any]:
+    await asyncio.Event().wait()
+    yield
+
+
+async def test_a_model_that_does_not_answer_is_told_from_a_server_that_does_not(
+    triton: Any, say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with watched(triton, replace(say.FAST, probe_timeout_s=0.2)) as replica:
+        triton.model.probe = silence
+        await becomes(replica, ReplicaState.STUCK, say)
+
+        async def frozen(self: Any) -> bool:
+            raise TritonError(Fault.DEADLINE, "frozen")
+
+        monkeypatch.setattr("gateway.triton.control.Control.live", frozen)
+        await becomes(replica, ReplicaState.UNREACHABLE, say)
+
+
+@pytest.mark.parametrize("state", [ReplicaState.READY, ReplicaState.NOT_READY])
+async def test_a_full_queue_is_neither_death_nor_life(triton: Any, say: Any, state: ReplicaState) -> None:
+    fulls = 0
+
+    async def full(request: Any, context: Any) -> AsyncIterator[Any]:
+        nonlocal fulls
+        fulls += 1
+        yield service_pb2.ModelStreamInferResponse(error_message="[request id: p] Exceeds maximum queue size")
+
+    async with watched(triton, say.FAST) as replica:
+        if state is ReplicaState.NOT_READY:
+            triton.model.state = "LOADING"
+        await becomes(replica, state, say)
+        triton.model.probe = full
+        triton.model.state = "READY"
+        await say.until(lambda: fulls > 3)
+        assert replica.state is state
+
+
+async def test_a_probe_that_cannot_be_understood_is_not_ready_with_the_reason(triton: Any, say: Any) -> None:
+    triton.model.report = msgspec.structs.replace(triton.model.report, format="glm9")
+    async with watched(triton, say.FAST) as replica:
+        await becomes(replica, ReplicaState.NOT_READY, say)
+        assert "glm9" in replica.reason
+
+
+async def test_a_suspicion_is_looked_into_at_once(triton: Any, say: Any) -> None:
+    async with watched(triton, replace(say.FAST, interval_s=3600)) as replica:
+        await becomes(replica, ReplicaState.READY, say)
+        replica.suspect(TritonError(Fault.SILENT, "nothing came"))
+        assert replica.state is ReplicaState.STUCK
+        await becomes(replica, ReplicaState.READY, say)
+        replica.suspect(TritonError(Fault.INVALID_REQUEST, "the client's own"))
+        assert replica.state is ReplicaState.READY
+
+
+async def test_a_fault_of_the_check_itself_does_not_end_the_watch(
+    triton: Any, say: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with watched(triton, say.FAST) as replica:
+        await becomes(replica, ReplicaState.READY, say)
+        with monkeypatch.context() as broken:
+            broken.setattr("gateway.dialects.chatglm.ChatGLMDialect.probe", lambda *_: 1 / 0)
+            await becomes(replica, ReplicaState.NOT_READY, say)
+        await becomes(replica, ReplicaState.READY, say)
+    assert "ZeroDivisionError" in caplog.text
+
+
+async def test_a_state_is_logged_when_it_changes_not_at_every_probe(
+    triton: Any, say: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        async with watched(triton, say.FAST) as replica:
+            await becomes(replica, ReplicaState.READY, say)
+            for age in (11, 12, 13):
+                triton.model.report = msgspec.structs.replace(triton.model.report, heartbeat_age_s=age)
+                await say.until(lambda age=age: f"{age} s" in replica.reason)
+    assert [record.getMessage() for record in caplog.records] == ["replica is ready", "replica is stuck"]
+
+
+def test_pauses_double_up_to_their_limit() -> None:
+    backoff = Backoff(0.25, 5.0)
+    assert [backoff.next() for _ in range(7)] == [0.25, 0.5, 1, 2, 4, 5, 5]
+    backoff.reset()
+    assert backoff.next() == 0.25
+
+
+class Somewhere:
+    """Stands for a channel where only its address is asked for."""
+
+    address = "somewhere:8001"
+
+
+def replicas(*states: ReplicaState) -> list[Replica]:
+    made = []
+    for state in states:
+        somewhere: Any = Somewhere()
+        replica = Replica("m", somewhere, HealthPolicy(), None)
+        replica.state = state
+        made.append(replica)
+    return made
+
+
+def test_the_least_burdened_replica_is_chosen_and_equal_ones_take_turns() -> None:
+    a, b, down = replicas(ReplicaState.READY, ReplicaState.READY, ReplicaState.UNREACHABLE)
+    assert [least_outstanding([a, b, down]) for _ in range(4)] == [a, b, a, b]
+    with a.in_use():
+        assert [least_outstanding([a, b, down]) for _ in range(3)] == [b, b, b]
+        with b.in_use(), b.in_use():
+            assert least_outstanding([a, b, down]) is a
+    assert a.outstanding == b.outstanding == 0
+    assert least_outstanding([down]) is None
+    assert least_outstanding([]) is None
+
+
+@pytest.mark.parametrize(
+    ("states", "fault"),
+    [
+        ([], Fault.NOT_READY),
+        ([ReplicaState.UNKNOWN], Fault.NOT_READY),
+        ([ReplicaState.UNREACHABLE, ReplicaState.UNREACHABLE], Fault.UNREACHABLE),
+        ([ReplicaState.STUCK], Fault.SILENT),
+        ([ReplicaState.STUCK, ReplicaState.UNREACHABLE], Fault.NOT_READY),
+    ],
+)
+def test_a_request_that_finds_nobody_is_told_why(states: list[ReplicaState], fault: Fault) -> None:
+    error = unable(replicas(*states))
+    assert error.fault is fault
+    assert error.to_gateway().status == 503
+    assert error.to_gateway().retry_after_s

@@ -1,0 +1,127 @@
+import grpc
+import pytest
+
+from gateway.errors import GatewayError
+from gateway.triton.status import MESSAGE_LIMIT, TREATMENTS, Fault, classify
+from wire.refusal import RefusalCode, refusal_text
+
+SECRETS = ("/models", "Traceback", "request id", "tritongate:", "m-stream")
+
+TABLE = [
+    # The texts and statuses of tritonserver 2.51, then grpc's own, then our models' refusals.
+    (None, "Request for unknown model: 'nope-stream' is not found", Fault.NOT_READY, 503),
+    (None, "Request for unknown model: 'm-stream' has no available versions", Fault.NOT_READY, 503),
+    (
+        grpc.StatusCode.NOT_FOUND,
+        "Request for unknown model: 'm' has no available versions",
+        Fault.NOT_READY,
+        503,
+    ),
+    (grpc.StatusCode.UNAVAILABLE, "Server not ready", Fault.NOT_READY, 503),
+    (
+        None,
+        "[request id: r] Server is stopping, scheduler for model has stopped accepting new requests",
+        Fault.NOT_READY,
+        503,
+    ),
+    (None, "[request id: rid-1] Exceeds maximum queue size", Fault.QUEUE_FULL, 429),
+    (grpc.StatusCode.UNAVAILABLE, "[request id: rid-1] Exceeds maximum queue size", Fault.QUEUE_FULL, 429),
+    (grpc.StatusCode.UNAVAILABLE, "[request id: rid-1] Request timeout expired", Fault.DEADLINE, 504),
+    (None, "Request timeout expired", Fault.DEADLINE, 504),
+    (
+        grpc.StatusCode.INTERNAL,
+        "Stub process 'm-stream_0_0' is not healthy.",
+        Fault.STUB_DEAD,
+        503,
+    ),
+    (
+        grpc.StatusCode.INTERNAL,
+        "Failed to process the request(s) for model 'm', message: Exceeds maximum queue size\nAt: /models/m",
+        Fault.INTERNAL,
+        502,
+    ),
+    (
+        None,
+        "[request id: r] unexpected shape for input 'sampling' for model 'm'. Expected [-1,1], got [1].",
+        Fault.INTERNAL,
+        502,
+    ),
+    (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "[request id: r] expected 3 inputs but got 2",
+        Fault.INTERNAL,
+        502,
+    ),
+    (grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses", Fault.UNREACHABLE, 503),
+    (grpc.StatusCode.UNAVAILABLE, "Socket closed", Fault.UNREACHABLE, 503),
+    (
+        grpc.StatusCode.INTERNAL,
+        'Failed "execute_batch": (<SendMessageOperation>,)',
+        Fault.UNREACHABLE,
+        503,
+    ),
+    (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", Fault.DEADLINE, 504),
+    (grpc.StatusCode.CANCELLED, "", Fault.UNREACHABLE, 503),
+    (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", Fault.INTERNAL, 502),
+    (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", Fault.INTERNAL, 502),
+    (None, "", Fault.INTERNAL, 502),
+    (grpc.StatusCode.INVALID_ARGUMENT, "tritongate:invalid_request: bad seed", Fault.INVALID_REQUEST, 400),
+    (
+        None,
+        "[request id: r] tritongate:context_length_exceeded: 9 tokens are too many",
+        Fault.CONTEXT_LENGTH,
+        400,
+    ),
+    (grpc.StatusCode.UNAVAILABLE, "tritongate:queue_full: 512 are waiting", Fault.QUEUE_FULL, 429),
+    (grpc.StatusCode.UNAVAILABLE, "tritongate:deadline_exceeded: 3 s", Fault.DEADLINE, 504),
+    (grpc.StatusCode.UNAVAILABLE, "tritongate:shutting_down: unloading", Fault.NOT_READY, 503),
+    (grpc.StatusCode.CANCELLED, "tritongate:cancelled: by request", Fault.CANCELLED, 503),
+    (grpc.StatusCode.INTERNAL, "tritongate:internal: at /models/x.py", Fault.INTERNAL, 502),
+    (None, "tritongate:unheard_of: what", Fault.INTERNAL, 502),
+]
+
+
+@pytest.mark.parametrize(("code", "text", "fault", "status"), TABLE)
+def test_what_triton_says_becomes_one_fault_and_one_status(
+    code: grpc.StatusCode | None, text: str, fault: Fault, status: int
+) -> None:
+    error = classify(text, code)
+    assert error.fault is fault
+    assert error.detail == text
+    told = error.to_gateway()
+    assert isinstance(told, GatewayError)
+    assert told.status == status
+    assert not any(secret in told.message for secret in SECRETS)
+    assert (told.retry_after_s is not None) == (status in {429, 503})
+
+
+def test_every_fault_has_a_treatment_and_every_refusal_a_fault() -> None:
+    assert set(TREATMENTS) == set(Fault)
+    for code in RefusalCode:
+        assert classify(refusal_text(code, "why")).fault.value in {code.value, "not_ready"}
+
+
+def test_only_refusals_of_the_request_itself_are_passed_on_in_their_own_words() -> None:
+    passed_on = {
+        code for code in RefusalCode if "own words" in classify(refusal_text(code, "own words")).message
+    }
+    assert passed_on == {RefusalCode.INVALID_REQUEST, RefusalCode.CONTEXT_LENGTH_EXCEEDED}
+
+
+def test_a_refusal_is_shown_without_what_follows_its_first_line_and_not_at_any_length() -> None:
+    shown = classify(
+        refusal_text(RefusalCode.INVALID_REQUEST, "no such seed\n\nAt:\n  /models/m.py(1)")
+    ).message
+    assert shown == "no such seed"
+    shown = classify(refusal_text(RefusalCode.INVALID_REQUEST, "x" * 10_000)).message
+    assert len(shown) == MESSAGE_LIMIT
+
+
+def test_a_request_that_may_have_done_harm_or_was_refused_for_itself_is_not_repeated_elsewhere() -> None:
+    assert {fault for fault in Fault if TREATMENTS[fault].failover} == {
+        Fault.QUEUE_FULL,
+        Fault.UNREACHABLE,
+        Fault.NOT_READY,
+        Fault.STUB_DEAD,
+        Fault.SILENT,
+    }
