@@ -55,7 +55,10 @@ class Emitter:
     "--exit-with-stdin", is_flag=True, help="Stop when standard input ends, as it does with the parent."
 )
 @click.option(
-    "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
+    "--log-level",
+    default="info",
+    show_default=True,
+    type=click.Choice(["debug", "info", "warning", "error", "critical"]),
 )
 def main(
     *,

@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: int | None = None
+        self._claiming = threading.Lock()
 
     @classmethod
     def create(cls) -> "RunDirectory":
@@ -115,8 +117,9 @@ class RunDirectory:
         try:
             yield
         finally:
-            claimed = self._claimed() | (_environments() - before)
-            self._claims.write_text(json.dumps(sorted(claimed)))
+            with self._claiming:  # entries are loaded side by side
+                claimed = self._claimed() | (_environments() - before)
+                self._claims.write_text(json.dumps(sorted(claimed)))
 
     def remove_leftovers(self) -> None:
         """Remove the shared memory and the `python_env_*` folders of a server that is gone."""

@@ -69,7 +69,7 @@ class Surroundings:
     over: threading.Event
     """Set when this life of the server ends."""
     loading: threading.Lock
-    """One entry is loaded at a time: peak memory is one checkpoint's, and progress is one bar."""
+    """One engine is loaded at a time: peak memory is one checkpoint's, and progress is one bar."""
 
 
 class EntryWatcher:
@@ -135,28 +135,32 @@ class EntryWatcher:
             StoppedError: the server's life is over.
         """
         entry, around = self._entry, self._around
-        while not around.loading.acquire(timeout=0.25):
-            self._pause(0)
-        try:
-            with around.run.claim_environments():
-                self._await_load()
-        finally:
-            around.loading.release()
         if entry.engine:
+            while not around.loading.acquire(timeout=0.25):
+                self._pause(0)
+            try:
+                self._await_load()
+            finally:
+                around.loading.release()
             around.client.generate(entry.name, _FIRST_TOKEN_TIMEOUT_S)
+        else:
+            self._await_load()
         self._stubs = around.server.stubs(entry.name)
 
     def _await_load(self) -> None:
         entry, around = self._entry, self._around
-        around.log.reset_progress()
+        if entry.engine:
+            around.log.reset_progress()
+            around.emit(Loading(entry.model, 0.0))
         started = time.monotonic()
-        call = around.client.load(entry.name)
         try:
-            while True:
-                around.emit(Loading(entry.model, round(time.monotonic() - started, 1), around.log.progress))
-                if call.wait(_INTERVAL_S):
-                    return
-                self._pause(0)
+            with around.run.claim_environments():
+                call = around.client.load(entry.name)
+                while not call.wait(_INTERVAL_S):
+                    self._pause(0)
+                    if entry.engine:
+                        elapsed_s = round(time.monotonic() - started, 1)
+                        around.emit(Loading(entry.model, elapsed_s, around.log.progress))
         except CallError as error:
             raise LoadError(load_failure(str(error), around.log)) from error
 
