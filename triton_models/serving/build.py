@@ -8,7 +8,7 @@ import torch
 from triton_models.checkpoint import detect_format, load_model, progress_bar
 from triton_models.engine.engine import Engine
 from triton_models.engine.settings import EngineSettings
-from triton_models.errors import EntryError
+from triton_models.errors import CheckpointError, EntryError
 from triton_models.serving.chat_text import ChatText
 from triton_models.serving.metrics import EngineMetrics
 from triton_models.serving.parameters import EntryParameters
@@ -53,6 +53,11 @@ def build_service(parameters: EntryParameters, pb_utils: Any) -> StreamService:
     log.info("%s: %s on %s: %s", parameters.model, dtype, device, reason)
     with progress_bar(parameters.model) as progress:
         model = load_model(parameters.checkpoint, dtype, device, progress)
+    if text.tokenizer.size > model.vocab_size:
+        raise CheckpointError(
+            f"{parameters.checkpoint}: the tokenizer has {text.tokenizer.size} ids and the weights have"
+            f" {model.vocab_size}: they do not belong together"
+        )
     asked = {name: getattr(parameters, name) for name in _ENGINE_PARAMETERS}
     settings = EngineSettings(**{name: value for name, value in asked.items() if value is not None})
     metrics = EngineMetrics(parameters.model, pb_utils)

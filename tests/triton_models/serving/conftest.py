@@ -1,0 +1,97 @@
+"""A running service over the golden ChatGLM3 checkpoint."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.triton_models.serving.fakes import FakePbUtils, FakeResponder
+from triton_models.checkpoint import load_model
+from triton_models.engine.engine import Engine
+from triton_models.engine.models.chatglm import ChatGLM
+from triton_models.engine.settings import EngineSettings
+from triton_models.serving.build import load_text
+from triton_models.serving.chat_text import ChatText
+from triton_models.serving.metrics import EngineMetrics
+from triton_models.serving.parameters import EntryParameters
+from triton_models.serving.service import Inputs, StreamService
+from wire.sampling import Generation, encode_sampling
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "chatglm3"
+
+HEARTBEAT_S = 0.2
+
+
+@pytest.fixture(scope="session")
+def model() -> ChatGLM:
+    return load_model(GOLDEN, torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def text() -> ChatText:
+    return load_text(EntryParameters(model="glm", checkpoint=GOLDEN, device="cpu"))
+
+
+@pytest.fixture
+def pb_utils() -> FakePbUtils:
+    return FakePbUtils()
+
+
+class Slow:
+    """A model whose every step takes a while, so that what is asked of a busy engine finds it busy."""
+
+    STEP_S = 0.01
+
+    def __init__(self, model: ChatGLM) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, *arguments: Any) -> torch.Tensor:
+        time.sleep(self.STEP_S)
+        return self._model.forward(*arguments)
+
+
+class Served:
+    """A service and the shortest way to ask it."""
+
+    def __init__(self, service: StreamService) -> None:
+        self.service = service
+
+    def ask(
+        self, prompt: str = "你好", responder: FakeResponder | None = None, **sampling: Any
+    ) -> FakeResponder:
+        return self.send(encode_sampling(Generation(**sampling)), prompt, responder)
+
+    def send(
+        self, sampling: bytes, prompt: str = "", responder: FakeResponder | None = None, history: bytes = b""
+    ) -> FakeResponder:
+        responder = responder or FakeResponder()
+        self.service.handle(responder, Inputs(prompt.encode(), history, sampling))
+        return responder
+
+
+@pytest.fixture
+def serve(model: ChatGLM, text: ChatText, pb_utils: FakePbUtils) -> Iterator[Callable[..., Served]]:
+    """Return a function that starts a service with the given engine settings."""
+    services = []
+
+    def start(*, slow: bool = False, **settings: Any) -> Served:
+        engine = Engine(Slow(model) if slow else model, EngineSettings(**settings))
+        metrics = EngineMetrics("glm", pb_utils)
+        services.append(StreamService(engine, text, metrics, heartbeat_s=HEARTBEAT_S))
+        services[-1].start()
+        return Served(services[-1])
+
+    yield start
+    for service in services:
+        service.close()
+
+
+@pytest.fixture
+def served(serve: Callable[..., Served]) -> Served:
+    return serve()

@@ -1,0 +1,120 @@
+"""Stand-ins for what only Triton's stub has: responses' way out, and custom metrics."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from wire.meta import Meta
+from wire.refusal import RefusalCode
+
+TIMEOUT_S = 30.0
+
+
+@dataclass
+class FakeResponder:
+    """Keeps what it was given; `on_send` runs before each response."""
+
+    on_send: Callable[[], None] = lambda: None
+    gone: bool = False
+    responses: list[tuple[str, Meta]] = field(default_factory=list)
+    refusal: tuple[RefusalCode, str] | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def send(self, text: str, meta: Meta, *, final: bool) -> None:
+        assert not self.ended.is_set(), "a response after the final one"
+        self.on_send()
+        self.responses.append((text, meta))
+        if final:
+            self.ended.set()
+
+    def refuse(self, code: RefusalCode, message: str) -> None:
+        assert not self.ended.is_set(), "a refusal after the final response"
+        self.refusal = (code, message)
+        self.ended.set()
+
+    def cancelled(self) -> bool:
+        return self.gone
+
+    def wait(self) -> "FakeResponder":
+        assert self.ended.wait(TIMEOUT_S), "no final response"
+        return self
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.responses)
+
+    @property
+    def metas(self) -> list[Meta]:
+        return [meta for _, meta in self.responses]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for meta in self.metas for token_id in meta.token_ids or []]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to hold"
+        time.sleep(0.005)
+
+
+class FakeMetric:
+    def __init__(self, family: "FakeFamily", labels: dict[str, str]) -> None:
+        self._family = family
+        self.labels = labels
+        self.value = 0.0
+        self.observations: list[float] = []
+
+    def increment(self, amount: float) -> None:
+        self._family.note_thread()
+        self.value += amount
+
+    def set(self, value: float) -> None:
+        self._family.note_thread()
+        self.value = value
+
+    def observe(self, value: float) -> None:
+        self._family.note_thread()
+        self.observations.append(value)
+
+
+class FakeFamily:
+    """Like `pb_utils.MetricFamily`; remembers which threads touched any metric."""
+
+    COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+    made: dict[str, list[FakeMetric]]
+    threads: set[int]
+
+    def __init__(self, *, name: str, description: str, kind: str) -> None:
+        assert description
+        self.note_thread()
+        self.kind = kind
+        self.made.setdefault(name, [])
+        self._metrics = self.made[name]
+
+    def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> FakeMetric:  # noqa: N802
+        self.note_thread()
+        assert (buckets is not None) == (self.kind == self.HISTOGRAM)
+        self._metrics.append(FakeMetric(self, labels))
+        return self._metrics[-1]
+
+    def note_thread(self) -> None:
+        self.threads.add(threading.get_ident())
+
+
+class FakePbUtils:
+    """As much of `triton_python_backend_utils` as the metrics use."""
+
+    def __init__(self) -> None:
+        self.MetricFamily = type("Family", (FakeFamily,), {"made": {}, "threads": set()})
+
+    def metric(self, name: str, **labels: str) -> Any:
+        (found,) = [
+            metric
+            for metric in self.MetricFamily.made[f"tritongate_engine_{name}"]
+            if labels.items() <= metric.labels.items()
+        ]
+        return found

@@ -1,0 +1,49 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.triton_models.serving.conftest import GOLDEN
+from tests.triton_models.serving.fakes import FakePbUtils
+from triton_models.errors import CheckpointError, EntryError
+from triton_models.serving import build
+from triton_models.serving.build import build_service, choose_dtype
+from triton_models.serving.parameters import EntryParameters
+
+
+def test_the_processor_computes_in_float32_unless_asked() -> None:
+    assert choose_dtype("auto", torch.device("cpu"))[0] is torch.float32
+    assert choose_dtype("bfloat16", torch.device("cpu"))[0] is torch.bfloat16
+
+
+def test_an_unknown_dtype_is_refused_by_name() -> None:
+    with pytest.raises(EntryError, match="int3"):
+        choose_dtype("int3", torch.device("cpu"))
+
+
+def test_a_tokenizer_of_another_model_is_noticed(tmp_path: Path) -> None:
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(GOLDEN / name, tmp_path)
+    config = json.loads((GOLDEN / "config.json").read_text(encoding="utf-8")) | {"padded_vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = load_file(GOLDEN / "model.safetensors")
+    for name in ("transformer.embedding.word_embeddings.weight", "transformer.output_layer.weight"):
+        tensors[name] = tensors[name][:1000].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    parameters = EntryParameters(model="glm", checkpoint=tmp_path, device="cpu")
+    with pytest.raises(CheckpointError, match="belong together"):
+        build_service(parameters, FakePbUtils())
+
+
+def test_the_format_can_be_given_where_the_files_do_not_say(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.model"):
+        shutil.copy(GOLDEN / name, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({}), encoding="utf-8")
+    parameters = EntryParameters(model="glm", checkpoint=tmp_path, device="cpu")
+    with pytest.raises(CheckpointError, match="format"):
+        build.load_text(parameters)
+    chosen = EntryParameters(model="glm", checkpoint=tmp_path, device="cpu", format="chatglm2")
+    assert build.load_text(chosen).format.name == "chatglm2"

@@ -1,0 +1,58 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triton_models.errors import EntryError
+from triton_models.serving.parameters import read_parameters
+
+
+def triton_args(parameters: dict[str, str], **others: str) -> dict[str, str]:
+    config: dict[str, Any] = {
+        "parameters": {key: {"string_value": value} for key, value in parameters.items()}
+    }
+    return {
+        "model_config": json.dumps(config),
+        "model_name": "glm-stream",
+        "model_repository": "/models/glm-stream",
+        "model_instance_kind": "CPU",
+        "model_instance_device_id": "0",
+    } | others
+
+
+def test_only_the_checkpoint_is_needed() -> None:
+    parameters = read_parameters(triton_args({"checkpoint": "/weights/glm"}))
+    assert parameters.checkpoint == Path("/weights/glm")
+    assert parameters.model == "glm"
+    assert parameters.device == "cpu"
+    assert parameters.max_running is None
+
+
+def test_a_relative_checkpoint_is_relative_to_the_entry() -> None:
+    parameters = read_parameters(triton_args({"checkpoint": "../../weights"}))
+    assert parameters.checkpoint == Path("/weights")
+
+
+def test_the_instance_group_chooses_the_device() -> None:
+    arguments = triton_args({"checkpoint": "x"}, model_instance_kind="GPU", model_instance_device_id="3")
+    assert read_parameters(arguments).device == "cuda:3"
+
+
+def test_tritons_own_parameters_are_left_alone() -> None:
+    read_parameters(triton_args({"checkpoint": "x", "EXECUTION_ENV_PATH": "/e.tar.gz"}))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({}, "checkpoint"),
+        ({"checkpoint": ""}, "checkpoint"),
+        ({"checkpoint": "x", "max_contxt": "5"}, "max_contxt"),
+        ({"checkpoint": "x", "max_context": "many"}, "max_context"),
+        ({"checkpoint": "x", "kv_memory_gib": "1,5"}, "kv_memory_gib"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(parameters: dict[str, str], words: str) -> None:
+    with pytest.raises(EntryError, match=words):
+        read_parameters(triton_args(parameters))

@@ -1,0 +1,217 @@
+import json
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from tests.triton_models.serving.conftest import Served
+from tests.triton_models.serving.fakes import FakePbUtils, FakeResponder, wait_until
+from wire.meta import Meta
+from wire.refusal import RefusalCode
+
+LONG = 400
+
+
+def probe(served: Served) -> dict[str, object]:
+    responder = served.send(b'{"probe":true}').wait()
+    report = responder.metas[0].probe
+    return {name: getattr(report, name) for name in report.__struct_fields__}
+
+
+def test_accepted_comes_first_and_the_final_response_last(served: Served) -> None:
+    answer = served.ask(max_tokens=8, temperature=0, request_id="mine", ignore_eos=True).wait()
+    first, *between, last = answer.metas
+    assert first.accepted.request_id == "mine"
+    assert first.accepted.prompt_tokens == 9
+    assert all(meta.accepted is None and meta.finish_reason is None for meta in between)
+    assert last.finish_reason == "length"
+    assert last.usage.prompt_tokens == 9
+    assert last.usage.completion_tokens == 8
+    assert sum(meta.tokens for meta in answer.metas) == 8
+
+
+def test_a_request_that_is_not_streamed_gets_its_answer_at_once(served: Served) -> None:
+    streamed = served.ask(max_tokens=30, temperature=0, return_token_ids=True, ignore_eos=True).wait()
+    whole = served.ask(
+        max_tokens=30, temperature=0, return_token_ids=True, ignore_eos=True, stream=False
+    ).wait()
+    assert [meta for meta in whole.metas if meta.tokens] == [whole.metas[-1]]
+    assert whole.text == streamed.text
+    assert whole.token_ids == streamed.token_ids
+    assert whole.metas[-1].usage == streamed.metas[-1].usage
+
+
+def test_a_stop_string_ends_the_answer_at_the_token_that_completed_it(served: Served) -> None:
+    """However late it is noticed: the engine is held up behind a slow reader here, and runs far ahead."""
+    full = served.ask(max_tokens=60, temperature=0, ignore_eos=True).wait().text
+    stop = full[20:23]
+    fast = served.ask(max_tokens=60, temperature=0, ignore_eos=True, stop=[stop]).wait()
+    released = threading.Event()
+    slow_reader = FakeResponder(on_send=released.wait)
+    slow = served.ask(responder=slow_reader, max_tokens=60, temperature=0, ignore_eos=True, stop=[stop])
+    wait_until(lambda: probe(served)["running"] == 0)
+    released.set()
+    slow.wait()
+    for answer in (fast, slow):
+        assert answer.text == full[: full.index(stop)]
+        assert answer.metas[-1].finish_reason == "stop"
+        assert answer.metas[-1].stop_reason == stop
+    assert slow.metas[-1].usage == fast.metas[-1].usage
+    assert fast.metas[-1].usage.completion_tokens < 60
+
+
+def test_the_token_that_stops_is_counted_but_no_text(served: Served) -> None:
+    full = served.ask(max_tokens=6, temperature=0, ignore_eos=True, return_token_ids=True).wait()
+    stop_id = full.token_ids[3]
+    answer = served.ask(
+        max_tokens=6,
+        temperature=0,
+        stop_token_ids=[stop_id],
+        ignore_eos=True,
+        return_token_ids=True,
+        logprobs=2,
+    ).wait()
+    assert answer.token_ids == full.token_ids[:4]
+    assert answer.metas[-1].stop_reason == stop_id
+    assert answer.metas[-1].usage.completion_tokens == 4
+    assert sum(len(meta.logprobs or []) for meta in answer.metas) == 3
+    assert full.text.startswith(answer.text)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "history", "code", "words"),
+    [
+        (b"{", b"", RefusalCode.INVALID_REQUEST, "sampling"),
+        (b'{"temperature":2.5}', b"", RefusalCode.INVALID_REQUEST, "temperature"),
+        (b'{"frobnicate":1}', b"", RefusalCode.INVALID_REQUEST, "frobnicate"),
+        (b'{"v":2}', b"", RefusalCode.INVALID_REQUEST, "v"),
+        (b'{"prompt_token_ids":[5000]}', b"", RefusalCode.INVALID_REQUEST, "prompt"),
+        (
+            b'{"prompt_token_ids":[5]}',
+            b'[{"role":"user","content":"x"}]',
+            RefusalCode.INVALID_REQUEST,
+            "prompt_token_ids",
+        ),
+        (b"{}", b"[[1]]", RefusalCode.INVALID_REQUEST, "object"),
+        (b"{}", b'[{"role":"nobody","content":""}]', RefusalCode.INVALID_REQUEST, "role"),
+        (b'{"max_tokens":600}', b"", RefusalCode.CONTEXT_LENGTH_EXCEEDED, "600"),
+        (b'{"min_tokens":5,"max_tokens":4}', b"", RefusalCode.INVALID_REQUEST, "min_tokens"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    served: Served, sampling: bytes, history: bytes, code: RefusalCode, words: str
+) -> None:
+    answer = served.send(sampling, history=history).wait()
+    assert answer.responses == []
+    assert answer.refusal is not None
+    assert answer.refusal[0] == code
+    assert words in answer.refusal[1]
+
+
+def test_a_prompt_over_the_context_is_refused(served: Served) -> None:
+    for prompt in ("你好" * 600, "x" * 1_000_000):
+        answer = served.ask(prompt).wait()
+        assert answer.refusal is not None
+        assert answer.refusal[0] is RefusalCode.CONTEXT_LENGTH_EXCEEDED
+
+
+def test_bytes_that_are_no_text_are_refused(served: Served) -> None:
+    responder = FakeResponder()
+    served.service.handle(responder, type("Raw", (), {"prompt": b"\xff", "history": b"", "sampling": b""}))
+    assert responder.wait().refusal[0] is RefusalCode.INVALID_REQUEST
+
+
+def test_a_full_engine_refuses_and_still_answers_probes_and_cancels(serve: Callable[..., Served]) -> None:
+    served = serve(slow=True, max_running=2, max_waiting=2)
+    admitted = [served.ask(max_tokens=LONG, ignore_eos=True, request_id=f"r{n}") for n in range(4)]
+    wait_until(lambda: all(answer.metas for answer in admitted) and probe(served)["running"] == 2)
+    refused = served.ask(max_tokens=LONG).wait()
+    assert refused.refusal[0] is RefusalCode.QUEUE_FULL
+    report = probe(served)
+    assert report["running"] == 2
+    assert report["waiting"] == 2
+    assert report["format"] == "chatglm3"
+    assert report["max_context"] == 512
+    for number, each in enumerate(admitted):
+        cancel = served.send(json.dumps({"cancel": f"r{number}"}).encode()).wait()
+        assert cancel.metas[0].cancelled is True
+        assert each.wait().refusal[0] is RefusalCode.CANCELLED
+    unknown = served.send(b'{"cancel":"nobody"}').wait()
+    assert unknown.metas[0].cancelled is False
+    wait_until(lambda: probe(served)["waiting"] == probe(served)["running"] == 0)
+
+
+def test_a_client_that_left_frees_its_place(serve: Callable[..., Served], pb_utils: FakePbUtils) -> None:
+    served = serve(slow=True, max_running=1)
+    running, waiting = (served.ask(max_tokens=LONG, ignore_eos=True) for _ in range(2))
+    wait_until(lambda: probe(served)["waiting"] == 1)
+    waiting.gone = running.gone = True
+    for each in (waiting, running):
+        assert each.wait().refusal[0] is RefusalCode.CANCELLED
+    wait_until(lambda: probe(served)["running"] == 0)
+    wait_until(lambda: pb_utils.metric("requests_total", finish_reason="cancelled").value == 2)
+    assert pb_utils.metric("kv_blocks_used").value == 0
+
+
+def test_a_request_that_waits_hears_heartbeats(serve: Callable[..., Served]) -> None:
+    served = serve(slow=True, max_running=1)
+    running = served.ask(max_tokens=LONG, ignore_eos=True)
+    waiting = served.ask(max_tokens=2, ignore_eos=True)
+    wait_until(lambda: len(waiting.metas) >= 3)
+    assert waiting.metas[0].accepted is not None
+    assert waiting.metas[1:3] == [Meta(), Meta()]
+    running.gone = True
+    waiting.wait()
+    assert waiting.metas[-1].usage.completion_tokens == 2
+
+
+def test_the_deadline_acts_on_a_request_that_waits(serve: Callable[..., Served]) -> None:
+    served = serve(slow=True, max_running=1)
+    running = served.ask(max_tokens=LONG, ignore_eos=True)
+    late = served.ask(max_tokens=2, deadline_ms=50).wait()
+    assert late.refusal[0] is RefusalCode.DEADLINE_EXCEEDED
+    running.gone = True
+    running.wait()
+
+
+def test_one_failing_reader_hurts_nobody_else(served: Served) -> None:
+    def fail() -> None:
+        raise OSError("the stream is gone")
+
+    broken = served.ask(responder=FakeResponder(on_send=fail), max_tokens=LONG, ignore_eos=True).wait()
+    fine = served.ask(max_tokens=5, ignore_eos=True).wait()
+    assert broken.refusal[0] is RefusalCode.INTERNAL
+    assert "gone" not in broken.refusal[1]
+    assert fine.metas[-1].finish_reason == "length"
+    wait_until(lambda: probe(served)["running"] == 0)
+
+
+def test_closing_answers_everything(serve: Callable[..., Served], pb_utils: FakePbUtils) -> None:
+    served = serve(slow=True, max_running=1)
+    answers = [served.ask(max_tokens=LONG, ignore_eos=True) for _ in range(3)]
+    wait_until(lambda: all(answer.metas for answer in answers))
+    served.service.close()
+    for answer in answers:
+        assert answer.wait().refusal[0] is RefusalCode.SHUTTING_DOWN
+    assert served.ask().wait().refusal[0] is RefusalCode.SHUTTING_DOWN
+    assert pb_utils.metric("requests_total", finish_reason="shutdown").value == 3
+
+
+def test_metrics_say_what_happened_and_only_one_thread_touches_them(
+    serve: Callable[..., Served], pb_utils: FakePbUtils
+) -> None:
+    served = serve()
+    for _ in range(3):
+        served.ask(max_tokens=5, temperature=0, ignore_eos=True).wait()
+    wait_until(lambda: pb_utils.metric("requests_total", finish_reason="length").value == 3)
+    assert pb_utils.metric("heartbeat_timestamp_seconds").value > 0
+    assert pb_utils.metric("kv_blocks").value > 0
+    served.service.close()
+    assert pb_utils.metric("prompt_tokens_total", model="glm").value == 27
+    assert pb_utils.metric("generated_tokens_total").value == 15
+    assert len(pb_utils.metric("time_to_first_token_seconds").observations) == 3
+    assert len(pb_utils.metric("queue_seconds").observations) == 3
+    assert len(pb_utils.metric("step_seconds").observations) == 15
+    assert sum(pb_utils.metric("batch_size").observations) == 15
+    assert pb_utils.metric("kv_blocks").value == 0
+    assert len(pb_utils.MetricFamily.threads) == 1
