@@ -22,6 +22,8 @@ _OPTIONS = [
     # A whole answer with log-probabilities passes grpc's default of 4 MiB.
     ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
     ("grpc.max_send_message_length", MESSAGE_LIMIT_BYTES),
+    # A proxy in the environment is meant for the way out, not for the Tritons next door.
+    ("grpc.enable_http_proxy", 0),
     # Health probes run every second, so pings are only sent on a connection that went silent: this is what
     # closes one whose peer vanished without a word. Servers allow that few.
     ("grpc.keepalive_time_ms", 20_000),
