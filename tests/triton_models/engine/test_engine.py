@@ -1,0 +1,345 @@
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.triton_models.engine.fake_model import GREEDY, POISON, FakeModel, continuation, ids, request, run
+from triton_models.engine.engine import Engine
+from triton_models.engine.sampling import SamplingParams
+from triton_models.engine.sequence import FinishReason
+from triton_models.engine.settings import EngineSettings
+from triton_models.errors import (
+    DuplicateRequestError,
+    EngineStoppedError,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestRefusedError,
+    TokenMaskError,
+)
+
+SMALL = EngineSettings(max_running=4, max_waiting=8, max_batched_tokens=8, block_size=4, kv_blocks=16)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 59), min_size=1, max_size=30), st.integers(1, 20), st.integers(0, 2)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(4, 12),
+    st.integers(13, 40),
+)
+def test_every_request_gets_what_it_gets_alone(
+    requests: list[tuple[list[int], int, int]], budget: int, blocks: int
+) -> None:
+    settings = EngineSettings(max_running=4, max_batched_tokens=budget, block_size=4, kv_blocks=blocks)
+    engine = Engine(FakeModel(), settings)
+    for number, (prompt, count, priority) in enumerate(requests):
+        engine.add(request(str(number), prompt, replace(GREEDY, max_tokens=count), priority=priority))
+    outputs = run(engine)
+    for number, (prompt, count, _) in enumerate(requests):
+        assert ids(outputs[str(number)]) == continuation(prompt, count)
+        assert [each.finish_reason for each in outputs[str(number)]] == [None] * (count - 1) + [FinishReason.LENGTH]
+    assert engine.stats().kv_blocks_used == 0
+
+
+def test_preemption_changes_no_answer_and_no_random_number() -> None:
+    sampling = SamplingParams(temperature=1.0, max_tokens=30, seed=5, logprobs=2)
+    roomy = Engine(FakeModel(), EngineSettings(block_size=4))
+    tight = Engine(FakeModel(), replace(SMALL, kv_blocks=12))
+    for engine in (roomy, tight):
+        for number in range(4):
+            engine.add(request(str(number), [number + 1] * 5, replace(sampling, seed=number)))
+    expected, outputs = run(roomy), run(tight)
+    assert roomy.stats().preemptions == 0
+    assert tight.stats().preemptions > 0
+    for key, wanted in expected.items():
+        assert ids(outputs[key]) == ids(wanted)
+        assert [each.logprobs for each in outputs[key]] == [each.logprobs for each in wanted]
+
+
+def test_a_step_mixes_decodes_and_prompt_chunks_within_its_budget() -> None:
+    model = FakeModel()
+    engine = Engine(model, SMALL)
+    engine.add(request("short", [1, 2]))
+    engine.step()
+    engine.add(request("long", range(20)))
+    run(engine)
+    # The decode of the short one goes first in every step; the long prompt fills what is left.
+    assert model.steps[:4] == [[0, 1], [2, *range(7)], [3, *range(7, 14)], [4, *range(14, 20)]]
+
+
+def test_the_timing_facts_are_at_the_first_token_only() -> None:
+    clock = Clock()
+    engine = Engine(FakeModel(), replace(SMALL, max_running=1), clock=clock)
+    engine.add(request("a", sampling=replace(GREEDY, max_tokens=2)))
+    engine.add(request("b"))
+    clock.now += 2
+    outputs = run(engine)
+    first, second = outputs["a"]
+    assert (first.queue_seconds, first.time_to_first_token, first.prompt_tokens) == (2, 2, 3)
+    assert (second.queue_seconds, second.time_to_first_token) == (None, None)
+
+
+def test_a_stop_id_ends_the_answer_and_is_part_of_it() -> None:
+    answer = continuation([1, 2, 3], 8)
+    stop = answer[4]
+    place = answer.index(stop)
+    engine = Engine(FakeModel(), SMALL)
+    engine.add(request("a", sampling=replace(GREEDY, stop_token_ids=frozenset({stop}))))
+    outputs = run(engine)["a"]
+    assert ids(outputs) == answer[: place + 1]
+    assert outputs[-1].finish_reason is FinishReason.STOP
+
+
+def test_min_tokens_holds_stop_ids_back() -> None:
+    stop = continuation([1, 2, 3], 1)[0]
+    engine = Engine(FakeModel(), SMALL)
+    params = replace(GREEDY, stop_token_ids=frozenset({stop}), min_tokens=3)
+    engine.add(request("a", sampling=params))
+    answer = ids(run(engine)["a"])
+    assert stop not in answer[:3]
+    assert len(answer) > 3
+
+
+def test_without_max_tokens_the_answer_fills_the_context() -> None:
+    engine = Engine(FakeModel(max_positions=20), SMALL)
+    engine.add(request("a", sampling=replace(GREEDY, max_tokens=None)))
+    assert len(ids(run(engine)["a"])) == 17
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "error", "words"),
+    [
+        ([], GREEDY, InvalidRequestError, "no tokens"),
+        ([61], GREEDY, InvalidRequestError, "prompt has an id outside the vocabulary of 61"),
+        ([-1], GREEDY, InvalidRequestError, "outside the vocabulary"),
+        ([1], replace(GREEDY, logit_bias={61: 1.0}), InvalidRequestError, "logit_bias"),
+        ([1], replace(GREEDY, stop_token_ids=frozenset({99})), InvalidRequestError, "stop_token_ids"),
+        ([1] * 64, replace(GREEDY, max_tokens=None), PromptTooLongError, "64 tokens; the context is 64"),
+        ([1] * 60, replace(GREEDY, max_tokens=5), PromptTooLongError, "together 65, and the context is 64"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_once(
+    prompt: list[int], sampling: SamplingParams, error: type[RequestRefusedError], words: str
+) -> None:
+    engine = Engine(FakeModel(), SMALL)  # 16 blocks of 4 hold 64 of the model's 128 positions.
+    assert engine.max_context == 64
+    with pytest.raises(error, match=words):
+        engine.add(request("a", prompt, sampling))
+    assert engine.open_requests == 0
+
+
+def test_the_number_of_open_requests_is_bounded_and_ids_are_unique() -> None:
+    engine = Engine(FakeModel(), SMALL)
+    for number in range(12):
+        engine.add(request(str(number)))
+    with pytest.raises(DuplicateRequestError):
+        engine.add(request("3"))
+    with pytest.raises(QueueFullError, match="12 requests"):
+        engine.add(request("more"))
+    assert engine.stats().waiting == 12
+    run(engine)
+    engine.add(request("3"))
+
+
+def test_cancel_frees_a_waiting_a_prefilling_and_a_decoding_request() -> None:
+    engine = Engine(FakeModel(), replace(SMALL, max_running=2))
+    engine.add(request("decoding", [1, 2, 3]))
+    engine.step()
+    engine.add(request("prefilling", [5] * 30))
+    engine.add(request("waiting"))
+    engine.step()
+    engine.take_outputs()
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.kv_blocks_used) == (2, 1, 9)
+    for name in ("decoding", "prefilling", "waiting"):
+        assert engine.cancel(name)
+    assert engine.step() is None
+    outputs = engine.take_outputs()
+    assert {(each.request_id, each.finish_reason) for each in outputs} == {
+        (name, FinishReason.CANCELLED) for name in ("decoding", "prefilling", "waiting")
+    }
+    assert (engine.stats().running, engine.stats().waiting, engine.stats().kv_blocks_used) == (0, 0, 0)
+    assert not engine.cancel("decoding")
+
+
+def test_a_deadline_ends_waiting_and_running_requests() -> None:
+    clock = Clock()
+    model = FakeModel()
+    engine = Engine(model, replace(SMALL, max_running=1), clock=clock)
+    engine.add(request("running", deadline=105.0))
+    engine.add(request("waiting", [9, 9], deadline=104.0))
+    engine.add(request("patient", deadline=1000.0))
+    engine.step()
+    clock.now = 104.5
+    engine.step()
+    clock.now = 105.0
+    outputs = run(engine)
+    assert [each.finish_reason for each in outputs["waiting"]] == [FinishReason.DEADLINE]
+    assert outputs["waiting"][0].token_id is None
+    assert outputs["running"][-1].finish_reason is FinishReason.DEADLINE
+    assert len(ids(outputs["running"])) == 2
+    assert outputs["patient"][-1].finish_reason is FinishReason.LENGTH
+
+
+def test_lower_priority_numbers_run_first() -> None:
+    engine = Engine(FakeModel(), replace(SMALL, max_running=1))
+    for name, priority in (("late", 5), ("first", -1), ("middle", 0), ("middle2", 0)):
+        engine.add(request(name, priority=priority))
+    ends = [output.request_id for output in _finals(engine)]
+    assert ends == ["first", "middle", "middle2", "late"]
+
+
+def _finals(engine: Engine) -> list:
+    finals = []
+    while engine.open_requests:
+        engine.step()
+        finals += [each for each in engine.take_outputs() if each.finish_reason]
+    return finals
+
+
+def test_nan_in_one_request_is_its_own_error_and_leaves_nothing_behind() -> None:
+    engine = Engine(FakeModel(), SMALL)
+    engine.add(request("healthy", [4, 5, 6]))
+    engine.add(request("sick", [POISON, 1, 2]))
+    outputs = run(engine)
+    assert [each.finish_reason for each in outputs["sick"]] == [FinishReason.ERROR]
+    assert outputs["sick"][0].error == "the model's output is not finite"
+    assert ids(outputs["healthy"]) == continuation([4, 5, 6], 8)
+    # The blocks that held NaN are given out again.
+    for number in range(4):
+        engine.add(request(str(number), [number, 7]))
+    for number, answer in run(engine).items():
+        assert ids(answer) == continuation([int(number), 7], 8)
+
+
+def test_a_failed_step_ends_the_running_requests_and_no_other() -> None:
+    model = FakeModel()
+    engine = Engine(model, replace(SMALL, max_running=2))
+    for number in range(4):
+        engine.add(request(str(number), [number] * 5))
+    engine.step()
+    model.faults = 1
+    with pytest.raises(RuntimeError, match="device is gone"):
+        engine.step()
+    engine.fail_running("the step failed")
+    failed = [each.request_id for each in engine.take_outputs() if each.finish_reason is FinishReason.ERROR]
+    assert failed == ["0", "1"]
+    assert engine.stats().kv_blocks_used == 0
+    outputs = run(engine)
+    assert {key: ids(value) for key, value in outputs.items()} == {
+        "2": continuation([2] * 5, 8),
+        "3": continuation([3] * 5, 8),
+    }
+
+
+def test_shut_down_answers_everyone_and_takes_no_more() -> None:
+    engine = Engine(FakeModel(), replace(SMALL, max_running=1))
+    engine.add(request("running"))
+    engine.add(request("waiting"))
+    engine.step()
+    engine.add(request("new"))
+    engine.take_outputs()
+    engine.shut_down(FinishReason.SHUTDOWN, "stopped")
+    assert [(each.request_id, each.finish_reason) for each in engine.take_outputs()] == [
+        (name, FinishReason.SHUTDOWN) for name in ("running", "waiting", "new")
+    ]
+    assert engine.stats().kv_blocks_used == 0
+    with pytest.raises(EngineStoppedError):
+        engine.add(request("late"))
+
+
+class OnlyAfter:
+    """Allows the token that follows the last by one, and notes what it was told."""
+
+    def __init__(self, *, limit: int = 1000) -> None:
+        self.told: list[int] = []
+        self.limit = limit
+
+    def fill(self, words: torch.Tensor) -> None:
+        if len(self.told) >= self.limit:
+            raise TokenMaskError("the grammar is stuck")
+        token = (self.told[-1] + 1) % 61 if self.told else 30
+        words[token // 32] = 1 << token % 32 if token % 32 < 31 else -(1 << 31)
+
+    def accept(self, token_id: int) -> None:
+        self.told.append(token_id)
+
+
+def test_a_mask_chooses_and_is_told_each_token_once_even_across_preemption() -> None:
+    masks = [OnlyAfter() for _ in range(4)]
+    engine = Engine(FakeModel(), replace(SMALL, kv_blocks=12))
+    for number, mask in enumerate(masks):
+        params = SamplingParams(temperature=1.0 if number else 0.0, max_tokens=30, mask=mask)
+        engine.add(request(str(number), [number] * 5, params))
+    outputs = run(engine)
+    assert engine.stats().preemptions > 0
+    for number, mask in enumerate(masks):
+        assert ids(outputs[str(number)]) == list(range(30, 60))
+        assert mask.told == list(range(30, 59))
+
+
+def test_a_mask_that_fails_fails_its_request_alone() -> None:
+    engine = Engine(FakeModel(), SMALL)
+    engine.add(request("stuck", sampling=replace(GREEDY, mask=OnlyAfter(limit=2))))
+    engine.add(request("free"))
+    outputs = run(engine)
+    assert ids(outputs["stuck"]) == [30, 31]
+    assert outputs["stuck"][-1].error == "the grammar is stuck"
+    assert ids(outputs["free"]) == continuation([1, 2, 3], 8)
+
+
+class Nothing:
+    def fill(self, words: torch.Tensor) -> None:
+        pass
+
+    def accept(self, token_id: int) -> None:
+        pass
+
+
+def test_a_mask_that_allows_nothing_is_an_error() -> None:
+    engine = Engine(FakeModel(), SMALL)
+    engine.add(request("a", sampling=replace(GREEDY, mask=Nothing())))
+    assert run(engine)["a"][0].error == "no token is allowed here"
+
+
+def test_a_large_request_is_not_starved_by_small_ones() -> None:
+    engine = Engine(FakeModel(), SMALL)
+    numbers = random.Random(0)
+    engine.add(request("filler", [1] * 20))
+    engine.step()
+    engine.add(request("large", [2] * 50))
+    finished = []
+    for number in range(200):
+        if engine.open_requests < 8:
+            engine.add(request(f"small{number}", [numbers.randrange(60)] * 3))
+        engine.step()
+        finished += [each.request_id for each in engine.take_outputs() if each.finish_reason]
+    assert "large" in finished
+    assert finished.index("large") < 20
+
+
+def test_the_statistics_of_a_step() -> None:
+    engine = Engine(FakeModel(), SMALL)
+    engine.add(request("a", [1] * 3))
+    engine.add(request("b", [1] * 10))
+    first, second = engine.step(), engine.step()
+    assert first is not None
+    assert second is not None
+    assert (first.batch_size, first.prefill_tokens, first.decode_tokens) == (2, 8, 0)
+    assert (second.batch_size, second.prefill_tokens, second.decode_tokens) == (2, 5, 1)
+    assert first.seconds > 0
+    assert first.preemptions == 0
