@@ -167,6 +167,8 @@ class EmbeddedTriton:
             # What is below it ends with it: the kernel sees to that.
             self._process.kill()
             self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
     def abandon(self) -> None:
         """Have the child stop and, on exit, do not wait for it."""

@@ -14,20 +14,30 @@ def choose_device(asked: str) -> tuple[str, str]:
     """Return the device, `cpu` or `cuda:N`, and the reason; `auto` is the first GPU that torch can use.
 
     Raises:
-        PlatformError: a GPU was asked for and the driver shows none of that number.
+        PlatformError: no device is called so, or the driver shows no GPU of that number.
     """
     gpus = _gpu_count()
     if asked == "auto":
         if gpus == 0:
             return "cpu", "no NVIDIA driver or GPU was found"
-        # The driver alone does not decide: torch may be a CPU build. A process of its own, as torch is large.
-        answer = subprocess.run([sys.executable, "-c", _TORCH], timeout=_TORCH_TIMEOUT_S, check=False)  # noqa: S603 - our own command
-        if answer.returncode != 0:
+        if not _torch_uses_gpu():
             return "cpu", "torch cannot use the GPU here (a CPU build?)"
         return "cuda:0", "the first GPU"
-    if asked.startswith("cuda:") and int(asked.removeprefix("cuda:")) >= gpus:
-        raise PlatformError(f"--device {asked}: the driver shows {gpus} GPUs")
+    if asked != "cpu":
+        number = asked.removeprefix("cuda:")
+        if number == asked or not number.isdecimal():
+            raise PlatformError(f"--device {asked}: it is auto, cpu or cuda:N")
+        if int(number) >= gpus:
+            raise PlatformError(f"--device {asked}: GPUs that the driver shows: {gpus}")
     return asked, "asked for"
+
+
+def _torch_uses_gpu() -> bool:
+    """Ask torch, in a process of its own: it is large, and a CPU build has no use for the driver's GPUs."""
+    answer = subprocess.run(  # noqa: S603 - our own command
+        [sys.executable, "-c", _TORCH], stdout=subprocess.DEVNULL, timeout=_TORCH_TIMEOUT_S, check=False
+    )
+    return answer.returncode == 0
 
 
 def _gpu_count() -> int:

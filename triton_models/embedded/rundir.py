@@ -86,17 +86,20 @@ class RunDirectory:
         return f"tritongate_{self.path.name}_"
 
     def processes(self) -> list[psutil.Process]:
-        """Return the living processes that were started from this folder: the server and its stubs."""
+        """Return the living processes that were started from this folder, this one excepted.
+
+        They are the server, its stubs and its warden.
+        """
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                # The warden names this folder alone, the server and its stubs what is inside.
-                if any(f"{self.path}/" in argument for argument in process.cmdline()):
+                named = any(f"{self.path}/" in argument for argument in process.cmdline())
+                if named and process.pid != os.getpid():
                     found.append(process)
         return found
 
     def kill_processes(self) -> None:
-        """Kill the server and its stubs, and wait until they are gone."""
+        """Kill the processes of this folder, this one excepted, and wait until they are gone."""
         for _ in range(_KILL_ROUNDS):  # again, for a server that was starting a stub meanwhile
             remaining = self.processes()
             if not remaining:

@@ -1,95 +1,83 @@
 """A started `python -m triton_models.embedded`, with the fake stream entry, and its process tree."""
 
 import contextlib
+import json
 import os
 import queue
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
 
-from triton_models.embedded.client import TritonClient
 from triton_models.entries import ModelEntry, write_entries
 from wire import events, names
 
 FAKE_STREAM = Path(__file__).with_name("fake_stream.py")
 TIMEOUT_S = 60.0
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's mount point
+
+E = TypeVar("E")
 
 
-class Embedded:
-    """One process of the embedded server, what it said, and every process it ever had."""
+class Tree:
+    """A started process and every process that it is known to have had below it."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, command: list[str]) -> None:
         self.folder = folder
-        self.seen: list[events.Event] = []
-        self._events: queue.Queue[events.Event | None] = queue.Queue()
         self._known: dict[int, psutil.Process] = {}
-        environment = os.environ | {"TMPDIR": str(folder)}
-        command = [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin", *arguments]
         self.process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            command,
+            env=os.environ | {"TMPDIR": str(folder)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
         )
-        threading.Thread(target=self._read, daemon=True).start()
 
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self._events.put(events.decode_event(line))
-        self._events.put(None)
-
-    def wait_for(self, kind: type, timeout_s: float = TIMEOUT_S):
-        """Return the next event of this kind."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            event = self._events.get(timeout=max(0.01, deadline - time.monotonic()))
-            assert event is not None, f"it ended without {kind.__name__}: {self.seen}"
-            self.seen.append(event)
-            if isinstance(event, kind):
-                self.tree()
-                return event
-
-    def tree(self) -> list[psutil.Process]:
-        """Return the living processes below this one, and remember them."""
+    def living(self) -> list[psutil.Process]:
+        """Return the living processes below this one, those that lost their parent included."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 self._known[process.pid] = process
         return [process for process in self._known.values() if lives(process)]
 
     def find(self, part: str) -> psutil.Process:
-        """Return the one living process whose command line's program, or its module, ends in `part`."""
-        found = [process for process in self.tree() if any(a.endswith(part) for a in process.cmdline()[:3])]
+        """Return the one living process whose program, or Python module, ends in `part`."""
+        found = [process for process in self.living() if any(a.endswith(part) for a in process.cmdline()[:3])]
         assert len(found) == 1, found
         return found[0]
 
-    def client(self) -> TritonClient:
-        ready = next(event for event in self.seen if isinstance(event, events.Ready))
-        return TritonClient(ready.grpc)
-
     def wait_gone(self, timeout_s: float = 10.0) -> None:
-        """Hold that, in time, no process is left and nothing but an empty folder remains."""
+        """Hold that, in time, no process, no shared memory and no folder is left."""
         deadline = time.monotonic() + timeout_s
-        while self.process.poll() is None or self.tree():
-            assert time.monotonic() < deadline, [process.cmdline() for process in self.tree()]
+        while self.process.poll() is None or self.living():
+            assert time.monotonic() < deadline, [process.cmdline() for process in self.living()]
             time.sleep(0.05)
-        assert not list(Path("/dev/shm").glob("tritongate_*" + self._run_name() + "*"))
+        for run in self._runs:
+            assert not list(SHARED_MEMORY.glob(f"tritongate_{run.name}_*"))
+            assert not run.exists()
+        assert not [environment for environment in self._environments if environment.exists()]
 
-    def _run_name(self) -> str:
-        started = next(event for event in self.seen if isinstance(event, events.Starting))
-        return Path(started.log).parent.name
-
-    def runs(self) -> list[Path]:
-        """Return the run directories that exist."""
-        return list((self.folder / f"tritongate-{os.getuid()}").iterdir())
+    def note_run(self) -> None:
+        """Remember the run directory that exists now."""
+        self._runs = list((self.folder / f"tritongate-{os.getuid()}").iterdir())
+        assert len(self._runs) == 1
+        assert list(SHARED_MEMORY.glob(f"tritongate_{self._runs[0].name}_*"))
+        claims = json.loads((self._runs[0] / "environments.json").read_text())
+        self._environments = [Path(tempfile.gettempdir()) / name for name in claims]
+        assert any(environment.exists() for environment in self._environments)
 
     def close(self) -> None:
         """Stop it, and kill what a failed test left."""
-        remaining = self.tree()
+        remaining = self.living()
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -100,8 +88,45 @@ class Embedded:
         for process in remaining:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.process.stdin.close()
-        self.process.stdout.close()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+class Embedded(Tree):
+    """`python -m triton_models.embedded` and what it said."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        super().__init__(
+            folder, [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin", *arguments]
+        )
+        self.seen: list[events.Event] = []
+        self._events: queue.Queue[events.Event | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._events.put(events.decode_event(line))
+        self._events.put(None)
+
+    def wait_for(self, kind: type[E], timeout_s: float = TIMEOUT_S) -> E:
+        """Return the next event of this kind."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            event = self._events.get(timeout=max(0.01, deadline - time.monotonic()))
+            assert event is not None, f"it ended without {kind.__name__}: {self.seen}"
+            self.seen.append(event)
+            if isinstance(event, kind):
+                self.living()
+                if isinstance(event, events.Ready):
+                    self.note_run()
+                return event
+
+    @property
+    def ready(self) -> events.Ready:
+        """The addresses."""
+        return next(event for event in self.seen if isinstance(event, events.Ready))
 
 
 def lives(process: psutil.Process) -> bool:
@@ -123,12 +148,25 @@ def write_fake(folder: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def start_embedded(tmp_path: Path) -> Iterator:
-    """Start it with the arguments given; stopped at the end of the test, whatever happens."""
+def embedded(tmp_path: Path) -> Iterator[Callable[..., Embedded]]:
+    """Start one with the arguments given; stopped at the end of the test, whatever happens."""
     with contextlib.ExitStack() as stack:
 
         def start(*arguments: str) -> Embedded:
             started = Embedded(tmp_path, *arguments)
+            stack.callback(started.close)
+            return started
+
+        yield start
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Iterator[Callable[[list[str]], Tree]]:
+    """Start any command; stopped at the end of the test, whatever happens."""
+    with contextlib.ExitStack() as stack:
+
+        def start(command: list[str]) -> Tree:
+            started = Tree(tmp_path, command)
             stack.callback(started.close)
             return started
 

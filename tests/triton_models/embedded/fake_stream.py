@@ -1,11 +1,12 @@
 """A stream entry's `1/model.py` without an engine, for tests of what surrounds it.
 
-Its checkpoint is a folder whose files say how it behaves: `broken` fails the load, `stopped` makes the engine's
-heartbeat old. The prompt `hang` is accepted and never answered.
+Its checkpoint is a folder whose files say how it behaves: `broken` fails the load, `stopped` makes the
+engine's heartbeat old. The prompt `hang` is accepted and never answered.
 """
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -20,12 +21,12 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 class TritonPythonModel:
-    def initialize(self, args):
+    def initialize(self, args: dict[str, str]) -> None:
         self.checkpoint = Path(read_parameters(args).checkpoint)
         if (self.checkpoint / "broken").exists():
             raise CheckpointError(f"{self.checkpoint}/model.safetensors: tensor 'a.b' is cut short")
 
-    def execute(self, requests):
+    def execute(self, requests: list[Any]) -> None:
         for request in requests:
             sender = request.get_response_sender()
             prompt, document = (_string(request, name) for name in (names.PROMPT, names.SAMPLING))
@@ -46,17 +47,18 @@ class TritonPythonModel:
                 sender.send(_response("x", Meta(tokens=1, finish_reason="length", usage=usage)), FINAL)
 
 
-def _await_cancel(request, sender):
+def _await_cancel(request: Any, sender: Any) -> None:
     while not request.is_cancelled():
         threading.Event().wait(0.05)
     sender.send(flags=FINAL)
 
 
-def _string(request, name):
-    return pb_utils.get_input_tensor_by_name(request, name).as_numpy().ravel()[0]
+def _string(request: Any, name: str) -> bytes:
+    value: bytes = pb_utils.get_input_tensor_by_name(request, name).as_numpy().ravel()[0]
+    return value
 
 
-def _response(text, meta):
+def _response(text: str, meta: Meta) -> Any:
     tensors = {names.RESPONSE: text.encode(), names.META: encode_meta(meta)}
     return pb_utils.InferenceResponse(
         [pb_utils.Tensor(k, np.array([[v]], dtype=np.object_)) for k, v in tensors.items()]

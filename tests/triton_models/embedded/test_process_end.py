@@ -1,0 +1,130 @@
+"""Whoever dies first, nothing is left: by pid, shared memory and folder."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from triton_models.embedded.rundir import RunDirectory
+from wire import events
+
+pytestmark = pytest.mark.e2e
+
+UP = """
+import signal, sys, threading
+from gateway.up import TritonOptions, run_up
+
+REAL = TritonOptions.command
+TritonOptions.command = lambda options: [*REAL(options), "--repository", sys.argv[1]]
+
+def serve(ready):
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    print("serving", flush=True)
+    stopped.wait()
+    return 0
+
+options = TritonOptions(http_port=0, grpc_port=0, metrics_port=0)
+sys.exit(run_up(options, serve, sys.stderr))
+"""
+
+
+def test_the_supervisor_killed(embedded: Callable[..., Any], fake_repository: tuple[Path, Path]) -> None:
+    started = embedded("--repository", str(fake_repository[0]))
+    started.wait_for(events.Ready)
+    assert len(started.living()) == 3  # warden, server, stub
+    started.process.kill()
+    started.wait_gone()
+
+
+def test_supervisor_and_warden_killed_together(
+    embedded: Callable[..., Any], fake_repository: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel ends the server; the next start ends the stub and removes what is left."""
+    started = embedded("--repository", str(fake_repository[0]))
+    started.wait_for(events.Ready)
+    os.kill(started.process.pid, signal.SIGSTOP)  # it must not repair anything between the two kills
+    started.find("warden").kill()
+    started.process.kill()
+    psutil.wait_procs([process for process in started.living() if process.name() == "tritonserver"], 10)
+    monkeypatch.setattr("tempfile.tempdir", str(started.folder))
+    RunDirectory.create().remove()
+    started.wait_gone()
+
+
+@pytest.mark.parametrize("victim", [signal.SIGINT, signal.SIGKILL])
+def test_the_gateway_ends(
+    tree: Callable[[list[str]], Any], fake_repository: tuple[Path, Path], victim: signal.Signals
+) -> None:
+    up = tree([sys.executable, "-c", UP, str(fake_repository[0])])
+    assert up.process.stdout.readline() == b"serving\n"
+    assert len(up.living()) == 4
+    up.note_run()
+    os.killpg(up.process.pid, victim)  # as a terminal's Ctrl-C: the whole foreground group
+    up.wait_gone()
+    assert up.process.returncode == (0 if victim is signal.SIGINT else -victim)
+
+
+def test_the_supervisor_killed_ends_the_gateway(
+    tree: Callable[[list[str]], Any], fake_repository: tuple[Path, Path]
+) -> None:
+    up = tree([sys.executable, "-c", UP, str(fake_repository[0])])
+    assert up.process.stdout.readline() == b"serving\n"
+    up.living()
+    up.note_run()
+    up.find("triton_models.embedded").kill()
+    up.wait_gone()
+    assert up.process.returncode == 1
+
+
+def test_a_broken_checkpoint_is_one_clear_line(
+    embedded: Callable[..., Any], fake_repository: tuple[Path, Path]
+) -> None:
+    repository, checkpoint = fake_repository
+    (checkpoint / "broken").touch()
+    started = embedded("--repository", str(repository))
+    failed = started.wait_for(events.Failed, 15)
+    assert failed.message.startswith(
+        f"fake-stream: CheckpointError: {checkpoint}/model.safetensors: tensor 'a.b' is cut short (log: "
+    )
+    assert "\n" not in failed.message
+    assert Path(failed.message.rpartition("(log: ")[2].removesuffix(")")).exists()
+    assert started.process.wait(10) == 1
+    assert not started.living()
+
+
+def test_a_broken_config_is_one_clear_line(
+    embedded: Callable[..., Any], fake_repository: tuple[Path, Path]
+) -> None:
+    (fake_repository[0] / "fake-stream" / "config.pbtxt").write_text("max_batch_size: many")
+    started = embedded("--repository", str(fake_repository[0]))
+    failed = started.wait_for(events.Failed, 15)
+    assert "failed to read text proto from" in failed.message
+    assert "\n" not in failed.message
+    assert started.process.wait(10) == 1
+
+
+def test_a_port_in_use(embedded: Callable[..., Any], fake_repository: tuple[Path, Path]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        began = time.monotonic()
+        started = embedded("--repository", str(fake_repository[0]), "--grpc-port", str(port))
+        failed = started.wait_for(events.Failed, 15)
+        assert failed.message.startswith(f"Triton's grpc port {port} is not available on 127.0.0.1: Address")
+        assert started.process.wait(10) == 1
+        assert time.monotonic() - began < 15
+
+
+def test_a_missing_model(embedded: Callable[..., Any]) -> None:
+    started = embedded("--model", "/no/such/folder", "--device", "cpu")
+    failed = started.wait_for(events.Failed, 15)
+    assert failed.message == "--model /no/such/folder: /no/such/folder is not a directory"
+    assert started.process.wait(10) == 1
