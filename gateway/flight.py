@@ -42,7 +42,7 @@ class Flight(AsyncIterator[Event]):
         self._loop = asyncio.get_running_loop()
         self._error: GatewayError | None = None
         self._over = False
-        self._timeout: asyncio.Timeout | None = None
+        self._waiting: asyncio.Task[Any] | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     def end(self, error: GatewayError) -> None:
@@ -54,8 +54,8 @@ class Flight(AsyncIterator[Event]):
             return
         self._error = error
         self._exchange.fail(error)
-        if self._timeout is not None and not self._timeout.expired():
-            self._timeout.reschedule(self._loop.time())
+        if self._waiting is not None:
+            self._waiting.cancel()
 
     async def start(self, generation: Generation, receive: Receive) -> Accepted:
         """Wait for admission and for the upstream's acceptance: from here the client may be told 200.
@@ -71,6 +71,8 @@ class Flight(AsyncIterator[Event]):
         exchange.generates = True
         gateway.drain.register(self.end)
         exchange.resources.callback(gateway.drain.unregister, self.end)
+        deadline = self._loop.call_at(exchange.deadline, self.end, _too_late())
+        exchange.resources.callback(deadline.cancel)
         self._watcher = self._loop.create_task(self._watch(receive))
         exchange.resources.push_async_callback(self.stop_watching)
         await self._admit()
@@ -132,26 +134,28 @@ class Flight(AsyncIterator[Event]):
         return first
 
     async def _race(self, step: Awaitable[T]) -> T:
-        """Wait for `step`, unless the deadline or `end` comes first: then it is cancelled."""
+        """Wait for `step`, unless `end` comes first: then it is cancelled, and the end's error raised."""
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a flight waits inside a task")
+        others = task.cancelling()
+        self._waiting = task
         began = perf_counter()
         try:
-            async with asyncio.timeout_at(self._exchange.deadline) as timeout:
-                self._timeout = timeout
-                return await step
-        except TimeoutError:
-            if not timeout.expired():
-                raise
-            raise self._error or _too_late() from None
+            return await step
+        except asyncio.CancelledError:
+            # Ours only if `end` asked for it and nobody else did at the same time.
+            if self._error is not None and task.uncancel() <= others:
+                raise self._error from None
+            raise
         finally:
-            self._timeout = None
+            self._waiting = None
             self._exchange.waited_s += perf_counter() - began
 
     def _check(self) -> None:
         """Raise if the race was decided while nothing was being waited for."""
         if self._error is not None:
             raise self._error
-        if self._loop.time() >= self._exchange.deadline:
-            raise _too_late()
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

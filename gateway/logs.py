@@ -26,12 +26,14 @@ def configure_logging(level: str) -> None:
     handler.addFilter(_AddRequestId())
     handler.setFormatter(
         JsonFormatter(
-            "{asctime}{levelname}{name}{message}",
+            "{levelname}{name}{message}",
             style="{",
-            rename_fields={"asctime": "time", "levelname": "level", "name": "logger"},
+            timestamp="time",
+            rename_fields={"levelname": "level", "name": "logger"},
             json_ensure_ascii=False,
         )
     )
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # Chunks are logged at debug level there: text of answers.
-    logging.getLogger("sse_starlette").setLevel(logging.WARNING)
+    # The first logs chunks (text of answers) at debug level; the second repeats what we say ourselves.
+    for name in ("sse_starlette", "uvicorn.error"):
+        logging.getLogger(name).setLevel(logging.WARNING)

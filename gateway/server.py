@@ -1,0 +1,183 @@
+"""Runs the gateway in this process: listen, serve, drain, end.
+
+uvicorn speaks HTTP; signals and draining are ours, because on SIGTERM uvicorn refuses connections at once, so
+that nobody could be told 503. Here the listener stays open until the last running request has ended.
+
+    first SIGTERM or SIGINT   readiness and new requests 503; running ones go on for `drain_s`, what is left
+                              then ends with an error; exit status 0
+    second one                the end, now; exit status 128 + signal
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from gateway.app import create_app
+from gateway.drain import Drain
+from gateway.logs import configure_logging
+from gateway.settings import Settings
+from gateway.upstream import Upstream
+
+_LAST_WORDS_S = 1.0
+"""How long ended requests get to write their error to the client."""
+
+_BACKLOG = 2048
+
+_log = logging.getLogger(__name__)
+
+
+class ListenError(Exception):
+    """The address cannot be listened on; the message says why."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own; `up` is set once it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind and listen; port 0 takes a free one.
+
+    Raises:
+        ListenError: taken, not permitted, or no such address.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ListenError(f"cannot listen on {host}: {error.strerror}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ListenError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+    return listener
+
+
+def run(
+    settings: Settings,
+    *,
+    upstream: Upstream | None = None,
+    listener: socket.socket | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> int:
+    """Serve until a signal ends it, and return the process's exit status.
+
+    Must be called on the main thread: signals are handled here for as long as it runs.
+
+    Args:
+        settings: what to serve.
+        upstream: serves the models; None: the Tritons of the settings.
+        listener: listened on already, so that a taken port is known before anything else is started; closed
+            in the end. None: one for the settings' host and port.
+        on_ready: called with the base URL once requests are answered.
+
+    Raises:
+        ListenError: the address cannot be listened on.
+    """
+    configure_logging(settings.log_level)
+    if listener is None:
+        listener = listen(settings.host, settings.port)
+    app = create_app(settings, upstream)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(app, settings, listener, on_ready))
+
+
+def base_url(listener: socket.socket) -> str:
+    """Return where clients on this machine reach `listener`."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def _serve(
+    app: FastAPI, settings: Settings, listener: socket.socket, on_ready: Callable[[str], None] | None
+) -> int:
+    url = base_url(listener)  # uvicorn closes the socket in the end
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_graceful_shutdown=int(_LAST_WORDS_S),
+        )
+    )
+    with _caught_signals() as signals:
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        up = asyncio.create_task(server.up.wait())
+        await asyncio.wait({serving, up}, return_when=asyncio.FIRST_COMPLETED)
+        if not up.done():
+            up.cancel()
+            await serving
+            return 1
+        _log.info("listening", extra={"url": url})
+        if on_ready is not None:
+            on_ready(url)
+        stop = asyncio.create_task(signals.get())
+        await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            stop.cancel()
+            await serving
+            return 1
+        draining = asyncio.create_task(_drain(app.state.gateway.drain, settings.drain_s))
+        second = asyncio.create_task(signals.get())
+        await asyncio.wait({draining, second}, return_when=asyncio.FIRST_COMPLETED)
+        if second.done():
+            draining.cancel()
+            server.force_exit = True
+            app.state.gateway.drain.end()
+        second.cancel()
+        server.should_exit = True
+        await serving
+        return 128 + second.result() if second.done() and not second.cancelled() else 0
+
+
+async def _drain(drain: Drain, drain_s: float) -> None:
+    """Let running requests end; tell those that do not within `drain_s` to."""
+    _log.info("draining", extra={"drain_s": drain_s})
+    drain.begin()
+    if not await drain.idle(drain_s):
+        drain.end()
+        await drain.idle(_LAST_WORDS_S)
+
+
+@contextlib.contextmanager
+def _caught_signals() -> Iterator["asyncio.Queue[int]"]:
+    """Collect SIGTERM and SIGINT in a queue."""
+    loop = asyncio.get_running_loop()
+    caught: asyncio.Queue[int] = asyncio.Queue()
+    handled = (signal.SIGTERM, signal.SIGINT)
+    for number in handled:
+        loop.add_signal_handler(number, caught.put_nowait, number)
+    try:
+        yield caught
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)

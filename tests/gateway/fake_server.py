@@ -1,0 +1,29 @@
+"""Runs the real server on the fake upstream: `python fake_server.py SETTINGS_JSON`, for tests of signals.
+
+The answer is one word every 50 ms, as many as the request's `max_tokens`.
+"""
+
+import json
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_upstream import FakeUpstream, say
+
+from gateway.generation import Event, Generation
+from gateway.server import run
+from gateway.settings import load_settings
+
+
+def slowly(request: Generation) -> AsyncGenerator[Event, None]:
+    return say(*["word "] * (request.max_tokens or 2), gap_s=0.05)
+
+
+def tell(url: str) -> None:
+    print(url, flush=True)  # noqa: T201 - the test reads it
+
+
+if __name__ == "__main__":
+    sys.exit(run(load_settings(json.loads(sys.argv[1])), upstream=FakeUpstream(slowly), on_ready=tell))
