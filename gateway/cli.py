@@ -1,20 +1,29 @@
 """The command `tritongate`."""
 
 import asyncio
+import json
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from gateway.check import check as check_upstreams
-from gateway.server import ListenError, listen
+from gateway.server import ListenError, bind
 from gateway.server import run as run_server
 from gateway.settings import CONFIG_VARIABLE, ConfigurationError, Settings, load_settings, settings_table
+from gateway.up import TritonOptions, run_up
 from gateway.version import version
+from wire.events import Ready
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+_UP_DRAIN_S = 5.0
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_LATER_DTYPES = ("int8", "int4")
 
 
 class _Misconfigured(click.ClickException):
@@ -56,6 +65,80 @@ def main() -> None:
 
 
 @main.command()
+@click.option(
+    "--model",
+    "checkpoints",
+    multiple=True,
+    metavar="[NAME=]DIR",
+    help="checkpoint directory to serve, under its folder's name or NAME; repeatable; none: the built-in one",
+)
+@click.option("--triton-http-port", type=click.IntRange(0, 65535), default=8000, show_default=True)
+@click.option("--triton-grpc-port", type=click.IntRange(0, 65535), default=8001, show_default=True)
+@click.option("--triton-metrics-port", type=click.IntRange(0, 65535), default=8002, show_default=True)
+@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda:N")
+@click.option("--dtype", type=click.Choice(_DTYPES + _LATER_DTYPES), default="auto", show_default=True)
+@settings_options(without=frozenset({"upstreams", "models"}))
+def up(
+    *,
+    config: Path | None,
+    checkpoints: tuple[str, ...],
+    triton_http_port: int,
+    triton_grpc_port: int,
+    triton_metrics_port: int,
+    device: str,
+    dtype: str,
+    **flags: Any,
+) -> None:
+    """Start a Triton on this machine and serve its models.
+
+    Ctrl-C lets running requests end for at most 5 s; a second one ends at once. Triton's ports are open to
+    this machine only; port 0 takes a free one.
+    """
+    if dtype in _LATER_DTYPES:
+        raise click.UsageError(f"--dtype {dtype} is not supported yet; choose one of {', '.join(_DTYPES)}")
+    settings = _load(config, flags)
+    quiet = {} if "log_level" in settings.model_fields_set else {"log_level": "warning"}
+    settings = settings.model_copy(update={"drain_s": min(settings.drain_s, _UP_DRAIN_S), **quiet})
+    options = TritonOptions(
+        models=checkpoints,
+        http_port=triton_http_port,
+        grpc_port=triton_grpc_port,
+        metrics_port=triton_metrics_port,
+        device=device,
+        dtype=dtype,
+    )
+    try:
+        # Before Triton takes its time to start.
+        listener = bind(settings.host, settings.port)
+
+        def serve_models(ready: Ready) -> int:
+            upstream = {"upstreams": (ready.grpc,), "models": tuple(ready.models)}
+            return run_server(
+                settings.model_copy(update=upstream),
+                listener=listener,
+                on_ready=lambda url: click.echo(greeting(url, ready.models, keyed=bool(settings.api_keys))),
+            )
+
+        with listener:
+            status = run_up(options, serve_models, sys.stdout)
+    except ListenError as error:
+        raise click.ClickException(str(error)) from None
+    sys.exit(status)
+
+
+def greeting(url: str, models: Sequence[str], *, keyed: bool) -> str:
+    """Say where the gateway is, with a command that works as it stands (given a key, where one is needed)."""
+    body = json.dumps(
+        {"model": models[0], "messages": [{"role": "user", "content": "你好"}]}, ensure_ascii=False
+    )
+    key = ' -H "Authorization: Bearer $KEY"' if keyed else ""
+    return (
+        f"\nServing {', '.join(models)} at {url}/v1\n\n"
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n"
+    )
+
+
+@main.command()
 @settings_options()
 def serve(config: Path | None, **flags: Any) -> None:
     """Serve the models of one or many running Tritons.
@@ -64,10 +147,10 @@ def serve(config: Path | None, **flags: Any) -> None:
     """
     settings = _load(config, flags)
     try:
-        listener = listen(settings.host, settings.port)
+        status = run_server(settings)
     except ListenError as error:
         raise click.ClickException(str(error)) from None
-    sys.exit(run_server(settings, listener=listener))
+    sys.exit(status)
 
 
 @main.command()

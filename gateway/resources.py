@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from gateway.admission import Admission
 from gateway.auth import Keyring
-from gateway.drain import Drain
+from gateway.drain import Drain, Phase
 from gateway.metrics import Metrics
 from gateway.settings import Settings
 from gateway.upstream import Upstream
@@ -20,3 +20,12 @@ class Gateway:
     admission: Admission
     keyring: Keyring
     drain: Drain
+
+    def not_ready(self) -> list[str] | None:
+        """Name the models that do not answer; None when no model is known at all."""
+        cards = self.upstream.models()
+        return [card.id for card in cards if not card.ready] if cards else None
+
+    def ready(self) -> bool:
+        """Tell whether requests will be served: every model answers and no drain runs."""
+        return self.drain.phase is Phase.SERVING and self.not_ready() == []

@@ -22,6 +22,7 @@ from fastapi import FastAPI
 from gateway.app import create_app
 from gateway.drain import Drain
 from gateway.logs import configure_logging
+from gateway.resources import Gateway
 from gateway.settings import Settings
 from gateway.upstream import Upstream
 
@@ -29,6 +30,7 @@ _LAST_WORDS_S = 1.0
 """How long ended requests get to write their error to the client."""
 
 _BACKLOG = 2048
+_READY_POLL_S = 0.02
 
 _log = logging.getLogger(__name__)
 
@@ -53,8 +55,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Bind and listen; port 0 takes a free one.
+def bind(host: str, port: int) -> socket.socket:
+    """Take an address, without answering there yet; port 0 takes a free one.
 
     Raises:
         ListenError: taken, not permitted, or no such address.
@@ -69,7 +71,6 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise ListenError(f"cannot listen on {host} port {port}: {error.strerror}") from None
@@ -90,16 +91,21 @@ def run(
     Args:
         settings: what to serve.
         upstream: serves the models; None: the Tritons of the settings.
-        listener: listened on already, so that a taken port is known before anything else is started; closed
-            in the end. None: one for the settings' host and port.
-        on_ready: called with the base URL once requests are answered.
+        listener: bound by `bind`, so that a taken port is known before anything else is started; closed in
+            the end. None: one for the settings' host and port.
+        on_ready: called with the base URL once every model is ready.
 
     Raises:
         ListenError: the address cannot be listened on.
     """
     configure_logging(settings.log_level)
     if listener is None:
-        listener = listen(settings.host, settings.port)
+        listener = bind(settings.host, settings.port)
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:  # taken between `bind` and now
+        listener.close()
+        raise ListenError(f"cannot listen on port {settings.port}: {error.strerror}") from None
     app = create_app(settings, upstream)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(app, settings, listener, on_ready))
@@ -138,10 +144,10 @@ async def _serve(
             await serving
             return 1
         _log.info("listening", extra={"url": url})
-        if on_ready is not None:
-            on_ready(url)
+        announcing = asyncio.create_task(_announce(app.state.gateway, url, on_ready))
         stop = asyncio.create_task(signals.get())
         await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
+        announcing.cancel()
         if serving.done():
             stop.cancel()
             await serving
@@ -159,6 +165,14 @@ async def _serve(
         return 128 + second.result() if second.done() and not second.cancelled() else 0
 
 
+async def _announce(gateway: Gateway, url: str, on_ready: Callable[[str], None] | None) -> None:
+    if on_ready is None:
+        return
+    while not gateway.ready():  # noqa: ASYNC110 - the seam is asked for readiness, it does not announce it
+        await asyncio.sleep(_READY_POLL_S)
+    on_ready(url)
+
+
 async def _drain(drain: Drain, drain_s: float) -> None:
     """Let running requests end; tell those that do not within `drain_s` to."""
     _log.info("draining", extra={"drain_s": drain_s})
@@ -173,11 +187,12 @@ def _caught_signals() -> Iterator["asyncio.Queue[int]"]:
     """Collect SIGTERM and SIGINT in a queue."""
     loop = asyncio.get_running_loop()
     caught: asyncio.Queue[int] = asyncio.Queue()
-    handled = (signal.SIGTERM, signal.SIGINT)
-    for number in handled:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before:
         loop.add_signal_handler(number, caught.put_nowait, number)
     try:
         yield caught
     finally:
-        for number in handled:
+        for number, handler in before.items():
             loop.remove_signal_handler(number)
+            signal.signal(number, handler)

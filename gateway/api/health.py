@@ -25,13 +25,12 @@ async def ready(gateway: GatewayDep) -> Response:
     """Tell whether requests will be served: every model meant to be loaded answers, and no drain runs."""
     if gateway.drain.phase is not Phase.SERVING:
         raise shutting_down()
-    cards = gateway.upstream.models()
-    missing = [card.id for card in cards if not card.ready]
+    missing = gateway.not_ready()
+    if missing is None:
+        raise UnavailableError("No model was found on any Triton.", retry_after_s=_RETRY_AFTER_S)
     if missing:
         raise UnavailableError(f"Not ready: {', '.join(missing)}.", retry_after_s=_RETRY_AFTER_S)
-    if not cards:
-        raise UnavailableError("No model was found on any Triton.", retry_after_s=_RETRY_AFTER_S)
-    return JSONResponse({"status": "ready", "models": [card.id for card in cards]})
+    return JSONResponse({"status": "ready", "models": [card.id for card in gateway.upstream.models()]})
 
 
 @router.get("/metrics", response_class=Response, dependencies=[MetricsKey])
