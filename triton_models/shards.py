@@ -7,7 +7,7 @@ one `model.safetensors`, or shards with `model.safetensors.index.json`; the same
 import json
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,7 +77,9 @@ def open_shard(path: Path) -> Iterator[Shard]:
         CheckpointError: the file is truncated or not what its name says.
     """
     if path.suffix == ".safetensors":
-        with _faults_named(path), safe_open(path, framework="pt", device="cpu") as file:
+        with ExitStack() as stack:
+            with _faults_named(path):
+                file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             yield _SafetensorsShard(path, file)
     else:
         # weights_only: a pickle that asks for anything but tensors and plain containers is refused.

@@ -53,11 +53,8 @@ class WaitingList:
         deadlines = [
             (each.request.deadline, each) for each in self._order if each.request.deadline is not None
         ]
-        late = [sequence for deadline, sequence in deadlines if deadline <= now]
-        self._earliest_deadline = min(
-            (deadline for deadline, _ in deadlines if deadline > now), default=math.inf
-        )
-        return late
+        self._earliest_deadline = min((deadline for deadline, _ in deadlines), default=math.inf)
+        return [sequence for deadline, sequence in deadlines if deadline <= now]
 
     def members(self) -> list[Sequence]:
         """Return every sequence, in order."""

@@ -1,7 +1,7 @@
 """A model without weights whose every token depends on all before it, through the KV cache.
 
-Attention with queries of zero averages the values, and the values carry each token weighted by its place. So a
-lost, doubled or foreign cache entry changes what is generated.
+Attention with queries of zero averages the values, and the values carry each token weighted by its place.
+So a lost, doubled or foreign cache entry changes what is generated.
 """
 
 import threading
@@ -83,7 +83,11 @@ def request(
     deadline: float | None = None,
 ) -> Request:
     return Request(
-        request_id=request_id, prompt_ids=tuple(prompt), sampling=sampling, priority=priority, deadline=deadline
+        request_id=request_id,
+        prompt_ids=tuple(prompt),
+        sampling=sampling,
+        priority=priority,
+        deadline=deadline,
     )
 
 

@@ -34,7 +34,9 @@ class Clock:
 
 @given(
     st.lists(
-        st.tuples(st.lists(st.integers(0, 59), min_size=1, max_size=30), st.integers(1, 20), st.integers(0, 2)),
+        st.tuples(
+            st.lists(st.integers(0, 59), min_size=1, max_size=30), st.integers(1, 20), st.integers(0, 2)
+        ),
         min_size=1,
         max_size=12,
     ),
@@ -51,7 +53,8 @@ def test_every_request_gets_what_it_gets_alone(
     outputs = run(engine)
     for number, (prompt, count, _) in enumerate(requests):
         assert ids(outputs[str(number)]) == continuation(prompt, count)
-        assert [each.finish_reason for each in outputs[str(number)]] == [None] * (count - 1) + [FinishReason.LENGTH]
+        ends = [each.finish_reason for each in outputs[str(number)]]
+        assert ends == [None] * (count - 1) + [FinishReason.LENGTH]
     assert engine.stats().kv_blocks_used == 0
 
 

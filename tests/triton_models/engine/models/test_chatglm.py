@@ -1,0 +1,149 @@
+"""The engine on the golden checkpoints, against what the original code answered in fp32."""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.triton_models.engine.fake_model import ids, request, run
+from triton_models.checkpoint import load_model
+from triton_models.engine.engine import Engine
+from triton_models.engine.models.chatglm import ChatGLM
+from triton_models.engine.sampling import SamplingParams
+from triton_models.engine.settings import EngineSettings
+
+GOLDEN = Path(__file__).parents[3] / "golden"
+
+
+@dataclass(frozen=True)
+class Golden:
+    model: ChatGLM
+    cases: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=["chatglm2", "chatglm3"])
+def golden(request: pytest.FixtureRequest) -> Golden:
+    directory = GOLDEN / request.param
+    model = load_model(directory, torch.float32, torch.device("cpu"))
+    cases = json.loads((directory / "golden.json").read_text(encoding="utf-8"))["cases"]
+    assert len(cases) >= 6
+    return Golden(model, cases)
+
+
+def check(golden: Golden, engine: Engine, order: list[int]) -> None:
+    """Add the cases in `order`, run, and compare each with the original's answer."""
+    for number in order:
+        case = golden.cases[number]
+        count = len(case["greedy_ids"])
+        sampling = SamplingParams(temperature=0.0, max_tokens=count, logprobs=5)
+        engine.add(request(str(number), case["input_ids"], sampling))
+    outputs = run(engine)
+    for number in order:
+        case = golden.cases[number]
+        answer = outputs[str(number)]
+        assert ids(answer) == case["greedy_ids"]
+        first = answer[0].logprobs
+        assert first is not None
+        assert [token for token, _ in first.top] == [token for token, _ in case["last_top5"]]
+        wanted = [value for _, value in case["last_top5"]]
+        assert [value for _, value in first.top] == pytest.approx(wanted, abs=1e-4)
+        assert first.logprob == first.top[0][1]
+
+
+def test_each_case_alone(golden: Golden) -> None:
+    engine = Engine(golden.model, EngineSettings())
+    for number in range(len(golden.cases)):
+        check(golden, engine, [number])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_all_at_once_in_any_order_with_prompts_in_chunks(golden: Golden, seed: int) -> None:
+    order = list(range(len(golden.cases)))
+    random.Random(seed).shuffle(order)
+    settings = EngineSettings(max_running=16, max_batched_tokens=17 + 40 * seed, block_size=8)
+    check(golden, Engine(golden.model, settings), order)
+
+
+def test_all_at_once_with_too_few_blocks(golden: Golden) -> None:
+    longest = max(len(case["input_ids"]) for case in golden.cases) + 24
+    settings = EngineSettings(max_running=16, max_batched_tokens=64, block_size=2, kv_blocks=-(-longest // 2))
+    engine = Engine(golden.model, settings)
+    check(golden, engine, list(range(len(golden.cases))))
+    assert engine.stats().preemptions > 0
+
+
+def test_logits_of_the_last_position(golden: Golden) -> None:
+    """The log-probabilities above, tied to the raw logits by the one number that the soft-max forgets."""
+    for case in golden.cases:
+        logits = whole_pass(golden.model, case["input_ids"])
+        assert logits[:16].tolist() == pytest.approx(case["last_logits_first16"], abs=2e-4)
+
+
+def whole_pass(model: ChatGLM, tokens: list[int]) -> torch.Tensor:
+    """The logits behind `tokens`, with attention that needs no cache."""
+
+    def attention(
+        layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        repeat = queries.shape[1] // keys.shape[1]
+        keys, values = keys.repeat_interleave(repeat, 1), values.repeat_interleave(repeat, 1)
+        return torch.nn.functional.scaled_dot_product_attention(
+            queries.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), is_causal=True
+        ).transpose(0, 1)
+
+    with torch.inference_mode():
+        positions = torch.arange(len(tokens))
+        return model.forward(torch.tensor(tokens), positions, attention, positions[-1:])[0]
+
+
+def test_64_mixed_requests_get_what_each_gets_alone(golden: Golden) -> None:
+    numbers = random.Random(64)
+    vocabulary = golden.model.vocab_size
+    requests = [
+        request(
+            str(number),
+            [numbers.randrange(vocabulary) for _ in range(numbers.randrange(1, 60))],
+            SamplingParams(
+                temperature=numbers.choice([0.0, 0.5, 1.0, 1.5]),
+                top_p=numbers.choice([1.0, 0.8]),
+                top_k=numbers.choice([0, 0, 50]),
+                seed=numbers.randrange(2**32),
+                max_tokens=numbers.randrange(1, 30),
+                logprobs=numbers.choice([None, 3]),
+                logit_bias={numbers.randrange(vocabulary): 3.0} if number % 3 == 0 else {},
+            ),
+        )
+        for number in range(64)
+    ]
+    alone = Engine(golden.model, EngineSettings())
+    expected = {}
+    for each in requests:
+        alone.add(each)
+        expected |= run(alone)
+    together = Engine(
+        golden.model, EngineSettings(max_running=24, max_batched_tokens=60, block_size=4, kv_blocks=60)
+    )
+    for each in requests:
+        together.add(each)
+    outputs = run(together)
+    assert together.stats().preemptions > 0
+    for key, wanted in expected.items():
+        assert ids(outputs[key]) == ids(wanted)
+        assert outputs[key][-1].finish_reason == wanted[-1].finish_reason
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_near(dtype: torch.dtype) -> None:
+    directory = GOLDEN / "chatglm3"
+    case = json.loads((directory / "golden.json").read_text(encoding="utf-8"))["cases"][0]
+    model = load_model(directory, dtype, torch.device("cpu"))
+    engine = Engine(model, EngineSettings())
+    engine.add(request("a", case["input_ids"], SamplingParams(temperature=0.0, max_tokens=3, logprobs=5)))
+    answer = run(engine)["a"]
+    assert ids(answer) == case["greedy_ids"][:3]
+    assert answer[0].logprobs is not None
+    assert answer[0].logprobs.logprob == pytest.approx(case["last_top5"][0][1], abs=0.1)

@@ -1,0 +1,42 @@
+import math
+from typing import Any
+
+import pytest
+
+from triton_models.engine.sampling import SamplingParams
+from triton_models.errors import InvalidRequestError
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_p": math.nan},
+        {"top_k": -1},
+        {"seed": 2**63},
+        {"seed": -(2**63) - 1},
+        {"max_tokens": 0},
+        {"min_tokens": -1},
+        {"min_tokens": 5, "max_tokens": 4},
+        {"logprobs": 21},
+        {"logprobs": -1},
+        {"logit_bias": {1: math.nan}},
+        {"logit_bias": {1: math.inf}},
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(values: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=next(iter(values))):
+        SamplingParams(**values)
+
+
+def test_the_ends_of_each_range_are_in_it() -> None:
+    SamplingParams(temperature=0, top_p=1, top_k=0, seed=-(2**63), max_tokens=1, min_tokens=1, logprobs=20)
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (1e-6, True), (1e-5, False), (1, False)])
+def test_greedy(temperature: float, greedy: bool) -> None:
+    assert SamplingParams(temperature=temperature).greedy is greedy
