@@ -28,6 +28,7 @@ CHATGLM3 = ModelReport(heartbeat_age_s=0, chat_format="chatglm3", max_context=51
 CHATGLM2 = ModelReport(heartbeat_age_s=0, chat_format="chatglm2", max_context=512)
 
 ACCEPTED = {"accepted": {"request_id": "r", "prompt_tokens": 7}}
+PROBE = {"heartbeat_age_s": 0.5, "running": 1, "waiting": 2, "format": "chatglm2", "max_context": 99}
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "cached_tokens": 2}
 
 
@@ -237,55 +238,53 @@ def cut_tensor() -> service_pb2.ModelInferResponse:
 
 
 FINAL = response("", {"finish_reason": "stop", "usage": USAGE})
+SEGMENT = {"at": 9, "role": "assistant"}
+LOGPROB = {"id": 1, "token": "x", "bytes": [256], "logprob": 0.0, "top": []}
+
+OUT_OF_ORDER = {
+    "nothing at all": [],
+    "no final": [response(meta=ACCEPTED)],
+    "no accepted": [response("x", {"tokens": 1})],
+    "a heartbeat before accepted": [response()],
+    "final without accepted": [FINAL],
+    "text with accepted": [response("x", ACCEPTED)],
+    "tokens with accepted": [response(meta=ACCEPTED | {"tokens": 1})],
+    "accepted twice": [response(meta=ACCEPTED), response(meta=ACCEPTED)],
+    "final twice": [response(meta=ACCEPTED), FINAL, FINAL],
+    "text after the final": [response(meta=ACCEPTED), FINAL, response("x")],
+}
+
+NOT_UNDERSTOOD = {
+    "a finish reason without usage": response("", {"finish_reason": "stop"}),
+    "usage before the end": response("", {"usage": USAGE}),
+    "another choice": response("x", {"index": 1}),
+    "a cancel's answer": response("", {"cancelled": True}),
+    "a probe's answer": response("", {"probe": PROBE}),
+    "an unknown key": response("", {"surprise": 1}),
+    "another version": response("", {"v": 2}),
+    "not JSON": response("", b"{"),
+    "empty meta": response("", b""),
+    "not UTF-8": response(b"\xe4\xbd"),
+    "an output missing": without_meta(),
+    "two strings": two_strings(),
+    "a cut tensor": cut_tensor(),
+    "a segment outside the text": response("x", {"segments": [SEGMENT]}),
+    "a byte of 256": response("x", {"logprobs": [LOGPROB]}),
+}
 
 
-@pytest.mark.parametrize(
-    "responses",
-    [
-        pytest.param([response(meta=ACCEPTED)], id="no final"),
-        pytest.param([], id="nothing at all"),
-        pytest.param([response("x", {"tokens": 1})], id="no accepted"),
-        pytest.param([response()], id="a heartbeat before accepted"),
-        pytest.param([FINAL], id="final without accepted"),
-        pytest.param([response("x", ACCEPTED)], id="text with accepted"),
-        pytest.param([response(meta=ACCEPTED | {"tokens": 1})], id="tokens with accepted"),
-        pytest.param([response(meta=ACCEPTED), response(meta=ACCEPTED)], id="accepted twice"),
-        pytest.param([response(meta=ACCEPTED), FINAL, FINAL], id="final twice"),
-        pytest.param([response(meta=ACCEPTED), FINAL, response("x")], id="text after the final"),
-        pytest.param([response(meta=ACCEPTED), response("", {"finish_reason": "stop"})], id="no usage"),
-        pytest.param([response(meta=ACCEPTED), response("", {"usage": USAGE})], id="usage too early"),
-        pytest.param([response(meta=ACCEPTED), response("x", {"index": 1})], id="another choice"),
-        pytest.param([response(meta=ACCEPTED), response("", {"cancelled": True})], id="a cancel's answer"),
-        pytest.param([response(meta=ACCEPTED), response("", {"surprise": 1})], id="an unknown key"),
-        pytest.param([response(meta=ACCEPTED), response("", {"v": 2})], id="another version"),
-        pytest.param([response(meta=ACCEPTED), response("", b"{")], id="not JSON"),
-        pytest.param([response(meta=ACCEPTED), response("", b"")], id="empty meta"),
-        pytest.param([response(meta=ACCEPTED), response(b"\xe4\xbd")], id="not UTF-8"),
-        pytest.param([response(meta=ACCEPTED), without_meta()], id="an output missing"),
-        pytest.param([response(meta=ACCEPTED), two_strings()], id="two strings"),
-        pytest.param([response(meta=ACCEPTED), cut_tensor()], id="a cut tensor"),
-        pytest.param(
-            [response(meta=ACCEPTED), response("x", {"segments": [{"at": 9, "role": "assistant"}]})],
-            id="a segment outside the text",
-        ),
-        pytest.param(
-            [
-                response(meta=ACCEPTED),
-                response(
-                    "x",
-                    {"logprobs": [{"id": 1, "token": "x", "bytes": [256], "logprob": 0.0, "top": []}]},
-                ),
-            ],
-            id="a byte of 256",
-        ),
-    ],
-)
-def test_what_is_not_in_the_contract_is_an_error(responses: list[service_pb2.ModelInferResponse]) -> None:
+@pytest.mark.parametrize("responses", OUT_OF_ORDER.values(), ids=OUT_OF_ORDER)
+def test_an_answer_out_of_order_is_an_error(responses: list[service_pb2.ModelInferResponse]) -> None:
     with pytest.raises(UpstreamProtocolError):
         decoded(*responses)
 
 
-PROBE = {"heartbeat_age_s": 0.5, "running": 1, "waiting": 2, "format": "chatglm2", "max_context": 99}
+@pytest.mark.parametrize("broken", NOT_UNDERSTOOD.values(), ids=NOT_UNDERSTOOD)
+def test_a_response_that_is_not_in_the_contract_is_an_error(broken: service_pb2.ModelInferResponse) -> None:
+    answer = DIALECT.decoder()
+    answer.decode(response(meta=ACCEPTED))
+    with pytest.raises(UpstreamProtocolError):
+        answer.decode(broken)
 
 
 def test_a_probe_overtakes_and_sends_all_three_inputs() -> None:

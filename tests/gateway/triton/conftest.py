@@ -1,222 +1,24 @@
-"""A Triton to test against: a real grpc.aio server whose models are scripted, no tensor ever computed."""
+"""Scripted Tritons, and pools in front of them."""
 
-import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
-import grpc
-import grpc.aio
 import pytest
-from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
-from gateway.generation import Generation, Message
-from gateway.triton.replicas import HealthPolicy
-from wire.meta import Accepted, Meta, ProbeReport, Usage, encode_meta
-from wire.sampling import Probe, decode_sampling
-from wire.strings import pack_strings, unpack_strings
-
-Response = service_pb2.ModelStreamInferResponse
-
-
-def reply(text: str = "", meta: Meta | bytes | None = None, *, final: bool = False) -> Response:
-    """One response of a stream entry, as Triton sends it."""
-    response = service_pb2.ModelInferResponse()
-    response.parameters["triton_final_response"].bool_param = final
-    document = meta if isinstance(meta, bytes) else encode_meta(meta or Meta())
-    for name, value in (("response", text.encode()), ("meta", document)):
-        response.outputs.add(name=name, datatype="BYTES", shape=(1, 1))
-        response.raw_output_contents.append(pack_strings([value]))
-    return Response(infer_response=response)
-
-
-def empty_final() -> Response:
-    response = service_pb2.ModelInferResponse()
-    response.parameters["triton_final_response"].bool_param = True
-    return Response(infer_response=response)
-
-
-def accepted(prompt_tokens: int = 5) -> Response:
-    return reply(meta=Meta(accepted=Accepted(request_id="r", prompt_tokens=prompt_tokens)))
-
-
-def finished(text: str = "", tokens: int = 0, *, completion_tokens: int = 2) -> Response:
-    usage = Usage(prompt_tokens=5, completion_tokens=completion_tokens)
-    return reply(text, Meta(tokens=tokens, finish_reason="stop", usage=usage), final=True)
-
-
-async def hello(request: Any, context: Any) -> AsyncIterator[Response]:
-    """A short answer in two deltas."""
-    yield accepted()
-    yield reply("Hel", Meta(tokens=1))
-    yield finished("lo", 1)
-
-
-def inputs_of(request: service_pb2.ModelInferRequest) -> dict[str, bytes]:
-    return {
-        tensor.name: unpack_strings(raw)[0]
-        for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True)
-    }
-
-
-@dataclass
-class FakeModel:
-    """A repository entry: what it says of itself, and the scripts by which it answers."""
-
-    inputs: tuple[str, ...] = ("prompt", "history", "sampling")
-    state: str = "READY"
-    answer: Callable[[Any, Any], AsyncIterator[Response]] = hello
-    probe: Callable[[Any, Any], AsyncIterator[Response]] | None = None
-    report: ProbeReport = field(
-        default_factory=lambda: ProbeReport(
-            heartbeat_age_s=0.01, running=0, waiting=0, format="chatglm3", max_context=512
-        )
-    )
-    probes: int = 0
-
-
-class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """The server. It can be stopped and started again on the same port."""
-
-    def __init__(self) -> None:
-        self.models = {"m-stream": FakeModel()}
-        self.port = 0
-        self.live = True
-        self.requests: list[service_pb2.ModelInferRequest] = []
-        self.metadata: list[dict[str, str]] = []
-        self.half_closed = 0
-        self.cancelled = asyncio.Event()
-        self._server: grpc.aio.Server | None = None
-
-    @property
-    def model(self) -> FakeModel:
-        return self.models["m-stream"]
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    async def start(self) -> None:
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
-        await self._server.start()
-
-    async def stop(self) -> None:
-        if self._server is not None:
-            await self._server.stop(None)
-            self._server = None
-
-    async def ServerLive(self, request: Any, context: Any) -> Any:  # noqa: N802 - Triton's names
-        return service_pb2.ServerLiveResponse(live=self.live)
-
-    async def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: N802
-        model = self.models.get(request.name)
-        return service_pb2.ModelReadyResponse(ready=model is not None and model.state == "READY")
-
-    async def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: N802
-        index = service_pb2.RepositoryIndexResponse()
-        for name, model in self.models.items():
-            reason = "" if model.state == "READY" else "unloaded"
-            index.models.add(name=name, version="1", state=model.state, reason=reason)
-        return index
-
-    async def ModelMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802
-        model = await self._ready(request.name, context)
-        answer = service_pb2.ModelMetadataResponse(name=request.name, versions=["1"], platform="python")
-        for name in model.inputs:
-            answer.inputs.add(name=name, datatype="BYTES", shape=(-1, 1))
-        for name in ("response", "meta"):
-            answer.outputs.add(name=name, datatype="BYTES", shape=(-1, 1))
-        return answer
-
-    async def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: N802
-        await self._ready(request.name, context)
-        config = model_config_pb2.ModelConfig(name=request.name, backend="python")
-        return service_pb2.ModelConfigResponse(config=config)
-
-    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Response]:  # noqa: N802
-        try:
-            async for request in requests:
-                async for response in self._serve(request, context):
-                    yield response
-            self.half_closed += 1
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
-
-    async def _serve(self, request: Any, context: Any) -> AsyncIterator[Response]:
-        model = self.models.get(request.model_name)
-        if model is None or model.state != "READY":
-            missing = "is not found" if model is None else "has no available versions"
-            yield Response(error_message=f"Request for unknown model: '{request.model_name}' {missing}")
-            return
-        script = model.answer
-        if isinstance(decode_sampling(inputs_of(request)["sampling"]), Probe):
-            model.probes += 1
-            if model.probe is None:
-                yield reply(meta=Meta(probe=model.report), final=True)
-                return
-            script = model.probe
-        else:
-            self.requests.append(request)
-            self.metadata.append(dict(context.invocation_metadata()))
-        async for response in script(request, context):
-            yield response
-
-    async def _ready(self, name: str, context: Any) -> FakeModel:
-        model = self.models.get(name)
-        if model is None or model.state != "READY":
-            await context.abort(
-                grpc.StatusCode.NOT_FOUND, f"Request for unknown model: '{name}' has no available versions"
-            )
-        assert model is not None
-        return model
-
-
-async def until(condition: Callable[[], bool], *, within_s: float = 20.0) -> None:
-    """Wait for `condition`; the limit is only there to fail instead of hanging."""
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        await asyncio.sleep(0.005)
-
-
-def generation(**changes: Any) -> Generation:
-    """A request with half a minute of time; must be made inside the event loop."""
-    fields: dict[str, Any] = {
-        "request_id": "req-1",
-        "model": "m",
-        "messages": (Message(role="user", content="hi"),),
-        "deadline": asyncio.get_running_loop().time() + 30,
-        "stream": True,
-    }
-    return Generation(**(fields | changes))
-
+from gateway.triton.pool import TritonUpstream
+from gateway.triton.replicas import HealthPolicy, ReplicaState
+from tests.gateway.triton.fake_triton import FakeTriton, until
 
 FAST = HealthPolicy(
     interval_s=0.02, probe_timeout_s=5.0, stuck_after_s=10.0, backoff_first_s=0.01, backoff_limit_s=0.05
 )
 
 
-@pytest.fixture(scope="session")
-def say() -> SimpleNamespace:
-    """What the tests share; a namespace, since test folders are not packages to import from."""
-    return SimpleNamespace(
-        FAST=FAST,
-        FakeModel=FakeModel,
-        accepted=accepted,
-        empty_final=empty_final,
-        finished=finished,
-        generation=generation,
-        hello=hello,
-        inputs_of=inputs_of,
-        reply=reply,
-        until=until,
-    )
+@pytest.fixture
+def fast() -> HealthPolicy:
+    """Health watched so often that tests need not wait."""
+    return FAST
 
 
 @pytest.fixture
@@ -236,3 +38,47 @@ async def tritons() -> AsyncIterator[Callable[[], Awaitable[FakeTriton]]]:
 @pytest.fixture
 async def triton(tritons: Callable[[], Awaitable[FakeTriton]]) -> FakeTriton:
     return await tritons()
+
+
+class Observer:
+    def __init__(self) -> None:
+        self.healthy: dict[tuple[str, str], bool] = {}
+        self.errors: list[tuple[str, str, str]] = []
+
+    def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
+        self.healthy[model, upstream] = healthy
+
+    def upstream_error(self, model: str, upstream: str, code: str) -> None:
+        self.errors.append((model, upstream, code))
+
+
+@pytest.fixture
+def observer() -> Observer:
+    return Observer()
+
+
+@pytest.fixture
+async def serve(observer: Observer) -> AsyncIterator[Callable[..., Awaitable[TritonUpstream]]]:
+    """Starts a pool in front of Tritons and, unless told not to, waits until all of them are ready."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(*tritons: Any, ready: bool = True, **options: Any) -> TritonUpstream:
+            options = {
+                "models": ["m"],
+                "health": FAST,
+                "observer": observer,
+                "idle_timeout_s": 20,
+            } | options
+            pool = TritonUpstream(upstreams=[triton.address for triton in tritons], **options)
+            await pool.start()
+            stack.push_async_callback(pool.close)
+            if ready:
+                await until(
+                    lambda: (
+                        bool(pool.replicas())
+                        and all(replica.state is ReplicaState.READY for replica in pool.replicas())
+                    )
+                )
+            return pool
+
+        yield start

@@ -9,6 +9,7 @@ from tritonclient.grpc import service_pb2
 
 from gateway.triton.channel import Channel
 from gateway.triton.status import Fault, TritonError
+from tests.gateway.triton.fake_triton import accepted, empty_final, hanging, reply
 from wire.strings import pack_strings
 
 
@@ -32,11 +33,6 @@ def stream(channel: Channel, *, time_s: float = 30, idle_timeout_s: float = 20) 
     return channel.stream_infer(infer_request(), deadline=deadline, idle_timeout_s=idle_timeout_s)
 
 
-async def forever(request: Any, context: Any, say: Any) -> AsyncIterator[Any]:
-    yield say.accepted()
-    await asyncio.Event().wait()
-
-
 async def test_one_request_travels_alone_with_what_triton_has_to_know(channel: Channel, triton: Any) -> None:
     responses = [response async for response in stream(channel)]
     assert len(responses) == 3
@@ -55,21 +51,19 @@ async def test_a_whole_answer_ends_by_the_streams_own_status_not_by_a_reset(
     assert not triton.cancelled.is_set()
 
 
-async def test_an_empty_final_response_ends_the_stream_unseen(
-    channel: Channel, triton: Any, say: Any
-) -> None:
+async def test_an_empty_final_response_ends_the_stream_unseen(channel: Channel, triton: Any) -> None:
     async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
-        yield say.accepted()
-        yield say.empty_final()
-        yield say.reply("never read")
+        yield accepted()
+        yield empty_final()
+        yield reply("never read")
 
     triton.model.answer = answer
     assert len([response async for response in stream(channel)]) == 1
 
 
-async def test_an_answer_beyond_grpcs_default_size_passes(channel: Channel, triton: Any, say: Any) -> None:
+async def test_an_answer_beyond_grpcs_default_size_passes(channel: Channel, triton: Any) -> None:
     async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
-        yield say.reply("x" * (5 * 2**20), final=True)
+        yield reply("x" * (5 * 2**20), final=True)
 
     triton.model.answer = answer
     (response,) = [response async for response in stream(channel)]
@@ -77,7 +71,7 @@ async def test_an_answer_beyond_grpcs_default_size_passes(channel: Channel, trit
 
 
 async def test_a_bare_text_ends_the_stream_though_the_server_leaves_it_open(
-    channel: Channel, triton: Any, say: Any
+    channel: Channel, triton: Any
 ) -> None:
     async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
         yield service_pb2.ModelStreamInferResponse(error_message="[request id: r] Exceeds maximum queue size")
@@ -90,9 +84,9 @@ async def test_a_bare_text_ends_the_stream_though_the_server_leaves_it_open(
     await asyncio.wait_for(triton.cancelled.wait(), 10)
 
 
-async def test_a_models_own_status_is_read_with_its_text(channel: Channel, triton: Any, say: Any) -> None:
+async def test_a_models_own_status_is_read_with_its_text(channel: Channel, triton: Any) -> None:
     async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
-        yield say.accepted()
+        yield accepted()
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "tritongate:invalid_request: no")
 
     triton.model.answer = answer
@@ -104,11 +98,9 @@ async def test_a_models_own_status_is_read_with_its_text(channel: Channel, trito
     assert raised.value.message == "no"
 
 
-async def test_a_stream_that_ends_without_its_final_response_was_cut(
-    channel: Channel, triton: Any, say: Any
-) -> None:
+async def test_a_stream_that_ends_without_its_final_response_was_cut(channel: Channel, triton: Any) -> None:
     async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
-        yield say.accepted()
+        yield accepted()
 
     triton.model.answer = answer
     responses = stream(channel)
@@ -119,15 +111,8 @@ async def test_a_stream_that_ends_without_its_final_response_was_cut(
 
 
 @pytest.mark.parametrize("answered", [0, 1], ids=["before the first response", "after it"])
-async def test_silence_is_an_error_and_cancels(
-    channel: Channel, triton: Any, say: Any, answered: int
-) -> None:
-    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
-        for _ in range(answered):
-            yield say.accepted()
-        await asyncio.Event().wait()
-
-    triton.model.answer = answer
+async def test_silence_is_an_error_and_cancels(channel: Channel, triton: Any, answered: int) -> None:
+    triton.model.answer = hanging(*[accepted()] * answered)
     responses = stream(channel, idle_timeout_s=0.2)
     with pytest.raises(TritonError) as raised:
         async for _ in responses:
@@ -144,12 +129,12 @@ async def test_a_slow_reader_is_not_taken_for_a_silent_upstream(channel: Channel
     assert seen == 3
 
 
-async def test_the_deadline_ends_a_stream_that_still_talks(channel: Channel, triton: Any, say: Any) -> None:
+async def test_the_deadline_ends_a_stream_that_still_talks(channel: Channel, triton: Any) -> None:
     async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
-        yield say.accepted()
+        yield accepted()
         while True:
             await asyncio.sleep(0.02)
-            yield say.reply()
+            yield reply()
 
     triton.model.answer = answer
     with pytest.raises(TritonError) as raised:
@@ -159,16 +144,16 @@ async def test_the_deadline_ends_a_stream_that_still_talks(channel: Channel, tri
     await asyncio.wait_for(triton.cancelled.wait(), 10)
 
 
-async def test_closing_the_generator_cancels_the_call(channel: Channel, triton: Any, say: Any) -> None:
-    triton.model.answer = lambda request, context: forever(request, context, say)
+async def test_closing_the_generator_cancels_the_call(channel: Channel, triton: Any) -> None:
+    triton.model.answer = hanging(accepted())
     responses = stream(channel)
     await anext(responses)
     await responses.aclose()
     await asyncio.wait_for(triton.cancelled.wait(), 10)
 
 
-async def test_cancelling_the_waiting_task_cancels_the_call(channel: Channel, triton: Any, say: Any) -> None:
-    triton.model.answer = lambda request, context: forever(request, context, say)
+async def test_cancelling_the_waiting_task_cancels_the_call(channel: Channel, triton: Any) -> None:
+    triton.model.answer = hanging(accepted())
     waiting = asyncio.Event()
 
     async def read() -> None:
@@ -198,8 +183,8 @@ async def test_nobody_there_is_said_at_once(triton: Any) -> None:
         await channel.close()
 
 
-async def test_a_server_that_goes_away_ends_its_streams(channel: Channel, triton: Any, say: Any) -> None:
-    triton.model.answer = lambda request, context: forever(request, context, say)
+async def test_a_server_that_goes_away_ends_its_streams(channel: Channel, triton: Any) -> None:
+    triton.model.answer = hanging(accepted())
     responses = stream(channel)
     await anext(responses)
     await triton.stop()
@@ -208,8 +193,8 @@ async def test_a_server_that_goes_away_ends_its_streams(channel: Channel, triton
     assert raised.value.fault is Fault.UNREACHABLE
 
 
-async def test_closing_the_channel_ends_calls_with_an_error_of_their_own(triton: Any, say: Any) -> None:
-    triton.model.answer = lambda request, context: forever(request, context, say)
+async def test_closing_the_channel_ends_calls_with_an_error_of_their_own(triton: Any) -> None:
+    triton.model.answer = hanging(accepted())
     channel = Channel(triton.address)
     responses = stream(channel)
     await anext(responses)

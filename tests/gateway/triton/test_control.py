@@ -6,6 +6,7 @@ import pytest
 from gateway.triton.channel import Channel
 from gateway.triton.control import Control, ModelMetadata, RepositoryEntry
 from gateway.triton.status import Fault, TritonError
+from tests.gateway.triton.fake_triton import FakeModel
 
 
 @pytest.fixture
@@ -26,8 +27,8 @@ async def test_a_model_is_ready_or_not(control: Control, triton: Any) -> None:
     assert not await control.model_ready("other")
 
 
-async def test_the_repository_is_listed_with_states(control: Control, triton: Any, say: Any) -> None:
-    triton.models["old-stream"] = say.FakeModel(state="UNAVAILABLE")
+async def test_the_repository_is_listed_with_states(control: Control, triton: Any) -> None:
+    triton.models["old-stream"] = FakeModel(state="UNAVAILABLE")
     assert await control.repository() == [
         RepositoryEntry(name="m-stream", state="READY", reason=""),
         RepositoryEntry(name="old-stream", state="UNAVAILABLE", reason="unloaded"),

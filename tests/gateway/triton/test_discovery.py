@@ -8,6 +8,8 @@ import pytest
 
 from gateway.triton.channel import Channel
 from gateway.triton.discovery import Discovery
+from gateway.triton.replicas import HealthPolicy
+from tests.gateway.triton.fake_triton import FakeModel, until
 
 
 class Found:
@@ -21,10 +23,10 @@ class Found:
 
 
 @pytest.fixture
-async def found(triton: Any, say: Any) -> AsyncIterator[Found]:
+async def found(triton: Any, fast: HealthPolicy) -> AsyncIterator[Found]:
     channel = Channel(triton.address)
     found = Found()
-    task = asyncio.create_task(Discovery(channel, say.FAST, found).watch())
+    task = asyncio.create_task(Discovery(channel, fast, found).watch())
     yield found
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -32,60 +34,58 @@ async def found(triton: Any, say: Any) -> AsyncIterator[Found]:
     await channel.close()
 
 
-async def looks(found: Found, say: Any, count: int = 2) -> None:
+async def looks(found: Found, count: int = 2) -> None:
     enough = found.looks + count
-    await say.until(lambda: found.looks >= enough)
+    await until(lambda: found.looks >= enough)
 
 
-async def test_stream_entries_of_our_contract_are_found_once(triton: Any, found: Found, say: Any) -> None:
-    triton.models["m-tokenizer"] = say.FakeModel(inputs=("request",))
-    await looks(found, say, 3)
+async def test_stream_entries_of_our_contract_are_found_once(triton: Any, found: Found) -> None:
+    triton.models["m-tokenizer"] = FakeModel(inputs=("request",))
+    await looks(found, 3)
     assert found.models == ["m"]
-    triton.models["n-stream"] = say.FakeModel()
-    await looks(found, say)
+    triton.models["n-stream"] = FakeModel()
+    await looks(found)
     assert found.models == ["m", "n"]
 
 
-async def test_an_entry_that_is_not_loaded_is_not_found_until_it_is(
-    triton: Any, found: Found, say: Any
-) -> None:
-    triton.models["n-stream"] = say.FakeModel(state="LOADING")
-    await looks(found, say)
+async def test_an_entry_that_is_not_loaded_is_not_found_until_it_is(triton: Any, found: Found) -> None:
+    triton.models["n-stream"] = FakeModel(state="LOADING")
+    await looks(found)
     assert found.models == ["m"]
     triton.models["n-stream"].state = "READY"
-    await looks(found, say)
+    await looks(found)
     assert found.models == ["m", "n"]
 
 
 async def test_an_entry_of_another_contract_is_named_once_in_the_log_with_its_inputs(
-    triton: Any, found: Found, say: Any, caplog: pytest.LogCaptureFixture
+    triton: Any, found: Found, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        triton.models["foreign-stream"] = say.FakeModel(inputs=("text_input", "sampling_parameters"))
-        await looks(found, say, 3)
+        triton.models["foreign-stream"] = FakeModel(inputs=("text_input", "sampling_parameters"))
+        await looks(found, 3)
     told = [record.getMessage() for record in caplog.records if "foreign-stream" in record.getMessage()]
     assert len(told) == 1
     assert "sampling_parameters, text_input" in told[0]
     assert found.models == ["m"]
 
 
-async def test_an_entry_that_comes_back_as_ours_is_found(triton: Any, found: Found, say: Any) -> None:
-    triton.models["n-stream"] = say.FakeModel(inputs=("text_input",))
-    await looks(found, say)
+async def test_an_entry_that_comes_back_as_ours_is_found(triton: Any, found: Found) -> None:
+    triton.models["n-stream"] = FakeModel(inputs=("text_input",))
+    await looks(found)
     del triton.models["n-stream"]
-    await looks(found, say)
-    triton.models["n-stream"] = say.FakeModel()
-    await looks(found, say)
+    await looks(found)
+    triton.models["n-stream"] = FakeModel()
+    await looks(found)
     assert found.models == ["m", "n"]
 
 
 async def test_a_triton_that_is_away_is_asked_again(
-    triton: Any, found: Found, say: Any, caplog: pytest.LogCaptureFixture
+    triton: Any, found: Found, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await looks(found, say)
+    await looks(found)
     with caplog.at_level(logging.WARNING):
         await triton.stop()
-        await say.until(lambda: "models cannot be listed" in caplog.text)
+        await until(lambda: "models cannot be listed" in caplog.text)
         await triton.start()
-        await looks(found, say)
+        await looks(found)
     assert caplog.text.count("models cannot be listed") == 1

@@ -20,6 +20,7 @@ from gateway.triton.replicas import (
     unable,
 )
 from gateway.triton.status import Fault, TritonError
+from tests.gateway.triton.fake_triton import hanging, until
 
 
 class Observer:
@@ -45,91 +46,92 @@ async def watched(triton: Any, policy: HealthPolicy, observer: Any = None) -> As
     await channel.close()
 
 
-async def becomes(replica: Replica, state: ReplicaState, say: Any) -> None:
-    await say.until(lambda: replica.state is state)
+async def becomes(replica: Replica, state: ReplicaState) -> None:
+    await until(lambda: replica.state is state)
 
 
-async def test_a_replica_is_ready_by_a_probe_and_knows_its_model(triton: Any, say: Any) -> None:
+async def test_a_replica_is_ready_by_a_probe_and_knows_its_model(triton: Any, fast: HealthPolicy) -> None:
     observer = Observer()
-    async with watched(triton, say.FAST, observer) as replica:
+    async with watched(triton, fast, observer) as replica:
         assert replica.state is ReplicaState.UNKNOWN
-        await becomes(replica, ReplicaState.READY, say)
+        await becomes(replica, ReplicaState.READY)
         _, report = replica.serving()
         assert report.chat_format == "chatglm3"
         assert report.max_context == 512
-        await say.until(lambda: triton.model.probes > 3)
+        await until(lambda: triton.model.probes > 3)
     assert observer.health == [("m", False), ("m", True)]
 
 
-async def test_a_server_that_goes_and_comes_back_is_followed(triton: Any, say: Any) -> None:
-    async with watched(triton, say.FAST) as replica:
-        await becomes(replica, ReplicaState.READY, say)
+async def test_a_server_that_goes_and_comes_back_is_followed(triton: Any, fast: HealthPolicy) -> None:
+    async with watched(triton, fast) as replica:
+        await becomes(replica, ReplicaState.READY)
         await triton.stop()
-        await becomes(replica, ReplicaState.UNREACHABLE, say)
+        await becomes(replica, ReplicaState.UNREACHABLE)
         with pytest.raises(TritonError) as raised:
             replica.serving()
         assert raised.value.fault is Fault.UNREACHABLE
         await triton.start()
-        await becomes(replica, ReplicaState.READY, say)
+        await becomes(replica, ReplicaState.READY)
 
 
-async def test_an_unloaded_model_is_not_ready_and_may_come_back_as_another(triton: Any, say: Any) -> None:
-    async with watched(triton, say.FAST) as replica:
-        await becomes(replica, ReplicaState.READY, say)
+async def test_an_unloaded_model_is_not_ready_and_may_come_back_as_another(
+    triton: Any, fast: HealthPolicy
+) -> None:
+    async with watched(triton, fast) as replica:
+        await becomes(replica, ReplicaState.READY)
         triton.model.state = "UNAVAILABLE"
-        await becomes(replica, ReplicaState.NOT_READY, say)
+        await becomes(replica, ReplicaState.NOT_READY)
         triton.model.inputs = ("text_input", "stream")
         triton.model.state = "READY"
-        await say.until(lambda: "stream, text_input" in replica.reason)
+        await until(lambda: "stream, text_input" in replica.reason)
         assert replica.state is ReplicaState.NOT_READY
         triton.model.inputs = ("prompt", "history", "sampling")
         triton.model.report = msgspec.structs.replace(triton.model.report, format="chatglm2")
-        await becomes(replica, ReplicaState.READY, say)
+        await becomes(replica, ReplicaState.READY)
         assert replica.serving()[1].chat_format == "chatglm2"
 
 
-async def test_a_dead_stub_is_found_though_triton_calls_the_model_ready(triton: Any, say: Any) -> None:
+async def test_a_dead_stub_is_found_though_triton_calls_the_model_ready(
+    triton: Any, fast: HealthPolicy
+) -> None:
     async def dead(request: Any, context: Any) -> AsyncIterator[Any]:
         yield await context.abort(grpc.StatusCode.INTERNAL, "Stub process 'm-stream_0_0' is not healthy.")
 
-    async with watched(triton, say.FAST) as replica:
-        await becomes(replica, ReplicaState.READY, say)
+    async with watched(triton, fast) as replica:
+        await becomes(replica, ReplicaState.READY)
         triton.model.probe = dead
-        await becomes(replica, ReplicaState.STUCK, say)
+        await becomes(replica, ReplicaState.STUCK)
         triton.model.probe = None
-        await becomes(replica, ReplicaState.READY, say)
+        await becomes(replica, ReplicaState.READY)
 
 
-async def test_an_engine_that_stopped_going_round_is_stuck(triton: Any, say: Any) -> None:
-    async with watched(triton, say.FAST) as replica:
-        await becomes(replica, ReplicaState.READY, say)
+async def test_an_engine_that_stopped_going_round_is_stuck(triton: Any, fast: HealthPolicy) -> None:
+    async with watched(triton, fast) as replica:
+        await becomes(replica, ReplicaState.READY)
         triton.model.report = msgspec.structs.replace(triton.model.report, heartbeat_age_s=10.5)
-        await becomes(replica, ReplicaState.STUCK, say)
+        await becomes(replica, ReplicaState.STUCK)
         triton.model.report = msgspec.structs.replace(triton.model.report, heartbeat_age_s=9.5)
-        await becomes(replica, ReplicaState.READY, say)
-
-
-async def silence(request: Any, context: Any) -> AsyncIterator[Any]:
-    await asyncio.Event().wait()
-    yield
+        await becomes(replica, ReplicaState.READY)
 
 
 async def test_a_model_that_does_not_answer_is_told_from_a_server_that_does_not(
-    triton: Any, say: Any, monkeypatch: pytest.MonkeyPatch
+    triton: Any, fast: HealthPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with watched(triton, replace(say.FAST, probe_timeout_s=0.2)) as replica:
-        triton.model.probe = silence
-        await becomes(replica, ReplicaState.STUCK, say)
+    async with watched(triton, replace(fast, probe_timeout_s=0.2)) as replica:
+        triton.model.probe = hanging()
+        await becomes(replica, ReplicaState.STUCK)
 
         async def frozen(self: Any) -> bool:
             raise TritonError(Fault.DEADLINE, "frozen")
 
         monkeypatch.setattr("gateway.triton.control.Control.live", frozen)
-        await becomes(replica, ReplicaState.UNREACHABLE, say)
+        await becomes(replica, ReplicaState.UNREACHABLE)
 
 
 @pytest.mark.parametrize("state", [ReplicaState.READY, ReplicaState.NOT_READY])
-async def test_a_full_queue_is_neither_death_nor_life(triton: Any, say: Any, state: ReplicaState) -> None:
+async def test_a_full_queue_is_neither_death_nor_life(
+    triton: Any, fast: HealthPolicy, state: ReplicaState
+) -> None:
     fulls = 0
 
     async def full(request: Any, context: Any) -> AsyncIterator[Any]:
@@ -137,54 +139,56 @@ async def test_a_full_queue_is_neither_death_nor_life(triton: Any, say: Any, sta
         fulls += 1
         yield service_pb2.ModelStreamInferResponse(error_message="[request id: p] Exceeds maximum queue size")
 
-    async with watched(triton, say.FAST) as replica:
+    async with watched(triton, fast) as replica:
         if state is ReplicaState.NOT_READY:
             triton.model.state = "LOADING"
-        await becomes(replica, state, say)
+        await becomes(replica, state)
         triton.model.probe = full
         triton.model.state = "READY"
-        await say.until(lambda: fulls > 3)
+        await until(lambda: fulls > 3)
         assert replica.state is state
 
 
-async def test_a_probe_that_cannot_be_understood_is_not_ready_with_the_reason(triton: Any, say: Any) -> None:
+async def test_a_probe_that_cannot_be_understood_is_not_ready_with_the_reason(
+    triton: Any, fast: HealthPolicy
+) -> None:
     triton.model.report = msgspec.structs.replace(triton.model.report, format="glm9")
-    async with watched(triton, say.FAST) as replica:
-        await becomes(replica, ReplicaState.NOT_READY, say)
+    async with watched(triton, fast) as replica:
+        await becomes(replica, ReplicaState.NOT_READY)
         assert "glm9" in replica.reason
 
 
-async def test_a_suspicion_is_looked_into_at_once(triton: Any, say: Any) -> None:
-    async with watched(triton, replace(say.FAST, interval_s=3600)) as replica:
-        await becomes(replica, ReplicaState.READY, say)
+async def test_a_suspicion_is_looked_into_at_once(triton: Any, fast: HealthPolicy) -> None:
+    async with watched(triton, replace(fast, interval_s=3600)) as replica:
+        await becomes(replica, ReplicaState.READY)
         replica.suspect(TritonError(Fault.SILENT, "nothing came"))
         assert replica.state is ReplicaState.STUCK
-        await becomes(replica, ReplicaState.READY, say)
+        await becomes(replica, ReplicaState.READY)
         replica.suspect(TritonError(Fault.INVALID_REQUEST, "the client's own"))
         assert replica.state is ReplicaState.READY
 
 
 async def test_a_fault_of_the_check_itself_does_not_end_the_watch(
-    triton: Any, say: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    triton: Any, fast: HealthPolicy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with watched(triton, say.FAST) as replica:
-        await becomes(replica, ReplicaState.READY, say)
+    async with watched(triton, fast) as replica:
+        await becomes(replica, ReplicaState.READY)
         with monkeypatch.context() as broken:
             broken.setattr("gateway.dialects.chatglm.ChatGLMDialect.probe", lambda *_: 1 / 0)
-            await becomes(replica, ReplicaState.NOT_READY, say)
-        await becomes(replica, ReplicaState.READY, say)
+            await becomes(replica, ReplicaState.NOT_READY)
+        await becomes(replica, ReplicaState.READY)
     assert "ZeroDivisionError" in caplog.text
 
 
 async def test_a_state_is_logged_when_it_changes_not_at_every_probe(
-    triton: Any, say: Any, caplog: pytest.LogCaptureFixture
+    triton: Any, fast: HealthPolicy, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        async with watched(triton, say.FAST) as replica:
-            await becomes(replica, ReplicaState.READY, say)
+        async with watched(triton, fast) as replica:
+            await becomes(replica, ReplicaState.READY)
             for age in (11, 12, 13):
                 triton.model.report = msgspec.structs.replace(triton.model.report, heartbeat_age_s=age)
-                await say.until(lambda age=age: f"{age} s" in replica.reason)
+                await until(lambda age=age: f"{age} s" in replica.reason)
     assert [record.getMessage() for record in caplog.records] == ["replica is ready", "replica is stuck"]
 
 

@@ -1,0 +1,128 @@
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from gateway.errors import (
+    InvalidRequestError,
+    RateLimitError,
+    UnavailableError,
+)
+from gateway.generation import Accepted, Delta, Event
+from gateway.triton.pool import TritonUpstream
+from gateway.triton.replicas import ReplicaState
+from tests.gateway.triton.fake_triton import accepted, finished, generation, losing, refusing, reply, until
+from wire.meta import Meta
+
+
+async def collect(pool: TritonUpstream, request: Any) -> list[Event]:
+    return [event async for event in pool.generate(request)]
+
+
+def text(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Delta))
+
+
+Serve = Callable[..., Any]
+
+
+async def test_generations_spread_over_the_replicas(tritons: Any, serve: Serve) -> None:
+    first, second = await tritons(), await tritons()
+    pool = await serve(first, second)
+    release = asyncio.Event()
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield accepted()
+        await release.wait()
+        yield finished("x", 1)
+
+    first.model.answer = second.model.answer = answer
+    tasks = [asyncio.create_task(collect(pool, generation())) for _ in range(6)]
+    await until(lambda: len(first.requests) + len(second.requests) == 6)
+    release.set()
+    await asyncio.gather(*tasks)
+    assert (len(first.requests), len(second.requests)) == (3, 3)
+
+
+@pytest.mark.parametrize("seen", ["nothing", "accepted", "a heartbeat"])
+async def test_a_replica_lost_before_the_first_token_is_replaced_unseen(
+    tritons: Any, serve: Serve, observer: Any, seen: str
+) -> None:
+    first, second = await tritons(), await tritons()
+    pool = await serve(first, second)
+    before = {
+        "nothing": [],
+        "accepted": [accepted()],
+        "a heartbeat": [accepted(), reply()],
+    }[seen]
+    first.model.answer = losing(*before)
+    for _ in range(2):
+        events = await collect(pool, generation())
+        assert sum(isinstance(event, Accepted) for event in events) == 1
+        assert text(events) == "Hello"
+        await until(lambda: all(replica.state is ReplicaState.READY for replica in pool.replicas()))
+    assert first.requests
+    assert set(observer.errors) == {("m", first.address, "unreachable")}
+
+
+@pytest.mark.parametrize("delta", [Meta(tokens=1), None], ids=["a token without text", "text"])
+async def test_after_the_first_token_nothing_is_repeated(
+    tritons: Any, serve: Serve, delta: Meta | None
+) -> None:
+    first, second = await tritons(), await tritons()
+    pool = await serve(first, second)
+    seen = reply("", delta) if delta else reply("He")
+    first.model.answer = second.model.answer = losing(accepted(), seen)
+    events = pool.generate(generation())
+    assert isinstance(await anext(events), Accepted)
+    assert isinstance(await anext(events), Delta)
+    with pytest.raises(UnavailableError):
+        await anext(events)
+    assert len(first.requests) + len(second.requests) == 1
+
+
+async def test_a_full_engine_may_be_passed_by(tritons: Any, serve: Serve) -> None:
+    first, second = await tritons(), await tritons()
+    pool = await serve(first, second)
+    first.model.answer = refusing("tritongate:queue_full: 512 are waiting")
+    for _ in range(2):
+        assert text(await collect(pool, generation())) == "Hello"
+    second.model.answer = first.model.answer
+    with pytest.raises(RateLimitError) as raised:
+        await collect(pool, generation())
+    assert raised.value.retry_after_s == 1
+    assert all(replica.state is ReplicaState.READY for replica in pool.replicas())
+
+
+async def test_a_refusal_of_the_request_is_not_taken_elsewhere(tritons: Any, serve: Serve) -> None:
+    first, second = await tritons(), await tritons()
+    pool = await serve(first, second)
+    first.model.answer = second.model.answer = refusing("tritongate:invalid_request: bad")
+    with pytest.raises(InvalidRequestError):
+        await collect(pool, generation())
+    assert len(first.requests) + len(second.requests) == 1
+
+
+async def test_attempts_are_bounded(tritons: Any, serve: Serve) -> None:
+    servers = [await tritons() for _ in range(4)]
+    pool = await serve(*servers, max_attempts=2)
+    for server in servers:
+        server.model.answer = losing(accepted())
+    with pytest.raises(UnavailableError):
+        await collect(pool, generation())
+    assert sum(len(server.requests) for server in servers) == 2
+
+
+async def test_a_dead_replica_is_avoided_and_taken_back(tritons: Any, serve: Serve) -> None:
+    first, second = await tritons(), await tritons()
+    pool = await serve(first, second)
+    await first.stop()
+    for _ in range(4):
+        assert text(await collect(pool, generation())) == "Hello"
+    assert len(second.requests) == 4
+    await first.start()
+    await until(lambda: all(replica.state is ReplicaState.READY for replica in pool.replicas()))
+    await collect(pool, generation())
+    await collect(pool, generation())
+    assert len(first.requests) == 1
