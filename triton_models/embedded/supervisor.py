@@ -159,6 +159,8 @@ class Supervisor:
             if misses >= _LIVE_MISSES:
                 return "tritonserver does not answer"
             for watcher in watchers:
+                if isinstance(watcher.failure, ServerError):
+                    return str(watcher.failure)
                 if watcher.failure is not None:
                     raise watcher.failure
             if not self._ready and all(watcher.state is EntryState.UP for watcher in watchers):

@@ -12,7 +12,7 @@ import psutil
 
 from triton_models.embedded.backoff import Backoff
 from triton_models.embedded.client import CallError, TritonClient
-from triton_models.embedded.errors import LoadError, StoppedError
+from triton_models.embedded.errors import LoadError, ServerError, StoppedError
 from triton_models.embedded.log import ServerLog
 from triton_models.embedded.rundir import RunDirectory
 from triton_models.embedded.server import TritonServer
@@ -26,6 +26,8 @@ _MISSES = 3
 """Probes in a row without an answer in time: a full engine answers them at once, a busy machine later."""
 _LONGEST_HEARTBEAT_AGE_S = 60.0
 """Far beyond any step: the longest is a chunk of prefill on a busy CPU."""
+_ABSENT_LIMIT = 10
+"""Looks in a row, one a second, that find no process of an entry being loaded."""
 _FIRST_TOKEN_TIMEOUT_S = 300.0
 _UNLOAD_TIMEOUT_S = 2.0
 _SERVER_DEATH_S = 1.5
@@ -75,12 +77,13 @@ class Surroundings:
 class EntryWatcher:
     """Loads the entry, then probes it; an entry that died or is stuck is unloaded and loaded again.
 
-    `failure` is set, and the watcher ends, when the first load fails and `must_load` says so.
+    `failure` is set, and the watcher ends, when the first load fails and `must_load` says so (a `LoadError`),
+    or when only a new server helps (a `ServerError`).
     """
 
     def __init__(self, entry: Entry, surroundings: Surroundings, *, must_load: bool) -> None:
         self.state = EntryState.LOADING
-        self.failure: LoadError | None = None
+        self.failure: LoadError | ServerError | None = None
         self._entry = entry
         self._around = surroundings
         self._must_load = must_load
@@ -115,6 +118,8 @@ class EntryWatcher:
                 self._pause(self._backoff.failed())
         except StoppedError:
             return
+        except ServerError as error:
+            self.failure = error
 
     def _came_up(self) -> None:
         if self.state is EntryState.DOWN:
@@ -132,6 +137,7 @@ class EntryWatcher:
 
         Raises:
             LoadError: Triton refused, or the entry does not answer.
+            ServerError: the load will never end.
             StoppedError: the server's life is over.
         """
         entry, around = self._entry, self._around
@@ -153,6 +159,7 @@ class EntryWatcher:
             around.log.reset_progress()
             around.emit(Loading(entry.model, 0.0))
         started = time.monotonic()
+        absent = 0
         try:
             with around.run.claim_environments():
                 call = around.client.load(entry.name)
@@ -161,6 +168,10 @@ class EntryWatcher:
                     if entry.engine:
                         elapsed_s = round(time.monotonic() - started, 1)
                         around.emit(Loading(entry.model, elapsed_s, around.log.progress))
+                    # Triton waits for ever for a stub that dies before it reports to it.
+                    absent = 0 if around.server.stubs(entry.name) else absent + 1
+                    if absent == _ABSENT_LIMIT:
+                        raise ServerError(f"{entry.name}: its process died before it began to load")
         except CallError as error:
             raise LoadError(load_failure(str(error), around.log)) from error
 
@@ -259,6 +270,8 @@ def load_failure(message: str, log: ServerLog) -> str:
         message = found[1]
     elif errors := log.errors():
         message = f"{message}: {errors[-1]}"
+    if _DEAD_STUB in message:
+        return "its process died while loading; is there enough memory?"
     return " ".join(_TRACEBACK.sub("", message).split()).rstrip(";")
 
 

@@ -9,8 +9,9 @@ from triton_models.embedded.watcher import load_failure
 
 ERROR = b'E1121 09:55:12.868396 4723 main.cc:535] "failed to start GRPC service"\n'
 LOAD_FAILURE = (
-    "load failed for model 'm-stream': version 1 is at UNAVAILABLE state: Internal: CheckpointError: "
-    "/c/a.bin: tensor 'x'\n has no shape\n\nAt:\n  /site/build.py(3): build\n  /m/1/model.py(9): initialize\n;"
+    "load failed for model 'm-stream': version 1 is at UNAVAILABLE state: Internal: "
+    "CheckpointError: /c/a.bin: tensor 'x'\n has no shape\n\n"
+    "At:\n  /site/build.py(3): build\n  /m/1/model.py(9): initialize\n;"
 )
 
 
@@ -67,6 +68,8 @@ def test_a_load_failure_is_one_line_without_traceback(server_log: ServerLog) -> 
     expected = "CheckpointError: /c/a.bin: tensor 'x' has no shape"
     assert load_failure(LOAD_FAILURE, server_log) == expected
     assert load_failure("no such model", server_log) == "no such model"
+    dead = "is at UNAVAILABLE state: Internal: Stub process 'm_0_0' is not healthy.;"
+    assert load_failure(dead, server_log).startswith("its process died while loading")
     follow(server_log, ERROR)
     assert load_failure("poll failed", server_log) == "poll failed: failed to start GRPC service"
     server_log.close()

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from triton_models.embedded.client import TritonClient
 from triton_models.embedded.rundir import RunDirectory
 from wire import events
 
@@ -128,3 +129,17 @@ def test_a_missing_model(embedded: Callable[..., Any]) -> None:
     failed = started.wait_for(events.Failed, 15)
     assert failed.message == "--model /no/such/folder: /no/such/folder is not a directory"
     assert started.process.wait(10) == 1
+
+
+def test_the_built_in_model(embedded: Callable[..., Any]) -> None:
+    """The only test here with the real engine."""
+    started = embedded("--device", "cpu")
+    notices = [started.wait_for(events.Notice), started.wait_for(events.Notice)]
+    assert "random weights" in notices[1].message
+    assert started.wait_for(events.Ready).models == ["chatglm3-demo"]
+    with TritonClient(started.ready.grpc) as client:
+        client.generate("chatglm3-demo-stream", 30)
+        assert client.probe("chatglm3-demo-stream", 10).format == "chatglm3"
+    started.process.terminate()
+    started.wait_gone()
+    assert started.process.returncode == 0

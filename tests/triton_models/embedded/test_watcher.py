@@ -1,0 +1,243 @@
+"""One entry's life over a scripted Triton, with every pause cut short."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triton_models.embedded import watcher
+from triton_models.embedded.client import CallError, EntryState
+from triton_models.embedded.errors import LoadError, ServerError
+from triton_models.embedded.log import ServerLog
+from triton_models.embedded.rundir import RunDirectory
+from triton_models.embedded.watcher import Entry, EntryWatcher, Surroundings
+from wire import events
+from wire.meta import ProbeReport
+
+WELL = ProbeReport(heartbeat_age_s=0.1, running=0, waiting=0, format="chatglm3", max_context=1)
+NOT_READY = CallError("Request for unknown model: 'm-stream' is not ready")
+TIMED_OUT = CallError("Deadline Exceeded", timed_out=True)
+
+
+class Stub:
+    def __init__(self) -> None:
+        self.alive = True
+
+    def is_running(self) -> bool:
+        return self.alive
+
+    def status(self) -> str:
+        return "sleeping"
+
+    def kill(self) -> None:
+        self.alive = False
+
+
+class Triton:
+    """Server and client in one: an entry that loads and answers, until told otherwise."""
+
+    def __init__(self) -> None:
+        self.state_ = EntryState("", "")
+        self.processes: list[Stub] = []
+        self.answers: queue.Queue[ProbeReport | CallError] = queue.Queue()
+        self.load_error: CallError | None = None
+        self.hangs = False
+        self.calls: list[str] = []
+
+    def stubs(self, _: str) -> list[Stub]:
+        return [stub for stub in self.processes if stub.alive]
+
+    def load(self, _: str) -> "Triton":
+        self.calls.append("load")
+        return self
+
+    def wait(self, _: float) -> bool:
+        if self.hangs:
+            return False
+        if self.load_error is not None:
+            raise self.load_error
+        self.processes = [Stub()]
+        self.state_ = EntryState("READY", "")
+        return True
+
+    def generate(self, *_: Any) -> None:
+        self.calls.append("generate")
+
+    def unload(self, *_: Any) -> None:
+        self.calls.append("unload")
+        self.state_ = EntryState("UNAVAILABLE", "unloaded")
+
+    def state(self, *_: Any) -> EntryState:
+        return self.state_
+
+    def probe(self, *_: Any) -> ProbeReport:
+        try:
+            answer = self.answers.get_nowait()
+        except queue.Empty:
+            return WELL
+        if isinstance(answer, CallError):
+            raise answer
+        return answer
+
+
+class Watched:
+    def __init__(self, folder: Path) -> None:
+        self.triton: Any = Triton()
+        self.told: queue.Queue[events.Event] = queue.Queue()
+        self.over = threading.Event()
+        run = RunDirectory(folder)
+        self.around = Surroundings(
+            server=self.triton,
+            client=self.triton,
+            run=run,
+            log=ServerLog(run.log),
+            emit=self.told.put,
+            over=self.over,
+            loading=threading.Lock(),
+        )
+
+    def start(self, *, must_load: bool = True, engine: bool = True) -> EntryWatcher:
+        entry = Entry(name="m-stream", model="m", engine=engine)
+        self.watcher = EntryWatcher(entry, self.around, must_load=must_load)
+        self.watcher.start()
+        return self.watcher
+
+    def next(self, kind: type) -> Any:
+        while True:
+            event = self.told.get(timeout=10)
+            if isinstance(event, kind):
+                return event
+
+    def wait_up(self) -> None:
+        self.wait(lambda: self.watcher.state is watcher.EntryState.UP)
+
+    @staticmethod
+    def wait(holds: Any) -> None:
+        for _ in range(1000):
+            if holds():
+                return
+            threading.Event().wait(0.01)
+        raise AssertionError
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    for name in ("_INTERVAL_S", "_SERVER_DEATH_S", "_UNLOAD_TIMEOUT_S"):
+        monkeypatch.setattr(watcher, name, 0.01)
+    monkeypatch.setattr("triton_models.embedded.backoff._FIRST_S", 0.01)
+    made = Watched(tmp_path)
+    yield made
+    made.over.set()
+    made.watcher.join(10)
+    assert not made.watcher._thread.is_alive()
+    made.around.log.close()
+
+
+def test_an_entry_is_loaded_and_must_answer(watched: Watched) -> None:
+    watched.start()
+    watched.wait_up()
+    assert watched.triton.calls == ["load", "generate"]
+
+
+def test_a_first_load_that_fails_ends_the_watcher(watched: Watched) -> None:
+    watched.triton.load_error = CallError("no such file")
+    ended = watched.start()
+    ended.join(10)
+    assert isinstance(ended.failure, LoadError)
+    assert str(ended.failure) == "m-stream: no such file"
+
+
+def test_a_later_load_that_fails_is_tried_again(watched: Watched) -> None:
+    watched.triton.load_error = CallError("no such file")
+    watched.start(must_load=False)
+    assert watched.next(events.ModelDown).reason == "m-stream: no such file"
+    watched.triton.load_error = None
+    watched.next(events.ModelUp)
+
+
+def test_a_load_whose_process_died_asks_for_a_new_server(watched: Watched) -> None:
+    watched.triton.hangs = True
+    ended = watched.start(must_load=False)
+    ended.join(10)
+    assert isinstance(ended.failure, ServerError)
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ([TIMED_OUT] * 3, "no answer to a probe"),
+        ([NOT_READY] * 3, "a probe was refused: Request for unknown"),
+        ([CallError("Stub process 'm_0_0' is not healthy.")], "is not healthy"),
+        (
+            [ProbeReport(heartbeat_age_s=61, running=9, waiting=9, format="chatglm3", max_context=1)],
+            "not moved",
+        ),
+    ],
+)
+def test_an_entry_that_does_not_answer_is_loaded_again(
+    watched: Watched, answers: list[Any], reason: str
+) -> None:
+    watched.start()
+    watched.wait_up()
+    first = watched.triton.processes
+    for answer in answers:
+        watched.triton.answers.put(answer)
+    assert reason in watched.next(events.ModelDown).reason
+    watched.next(events.ModelUp)
+    assert watched.triton.calls[2:] == ["unload", "load", "generate"]
+    assert not first[0].alive
+
+
+def test_two_misses_and_an_old_but_living_heartbeat_are_forgiven(watched: Watched) -> None:
+    watched.start()
+    watched.wait_up()
+    slow = ProbeReport(heartbeat_age_s=59, running=9, waiting=9, format="chatglm3", max_context=1)
+    for answer in (TIMED_OUT, TIMED_OUT, slow, TIMED_OUT, TIMED_OUT, WELL):
+        watched.triton.answers.put(answer)
+    watched.wait(watched.triton.answers.empty)
+    assert watched.triton.calls == ["load", "generate"]
+
+
+@pytest.mark.parametrize("engine", [True, False])
+def test_a_dead_process_is_seen_without_a_request(watched: Watched, engine: bool) -> None:
+    watched.start(engine=engine)
+    watched.wait_up()
+    watched.triton.processes[0].kill()
+    assert watched.next(events.ModelDown).reason == "m-stream: its process died"
+    watched.next(events.ModelUp)
+
+
+def test_a_stub_that_triton_replaced_is_no_fault(watched: Watched) -> None:
+    watched.start(engine=False)
+    watched.wait_up()
+    old, watched.triton.processes = watched.triton.processes, [Stub()]
+    old[0].kill()
+    watched.wait(lambda: watched.watcher._stubs == watched.triton.processes)
+    assert watched.triton.calls == ["load"]
+
+
+def test_what_somebody_unloaded_waits_until_it_is_loaded(watched: Watched) -> None:
+    watched.start()
+    watched.wait_up()
+    watched.triton.unload()
+    watched.triton.processes[0].kill()
+    watched.wait(lambda: watched.watcher.state is watcher.EntryState.UNLOADED)
+    assert watched.triton.calls == ["load", "generate", "unload"]
+    watched.triton.wait(0)
+    watched.wait_up()
+
+
+def test_a_call_that_fails_with_its_server_is_not_the_entrys_fault(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watcher, "_SERVER_DEATH_S", 10)
+    watched.triton.load_error = CallError("Socket closed")
+    ended = watched.start(must_load=False)
+    watched.wait(lambda: "load" in watched.triton.calls)
+    watched.over.set()
+    ended.join(10)
+    assert ended.state is watcher.EntryState.LOADING
+    assert ended.failure is None
