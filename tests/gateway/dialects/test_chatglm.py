@@ -30,6 +30,7 @@ CHATGLM2 = ModelReport(heartbeat_age_s=0, chat_format="chatglm2", max_context=51
 ACCEPTED = {"accepted": {"request_id": "r", "prompt_tokens": 7}}
 PROBE = {"heartbeat_age_s": 0.5, "running": 1, "waiting": 2, "format": "chatglm2", "max_context": 99}
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "cached_tokens": 2}
+END = {"tokens": 1, "finish_reason": "stop", "usage": USAGE}
 
 
 def response(text: str | bytes = "", meta: Any = None, *, order: int = 1) -> service_pb2.ModelInferResponse:
@@ -156,7 +157,7 @@ def test_a_streamed_answer_becomes_events() -> None:
 def test_an_answer_in_one_response_is_one_delta() -> None:
     events = decoded(
         response(meta=ACCEPTED),
-        response("whole", {"tokens": 3, "finish_reason": "stop", "usage": USAGE}),
+        response("whole", END),
     )
     assert [event.text for event in events if isinstance(event, Delta)] == ["whole"]
 
@@ -165,7 +166,7 @@ def test_text_that_was_held_back_comes_with_the_end() -> None:
     events = decoded(
         response(meta=ACCEPTED),
         response("a [[训练", {"tokens": 2}),
-        response("", {"tokens": 1, "finish_reason": "stop", "usage": USAGE}),
+        response("", END),
     )
     assert [event.text for event in events if isinstance(event, Delta)] == ["a ", "[[训练"]
 
@@ -173,15 +174,7 @@ def test_text_that_was_held_back_comes_with_the_end() -> None:
 def test_segments_are_text_of_their_own() -> None:
     (_, delta) = decoded(
         response(meta=ACCEPTED),
-        response(
-            "onetwo",
-            {
-                "tokens": 3,
-                "segments": [{"at": 3, "role": "assistant"}],
-                "finish_reason": "stop",
-                "usage": USAGE,
-            },
-        ),
+        response("onetwo", END | {"segments": [{"at": 3, "role": "assistant"}]}),
     )
     assert isinstance(delta, Delta)
     assert delta.text == "one\ntwo"
@@ -189,17 +182,10 @@ def test_segments_are_text_of_their_own() -> None:
 
 def test_logprobs_are_carried_over() -> None:
     top = {"id": 4, "token": "\ufffd", "bytes": [0xE4], "logprob": -0.5}
+    sampled = {"id": 3, "token": "x", "bytes": [120], "logprob": -0.25, "top": [top]}
     (_, delta) = decoded(
         response(meta=ACCEPTED),
-        response(
-            "x",
-            {
-                "tokens": 1,
-                "logprobs": [{"id": 3, "token": "x", "bytes": [120], "logprob": -0.25, "top": [top]}],
-                "finish_reason": "stop",
-                "usage": USAGE,
-            },
-        ),
+        response("x", END | {"logprobs": [sampled]}),
     )
     assert isinstance(delta, Delta)
     assert delta.logprobs == (
@@ -215,7 +201,7 @@ def test_logprobs_are_carried_over() -> None:
 def test_outputs_are_found_by_name_not_by_place() -> None:
     assert decoded(
         response(meta=ACCEPTED, order=-1),
-        response("x", {"tokens": 1, "finish_reason": "stop", "usage": USAGE}, order=-1),
+        response("x", END, order=-1),
     )
 
 
@@ -225,19 +211,13 @@ def without_meta() -> service_pb2.ModelInferResponse:
     return built
 
 
-def two_strings() -> service_pb2.ModelInferResponse:
-    built = response("x")
-    built.raw_output_contents[0] = pack_strings([b"x", b"y"])
+def with_raw_text(raw: bytes) -> service_pb2.ModelInferResponse:
+    built = response()
+    built.raw_output_contents[0] = raw
     return built
 
 
-def cut_tensor() -> service_pb2.ModelInferResponse:
-    built = response("x")
-    built.raw_output_contents[0] = b"\x09\x00"
-    return built
-
-
-FINAL = response("", {"finish_reason": "stop", "usage": USAGE})
+FINAL = response("", END)
 SEGMENT = {"at": 9, "role": "assistant"}
 LOGPROB = {"id": 1, "token": "x", "bytes": [256], "logprob": 0.0, "top": []}
 
@@ -266,8 +246,8 @@ NOT_UNDERSTOOD = {
     "empty meta": response("", b""),
     "not UTF-8": response(b"\xe4\xbd"),
     "an output missing": without_meta(),
-    "two strings": two_strings(),
-    "a cut tensor": cut_tensor(),
+    "two strings": with_raw_text(pack_strings([b"x", b"y"])),
+    "a cut tensor": with_raw_text(b"\x09\x00"),
     "a segment outside the text": response("x", {"segments": [SEGMENT]}),
     "a byte of 256": response("x", {"logprobs": [LOGPROB]}),
 }
