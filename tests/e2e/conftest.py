@@ -1,39 +1,32 @@
-"""A real tritonserver under the golden checkpoints, started once for all end-to-end tests."""
+"""`tritongate up` over the golden checkpoints, started once for all tests that do not break it."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+import openai
 import pytest
 
 from tests.e2e.stream_client import StreamClient
-from wire.events import Failed, Ready, decode_event
-
-GOLDEN = Path(__file__).parents[1] / "golden"
+from tests.e2e.up_process import GOLDEN, UpProcess
 
 
 @pytest.fixture(scope="session")
-def embedded() -> Iterator[Ready]:
-    command = [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin", "--dtype", "float32"]
-    for model in ("chatglm3", "chatglm2"):
-        command += ["--model", str(GOLDEN / model)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def up() -> Iterator[UpProcess]:
+    models = [text for name in ("chatglm3", "chatglm2") for text in ("--model", str(GOLDEN / name))]
+    process = UpProcess(*models, "--dtype", "float32")
     try:
-        for line in process.stdout:
-            event = decode_event(line)
-            assert not isinstance(event, Failed), event
-            if isinstance(event, Ready):
-                yield event
-                break
+        yield process.wait_ready()
     finally:
-        process.stdin.close()
-        process.stdout.close()
-        process.wait(20)
+        process.close()
 
 
 @pytest.fixture(scope="session")
-def triton(embedded: Ready) -> Iterator[StreamClient]:
-    client = StreamClient(embedded.grpc)
+def triton(up: UpProcess) -> Iterator[StreamClient]:
+    client = StreamClient(up.triton_grpc)
     yield client
     client.close()
+
+
+@pytest.fixture
+def sdk(up: UpProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=up.base_url + "/v1", api_key="unused", max_retries=0) as client:
+        yield client

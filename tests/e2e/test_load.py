@@ -1,0 +1,132 @@
+"""Many at once: nobody's answer depends on anybody else, and what is left behind is nothing."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.stream_client import StreamClient
+from tests.e2e.up_process import GOLDEN, UpProcess, wait_until
+from triton_models.entries import ModelEntry, write_entries
+
+pytestmark = pytest.mark.e2e
+
+CLIENTS = 64
+GAUGES = (
+    "tritongate_engine_requests_running",
+    "tritongate_engine_requests_waiting",
+    "tritongate_engine_kv_blocks_used",
+    "tritongate_requests_in_flight",
+    "tritongate_requests_waiting",
+)
+
+
+def different(number: int) -> dict[str, Any]:
+    """A request unlike its neighbours in prompt, length, temperature, truncation and seed."""
+    return {
+        "model": "chatglm3",
+        "messages": [{"role": "user", "content": f"第{number}个问题：{'天气' * (number % 9)} {number}?"}],
+        "temperature": (0, 0.3, 0.7, 1.0, 1.5)[number % 5],
+        "top_p": (1.0, 0.9, 0.5)[number % 3],
+        "max_tokens": 8 + number * 7 % 60,
+        "seed": 1000 + number,
+        "extra_body": {"top_k": (0, 5, 50)[number % 3]},
+    }
+
+
+async def streamed(client: openai.AsyncOpenAI, asked: dict[str, Any]) -> tuple[str, str, int]:
+    """Return text, finish reason and completion tokens."""
+    text, reason, tokens = "", "", -1
+    stream = await client.chat.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    )
+    async for chunk in stream:
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            reason = choice.finish_reason or reason
+        if chunk.usage:
+            tokens = chunk.usage.completion_tokens
+    return text, reason, tokens
+
+
+def sdk(up: UpProcess) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=up.base_url + "/v1", api_key="unused", max_retries=0, timeout=100)
+
+
+async def test_every_answer_is_what_it_is_alone(up: UpProcess) -> None:
+    async with sdk(up) as client:
+        asked = [different(number) for number in range(CLIENTS)]
+        alone = [await streamed(client, each) for each in asked]
+        together = await asyncio.gather(*(streamed(client, each) for each in asked))
+    assert together == alone
+    assert len({text for text, _, _ in alone}) > CLIENTS // 2
+    await idle(up)
+
+
+async def test_a_burst_is_batched_by_triton(up: UpProcess, triton: StreamClient) -> None:
+    before = triton.statistics("chatglm3-stream")
+    asked = different(1) | {"max_tokens": 2}
+    async with sdk(up) as client:
+        await asyncio.gather(*(streamed(client, asked) for _ in range(CLIENTS)))
+    inferences, executions = (
+        new - old for new, old in zip(triton.statistics("chatglm3-stream"), before, strict=True)
+    )
+    assert inferences >= CLIENTS
+    assert executions < inferences
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_half_of_the_clients_hang_up(up: UpProcess, stream: bool) -> None:
+    async with sdk(up) as client:
+        asked = different(3) | {"max_tokens": 480, "extra_body": {"ignore_eos": True}}
+
+        async def one() -> None:
+            answer = await client.chat.completions.create(**asked, stream=stream)
+            if stream:
+                async for _ in answer:
+                    pass
+
+        clients = [asyncio.create_task(one()) for _ in range(CLIENTS)]
+        await until(lambda: up.gauge("tritongate_requests_in_flight") == CLIENTS)
+        for leaving in clients[::2]:
+            leaving.cancel()
+        left = time.monotonic()
+        await until(lambda: up.gauge("tritongate_requests_in_flight") <= CLIENTS // 2)
+        await until(
+            lambda: (
+                up.gauge("tritongate_engine_requests_running")
+                + up.gauge("tritongate_engine_requests_waiting")
+                <= CLIENTS // 2
+            )
+        )
+        took = time.monotonic() - left
+        stayed = await asyncio.gather(*clients, return_exceptions=True)
+    assert took < 2, "running sequences outlive the clients that hung up"
+    assert [type(each) for each in stayed[1::2]] == [type(None)] * (CLIENTS // 2)
+    assert all(isinstance(each, asyncio.CancelledError) for each in stayed[::2])
+    await idle(up)
+
+
+async def until(holds: Any) -> None:
+    await asyncio.to_thread(wait_until, holds)
+
+
+async def idle(up: UpProcess) -> None:
+    await until(lambda: all(up.gauge(name) == 0 for name in GAUGES))
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
+    """A server whose engine takes two at a time, so that few requests keep it full for long."""
+    repository = tmp_path_factory.mktemp("repository")
+    entry = ModelEntry(name="glm", checkpoint=str(GOLDEN / "chatglm3"), max_running=2, max_waiting=60)
+    write_entries(Path(repository), model=entry)
+    process = UpProcess("--repository", str(repository))
+    try:
+        yield process.wait_ready()
+    finally:
+        process.close()

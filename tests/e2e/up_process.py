@@ -1,0 +1,157 @@
+"""`tritongate up` as a process: how the end-to-end tests reach everything behind one command."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+READY_TIMEOUT_S = 100.0
+STOP_TIMEOUT_S = 10.0
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+class UpProcess:
+    """One run of `tritongate up`, its addresses, its output, and every process it ever had."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.port, http, grpc, metrics = free_ports(4)
+        self.base_url = f"http://127.0.0.1:{self.port}"
+        self.triton_http = f"http://127.0.0.1:{http}"
+        self.triton_grpc = f"127.0.0.1:{grpc}"
+        self.triton_metrics = f"http://127.0.0.1:{metrics}/metrics"
+        ports = {"--port": self.port, "--triton-http-port": http, "--triton-grpc-port": grpc}
+        ports["--triton-metrics-port"] = metrics
+        flags = [text for name, port in ports.items() for text in (name, str(port))]
+        self._known: dict[int, psutil.Process] = {}
+        self.output = ""
+        self.process = subprocess.Popen(
+            [str(Path(sys.executable).with_name("tritongate")), "up", *flags, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"TRITONGATE_LOG_LEVEL": "warning"},
+            start_new_session=True,
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.output += line.decode()
+
+    def wait_ready(self) -> "UpProcess":
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while not self.is_ready():
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.1)
+        self.tree()
+        return self
+
+    def is_ready(self) -> bool:
+        try:
+            return httpx.get(self.base_url + "/health/ready", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def tree(self) -> list[psutil.Process]:
+        """Return the living processes below this one, and remember them: an orphan stays findable."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                self._known[process.pid] = process
+        return [process for process in self._known.values() if lives(process)]
+
+    def find(self, *begins: str, contains: str = "") -> psutil.Process:
+        """Return the one living process whose first arguments end in `begins`."""
+
+        def fits(command: list[str]) -> bool:
+            firsts = zip(command, begins, strict=False)
+            return all(word.endswith(end) for word, end in firsts) and contains in " ".join(command)
+
+        found = [process for process in self.tree() if fits(process.cmdline())]
+        assert len(found) == 1, (begins, contains, [process.cmdline() for process in self.tree()])
+        return found[0]
+
+    def stub(self, entry: str) -> psutil.Process:
+        return self.find("triton_python_backend_stub", contains=f"/{entry}/")
+
+    def server(self) -> psutil.Process:
+        return self.find("bin/tritonserver")
+
+    def supervisor(self) -> psutil.Process:
+        return self.find("", "-m", "triton_models.embedded")
+
+    def gauge(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's samples, of the gateway or of the engine, that have these labels."""
+        url = (
+            self.triton_metrics
+            if name.startswith(("tritongate_engine_", "nv_"))
+            else self.base_url + "/metrics"
+        )
+        return metric(httpx.get(url, timeout=20).text, name, **labels)
+
+    def stop(self) -> int:
+        """End it as Ctrl-C does; hold that it takes its time limit only and leaves no process."""
+        self.tree()
+        self.process.send_signal(signal.SIGINT)
+        status = self.process.wait(STOP_TIMEOUT_S)
+        assert not self.tree(), [process.cmdline() for process in self.tree()]
+        return status
+
+    def close(self) -> None:
+        """End whatever a failed test left."""
+        remaining = self.tree()
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_TIMEOUT_S)
+        for process in [*remaining, *self.tree()]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def metric(exposition: str, name: str, **labels: str) -> float:
+    """Return the sum of a metric's samples that have these labels."""
+    total = 0.0
+    for line in exposition.splitlines():
+        found = re.fullmatch(r"([a-zA-Z_:]+)(?:\{(.*)\})? (\S+)", line)
+        if found and found[1] == name:
+            present = dict(re.findall(r'(\w+)="([^"]*)"', found[2] or ""))
+            if labels.items() <= present.items():
+                total += float(found[3])
+    return total
+
+
+def wait_until(holds: Any, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to hold"
+        time.sleep(0.05)
