@@ -151,10 +151,11 @@ class TritonUpstream:
 
     async def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
         """Run `request`: see `gateway.upstream.Upstream.generate`."""
-        replicas = self._find(request.model).replicas
         tried: list[Replica] = []
         accepted = delivered = False
         while True:
+            # Looked up anew for each attempt: the pool may have been closed meanwhile.
+            replicas = self._find(request.model).replicas
             replica = least_outstanding([replica for replica in replicas if replica not in tried])
             if replica is None:
                 raise unable(replicas).to_gateway()
@@ -177,10 +178,10 @@ class TritonUpstream:
                 return
 
     async def _attempt(self, replica: Replica, request: Generation) -> AsyncGenerator[Event, None]:
-        """Run `request` on one replica; raises TritonError, or InvalidRequestError before it is sent."""
+        """Run `request` on one replica; raises TritonError, or a GatewayError if it was never sent."""
         remaining_s = request.deadline - asyncio.get_running_loop().time()
         if remaining_s <= 0:
-            raise TritonError(Fault.DEADLINE, "the deadline passed before the request was sent")
+            raise TritonError(Fault.DEADLINE, "the deadline passed before it was sent").to_gateway()
         dialect, report = replica.serving()
         decoder = dialect.decoder()
         responses = replica.channel.stream_infer(

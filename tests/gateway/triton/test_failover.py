@@ -126,3 +126,15 @@ async def test_a_dead_replica_is_avoided_and_taken_back(tritons: Any, serve: Ser
     await collect(pool, generation())
     await collect(pool, generation())
     assert len(first.requests) == 1
+
+
+async def test_a_closed_pool_tries_no_other_replica(tritons: Any, serve: Serve, monkeypatch: Any) -> None:
+    first, second = await tritons(), await tritons()
+    pool = await serve(first, second)
+    first.model.answer = second.model.answer = losing(accepted())
+    events = pool.generate(generation())
+    await anext(events)
+    monkeypatch.setattr(pool, "_closed", True)
+    with pytest.raises(UnavailableError, match="shutting down"):
+        await anext(events)
+    assert len(first.requests) + len(second.requests) == 1

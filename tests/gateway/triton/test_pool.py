@@ -206,11 +206,14 @@ async def test_messages_the_chat_format_cannot_hold_are_refused_before_anything_
     assert text(await collect(pool, generation())) == "Hello"
 
 
-async def test_a_passed_deadline_is_never_sent(triton: Any, serve: Serve) -> None:
+async def test_a_passed_deadline_is_never_sent_and_nobodys_failure(
+    triton: Any, serve: Serve, observer: Any
+) -> None:
     pool = await serve(triton)
     with pytest.raises(DeadlineError):
         await collect(pool, generation(deadline=asyncio.get_running_loop().time() - 1))
     assert triton.requests == []
+    assert observer.errors == []
 
 
 async def test_a_silent_model_is_given_up_and_suspected(triton: Any, serve: Serve, observer: Any) -> None:
