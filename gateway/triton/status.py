@@ -2,8 +2,8 @@
 
 Triton fails in four ways: a gRPC status; a bare text in `error_message` of an open stream, without a code;
 one of our models' refusals (`wire.refusal`) inside either; silence. `classify` makes a `Fault` of the first
-three, `gateway.triton.channel` of the last, and `TREATMENTS` says what each fault means. Texts were collected
-from tritonserver 2.51 and are checked against the real server by the end-to-end tests.
+three, `gateway.triton.channel` of the last, and `TREATMENTS` says what each fault means. The texts are those
+of tritonserver 2.51; the end-to-end tests provoke them there, except the ones marked below.
 
 Only a refusal's own words reach a client, first line only: everything else of Triton's text (tracebacks,
 paths) is for the log.
@@ -113,9 +113,10 @@ _TEXTS = [
     (re.compile(r"Request timeout expired"), Fault.DEADLINE),
     (re.compile(r"Stub process .*is not healthy"), Fault.STUB_DEAD),
     (re.compile(r"Request for unknown model"), Fault.NOT_READY),
+    # Found in the server's binary, not provoked: said while it shuts down.
     (re.compile(r"Server not ready"), Fault.NOT_READY),
     (re.compile(r"Server is stopping"), Fault.NOT_READY),
-    # grpc's own, when the connection goes while the request is being written.
+    # grpc's own, not provoked either: the connection goes while the request is being written.
     (re.compile(r"Failed \"execute_batch\""), Fault.UNREACHABLE),
 ]
 
