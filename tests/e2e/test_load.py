@@ -2,16 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from tests.e2e.stream_client import StreamClient
-from tests.e2e.up_process import GOLDEN, UpProcess, wait_until
-from triton_models.entries import ModelEntry, write_entries
+from tests.e2e.up_process import UpProcess, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -117,16 +114,3 @@ async def until(holds: Any) -> None:
 
 async def idle(up: UpProcess) -> None:
     await until(lambda: all(up.gauge(name) == 0 for name in GAUGES))
-
-
-@pytest.fixture(scope="module")
-def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
-    """A server whose engine takes two at a time, so that few requests keep it full for long."""
-    repository = tmp_path_factory.mktemp("repository")
-    entry = ModelEntry(name="glm", checkpoint=str(GOLDEN / "chatglm3"), max_running=2, max_waiting=60)
-    write_entries(Path(repository), model=entry)
-    process = UpProcess("--repository", str(repository))
-    try:
-        yield process.wait_ready()
-    finally:
-        process.close()

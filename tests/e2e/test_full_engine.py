@@ -1,0 +1,155 @@
+"""A minute in which the engine has no room: what must pass passes, and nothing is taken for dead."""
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from tests.e2e.stream_client import StreamClient
+from tests.e2e.up_process import GOLDEN, free_ports, metric, wait_until
+from triton_models.entries import ModelEntry, write_entries
+from wire.events import Ready, decode_event
+from wire.meta import Meta
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+FULL_S = 60.0
+RUNNING, WAITING = 2, 60
+CLIENTS = 40
+AT_ONCE_S = 5.0
+"""Far less than the wait behind a full engine, far more than a busy machine needs."""
+HEARTBEAT_S = 2.0
+
+
+@dataclass
+class Narrow:
+    """`tritongate serve` in front of a Triton whose engine runs two sequences at a time."""
+
+    base_url: str
+    triton: StreamClient
+
+
+@pytest.fixture
+def narrow(tmp_path: Path) -> Iterator[Narrow]:
+    entry = ModelEntry(
+        name="glm", checkpoint=str(GOLDEN / "chatglm3"), max_running=RUNNING, max_waiting=WAITING
+    )
+    write_entries(tmp_path, model=entry)
+    with contextlib.ExitStack() as stack:
+        embedded = [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin"]
+        ready = started(stack, [*embedded, "--repository", str(tmp_path)])
+        port = free_ports(1)[0]
+        command = [Path(sys.executable).with_name("tritongate"), "serve", "--upstreams", ready.grpc]
+        gateway = subprocess.Popen([*command, "--port", str(port), "--log-level", "warning"])
+        stack.callback(gateway.wait, 20)
+        stack.callback(gateway.terminate)
+        triton = StreamClient(ready.grpc)
+        stack.callback(triton.close)
+        served = Narrow(f"http://127.0.0.1:{port}", triton)
+        wait_until(lambda: is_ready(served))
+        yield served
+
+
+def started(stack: contextlib.ExitStack, command: list[str]) -> Ready:
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    stack.callback(process.stdout.close)
+    stack.callback(process.wait, 20)
+    stack.callback(process.stdin.close)
+    for line in process.stdout:
+        event = decode_event(line)
+        if isinstance(event, Ready):
+            return event
+    pytest.fail("the embedded Triton ended before it was ready")
+
+
+def is_ready(narrow: Narrow) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(narrow.base_url + "/health/ready", timeout=AT_ONCE_S).status_code == 200
+    return False
+
+
+class Feeders:
+    """Clients that ask again as soon as they are answered, so that the engine stays full."""
+
+    def __init__(self, base_url: str) -> None:
+        self.answers = 0
+        self.errors: list[Exception] = []
+        self._base_url = base_url
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    async def _run(self) -> None:
+        async with openai.AsyncOpenAI(
+            base_url=self._base_url + "/v1", api_key="x", max_retries=0, timeout=200
+        ) as sdk:
+            await asyncio.gather(*(self._feed(sdk) for _ in range(CLIENTS)))
+
+    async def _feed(self, sdk: openai.AsyncOpenAI) -> None:
+        while not self._stop.is_set():
+            try:
+                await sdk.chat.completions.create(
+                    model="glm",
+                    messages=[{"role": "user", "content": "你好"}],
+                    max_tokens=480,
+                    extra_body={"ignore_eos": True},
+                )
+                self.answers += 1
+            except openai.APIError as error:
+                self.errors.append(error)
+
+
+def control(triton: StreamClient, **sampling: object) -> Meta:
+    """Send a probe or a cancel ahead of everything, and hold that it is answered at once."""
+    began = time.monotonic()
+    ((_, meta),) = triton.stream("glm", priority=1, **sampling)
+    assert time.monotonic() - began < AT_ONCE_S
+    return meta
+
+
+def test_a_full_engine_still_answers_for_itself(narrow: Narrow) -> None:
+    triton = narrow.triton
+    rounds = 0
+    with Feeders(narrow.base_url) as feeders:
+        wait_until(lambda: control(triton, probe=True).probe.waiting >= CLIENTS - RUNNING - 2)
+        until = time.monotonic() + FULL_S
+        while time.monotonic() < until:
+            rounds += 1
+            report = control(triton, probe=True).probe
+            assert report.running == RUNNING
+            assert report.waiting > 0
+            assert is_ready(narrow)
+            request_id = f"waits-{rounds}"
+            waiting = triton.stream("glm", "你好", request_id=request_id, max_tokens=480, priority=2)
+            assert next(waiting)[1].accepted is not None
+            began = time.monotonic()
+            assert next(waiting)[1] == Meta(), "a request that waits is kept alive by heartbeats"
+            assert time.monotonic() - began < HEARTBEAT_S + AT_ONCE_S
+            assert control(triton, cancel=request_id).cancelled is True
+            with pytest.raises(grpc.RpcError) as ended:
+                next(waiting)
+            assert ended.value.code() is grpc.StatusCode.CANCELLED
+    assert rounds > 5
+    assert feeders.errors == []
+    assert feeders.answers > 0
+    exposition = httpx.get(narrow.base_url + "/metrics").text
+    assert metric(exposition, "tritongate_upstream_healthy", model="glm") == 1
+    assert metric(exposition, "tritongate_upstream_errors_total") == 0
