@@ -1,6 +1,7 @@
 """Which sequences work in a step, on how many tokens, with which KV blocks. Knows nothing of tensors."""
 
 from bisect import bisect_left, insort
+from collections import deque
 from operator import attrgetter
 
 from triton_models.engine.batch import Batch, Chunk
@@ -14,7 +15,8 @@ _rank = attrgetter("rank")
 class Scheduler:
     """Mixes decodes and prompt chunks within a budget of tokens per step.
 
-    * Every running decode has its token in every step, so a long prompt never stops the others.
+    * Every running decode has its token in every step, so a long prompt never stops the others. What is left
+      goes to prompts by rank: one that outranks a prompt under way overtakes it.
     * A sequence is admitted when the blocks for all its known tokens are free, and takes them then: no prompt
       runs out of blocks halfway.
     * When a decode finds no block, the running sequence of the worst rank (priority, then arrival) gives up
@@ -55,11 +57,15 @@ class Scheduler:
         batch = Batch()
         self._schedule_decodes(batch)
         budget = self._max_batched_tokens - len(batch.decodes)
-        for sequence in [each for each in self.running if each.state is SequenceState.PREFILL]:
-            budget -= self._prefill(sequence, budget, batch)
-        # What was just preempted must not come straight back: it would take the blocks it was made to give.
-        while budget > 0 and not batch.preemptions and (admitted := self._admit(batch)) is not None:
-            budget -= self._prefill(admitted, budget, batch)
+        prefilling = deque(each for each in self.running if each.state is SequenceState.PREFILL)
+        while budget > 0:
+            started = prefilling[0] if prefilling else None
+            sequence = self._admit_before(started, batch) or started
+            if sequence is None:
+                break
+            if sequence is started:
+                prefilling.popleft()
+            budget -= _prefill(sequence, budget, batch)
         return batch
 
     def _schedule_decodes(self, batch: Batch) -> None:
@@ -81,22 +87,15 @@ class Scheduler:
             self._take_blocks(sequence, missing, batch)
         return True
 
-    def _prefill(self, sequence: Sequence, budget: int, batch: Batch) -> int:
-        """Schedule as much of a prompt as the budget allows; returns the number of tokens."""
-        count = min(len(sequence.tokens) - sequence.computed, budget)
-        if count:
-            batch.prefills.append(Chunk(sequence, sequence.computed, count))
-        return count
-
-    def _admit(self, batch: Batch) -> Sequence | None:
-        """Start the first waiting sequence if there is a place and its blocks are free."""
+    def _admit_before(self, started: Sequence | None, batch: Batch) -> Sequence | None:
+        """Admit the first waiting sequence if it outranks `started`, has a place and its blocks are free."""
         sequence = self.waiting.first()
-        if sequence is None or len(self.running) >= self._max_running:
+        if sequence is None or (started is not None and started.rank < sequence.rank):
             return None
         needed = self._blocks.blocks_for(len(sequence.tokens))
         # A block more for each running sequence keeps the next few steps from preempting what is admitted
-        # now.
-        if needed + len(self.running) > self._blocks.free:
+        # now. What this step preempted cannot come straight back: it needs more than it gave.
+        if len(self.running) >= self._max_running or needed + len(self.running) > self._blocks.free:
             return None
         self.waiting.remove(sequence.request.request_id)
         sequence.move_to(SequenceState.PREFILL)
@@ -120,3 +119,10 @@ class Scheduler:
         taken = self._blocks.allocate(count)
         sequence.blocks += taken
         batch.new_blocks += taken
+
+
+def _prefill(sequence: Sequence, budget: int, batch: Batch) -> int:
+    """Schedule as much of a prompt as the budget allows; returns the number of tokens."""
+    count = min(len(sequence.tokens) - sequence.computed, budget)
+    batch.prefills.append(Chunk(sequence, sequence.computed, count))
+    return count

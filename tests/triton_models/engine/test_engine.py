@@ -217,7 +217,7 @@ def _finals(engine: Engine) -> list:
 def test_nan_in_one_request_is_its_own_error_and_leaves_nothing_behind() -> None:
     engine = Engine(FakeModel(), SMALL)
     engine.add(request("healthy", [4, 5, 6]))
-    engine.add(request("sick", [POISON, 1, 2]))
+    engine.add(request("sick", [POISON] * 4))
     outputs = run(engine)
     assert [each.finish_reason for each in outputs["sick"]] == [FinishReason.ERROR]
     assert outputs["sick"][0].error == "the model's output is not finite"
@@ -227,6 +227,30 @@ def test_nan_in_one_request_is_its_own_error_and_leaves_nothing_behind() -> None
         engine.add(request(str(number), [number, 7]))
     for number, answer in run(engine).items():
         assert ids(answer) == continuation([int(number), 7], 8)
+
+
+def test_nan_in_the_first_block_does_not_reach_rows_that_are_padded() -> None:
+    engine = Engine(FakeModel(), SMALL)
+    engine.add(request("sick", [POISON] * 40))
+    engine.step()
+    for name, prompt in (("short", [4]), ("long", [5] * 7)):
+        engine.add(request(name, prompt, replace(GREEDY, max_tokens=5), priority=-1))
+    outputs = run(engine)
+    assert outputs["sick"][0].error == "the model's output is not finite"
+    assert ids(outputs["short"]) == continuation([4], 5)
+    assert ids(outputs["long"]) == continuation([5] * 7, 5)
+
+
+def test_an_important_prompt_overtakes_one_under_way() -> None:
+    model = FakeModel()
+    engine = Engine(model, SMALL)
+    engine.add(request("long", [1] * 30))
+    engine.step()
+    engine.add(request("equal", [2] * 3))
+    engine.step()
+    engine.add(request("important", [3] * 3, priority=-1))
+    engine.step()
+    assert model.steps == [[*range(8)], [*range(8, 16)], [0, 1, 2, *range(16, 21)]]
 
 
 def test_a_failed_step_ends_the_running_requests_and_no_other() -> None:

@@ -112,13 +112,20 @@ def test_a_deadline_needs_no_other_request_to_wake_the_loop(harness: Harness) ->
     assert harness.final("a").finish_reason is FinishReason.DEADLINE
 
 
-def test_the_heartbeat_goes_on_when_idle(harness: Harness) -> None:
+def test_the_heartbeat_goes_on_when_idle_without_spinning(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness.loop.add(request("a"))
+    harness.final("a")
+    turns: list[float] = []
+    monkeypatch.setattr(Engine, "step", lambda _: turns.append(time.monotonic()))
     seen = set()
     end = time.monotonic() + 30
     while len(seen) < 3 and time.monotonic() < end:
         seen.add(harness.loop.heartbeat)
         time.sleep(0.05)
     assert len(seen) == 3
+    assert len(turns) < 10
 
 
 def test_the_heartbeat_stands_still_while_a_step_hangs(harness: Harness) -> None:

@@ -160,6 +160,23 @@ def test_what_leaves_one_token_draws_it(row: dict[str, Any]) -> None:
     assert tokens(logits, *rows) == logits.argmax(dim=-1).tolist()
 
 
+@pytest.mark.parametrize(("number", "token"), [(0.0, 2), (1 - 2.0**-48, 37)])
+def test_the_ends_of_the_random_numbers_never_draw_what_has_no_probability(
+    monkeypatch: pytest.MonkeyPatch, number: float, token: int
+) -> None:
+    def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+        return torch.full(seeds.shape, number, dtype=torch.float64)
+
+    monkeypatch.setattr("triton_models.engine.sampler.uniform", uniform)
+    assert tokens(some_logits(), {"temperature": 1.0, "banned": [0, 1, 38, 39]}) == [token]
+
+
+@pytest.mark.parametrize("row", [{"top_k": 3}, {"top_p": 2.5 / 2000}])
+def test_of_equals_the_first_ids_are_kept(row: dict[str, Any]) -> None:
+    rows = [{"temperature": 1.0, "seed": number, **row} for number in range(60)]
+    assert set(tokens(torch.zeros(60, 2000), *rows)) == {0, 1, 2}
+
+
 def test_extreme_logits_and_temperatures_stay_numbers() -> None:
     logits = some_logits(3) * 1e30
     rows = [{"temperature": each} for each in (1e-5, 1.0, 2.0)]

@@ -1,8 +1,9 @@
 """The engine on the golden checkpoints, against what the original code answered in fp32."""
 
 import json
+import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from tests.triton_models.engine.fake_model import ids, request, run
 from triton_models.checkpoint import load_model
 from triton_models.engine.engine import Engine
-from triton_models.engine.models.chatglm import ChatGLM
+from triton_models.engine.models.chatglm import ChatGLM, _rotary_table
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
 
@@ -98,6 +99,16 @@ def whole_pass(model: ChatGLM, tokens: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         positions = torch.arange(len(tokens))
         return model.forward(torch.tensor(tokens), positions, attention, positions[-1:])[0]
+
+
+def test_rope_ratio_multiplies_the_base(golden: Golden) -> None:
+    config = replace(golden.model.config, rope_ratio=50.0)
+    cos, sin = _rotary_table(config, torch.device("cpu"))
+    # Half of 16 numbers is rotated, in 4 pairs.
+    for pair in range(4):
+        angle = 300 / (10_000 * 50) ** (2 * pair / 8)
+        assert cos[300, pair].item() == pytest.approx(math.cos(angle), abs=1e-4)
+        assert sin[300, pair].item() == pytest.approx(math.sin(angle), abs=1e-4)
 
 
 def test_64_mixed_requests_get_what_each_gets_alone(golden: Golden) -> None:
