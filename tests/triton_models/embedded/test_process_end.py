@@ -55,6 +55,7 @@ def test_supervisor_and_warden_killed_together(
     os.kill(started.process.pid, signal.SIGSTOP)  # it must not repair anything between the two kills
     started.find("warden").kill()
     started.process.kill()
+    started.process.wait(10)
     psutil.wait_procs([process for process in started.living() if process.name() == "tritonserver"], 10)
     monkeypatch.setattr("tempfile.tempdir", str(started.folder))
     RunDirectory.create().remove()
