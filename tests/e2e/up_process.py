@@ -32,6 +32,8 @@ def free_ports(count: int) -> list[int]:
 class UpProcess:
     """One run of `tritongate up`, its addresses, its output, and every process it ever had."""
 
+    python = sys.executable
+
     def __init__(self, *arguments: str) -> None:
         self.port, http, grpc, metrics = free_ports(4)
         self.base_url = f"http://127.0.0.1:{self.port}"

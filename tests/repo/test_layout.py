@@ -81,7 +81,7 @@ def test_the_gateway_runs_without_the_models_side() -> None:
     """As after a plain `pip install tritongate`, where none of these exist."""
     program = """
 import importlib, pkgutil, sys
-absent = ("torch", "transformers", "pytriton", "sentencepiece", "safetensors", "triton_models", "rich", "psutil")
+absent = ("torch", "transformers", "pytriton", "sentencepiece", "safetensors", "triton_models", "psutil")
 for name in absent:
     sys.modules[name] = None
 import gateway

@@ -1,0 +1,53 @@
+"""ARCHITECTURE.md's tables of the wire contract name exactly the keys that the code accepts."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from wire import names
+from wire.history import Turn
+from wire.meta import Meta
+from wire.refusal import RefusalCode
+from wire.sampling import Generation
+
+TEXT = (Path(__file__).parents[2] / "ARCHITECTURE.md").read_text(encoding="utf-8")
+CONTRACT = TEXT.split("## Wire contract")[1].split("\n## ")[0]
+
+
+def table_after(words: str) -> list[str]:
+    """Return the first column of the table that follows `words`, without its code marks."""
+    rows = CONTRACT.split(words)[1].split("\n\n")[1].splitlines()[2:]
+    return [re.match(r"\| `(\w+)` \|", row)[1] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("words", "document"), [("`wire.sampling.Generation`", Generation), ("`wire.meta.Meta`", Meta)]
+)
+def test_the_tables_list_every_key(words: str, document: type[msgspec.Struct]) -> None:
+    assert table_after(words) == list(document.__struct_fields__)
+
+
+def test_nested_documents_are_described_by_their_keys() -> None:
+    rows = CONTRACT.split("`wire.meta.Meta`")[1].splitlines()
+    for field in msgspec.structs.fields(Meta):
+        (row,) = [line for line in rows if line.startswith(f"| `{field.name}` |")]
+        for struct in structs_within(field.type):
+            assert all(re.search(rf"\b{key}\b", row) for key in struct.__struct_fields__), field.name
+    sentence = CONTRACT.split("`wire.history.Turn`")[1].split("\n\n")[0]
+    assert all(f"`{key}`" in sentence for key in Turn.__struct_fields__)
+
+
+def structs_within(kind: object) -> list[type[msgspec.Struct]]:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return [kind]
+    return [struct for part in getattr(kind, "__args__", ()) for struct in structs_within(part)]
+
+
+def test_refusal_codes_and_tensors_are_listed() -> None:
+    assert all(f"`{code}`" in CONTRACT for code in RefusalCode)
+    for name in (names.PROMPT, names.HISTORY, names.SAMPLING):
+        assert f"| in `{name}` |" in CONTRACT
+    for name in (names.RESPONSE, names.META):
+        assert f"| out `{name}` |" in CONTRACT
