@@ -74,7 +74,7 @@ def _repository(
         repository = options.repository.resolve()
         return repository, models.find_models(repository)
     device, reason = choose_device(options.common.device)
-    emit(Notice(f"running on {device}: {reason}"))
+    emit(Notice(f"Running on {device}: {reason}"))
     if not options.models:
         emit(Notice(models.BUILT_IN_NOTICE))
     common = replace(options.common, device=device)

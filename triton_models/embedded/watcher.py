@@ -1,5 +1,6 @@
 """Loads one repository entry into one server and keeps it answering, from a thread of its own."""
 
+import contextlib
 import enum
 import logging
 import re
@@ -120,6 +121,10 @@ class EntryWatcher:
             return
         except ServerError as error:
             self.failure = error
+        except Exception as error:
+            # The outermost frame of the thread: an entry that nobody watches must not go unnoticed.
+            logger.exception("watching %s", self._entry.name)
+            self.failure = ServerError(f"watching {self._entry.name} failed: {error!r}")
 
     def _came_up(self) -> None:
         if self.state is EntryState.DOWN:
@@ -249,7 +254,8 @@ class EntryWatcher:
         name, client = self._entry.name, self._around.client
         # A stuck stub would hold its own unloading up, and hold its memory beside the new one's.
         for stub in self._around.server.stubs(name):
-            stub.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                stub.kill()
         deadline = time.monotonic() + _UNLOAD_TIMEOUT_S
         try:
             client.unload(name, _CALL_TIMEOUT_S)

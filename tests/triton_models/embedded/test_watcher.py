@@ -230,6 +230,13 @@ def test_what_somebody_unloaded_waits_until_it_is_loaded(watched: Watched) -> No
     watched.wait_up()
 
 
+def test_a_watcher_that_breaks_asks_for_a_new_server(watched: Watched) -> None:
+    watched.triton.answers.put("no report at all")
+    ended = watched.start()
+    ended.join(10)
+    assert isinstance(ended.failure, ServerError)
+
+
 def test_a_call_that_fails_with_its_server_is_not_the_entrys_fault(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
