@@ -10,9 +10,10 @@ from gateway.admission import Admission
 from gateway.api import chat, health, models, openapi
 from gateway.api.failures import error_handlers
 from gateway.auth import Keyring
+from gateway.body_limit import BodyLimitMiddleware
 from gateway.drain import Drain
 from gateway.metrics import Metrics
-from gateway.middleware import BodyLimitMiddleware, ExchangeMiddleware
+from gateway.middleware import ExchangeMiddleware
 from gateway.resources import Gateway
 from gateway.settings import Settings
 from gateway.triton.pool import TritonUpstream

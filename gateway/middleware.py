@@ -1,4 +1,4 @@
-"""The outermost frames of every request, as plain ASGI.
+"""The outermost frame of every request, as plain ASGI.
 
 Starlette's BaseHTTPMiddleware is not used anywhere: behind it a client's hang-up is lost.
 """
@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api.failures import error_response
 from gateway.drain import Phase, shutting_down
-from gateway.errors import BodyTimeoutError, BodyTooLargeError, ClientGoneError, InternalError
+from gateway.errors import ClientGoneError, InternalError
 from gateway.exchange import Exchange
 from gateway.logs import request_id as current_request_id
 from gateway.metrics import UNKNOWN
@@ -123,57 +123,6 @@ class ExchangeMiddleware:
         if exchange.error is not None:
             line["error"] = type(exchange.error).__name__
         _log.log(logging.DEBUG if route in _PROBES else logging.INFO, "request", extra=line)
-
-
-class BodyLimitMiddleware:
-    """Bounds a request body in bytes and in time, whether its length was declared or not.
-
-    The excess raises from `receive`, in the frame that reads the body, and becomes an answer there.
-    """
-
-    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request with a guarded `receive`."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
-        declared = Headers(scope=scope).get("content-length", "")
-        too_large = declared.isascii() and declared.isdigit() and int(declared) > self._max_bytes
-        exchange: Exchange = scope["state"]["exchange"]
-        received = 0
-        complete = False
-
-        async def guarded_receive() -> Message:
-            nonlocal received, complete
-            if complete:
-                return await receive()
-            if too_large:
-                raise self._excess()
-            began = perf_counter()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
-            except TimeoutError:
-                raise BodyTimeoutError(
-                    f"The body did not arrive within {self._timeout_s:g} seconds."
-                ) from None
-            finally:
-                exchange.waited_s += perf_counter() - began
-            received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise self._excess()
-            complete = not message.get("more_body", False)
-            return message
-
-        await self._app(scope, guarded_receive, send)
-
-    def _excess(self) -> BodyTooLargeError:
-        return BodyTooLargeError(f"The body exceeds the limit of {self._max_bytes} bytes.")
 
 
 def _accept_request_id(given: str | None) -> str:

@@ -39,7 +39,7 @@ class ListenError(Exception):
     """The address cannot be listened on; the message says why."""
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn without signal handlers of its own; `up` is set once it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -47,11 +47,13 @@ class _Server(uvicorn.Server):
         self.up = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
         await super().startup(sockets)
         self.up.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Catch none."""
         yield
 
 
@@ -119,11 +121,9 @@ def base_url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def _serve(
-    app: FastAPI, settings: Settings, listener: socket.socket, on_ready: Callable[[str], None] | None
-) -> int:
-    url = base_url(listener)  # uvicorn closes the socket in the end
-    server = _Server(
+def make_server(app: FastAPI) -> Server:
+    """Make the HTTP server for `app`."""
+    return Server(
         uvicorn.Config(
             app,
             http="httptools",
@@ -135,6 +135,13 @@ async def _serve(
             timeout_graceful_shutdown=int(_LAST_WORDS_S),
         )
     )
+
+
+async def _serve(
+    app: FastAPI, settings: Settings, listener: socket.socket, on_ready: Callable[[str], None] | None
+) -> int:
+    url = base_url(listener)  # uvicorn closes the socket in the end
+    server = make_server(app)
     with _caught_signals() as signals:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         up = asyncio.create_task(server.up.wait())

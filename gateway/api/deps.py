@@ -3,8 +3,9 @@
 from typing import Annotated
 
 from fastapi import Depends, Request
+from starlette.requests import ClientDisconnect
 
-from gateway.errors import UnsupportedMediaTypeError
+from gateway.errors import ClientGoneError, UnsupportedMediaTypeError
 from gateway.exchange import Exchange
 from gateway.flight import Flight
 from gateway.resources import Gateway
@@ -38,7 +39,10 @@ async def _json_body(request: Request) -> bytes:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaTypeError("The body must be declared as Content-Type: application/json.")
-    return await request.body()
+    try:
+        return await request.body()
+    except ClientDisconnect:
+        raise ClientGoneError("The client hung up while it sent its body.") from None
 
 
 async def _flight(gateway: GatewayDep, exchange: ExchangeDep) -> Flight:

@@ -10,7 +10,6 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.errors import (
     AuthenticationError,
-    BodyTimeoutError,
     GatewayError,
     InternalError,
     InvalidRequestError,
@@ -29,8 +28,6 @@ def error_response(error: GatewayError) -> JSONResponse:
         headers["Retry-After"] = str(error.retry_after_s)
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
-    if isinstance(error, BodyTimeoutError):
-        headers["Connection"] = "close"  # the rest of the body may still trickle in
     return JSONResponse(render(error), error.status, headers)
 
 

@@ -1,4 +1,4 @@
-"""Runs the real server on the fake upstream: `python fake_server.py SETTINGS_JSON`, for tests of signals.
+"""The real server on the fake upstream, a process for tests of signals; its argument is settings as JSON.
 
 The answer is one word every 50 ms, as many as the request's `max_tokens`.
 """
@@ -6,15 +6,11 @@ The answer is one word every 50 ms, as many as the request's `max_tokens`.
 import json
 import sys
 from collections.abc import AsyncGenerator
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fake_upstream import FakeUpstream, say
 
 from gateway.generation import Event, Generation
 from gateway.server import run
 from gateway.settings import load_settings
+from tests.gateway.fake_upstream import FakeUpstream, say
 
 
 def slowly(request: Generation) -> AsyncGenerator[Event, None]:

@@ -1,0 +1,307 @@
+"""`POST /v1/chat/completions` over the official SDK and a real socket, on the fake upstream."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.errors import (
+    ContextLengthError,
+    DeadlineError,
+    GatewayError,
+    RateLimitError,
+    UnavailableError,
+    UpstreamProtocolError,
+)
+from gateway.generation import Accepted, Delta, Event, Generation, Heartbeat, TokenLogprob, TopLogprob, Usage
+from tests.gateway.fake_upstream import FakeUpstream, say
+from tests.gateway.serving import CHAT, MESSAGES, Served, in_process, on_socket, until
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    async with on_socket(FakeUpstream(), ping_interval_s=0.1) as served:
+        yield served
+
+
+def data_of(text: str) -> list[Any]:
+    """Return the events of a stream; comments are left out."""
+    events = [event for event in text.split("\n\n") if event and not event.startswith(":")]
+    assert all(event.startswith("data: ") for event in events)
+    return [event if event == "data: [DONE]" else json.loads(event[6:]) for event in events]
+
+
+async def test_whole_answer(served: Served) -> None:
+    answer = await served.sdk.chat.completions.create(model="glm", messages=MESSAGES, max_tokens=9)
+    choice = answer.choices[0]
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == (
+        "assistant",
+        "Hello world",
+        "stop",
+    )
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (
+        3,
+        3,
+        6,
+    )
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.object == "chat.completion"
+    assert answer.system_fingerprint
+    assert served.upstream.requests[0].max_tokens == 9
+    assert not served.upstream.requests[0].stream
+
+
+async def test_the_answer_can_be_sent_back(served: Served) -> None:
+    answer = await served.sdk.chat.completions.create(model="glm", messages=MESSAGES)
+    again = [*MESSAGES, answer.choices[0].message, {"role": "user", "content": "more"}]
+    await served.sdk.chat.completions.create(model="glm", messages=again)
+    assert [message.content for message in served.upstream.requests[1].messages] == [
+        "hi",
+        "Hello world",
+        "more",
+    ]
+
+
+async def test_stream(served: Served) -> None:
+    stream = await served.sdk.chat.completions.create(
+        model="glm", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert [chunk.choices[0].delta.role for chunk in chunks[:-1]] == [
+        "assistant",
+        *[None] * (len(chunks) - 2),
+    ]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hello world"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.total_tokens == 6
+    assert served.upstream.requests[0].stream
+
+
+async def test_stream_on_the_wire(served: Served) -> None:
+    answer = await served.chat(stream=True)
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    events = data_of(answer.text)
+    assert events[-1] == "data: [DONE]"
+    assert all("usage" not in event for event in events[:-1])
+
+
+async def test_continuous_usage_grows() -> None:
+    async with in_process(FakeUpstream()) as served:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        events = data_of((await served.chat(stream=True, stream_options=options)).text)
+    counts = [event["usage"]["completion_tokens"] for event in events[:-1]]
+    assert counts == sorted(counts)
+    assert counts[-1] == 3
+
+
+async def test_log_probabilities() -> None:
+    token = TokenLogprob(
+        token="é", utf8="é".encode(), logprob=-0.5, top=(TopLogprob(token="e", utf8=b"e", logprob=-1.0),)
+    )
+
+    async def script(_request: Generation) -> AsyncGenerator[Event, None]:
+        yield Accepted(prompt_tokens=1)
+        usage = Usage(prompt_tokens=1, completion_tokens=2, cached_tokens=1)
+        yield Delta(text="", tokens=1, logprobs=(token,))
+        yield Delta(text="é", tokens=1, logprobs=(token,), finish_reason="length", usage=usage)
+
+    async with in_process(FakeUpstream(script)) as served:
+        whole = (await served.chat(logprobs=True, top_logprobs=1)).json()
+        events = data_of((await served.chat(stream=True, logprobs=True)).text)
+    expected = {
+        "token": "é",
+        "logprob": -0.5,
+        "bytes": [0xC3, 0xA9],
+        "top_logprobs": [{"token": "e", "logprob": -1.0, "bytes": [0x65]}],
+    }
+    assert whole["choices"][0]["logprobs"]["content"] == [expected, expected]
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+    assert whole["choices"][0]["finish_reason"] == "length"
+    streamed = [event["choices"][0]["logprobs"] for event in events[:-1]]
+    assert [logprobs["content"] for logprobs in streamed if logprobs] == [[expected], [expected]]
+    assert [request.logprobs for request in served.upstream.requests] == [1, 0]
+
+
+async def test_pings_while_nothing_comes() -> None:
+    async with on_socket(FakeUpstream(lambda _: say("a", gap_s=0.5)), ping_interval_s=0.1) as served:
+        answer = await served.chat(stream=True)
+    assert ": ping\n" in answer.text
+    assert data_of(answer.text)[-1] == "data: [DONE]"
+
+
+REFUSALS = [
+    (ContextLengthError("too long", param="messages"), 400, openai.BadRequestError),
+    (RateLimitError("full", retry_after_s=1), 429, openai.RateLimitError),
+    (UpstreamProtocolError("broken"), 502, openai.InternalServerError),
+    (UnavailableError("away", retry_after_s=7), 503, openai.InternalServerError),
+    (DeadlineError("late"), 504, openai.InternalServerError),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "kind"), REFUSALS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_refusals_are_statuses(
+    error: GatewayError, status: int, kind: type[openai.APIStatusError], stream: bool
+) -> None:
+    async def refuse(_request: Generation) -> AsyncGenerator[Event, None]:
+        raise error
+        yield
+
+    async with on_socket(FakeUpstream(refuse)) as served:
+        with pytest.raises(kind) as caught:
+            await served.sdk.chat.completions.create(model="glm", messages=MESSAGES, stream=stream)
+        assert caught.value.status_code == status
+        assert caught.value.code == error.code
+        expected = None if error.retry_after_s is None else str(error.retry_after_s)
+        assert caught.value.response.headers.get("retry-after") == expected
+        await served.until_idle()
+
+
+class UnforeseenError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(UnavailableError("lost"), 503), (UnforeseenError("secret"), 500)]
+)
+async def test_errors_after_the_first_byte_end_the_stream(error: Exception, status: int) -> None:
+    async def fail(_request: Generation) -> AsyncGenerator[Event, None]:
+        yield Accepted(prompt_tokens=1)
+        yield Delta(text="par", tokens=1)
+        raise error
+
+    async with in_process(FakeUpstream(fail)) as served:
+        answer = await served.chat(stream=True)
+        assert answer.status_code == 200
+        events = data_of(answer.text)
+        assert set(events[-2]["error"]) == {"message", "type", "param", "code"}
+        assert events[-1] == "data: [DONE]"
+        assert "secret" not in answer.text
+        assert served.metric("requests_total", route=CHAT, model="glm", status=str(status)) == 1
+        whole = await served.chat()
+        assert whole.status_code == status
+        assert "secret" not in whole.text
+
+
+async def test_an_answer_without_an_end_is_the_upstreams_fault() -> None:
+    async def stop_short(_request: Generation) -> AsyncGenerator[Event, None]:
+        yield Accepted(prompt_tokens=1)
+        yield Delta(text="par", tokens=1)
+
+    async def begin_wrong(_request: Generation) -> AsyncGenerator[Event, None]:
+        yield Heartbeat()
+
+    async with in_process(FakeUpstream(stop_short)) as served:
+        assert (await served.refusal())[0] == 502
+        assert data_of((await served.chat(stream=True)).text)[-2]["error"]["code"] == "upstream_error"
+        served.upstream.script = begin_wrong
+        assert (await served.refusal(stream=True))[0] == 502
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_deadline_ends_a_request(stream: bool) -> None:
+    script = say("a", "b", gap_s=30)
+    async with on_socket(FakeUpstream(lambda _: script), request_timeout_s=0.2) as served:
+        answer = await served.chat(stream=stream)
+        if stream:
+            assert data_of(answer.text)[-2]["error"]["code"] == "deadline_exceeded"
+        else:
+            assert answer.status_code == 504
+        await served.until_idle()
+        assert served.upstream.cancelled == 1
+        assert served.metric("requests_total", route=CHAT, model="glm", status="504") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_hangs_up_cancels_the_upstream(stream: bool) -> None:
+    async with on_socket(FakeUpstream(lambda _: say("a", "b", "c", gap_s=0.5))) as served:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.8):
+                await served.chat(stream=stream)
+        await served.until_idle()
+        assert served.upstream.cancelled == 1
+        assert served.metric("client_cancels_total", model="glm") == 1
+        assert served.metric("requests_total", route=CHAT, model="glm", status="499") == 1
+
+
+async def test_a_client_that_hangs_up_before_acceptance_cancels_the_upstream() -> None:
+    async def never(_request: Generation) -> AsyncGenerator[Event, None]:
+        await asyncio.sleep(60)
+        yield Accepted(prompt_tokens=1)
+
+    async with on_socket(FakeUpstream(never)) as served:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await served.chat(stream=True)
+        await served.until_idle()
+        assert served.metric("client_cancels_total", model="glm") == 1
+
+
+async def test_a_client_that_does_not_read_is_gone() -> None:
+    async def flood(_request: Generation) -> AsyncGenerator[Event, None]:
+        yield Accepted(prompt_tokens=1)
+        for _ in range(2000):
+            yield Delta(text="x" * 65536, tokens=1)
+
+    async with on_socket(FakeUpstream(flood), send_timeout_s=0.3) as served:
+        body = {"model": "glm", "messages": MESSAGES, "stream": True}
+        async with served.http.stream("POST", CHAT, json=body):
+            await until(lambda: served.metric("client_cancels_total", model="glm") == 1)
+            await served.until_idle()
+
+
+async def test_ten_requests_of_ten_tokens() -> None:
+    async with in_process(FakeUpstream(lambda _: say(*"0123456789"))) as served:
+        for number in range(10):
+            await served.chat(stream=number % 2 == 0)
+        assert served.metric("time_to_first_token_seconds_count", model="glm") == 10
+        assert served.metric("inter_token_latency_seconds_count", model="glm") == 90
+        assert served.metric("prompt_tokens_total", model="glm") == 30
+        assert served.metric("generated_tokens_total", model="glm") == 100
+        assert served.metric("overhead_seconds_count", model="glm") == 10
+        assert served.metric("requests_total", route=CHAT, model="glm", status="200") == 10
+        assert served.metric("client_cancels_total", model="glm") == 0
+
+
+async def test_tokens_that_come_together_share_their_gap() -> None:
+    async def joined(_request: Generation) -> AsyncGenerator[Event, None]:
+        yield Accepted(prompt_tokens=1)
+        yield Delta(text="abcd", tokens=4)
+        await asyncio.sleep(0.2)
+        usage = Usage(prompt_tokens=1, completion_tokens=6)
+        yield Delta(text="ef", tokens=2, finish_reason="stop", usage=usage)
+
+    async with in_process(FakeUpstream(joined)) as served:
+        await served.chat(stream=True)
+        assert served.metric("inter_token_latency_seconds_count", model="glm") == 5
+        assert served.metric("inter_token_latency_seconds_bucket", model="glm", le="0.001") == 3
+        assert served.metric("inter_token_latency_seconds_bucket", model="glm", le="0.05") == 3
+        assert served.metric("inter_token_latency_seconds_sum", model="glm") == pytest.approx(0.2, abs=0.1)
+
+
+async def test_overhead_leaves_out_the_upstream() -> None:
+    async with in_process(FakeUpstream(lambda _: say("a", gap_s=0.5))) as served:
+        await served.chat()
+        assert served.metric("request_duration_seconds_sum", route=CHAT, model="glm") > 0.5
+        assert served.metric("overhead_seconds_sum", model="glm") < 0.4
+
+
+@pytest.mark.parametrize(("room", "asked"), [(100, [50]), (10, [50, None])])
+async def test_the_default_bound_gives_way_to_the_context(room: int, asked: list[int | None]) -> None:
+    async def script(request: Generation) -> AsyncGenerator[Event, None]:
+        if (request.max_tokens or 0) > room:
+            raise ContextLengthError("too long")
+        async for event in say("a"):
+            yield event
+
+    async with in_process(FakeUpstream(script), default_max_tokens=50) as served:
+        assert (await served.chat()).status_code == 200
+        assert [request.max_tokens for request in served.upstream.requests] == asked
+        if room < 60:
+            assert (await served.refusal(max_tokens=60))[2] == "context_length_exceeded"

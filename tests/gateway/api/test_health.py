@@ -1,0 +1,34 @@
+from importlib.metadata import version
+
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.serving import in_process
+
+
+async def test_readiness_follows_the_models() -> None:
+    upstream = FakeUpstream()
+    async with in_process(upstream) as served:
+        assert (await served.http.get("/health/ready")).json()["models"] == ["glm", "org/glm-2"]
+        upstream.ready = False
+        answer = await served.http.get("/health/ready")
+        assert answer.status_code == 503
+        assert "glm" in answer.json()["error"]["message"]
+        assert answer.headers["retry-after"] == "1"
+        assert (await served.http.get("/health")).status_code == 200
+
+
+async def test_no_model_is_not_ready() -> None:
+    async with in_process(FakeUpstream(models=())) as served:
+        assert (await served.http.get("/health/ready")).status_code == 503
+
+
+async def test_version() -> None:
+    async with in_process(FakeUpstream()) as served:
+        assert (await served.http.get("/version")).json() == {"version": version("tritongate")}
+
+
+async def test_metrics_are_exposed() -> None:
+    async with in_process(FakeUpstream()) as served:
+        await served.chat()
+        answer = await served.http.get("/metrics")
+        assert answer.headers["content-type"].startswith("text/plain; version=")
+        assert 'tritongate_generated_tokens_total{model="glm"} 3.0' in answer.text

@@ -1,0 +1,182 @@
+import json
+from typing import Any
+
+import pytest
+
+from gateway.errors import InvalidRequestError
+from gateway.generation import Message
+from gateway.openai.chat_request import MESSAGE_NOT_YET, NOT_YET, ChatRequest, read_chat_request
+
+USER = {"role": "user", "content": "hi"}
+MINIMUM = {"model": "m", "messages": [USER]}
+
+
+def read(**parameters: Any) -> ChatRequest:
+    return read_chat_request(json.dumps({**MINIMUM, **parameters}).encode())
+
+
+def test_the_minimum_asks_for_the_defaults() -> None:
+    generation = read().generation(request_id="r", deadline=1.5)
+    assert (generation.request_id, generation.model, generation.deadline) == ("r", "m", 1.5)
+    assert generation.messages == (Message(role="user", content="hi"),)
+    assert (generation.temperature, generation.top_p, generation.top_k) == (1.0, 1.0, 0)
+    assert (generation.max_tokens, generation.seed, generation.logprobs, generation.stop) == (
+        None,
+        None,
+        None,
+        (),
+    )
+    assert not generation.stream
+
+
+def test_every_parameter_arrives() -> None:
+    asked = read(
+        max_tokens=5,
+        max_completion_tokens=7,
+        temperature=0,
+        top_p=0.5,
+        seed=-(2**63),
+        stop=["a", "b"],
+        logit_bias={"5": -100, "7": 1.5},
+        logprobs=True,
+        top_logprobs=20,
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False},
+        top_k=3,
+        min_tokens=7,
+        ignore_eos=True,
+        stop_token_ids=[2, 3],
+    )
+    generation = asked.generation(request_id="r", deadline=0)
+    assert (generation.max_tokens, generation.min_tokens) == (7, 7)
+    assert (generation.temperature, generation.top_p, generation.top_k) == (0.0, 0.5, 3)
+    assert (generation.seed, generation.stop, generation.stop_token_ids) == (-(2**63), ("a", "b"), (2, 3))
+    assert generation.logit_bias == {5: -100.0, 7: 1.5}
+    assert generation.logprobs == 20
+    assert generation.ignore_eos
+    assert generation.stream
+
+
+def test_roles_and_parts() -> None:
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}]},
+        {"role": "assistant", "content": "", "tool_calls": None, "refusal": None, "annotations": []},
+        {"role": "tool", "content": "4", "tool_call_id": "c"},
+    ]
+    assert read(messages=messages).generation(request_id="r", deadline=0).messages == (
+        Message(role="system", content="be kind"),
+        Message(role="assistant", content=""),
+        Message(role="tool", content="4"),
+    )
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"stop": "x"},
+        {"top_k": -1},
+        {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto", "store": False},
+        {"safety_identifier": "s", "prompt_cache_key": "k"},
+        {"n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "response_format": {"type": "text"}},
+        {"tools": [], "tool_choice": "none", "modalities": ["text"], "skip_special_tokens": True},
+        dict.fromkeys({*ChatRequest.model_fields, *NOT_YET} - {"model", "messages"}),
+    ],
+)
+def test_accepted(parameters: dict[str, Any]) -> None:
+    read(**parameters)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "param"),
+    [
+        ({"model": 5}, "model"),
+        ({"model": ""}, "model"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": ["hi"]}, "messages.0"),
+        ({"messages": [{"content": "hi"}]}, "messages.0.role"),
+        ({"messages": [USER, {"role": "user"}]}, "messages.1.content"),
+        ({"messages": [{"role": "king", "content": "hi"}]}, "messages.0.role"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{**USER, "name": "ann"}]}, "messages.0.name"),
+        ({"messages": [{**USER, "colour": "red"}]}, "messages.0.colour"),
+        ({"messages": [{**USER, "tool_call_id": "c"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "tool", "content": "4"}]}, "messages.0.tool_call_id"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [{}]}]},
+            "messages.1.tool_calls",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
+            "messages.0.content.0.type",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.01}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 2**63}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop.1"),
+        ({"stop": [1]}, "stop.0"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias.-1"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 0}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
+        ({"stream": True, "stream_options": {"foo": 1}}, "stream_options.foo"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"n": 2}, "n"),
+        ({"n": True}, "n"),
+        ({"store": True}, "store"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"temprature": 1}, "temprature"),
+    ],
+)
+def test_refused_by_name(parameters: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        read(**parameters)
+    assert refusal.value.param == param
+    assert param in refusal.value.message
+
+
+def test_a_real_parameter_is_told_from_an_unknown_one() -> None:
+    for name in NOT_YET:
+        with pytest.raises(InvalidRequestError, match="not supported by this server yet"):
+            read(**{name: {"some": "thing"}})
+    for name in MESSAGE_NOT_YET:
+        with pytest.raises(InvalidRequestError, match="not supported by this server yet"):
+            read(messages=[{**USER, name: {"some": "thing"}}])
+    with pytest.raises(InvalidRequestError, match="Unknown parameter"):
+        read(some="thing")
+
+
+def test_the_supported_and_the_unsupported_do_not_overlap() -> None:
+    assert not set(NOT_YET) & set(ChatRequest.model_fields)

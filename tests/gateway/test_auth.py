@@ -1,0 +1,80 @@
+import hashlib
+
+import openai
+import pytest
+
+from gateway.auth import Keyring
+from gateway.errors import AuthenticationError, PermissionDeniedError
+from gateway.settings import ApiKey, Scope
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.serving import MESSAGES, in_process, on_socket
+
+KEYS = [
+    {"name": "plain", "key": "sk-1"},
+    {
+        "name": "hashed",
+        "sha256": hashlib.sha256(b"sk-2").hexdigest().upper(),
+        "scopes": ["inference", "admin"],
+    },
+    {"name": "operator", "key": "sk-3", "scopes": ["admin"]},
+]
+
+
+@pytest.fixture
+def keyring() -> Keyring:
+    return Keyring([ApiKey.model_validate(key) for key in KEYS])
+
+
+@pytest.mark.parametrize(
+    ("header", "name"), [("Bearer sk-1", "plain"), ("bearer  sk-2 ", "hashed"), ("BEARER sk-2", "hashed")]
+)
+def test_known_keys(keyring: Keyring, header: str, name: str) -> None:
+    assert keyring.authorize(header, Scope.INFERENCE) == name
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "sk-1", "Bearer", "Bearer ", "Basic sk-1", "Bearer sk-", "Bearer sk-11", "Bearer é"]
+)
+def test_unknown_keys(keyring: Keyring, header: str | None) -> None:
+    with pytest.raises(AuthenticationError) as refusal:
+        keyring.authorize(header, None)
+    assert "sk-" not in refusal.value.message
+
+
+def test_scopes(keyring: Keyring) -> None:
+    assert keyring.authorize("Bearer sk-3", Scope.ADMIN) == "operator"
+    assert keyring.authorize("Bearer sk-3", None) == "operator"
+    with pytest.raises(PermissionDeniedError):
+        keyring.authorize("Bearer sk-3", Scope.INFERENCE)
+    with pytest.raises(PermissionDeniedError):
+        keyring.authorize("Bearer sk-1", Scope.ADMIN)
+
+
+def test_without_keys_everybody_may() -> None:
+    assert Keyring([]).authorize(None, Scope.ADMIN) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"), [("sk-9", openai.AuthenticationError), ("sk-3", openai.PermissionDeniedError)]
+)
+async def test_the_sdk_sees_its_exceptions(key: str, kind: type[openai.APIStatusError]) -> None:
+    async with on_socket(FakeUpstream(), key=key, api_keys=KEYS) as served:
+        with pytest.raises(kind):
+            await served.sdk.chat.completions.create(model="glm", messages=MESSAGES)
+        with pytest.raises(kind):
+            await served.sdk.models.list()
+
+
+async def test_what_needs_no_key() -> None:
+    async with in_process(FakeUpstream(), api_keys=KEYS) as served:
+        for path in ("/health", "/health/ready", "/metrics", "/version"):
+            assert (await served.http.get(path)).status_code == 200
+        assert (await served.http.options("/v1/chat/completions")).headers["allow"] == "POST"
+        assert (await served.http.get("/v1/models")).headers["www-authenticate"] == "Bearer"
+
+
+async def test_metrics_may_need_a_key_of_any_scope() -> None:
+    async with in_process(FakeUpstream(), api_keys=KEYS, metrics_need_key=True) as served:
+        assert (await served.http.get("/metrics")).status_code == 401
+        bearer = {"authorization": "Bearer sk-3"}
+        assert (await served.http.get("/metrics", headers=bearer)).status_code == 200

@@ -1,0 +1,135 @@
+import asyncio
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import gateway.cli
+from gateway.check import Finding
+from gateway.cli import greeting, main
+from gateway.server import bind
+from gateway.settings import Settings, settings_table
+from gateway.up import TritonOptions
+from wire.events import Ready
+
+READY = Ready(grpc="127.0.0.1:1", http="127.0.0.1:2", metrics="127.0.0.1:3", models=["m", "n"])
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the server and Triton would have been run with."""
+    calls: list[Any] = []
+
+    def run_server(settings: Settings, **_: Any) -> int:
+        calls.append(settings)
+        return 0
+
+    def run_up(options: TritonOptions, serve: Any, _out: Any) -> int:
+        calls.append(options)
+        return serve(READY)
+
+    monkeypatch.setattr(gateway.cli, "run_server", run_server)
+    monkeypatch.setattr(gateway.cli, "run_up", run_up)
+    return calls
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, arguments)
+    return result.exit_code, result.output
+
+
+def test_every_setting_has_its_flag() -> None:
+    status, text = run("serve", "--help")
+    assert status == 0
+    for row in settings_table():
+        assert row.env in text or row.flag is None
+        assert row.flag is None or row.flag in text
+
+
+def test_serve(served: list[Any]) -> None:
+    assert run("serve", "--port", "0", "--models", "a,b", "--allow-anonymous", "--host", "::")[0] == 0
+    assert (served[0].port, served[0].models, served[0].allow_anonymous) == (0, ("a", "b"), True)
+
+
+@pytest.mark.parametrize("command", ["serve", "check", "up"])
+def test_wrong_settings_are_status_2(command: str, served: list[Any], tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("prot: 1")
+    for arguments in (["--port", "x"], ["--config", str(file)], ["--config", "/absent.yaml"], ["--nope"]):
+        status, text = run(command, *arguments)
+        assert status == 2
+        assert "Error: " in text
+        assert "Traceback" not in text
+    assert not served
+
+
+def test_a_taken_port_is_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway.cli, "run_up", lambda *_: pytest.fail("Triton was started"))
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        for command in ("serve", "up"):
+            status, text = run(command, "--port", str(taken.getsockname()[1]))
+            assert status == 1
+            assert "Address already in use" in text
+
+
+def test_up(served: list[Any]) -> None:
+    arguments = [
+        "--model",
+        "a=/x",
+        "--model",
+        "/y",
+        "--triton-grpc-port",
+        "0",
+        "--dtype",
+        "float32",
+        "--port",
+        "0",
+    ]
+    assert run("up", *arguments, "--device", "cpu", "--max-waiting", "3")[0] == 0
+    options, settings = served
+    assert options == TritonOptions(models=("a=/x", "/y"), grpc_port=0, device="cpu", dtype="float32")
+    assert (settings.upstreams, settings.models, settings.max_waiting) == (("127.0.0.1:1",), ("m", "n"), 3)
+    assert (settings.drain_s, settings.log_level) == (5.0, "warning")
+
+
+def test_up_keeps_what_was_asked_for(served: list[Any]) -> None:
+    assert run("up", "--port", "0", "--drain-s", "1", "--log-level", "info")[0] == 0
+    assert (served[1].drain_s, served[1].log_level) == (1.0, "info")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "float8"])
+def test_up_refuses_what_it_cannot(dtype: str, served: list[Any]) -> None:
+    assert run("up", "--dtype", dtype)[0] == 2
+    assert not served
+
+
+def test_the_greeting_is_a_command(tmp_path: Path) -> None:
+    text = greeting("http://127.0.0.1:1", ["it's", "n"], keyed=False)
+    command = shlex.split(next(line for line in text.splitlines() if line.startswith("curl")))
+    assert command[1] == "http://127.0.0.1:1/v1/chat/completions"
+    assert json.loads(command[-1])["model"] == "it's"
+    assert "Authorization: Bearer $KEY" in greeting("u", ["m"], keyed=True)
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_check(monkeypatch: pytest.MonkeyPatch, ok: bool) -> None:
+    async def found(_settings: Settings, *, timeout_s: float) -> list[Finding]:
+        await asyncio.sleep(0)
+        return [Finding(ok=ok, text=f"upstream within {timeout_s}")]
+
+    monkeypatch.setattr(gateway.cli, "check_upstreams", found)
+    status, text = run("check", "--timeout-s", "2")
+    assert status == (0 if ok else 1)
+    assert "upstream within 2.0" in text
+
+
+def test_the_command_is_installed() -> None:
+    command = Path(sys.executable).with_name("tritongate")
+    done = subprocess.run([command, "--version"], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("tritongate ")

@@ -1,0 +1,65 @@
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.histogram import BulkHistogram
+from gateway.metrics import Metrics
+
+CONTRACT = {
+    "requests": {"route", "model", "status"},
+    "request_duration_seconds": {"route", "model"},
+    "time_to_first_token_seconds": {"model"},
+    "inter_token_latency_seconds": {"model"},
+    "overhead_seconds": {"model"},
+    "requests_in_flight": {"model"},
+    "requests_waiting": {"model"},
+    "requests_rejected": {"model", "reason"},
+    "client_cancels": {"model"},
+    "prompt_tokens": {"model"},
+    "generated_tokens": {"model"},
+    "upstream_errors": {"model", "upstream", "code"},
+    "upstream_healthy": {"model", "upstream"},
+}
+
+
+def test_names_and_labels_are_the_contract() -> None:
+    metrics = Metrics()
+    for value in vars(metrics).values():
+        if labels := getattr(value, "_labelnames", None):
+            value.labels(*labels)
+    metrics.inter_token_latency.observe("m", 0.1)
+    found = {
+        family.name.removeprefix("tritongate_"): set(family.samples[0].labels) - {"le"}
+        for family in text_string_to_metric_families(metrics.render().decode())
+        if family.name.startswith("tritongate_")
+    }
+    assert found == CONTRACT
+
+
+def test_what_upstreams_report() -> None:
+    metrics = Metrics()
+    metrics.upstream_error("m", "h:1", "silent")
+    metrics.upstream_health("m", "h:1", healthy=True)
+    text = metrics.render().decode()
+    assert 'tritongate_upstream_errors_total{code="silent",model="m",upstream="h:1"} 1.0' in text
+    assert 'tritongate_upstream_healthy{model="m",upstream="h:1"} 1.0' in text
+
+
+def test_apps_share_nothing() -> None:
+    one, other = Metrics(), Metrics()
+    one.client_cancels.labels("m").inc()
+    assert 'client_cancels_total{model="m"}' not in other.render().decode()
+
+
+def test_many_observations_at_once() -> None:
+    metrics = Metrics()
+    histogram = BulkHistogram("h", "help", label="model", buckets=(1, 2), registry=metrics.registry)
+    histogram.observe("m", 1.0, 3)
+    histogram.observe("m", 1.5)
+    histogram.observe("m", 9.0, 2)
+    sample = metrics.registry.get_sample_value
+    counts = [sample("h_bucket", {"model": "m", "le": le}) for le in ("1.0", "2.0", "+Inf")]
+    assert counts == [3, 4, 6]
+    assert sample("h_count", {"model": "m"}) == 6
+    assert sample("h_sum", {"model": "m"}) == 22.5
+    with pytest.raises(ValueError, match="Duplicated"):
+        BulkHistogram("h", "help", label="model", buckets=(1,), registry=metrics.registry)

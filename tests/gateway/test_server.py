@@ -1,0 +1,145 @@
+"""Signals and drains, on a real process with the fake upstream."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.server import ListenError, base_url, bind
+from tests.gateway.serving import CHAT, MESSAGES
+
+ROOT = Path(__file__).parents[2]
+
+
+class Process:
+    """The server as a child process."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.gateway.fake_server", json.dumps({"port": 0, **settings})],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+        assert self.url, self.process.communicate()[1]
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=10)
+
+    def end(self, timeout: float = 20) -> tuple[int, str]:
+        _, errors = self.process.communicate(timeout=timeout)
+        return self.process.returncode, errors
+
+
+class Stream:
+    """A streamed request of `tokens` tokens, 50 ms each, read by a thread."""
+
+    def __init__(self, url: str, tokens: int) -> None:
+        self.text = ""
+        self._begun = threading.Event()
+        body = {"model": "glm", "messages": MESSAGES, "stream": True, "max_tokens": tokens}
+        self._thread = threading.Thread(target=self._read, args=(url + CHAT, body))
+        self._thread.start()
+        assert self._begun.wait(20)
+
+    def _read(self, url: str, body: Any) -> None:
+        with httpx.stream("POST", url, json=body, timeout=20) as answer:
+            for piece in answer.iter_text():
+                self.text += piece
+                self._begun.set()
+
+    def whole(self) -> list[str]:
+        self._thread.join(20)
+        return [event for event in self.text.split("\n\n") if event]
+
+
+@contextmanager
+def running(**settings: Any) -> Iterator[Process]:
+    process = Process(**settings)
+    try:
+        yield process
+    finally:
+        process.process.kill()
+        process.process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_running_requests_end_and_new_ones_are_refused(number: signal.Signals) -> None:
+    with running(drain_s=15) as server:
+        stream = Stream(server.url, tokens=30)
+        server.process.send_signal(number)
+        deadline = time.monotonic() + 10
+        while server.get("/health/ready").status_code != 503:
+            assert time.monotonic() < deadline
+        refusal = httpx.post(server.url + CHAT, json={"model": "glm", "messages": MESSAGES})
+        assert (refusal.status_code, refusal.headers["retry-after"]) == (503, "1")
+        assert refusal.headers["connection"] == "close"
+        events = stream.whole()
+        assert events[-1] == "data: [DONE]"
+        assert '"finish_reason":"stop"' in events[-2]
+        status, errors = server.end()
+        assert status == 0
+        assert "Traceback" not in errors
+
+
+def test_what_outlasts_the_grace_ends_with_an_error() -> None:
+    with running(drain_s=0.3) as server:
+        stream = Stream(server.url, tokens=1000)
+        server.process.send_signal(signal.SIGTERM)
+        events = stream.whole()
+        assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "service_unavailable"
+        assert events[-1] == "data: [DONE]"
+        status, errors = server.end()
+        assert status == 0
+        assert "Traceback" not in errors
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    with running(drain_s=60) as server:
+        Stream(server.url, tokens=400)
+        server.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while server.get("/health/ready").status_code != 503:
+            assert time.monotonic() < deadline
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end(10)[0] == 128 + signal.SIGTERM
+
+
+def test_an_idle_server_ends_at_once() -> None:
+    with running(drain_s=60) as server:
+        assert server.get("/health/ready").status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end(10)[0] == 0
+
+
+def test_a_taken_port_is_told() -> None:
+    with bind("127.0.0.1", 0) as first:
+        first.listen()
+        with pytest.raises(ListenError, match="Address already in use"):
+            bind("127.0.0.1", first.getsockname()[1])
+
+
+def test_an_address_of_nobody() -> None:
+    with pytest.raises(ListenError, match="cannot listen on"):
+        bind("192.0.2.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:"), ("0.0.0.0", "http://127.0.0.1:")],  # noqa: S104
+)
+def test_base_url(host: str, url: str) -> None:
+    with bind(host, 0) as listener:
+        assert base_url(listener) == f"{url}{listener.getsockname()[1]}"
