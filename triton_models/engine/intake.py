@@ -19,7 +19,7 @@ class Intake:
         self._lock = threading.Lock()
         self._open: set[str] = set()
         self._new: list[tuple[Request, float]] = []
-        self._cancels: list[str] = []
+        self._cancels: dict[str, None] = {}
         self._closed = False
 
     @property
@@ -50,20 +50,22 @@ class Intake:
         with self._lock:
             if request_id not in self._open:
                 return False
-            self._cancels.append(request_id)
+            self._cancels[request_id] = None
             return True
 
     def collect(self) -> tuple[list[tuple[Request, float]], list[str]]:
         """Return the requests (with their arrival) and the cancels since the last call, in order."""
         with self._lock:
             new, self._new = self._new, []
-            cancels, self._cancels = self._cancels, []
+            cancels, self._cancels = list(self._cancels), {}
         return new, cancels
 
     def end(self, request_id: str) -> None:
         """Note that a request had its final output."""
         with self._lock:
             self._open.discard(request_id)
+            # A cancel that came too late must not meet the next request of that id.
+            self._cancels.pop(request_id, None)
 
     def close(self) -> None:
         """Take no more requests; those taken can still be collected."""

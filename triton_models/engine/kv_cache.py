@@ -10,7 +10,8 @@ from triton_models.engine.model import KVShape
 class KVCache:
     """`keys` and `values`: [layers, blocks + 1, block_size, KV heads, head_dim]; block 0 pads block tables.
 
-    Main memory is taken as blocks are first written, device memory at once.
+    A block holds anything until it is cleared. Main memory is taken as blocks are first written, device
+    memory at once.
     """
 
     def __init__(
@@ -18,8 +19,9 @@ class KVCache:
     ) -> None:
         self.block_size = block_size
         size = (shape.layers, blocks + 1, block_size, shape.heads, shape.head_dim)
-        self.keys = torch.zeros(size, dtype=dtype, device=device)
-        self.values = torch.zeros(size, dtype=dtype, device=device)
+        self.keys = torch.empty(size, dtype=dtype, device=device)
+        self.values = torch.empty(size, dtype=dtype, device=device)
+        self.reset()
 
     def clear(self, blocks: Tensor) -> None:
         """Zero `blocks` ([N] int64), as they are handed out.
@@ -31,6 +33,6 @@ class KVCache:
         self.values.index_fill_(1, blocks, 0)
 
     def reset(self) -> None:
-        """Forget a step that failed: whatever it wrote is cleared when handed out, but padding never is."""
+        """Zero the padding, which a step that failed may have spoilt; all else is cleared when handed out."""
         self.keys[:, PADDING_BLOCK] = 0
         self.values[:, PADDING_BLOCK] = 0

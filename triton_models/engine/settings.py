@@ -1,7 +1,7 @@
 """What the engine may use, and how much KV cache that comes to."""
 
-import os
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 
@@ -9,6 +9,9 @@ from triton_models.engine.model import CausalModel
 from triton_models.errors import SettingsError
 
 GIB = 2**30
+
+_CGROUP = Path("/sys/fs/cgroup")
+"""Of this process, as a container sees it (cgroup v2)."""
 
 GPU_SHARE = 0.9
 """Of the device memory that is free once the weights are loaded; the rest is for activations."""
@@ -113,5 +116,15 @@ def _free_memory(device: torch.device) -> tuple[int, str]:
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
         return int(free * GPU_SHARE), f"{GPU_SHARE:.0%} of {free / GIB:.1f} GiB free on {device}"
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(available * CPU_SHARE), f"{CPU_SHARE:.0%} of {available / GIB:.1f} GiB of free main memory"
+    available = _available_main_memory()
+    return int(available * CPU_SHARE), f"{CPU_SHARE:.0%} of {available / GIB:.1f} GiB of main memory left"
+
+
+def _available_main_memory() -> int:
+    """Return the bytes that this process may still take: the machine's, or what its container leaves."""
+    with Path("/proc/meminfo").open(encoding="ascii") as lines:
+        machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
+    if not limit.is_file() or (limit_text := limit.read_text(encoding="ascii").strip()) == "max":
+        return machine
+    return min(machine, max(0, int(limit_text) - int(used.read_text(encoding="ascii"))))

@@ -74,7 +74,12 @@ def attend(
 def cache() -> KVCache:
     torch.manual_seed(3)
     shape = KVShape(layers=2, heads=KV_HEADS, head_dim=HEAD_DIM)
-    return KVCache(shape, blocks=30, block_size=BLOCK_SIZE, dtype=torch.float32, device=torch.device("cpu"))
+    cache = KVCache(shape, blocks=30, block_size=BLOCK_SIZE, dtype=torch.float32, device=torch.device("cpu"))
+    # What a block holds before it is cleared is nobody's business.
+    cache.keys[:, 1:] = torch.nan
+    cache.values[:, 1:] = torch.nan
+    cache.clear(torch.arange(1, 31))
+    return cache
 
 
 def test_any_mixture_of_decodes_and_chunks_equals_whole_sequences(cache: KVCache) -> None:

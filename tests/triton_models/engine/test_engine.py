@@ -107,14 +107,13 @@ def test_a_stop_id_ends_the_answer_and_is_part_of_it() -> None:
     assert outputs[-1].finish_reason is FinishReason.STOP
 
 
-def test_min_tokens_holds_stop_ids_back() -> None:
-    stop = continuation([1, 2, 3], 1)[0]
+def test_min_tokens_holds_stop_ids_back_and_no_longer() -> None:
     engine = Engine(FakeModel(), SMALL)
-    params = replace(GREEDY, stop_token_ids=frozenset({stop}), min_tokens=3)
+    params = replace(GREEDY, stop_token_ids=frozenset({7}), min_tokens=3, logit_bias={7: 100.0})
     engine.add(request("a", sampling=params))
     answer = ids(run(engine)["a"])
-    assert stop not in answer[:3]
-    assert len(answer) > 3
+    assert 7 not in answer[:3]
+    assert answer[3:] == [7]
 
 
 def test_without_max_tokens_the_answer_fills_the_context() -> None:

@@ -30,6 +30,16 @@ def test_an_id_is_taken_until_its_request_ends() -> None:
     intake.add(request("a"), 0.0)
 
 
+def test_a_late_cancel_does_not_meet_the_next_request_of_its_id() -> None:
+    intake = Intake(4)
+    intake.add(request("a"), 0.0)
+    intake.collect()
+    assert intake.cancel("a")
+    intake.end("a")
+    intake.add(request("a"), 0.0)
+    assert intake.collect()[1] == []
+
+
 def test_the_limit_holds_under_many_threads() -> None:
     intake = Intake(10)
     refused: list[str] = []

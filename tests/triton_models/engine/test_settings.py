@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +62,17 @@ def test_without_a_word_a_share_of_the_machine_is_taken() -> None:
     capacity = choose_capacity(EngineSettings(max_running=2), FakeModel())
     assert capacity.kv_blocks == 16
     assert "main memory" in capacity.reason
+
+
+@pytest.mark.parametrize(("limit", "blocks"), [("max", 16), ("8000", 7)])
+def test_a_containers_limit_is_heeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, blocks: int
+) -> None:
+    (tmp_path / "memory.max").write_text(f"{limit}\n", encoding="ascii")
+    (tmp_path / "memory.current").write_text("64\n", encoding="ascii")
+    monkeypatch.setattr("triton_models.engine.settings._CGROUP", tmp_path)
+    # A quarter of 7936 bytes, in blocks of 256.
+    assert choose_capacity(EngineSettings(max_running=2), FakeModel()).kv_blocks == blocks
 
 
 def test_what_cannot_be_is_refused() -> None:
