@@ -1,4 +1,7 @@
-"""What routes ask for, by name."""
+"""What routes ask for, by name.
+
+All of these are coroutines, though they wait for nothing: FastAPI sends plain functions to a thread.
+"""
 
 from typing import Annotated
 
@@ -12,12 +15,12 @@ from gateway.resources import Gateway
 from gateway.settings import Scope
 
 
-def _gateway(request: Request) -> Gateway:
+async def _gateway(request: Request) -> Gateway:
     gateway: Gateway = request.app.state.gateway
     return gateway
 
 
-def _exchange(request: Request) -> Exchange:
+async def _exchange(request: Request) -> Exchange:
     exchange: Exchange = request.state.exchange
     return exchange
 
