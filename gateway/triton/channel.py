@@ -51,13 +51,19 @@ class Channel:
         self.address = address
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._calls: set[grpc.aio.Call] = set()
+        self._calls: set[_Call] = set()
 
     async def close(self) -> None:
-        """Cancel every running call (`Fault.CLOSED` for whoever awaits it) and close the connection."""
+        """End every running call with `Fault.CLOSED` and close the connection."""
         for call in list(self._calls):
-            call.cancel()
+            call.end(Fault.CLOSED, "the channel was closed")
         await self._channel.close()
+
+    def end_streams(self, model: str, fault: Fault, detail: str) -> None:
+        """End every running `stream_infer` to the entry `model` with `fault`: nothing will answer them."""
+        for call in list(self._calls):
+            if call.model == model:
+                call.end(fault, detail)
 
     async def unary(self, method: str, request: Any, *, timeout_s: float) -> Any:
         """Call the unary `method` of GRPCInferenceService.
@@ -65,10 +71,9 @@ class Channel:
         Raises:
             TritonError: with any fault.
         """
-        call = getattr(self._stub, method)(request, timeout=timeout_s)
         deadline = asyncio.get_running_loop().time() + timeout_s
-        with self._tracked(call):
-            return await _answer(call, lambda: call, deadline=deadline, idle_timeout_s=timeout_s)
+        with self._tracked(getattr(self._stub, method)(request, timeout=timeout_s)) as call:
+            return await call.answer(lambda: call.grpc, deadline=deadline, idle_timeout_s=timeout_s)
 
     async def stream_infer(
         self, request: service_pb2.ModelInferRequest, *, deadline: float, idle_timeout_s: float
@@ -88,18 +93,18 @@ class Channel:
             TritonError: with any fault; `SILENT` for the idle timeout, `DEADLINE` for the deadline.
         """
         request.parameters[WANT_EMPTY_FINAL].bool_param = True
-        call = self._stub.ModelStreamInfer(
+        stream = self._stub.ModelStreamInfer(
             timeout=max(0.0, deadline - asyncio.get_running_loop().time()),
             # Without the first, a model's own status would arrive as a bare text.
             metadata=(("triton_grpc_error", "true"), ("x-request-id", request.id)),
         )
-        with self._tracked(call):
-            await _answer(
-                call, lambda: _send(call, request), deadline=deadline, idle_timeout_s=idle_timeout_s
+        with self._tracked(stream, request.model_name) as call:
+            await call.answer(
+                lambda: _send(stream, request), deadline=deadline, idle_timeout_s=idle_timeout_s
             )
             final = False
             while not final:
-                message = await _answer(call, call.read, deadline=deadline, idle_timeout_s=idle_timeout_s)
+                message = await call.answer(stream.read, deadline=deadline, idle_timeout_s=idle_timeout_s)
                 if message is grpc.aio.EOF:
                     raise TritonError(Fault.PROTOCOL, "the stream ended before its final response")
                 if message.error_message:
@@ -111,42 +116,57 @@ class Channel:
             # The stream ends by its status, not by a reset: one reset per request looks to proxies in between
             # like the HTTP/2 "rapid reset" attack. The answer is whole, so that a failure now is no news.
             with contextlib.suppress(TritonError):
-                await _answer(call, call.read, deadline=deadline, idle_timeout_s=_EOF_WAIT_S)
+                await call.answer(stream.read, deadline=deadline, idle_timeout_s=_EOF_WAIT_S)
 
     @contextlib.contextmanager
-    def _tracked(self, call: grpc.aio.Call) -> Iterator[None]:
-        """Let `close` find `call`, and leave no way out of the block with the call still running."""
+    def _tracked(self, running: grpc.aio.Call, model: str | None = None) -> Iterator["_Call"]:
+        """Let others find and end the call, and leave no way out of the block with it still running."""
+        call = _Call(running, model)
         self._calls.add(call)
         try:
-            yield
+            yield call
         finally:
             self._calls.discard(call)
-            call.cancel()
+            running.cancel()
+
+
+class _Call:
+    """A running call that can be ended from outside with an error of our choice."""
+
+    def __init__(self, running: grpc.aio.Call, model: str | None) -> None:
+        self.grpc = running
+        self.model = model
+        """The entry that a stream goes to; None for unary calls."""
+        self._end: tuple[Fault, str] | None = None
+
+    def end(self, fault: Fault, detail: str) -> None:
+        """Cancel the call; whoever waits in `answer` gets a TritonError of `fault`."""
+        self._end = fault, detail
+        self.grpc.cancel()
+
+    async def answer(
+        self, operation: Callable[[], Awaitable[Any]], *, deadline: float, idle_timeout_s: float
+    ) -> Any:
+        """Await `operation`, with every way in which it can fail turned into a TritonError."""
+        idle_end = asyncio.get_running_loop().time() + idle_timeout_s
+        try:
+            async with asyncio.timeout_at(min(deadline, idle_end)):
+                return await operation()
+        except TimeoutError:
+            if deadline <= idle_end:
+                raise TritonError(Fault.DEADLINE, "the request's deadline passed") from None
+            raise TritonError(Fault.SILENT, f"no response within {idle_timeout_s} s") from None
+        except grpc.aio.AioRpcError as error:
+            raise classify(error.details() or "", error.code()) from error
+        except asyncio.CancelledError:
+            # grpc raises the same for a call that `end` cancelled and for a task that was cancelled in it.
+            task = asyncio.current_task()
+            if self._end is not None and task is not None and not task.cancelling():
+                raise TritonError(*self._end) from None
+            raise
 
 
 async def _send(call: grpc.aio.StreamStreamCall, request: service_pb2.ModelInferRequest) -> None:
     await call.write(request)
     # Half-closed, the stream is ended by Triton itself, also after those errors that would leave it open.
     await call.done_writing()
-
-
-async def _answer(
-    call: grpc.aio.Call, operation: Callable[[], Awaitable[Any]], *, deadline: float, idle_timeout_s: float
-) -> Any:
-    """Await `operation` of `call`, with every way in which it can fail turned into a TritonError."""
-    idle_end = asyncio.get_running_loop().time() + idle_timeout_s
-    try:
-        async with asyncio.timeout_at(min(deadline, idle_end)):
-            return await operation()
-    except TimeoutError:
-        if deadline <= idle_end:
-            raise TritonError(Fault.DEADLINE, "the request's deadline passed") from None
-        raise TritonError(Fault.SILENT, f"no response within {idle_timeout_s} s") from None
-    except grpc.aio.AioRpcError as error:
-        raise classify(error.details() or "", error.code()) from error
-    except asyncio.CancelledError:
-        # grpc raises the same for a call that `close` cancelled and for a task that was cancelled in it.
-        task = asyncio.current_task()
-        if call.cancelled() and task is not None and not task.cancelling():
-            raise TritonError(Fault.CLOSED, "the channel was closed") from None
-        raise

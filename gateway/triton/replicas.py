@@ -46,8 +46,8 @@ class HealthPolicy:
     interval_s: float = 1.0
     """Between probes of a replica that is ready."""
     probe_timeout_s: float = 5.0
-    stuck_after_s: float = 10.0
-    """An engine loop that went round longer ago than this is stuck."""
+    stuck_after_s: float = 60.0
+    """An engine that turned longer ago than this is stuck; on a slow processor one step takes seconds."""
     backoff_first_s: float = 0.25
     backoff_limit_s: float = 5.0
 
@@ -178,6 +178,9 @@ class Replica:
         except TritonError as error:
             if error.fault is Fault.QUEUE_FULL:
                 return  # busy, not dead: what was known stays true
+            if error.fault is Fault.STUB_DEAD:
+                # The one fault that leaves no doubt: its streams would only hang until their idle deadline.
+                self.channel.end_streams(stream_entry(self.model), error.fault, error.detail)
             if error.fault in (Fault.DEADLINE, Fault.SILENT):
                 self._become(await self._why_silent(), "no answer to a probe")
             else:

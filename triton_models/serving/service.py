@@ -102,6 +102,9 @@ class StreamService:
             responder.refuse(RefusalCode.INVALID_REQUEST, f"sampling: {error}")
             return
         match sampling:
+            case Probe() if not self._loop.alive:
+                # A report would look like health; refused, whoever watches has the model loaded anew.
+                responder.refuse(RefusalCode.INTERNAL, "the engine has stopped")
             case Probe():
                 responder.send("", Meta(probe=self._report()), final=True)
             case Cancel():

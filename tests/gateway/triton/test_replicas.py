@@ -20,7 +20,7 @@ from gateway.triton.replicas import (
     unable,
 )
 from gateway.triton.status import Fault, TritonError
-from tests.gateway.triton.fake_triton import hanging, until
+from tests.gateway.triton.fake_triton import accepted, hanging, until
 
 
 class Observer:
@@ -99,7 +99,17 @@ async def test_a_dead_stub_is_found_though_triton_calls_the_model_ready(
 
     async with watched(triton, fast) as replica:
         await becomes(replica, ReplicaState.READY)
+        triton.model.answer = hanging(accepted())
+        running = replica.channel.stream_infer(
+            service_pb2.ModelInferRequest(model_name="m-stream", id="r"),
+            deadline=asyncio.get_running_loop().time() + 100,
+            idle_timeout_s=100,
+        )
+        await anext(running)
         triton.model.probe = dead
+        with pytest.raises(TritonError) as raised:
+            await anext(running)
+        assert raised.value.fault is Fault.STUB_DEAD
         await becomes(replica, ReplicaState.STUCK)
         triton.model.probe = None
         await becomes(replica, ReplicaState.READY)
@@ -108,9 +118,9 @@ async def test_a_dead_stub_is_found_though_triton_calls_the_model_ready(
 async def test_an_engine_that_stopped_going_round_is_stuck(triton: Any, fast: HealthPolicy) -> None:
     async with watched(triton, fast) as replica:
         await becomes(replica, ReplicaState.READY)
-        triton.model.report = msgspec.structs.replace(triton.model.report, heartbeat_age_s=10.5)
+        triton.model.report = msgspec.structs.replace(triton.model.report, heartbeat_age_s=60.5)
         await becomes(replica, ReplicaState.STUCK)
-        triton.model.report = msgspec.structs.replace(triton.model.report, heartbeat_age_s=9.5)
+        triton.model.report = msgspec.structs.replace(triton.model.report, heartbeat_age_s=59.5)
         await becomes(replica, ReplicaState.READY)
 
 

@@ -186,6 +186,14 @@ def test_one_failing_reader_hurts_nobody_else(served: Served) -> None:
     wait_until(lambda: probe(served)["running"] == 0)
 
 
+def test_an_engine_that_gave_up_refuses_probes(served: Served) -> None:
+    probe(served)
+    served.service.close()
+    refused = served.send(b'{"probe":true}').wait()
+    assert refused.refusal[0] is RefusalCode.INTERNAL
+    assert "stopped" in refused.refusal[1]
+
+
 def test_closing_answers_everything(serve: Callable[..., Served], pb_utils: FakePbUtils) -> None:
     served = serve(slow=True, max_running=1)
     answers = [served.ask(max_tokens=LONG, ignore_eos=True) for _ in range(3)]
