@@ -8,7 +8,6 @@ from typing import Any
 import grpc
 import msgspec
 import pytest
-from tritonclient.grpc import service_pb2
 
 from gateway.triton.channel import Channel
 from gateway.triton.replicas import (
@@ -20,7 +19,7 @@ from gateway.triton.replicas import (
     unable,
 )
 from gateway.triton.status import Fault, TritonError
-from tests.gateway.triton.fake_triton import accepted, hanging, until
+from tests.gateway.triton.fake_triton import accepted, generation, hanging, until
 
 
 class Observer:
@@ -100,8 +99,9 @@ async def test_a_dead_stub_is_found_though_triton_calls_the_model_ready(
     async with watched(triton, fast) as replica:
         await becomes(replica, ReplicaState.READY)
         triton.model.answer = hanging(accepted())
+        dialect, report = replica.serving()
         running = replica.channel.stream_infer(
-            service_pb2.ModelInferRequest(model_name="m-stream", id="r"),
+            dialect.request(generation(), report, remaining_s=100),
             deadline=asyncio.get_running_loop().time() + 100,
             idle_timeout_s=100,
         )
@@ -118,9 +118,9 @@ async def test_a_dead_stub_is_found_though_triton_calls_the_model_ready(
 async def test_an_engine_that_stopped_going_round_is_stuck(triton: Any, fast: HealthPolicy) -> None:
     async with watched(triton, fast) as replica:
         await becomes(replica, ReplicaState.READY)
-        triton.model.report = msgspec.structs.replace(triton.model.report, heartbeat_age_s=60.5)
+        triton.model.report = msgspec.structs.replace(triton.model.report, heartbeat_age_s=10.5)
         await becomes(replica, ReplicaState.STUCK)
-        triton.model.report = msgspec.structs.replace(triton.model.report, heartbeat_age_s=59.5)
+        triton.model.report = msgspec.structs.replace(triton.model.report, heartbeat_age_s=9.5)
         await becomes(replica, ReplicaState.READY)
 
 
