@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import msgspec
 import pytest
+from tritonclient.grpc import service_pb2
 
 from gateway.triton.channel import Channel
 from gateway.triton.replicas import (
