@@ -5,7 +5,7 @@ clock.
 """
 
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 
 from gateway.errors import ClientGoneError, GatewayError
@@ -42,7 +42,7 @@ class Exchange:
     """Spent waiting for the client's body, for admission and for the upstream."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    first_token_at: float | None = field(default=None)
+    first_token_at: float | None = None
     last_token_at: float = 0.0
 
     @property

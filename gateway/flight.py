@@ -6,7 +6,6 @@ end of a drain. Whichever comes first ends the others. Knows nothing of JSON or 
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, TypeVar
@@ -103,8 +102,7 @@ class Flight(AsyncIterator[Event]):
         """Leave the watch for the client's hang-up to whoever streams the answer."""
         if self._watcher is not None:
             self._watcher.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._watcher
+            await asyncio.wait({self._watcher})
             self._watcher = None
 
     async def _admit(self) -> None:

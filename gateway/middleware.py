@@ -26,11 +26,8 @@ REQUEST_ID_HEADER = "X-Request-Id"
 _log = logging.getLogger("gateway.access")
 _request_id = re.compile(r"[\x21-\x7e]{1,128}")
 
-_WHILE_DRAINING = frozenset({"/health", "/health/ready", "/metrics"})
-"""Paths that answer during a drain: they are how others learn of it."""
-
 _PROBES = frozenset({"/health", "/health/ready", "/metrics"})
-"""Routes that are asked every few seconds: logged at debug level."""
+"""What machines ask every few seconds: it answers during a drain too, and is logged at debug level."""
 
 
 class ExchangeMiddleware:
@@ -72,7 +69,7 @@ class ExchangeMiddleware:
             await send(message)
 
         drain = self._gateway.drain
-        if drain.phase is not Phase.SERVING and scope["path"] not in _WHILE_DRAINING:
+        if drain.phase is not Phase.SERVING and scope["path"] not in _PROBES:
             error = shutting_down()
             exchange.fail(error)
             exchange.metrics.rejected.labels(UNKNOWN, "draining").inc()
