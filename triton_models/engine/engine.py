@@ -257,8 +257,10 @@ class Engine:
         reason: FinishReason | None = None,
         error: str | None = None,
     ) -> None:
-        first = sampled is not None and sequence.generated == 1
-        scheduled_at = sequence.scheduled_at
+        queue_seconds = time_to_first_token = None
+        if sampled is not None and sequence.generated == 1 and sequence.scheduled_at is not None:
+            queue_seconds = sequence.scheduled_at - sequence.arrived_at
+            time_to_first_token = self._clock() - sequence.arrived_at
         self._outputs.append(
             TokenOutput(
                 request_id=sequence.request.request_id,
@@ -267,9 +269,7 @@ class Engine:
                 logprobs=None if sampled is None else sampled.logprobs,
                 finish_reason=reason,
                 error=error,
-                queue_seconds=scheduled_at - sequence.arrived_at
-                if first and scheduled_at is not None
-                else None,
-                time_to_first_token=self._clock() - sequence.arrived_at if first else None,
+                queue_seconds=queue_seconds,
+                time_to_first_token=time_to_first_token,
             )
         )

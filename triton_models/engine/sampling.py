@@ -1,6 +1,5 @@
 """What a request asks of the sampler."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -10,6 +9,11 @@ from torch import Tensor
 from triton_models.errors import InvalidRequestError
 
 TOP_LOGPROBS_LIMIT = 20
+
+LARGEST = 1e6
+"""Of temperatures and biases: far beyond any use, and far from where float32 ends."""
+
+TOP_K_LIMIT = 2**31 - 1
 
 GREEDY_BELOW = 1e-5
 """A temperature under this is greedy: dividing by it would only turn rounding noise into a choice."""
@@ -59,12 +63,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InvalidRequestError(f"temperature must be finite and at least 0, not {self.temperature}")
+        if not 0 <= self.temperature <= LARGEST:
+            raise InvalidRequestError(f"temperature must be 0 to {LARGEST:g}, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise InvalidRequestError(f"top_p must be over 0 and at most 1, not {self.top_p}")
-        if self.top_k < 0:
-            raise InvalidRequestError(f"top_k must be at least 0, not {self.top_k}")
+        if not 0 <= self.top_k <= TOP_K_LIMIT:
+            raise InvalidRequestError(f"top_k must be 0 to {TOP_K_LIMIT}, not {self.top_k}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise InvalidRequestError(f"seed must fit 64 bits, not {self.seed}")
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -75,8 +79,8 @@ class SamplingParams:
             raise InvalidRequestError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
         if self.logprobs is not None and not 0 <= self.logprobs <= TOP_LOGPROBS_LIMIT:
             raise InvalidRequestError(f"logprobs must be 0 to {TOP_LOGPROBS_LIMIT}, not {self.logprobs}")
-        if not all(math.isfinite(value) for value in self.logit_bias.values()):
-            raise InvalidRequestError("logit_bias values must be finite")
+        if not all(abs(value) <= LARGEST for value in self.logit_bias.values()):
+            raise InvalidRequestError(f"logit_bias values must be within {LARGEST:g} of 0")
 
     @property
     def greedy(self) -> bool:

@@ -3,7 +3,10 @@ from typing import Any
 
 import pytest
 
-from triton_models.engine.sampling import SamplingParams
+from tests.triton_models.engine.fake_model import FakeModel, ids, request, run
+from triton_models.engine.engine import Engine
+from triton_models.engine.sampling import LARGEST, TOP_K_LIMIT, SamplingParams
+from triton_models.engine.settings import EngineSettings
 from triton_models.errors import InvalidRequestError
 
 
@@ -16,7 +19,9 @@ from triton_models.errors import InvalidRequestError
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_p": math.nan},
+        {"temperature": 2e6},
         {"top_k": -1},
+        {"top_k": 2**31},
         {"seed": 2**63},
         {"seed": -(2**63) - 1},
         {"max_tokens": 0},
@@ -26,6 +31,7 @@ from triton_models.errors import InvalidRequestError
         {"logprobs": -1},
         {"logit_bias": {1: math.nan}},
         {"logit_bias": {1: math.inf}},
+        {"logit_bias": {1: -2e6}},
     ],
 )
 def test_values_out_of_range_are_refused_by_name(values: dict[str, Any]) -> None:
@@ -35,6 +41,24 @@ def test_values_out_of_range_are_refused_by_name(values: dict[str, Any]) -> None
 
 def test_the_ends_of_each_range_are_in_it() -> None:
     SamplingParams(temperature=0, top_p=1, top_k=0, seed=-(2**63), max_tokens=1, min_tokens=1, logprobs=20)
+
+
+def test_the_ends_of_each_range_can_be_sampled() -> None:
+    engine = Engine(FakeModel(), EngineSettings())
+    for number, temperature in enumerate([1e-5, LARGEST]):
+        params = SamplingParams(
+            temperature=temperature,
+            top_p=1e-12,
+            top_k=TOP_K_LIMIT,
+            seed=2**63 - 1,
+            max_tokens=3,
+            min_tokens=3,
+            stop_token_ids=frozenset({2}),
+            logit_bias={1: LARGEST, 2: -LARGEST},
+            logprobs=20,
+        )
+        engine.add(request(str(number), sampling=params))
+    assert [ids(answer) for answer in run(engine).values()] == [[1, 1, 1], [1, 1, 1]]
 
 
 @pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (1e-6, True), (1e-5, False), (1, False)])
