@@ -23,11 +23,14 @@ _OPTIONS = (
 )
 
 
+_CONNECTION_LOST = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+
+
 class CallError(LoadError):
     """Triton answered a call with an error, or not in time."""
 
-    def __init__(self, message: str, *, timed_out: bool = False) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, timed_out: bool = False, by_server: bool = False) -> None:
+        super().__init__(message, by_server=by_server)
         self.timed_out = timed_out
 
 
@@ -203,6 +206,9 @@ def _meta(response: Any) -> Meta | None:
 
 def _call_error(error: Any) -> CallError:
     """Wrap a `grpc.RpcError`, which is also the call it ended."""
+    code = error.code()
     return CallError(
-        error.details() or str(error.code()), timed_out=error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        error.details() or str(code),
+        timed_out=code is grpc.StatusCode.DEADLINE_EXCEEDED,
+        by_server=code not in {grpc.StatusCode.DEADLINE_EXCEEDED, *_CONNECTION_LOST},
     )

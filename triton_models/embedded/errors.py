@@ -33,7 +33,14 @@ class ServerError(EmbeddedError):
 
 
 class LoadError(EmbeddedError):
-    """Triton refused to load an entry, or the loaded entry does not answer."""
+    """Triton refused to load an entry, or the loaded entry does not answer.
+
+    `by_server`: the server itself said so; otherwise its death may be behind it.
+    """
+
+    def __init__(self, message: str, *, by_server: bool = False) -> None:
+        super().__init__(message)
+        self.by_server = by_server
 
 
 class StoppedError(EmbeddedError):

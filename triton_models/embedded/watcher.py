@@ -109,8 +109,9 @@ class EntryWatcher:
                     fault = self._watch()
                 except LoadError as error:
                     fault = str(error)
-                    # The server's death fails calls before it is seen; then this was no failure of the entry.
-                    self._pause(_SERVER_DEATH_S)
+                    if not error.by_server:
+                        # The server's death fails calls before it is seen; then the entry did not fail.
+                        self._pause(_SERVER_DEATH_S)
                     if self._must_load and self.state is EntryState.LOADING:
                         self.failure = LoadError(f"{self._entry.name}: {fault}")
                         return
@@ -178,7 +179,7 @@ class EntryWatcher:
                     if absent == _ABSENT_LIMIT:
                         raise ServerError(f"{entry.name}: its process died before it began to load")
         except CallError as error:
-            raise LoadError(load_failure(str(error), around.log)) from error
+            raise LoadError(load_failure(str(error), around.log), by_server=error.by_server) from error
 
     def _watch(self) -> str:
         """Watch the entry until something is wrong with it; return what.
