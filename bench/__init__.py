@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m bench engine|serving|all`. Results go, with their date, to LOG.md."""

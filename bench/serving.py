@@ -1,0 +1,70 @@
+"""The whole path on this machine: load -> gateway -> gRPC -> Triton -> engine, by `tritongate up`."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+from bench.load import LoadRow, run_load
+
+_READY_S = 120.0
+_STOP_S = 15.0
+
+
+@contextlib.contextmanager
+def running(*arguments: str) -> Iterator[str]:
+    """Run `tritongate up` on free ports and yield its base URL.
+
+    Raises:
+        RuntimeError: it did not become ready.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = ["--port", str(port)]
+    for name in ("http", "grpc", "metrics"):
+        flags += [f"--triton-{name}-port", "0"]
+    command = [str(Path(sys.executable).with_name("tritongate")), "up", *flags, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _await_ready(process, url)
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(_STOP_S)
+
+
+def _await_ready(process: "subprocess.Popen[bytes]", url: str) -> None:
+    deadline = time.monotonic() + _READY_S
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(url + "/health/ready").is_success:
+                return
+        time.sleep(0.2)
+    raise RuntimeError("tritongate up did not become ready")
+
+
+def measure(*arguments: str, clients: tuple[int, ...], new_tokens: int, rounds: int) -> Iterator[LoadRow]:
+    """Start a server and put each number of clients on it in turn."""
+    with running(*arguments) as url:
+        model = httpx.get(url + "/v1/models").json()["data"][0]["id"]
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": "你好，请介绍一下自己。"}],
+            "max_tokens": new_tokens,
+            "ignore_eos": True,
+            "temperature": 1.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        asyncio.run(run_load(url, body, clients=2, rounds=1))
+        for number in clients:
+            yield asyncio.run(run_load(url, body, clients=number, rounds=rounds))
