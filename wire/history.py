@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from wire.decoding import decode_bounded
+
 Role = Literal["system", "user", "assistant", "observation"]
 
 
@@ -28,10 +30,10 @@ def decode_history(document: bytes) -> list[Turn]:
     """Read the `history` tensor; empty bytes are an empty history.
 
     Raises:
-        msgspec.ValidationError: not a list of role objects, or an unknown key.
+        msgspec.ValidationError: not a list of role objects, an unknown key, or nested too deeply.
         msgspec.DecodeError: not JSON.
     """
-    return _decoder.decode(document) if document else []
+    return decode_bounded(_decoder, document) if document else []
 
 
 def encode_history(turns: list[Turn]) -> bytes:

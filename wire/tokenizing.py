@@ -4,6 +4,7 @@ from typing import Annotated
 
 import msgspec
 
+from wire.decoding import decode_bounded
 from wire.history import Turn
 from wire.sampling import TokenId
 
@@ -39,10 +40,10 @@ def decode_tokenizing(document: bytes) -> Tokenizing:
     """Read the `request` tensor.
 
     Raises:
-        msgspec.ValidationError: an unknown key, a wrong type, or not exactly one of the three.
+        msgspec.ValidationError: not exactly one of the three, an unknown key, a wrong type, nested too deeply.
         msgspec.DecodeError: not JSON.
     """
-    return _decoder.decode(document)
+    return decode_bounded(_decoder, document)
 
 
 def encode_tokenizing(request: Tokenizing) -> bytes:

@@ -96,10 +96,12 @@ class StreamClient:
             request.raw_input_contents.append(pack_strings([value.encode()]))
         request.parameters["priority"].uint64_param = priority
         request.parameters["triton_enable_empty_final_response"].bool_param = True
-        return Call(
-            self._stub.ModelStreamInfer(
-                iter([request]), timeout=TIMEOUT_S, metadata=[("triton_grpc_error", "true")]
-            )
+        return Call(self.send(request))
+
+    def send(self, request: pb.ModelInferRequest) -> Any:
+        """Send one request on a stream of its own and return the call."""
+        return self._stub.ModelStreamInfer(
+            iter([request]), timeout=TIMEOUT_S, metadata=[("triton_grpc_error", "true")]
         )
 
     def tokenize(self, model: str, **request: Any) -> tuple[list[int], list[int], str]:

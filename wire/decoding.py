@@ -1,0 +1,20 @@
+"""Decoding of documents that hold parts of any shape."""
+
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+def decode_bounded(decoder: "msgspec.json.Decoder[T]", document: bytes) -> T:
+    """Decode `document`; nesting beyond the interpreter's recursion limit is the document's fault.
+
+    Raises:
+        msgspec.ValidationError: nested too deeply, or not what the decoder expects.
+        msgspec.DecodeError: not JSON.
+    """
+    try:
+        return decoder.decode(document)
+    except RecursionError:
+        raise msgspec.ValidationError("The document is nested too deeply") from None
