@@ -40,7 +40,7 @@ def decode_tokenizing(document: bytes) -> Tokenizing:
     """Read the `request` tensor.
 
     Raises:
-        msgspec.ValidationError: not exactly one of the three, an unknown key, a wrong type, nested too deeply.
+        msgspec.ValidationError: not one of the three, an unknown key, a wrong type, nested too deeply.
         msgspec.DecodeError: not JSON.
     """
     return decode_bounded(_decoder, document)
