@@ -5,7 +5,7 @@ Source of names, ranges and defaults: OpenAI's API reference; extensions: vLLM's
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -76,6 +76,10 @@ def _few_stops(stop: str | list[str]) -> str | list[str]:
     return stop
 
 
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""Read up to its first fault: a body has room for millions, and only one is told."""
+
 NonEmpty = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[str, AfterValidator(_token_id)]
 
@@ -95,7 +99,7 @@ class ChatMessage(_Strict):
     """One message; `developer` is another name for `system`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    content: str | Items[TextPart]
     tool_call_id: str | None = None
 
     def text(self) -> str:
@@ -122,13 +126,13 @@ class ChatRequest(_Strict):
     """A chat completion request. Null means absent everywhere."""
 
     model: NonEmpty
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=_INT64)] | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=_INT64)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: Annotated[NonEmpty | list[NonEmpty], AfterValidator(_few_stops)] | None = None
+    stop: Annotated[NonEmpty | Items[NonEmpty], AfterValidator(_few_stops)] | None = None
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -138,7 +142,7 @@ class ChatRequest(_Strict):
     top_k: Annotated[int, Field(ge=-1, lt=_INT64, description="-1 and 0 keep every token")] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=_INT64)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**32)]] | None = None
+    stop_token_ids: Items[Annotated[int, Field(ge=0, lt=2**32)]] | None = None
 
     user: Annotated[str | None, Field(description="bookkeeping: accepted, not used")] = None
     safety_identifier: Annotated[str | None, Field(description="bookkeeping: accepted, not used")] = None

@@ -2,6 +2,7 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from gateway.errors import InvalidRequestError
 from gateway.generation import Message
@@ -165,6 +166,22 @@ def test_refused_by_name(parameters: dict[str, Any], param: str) -> None:
         read(**parameters)
     assert refusal.value.param == param
     assert param in refusal.value.message
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"messages": [1] * 1000},
+        {"messages": [{"role": "user", "content": [1] * 1000}]},
+        {"stop": [1] * 1000},
+        {"stop_token_ids": [-1] * 1000},
+    ],
+)
+def test_a_list_is_read_up_to_its_first_fault(parameters: dict[str, Any]) -> None:
+    # Collected, the faults that fit into one body would take gigabytes, and the event loop's time for long.
+    with pytest.raises(ValidationError) as refusal:
+        ChatRequest.model_validate({**MINIMUM, **parameters})
+    assert refusal.value.error_count() <= 2
 
 
 def test_a_real_parameter_is_told_from_an_unknown_one() -> None:
