@@ -120,7 +120,8 @@ _TEXTS = [
     (re.compile(r"Failed \"execute_batch\""), Fault.UNREACHABLE),
 ]
 
-_REQUEST_ID = re.compile(r"\[request id: [^\]]*\] ")
+# Clients choose request ids, which may hold a bracket but never a space.
+_REQUEST_ID = re.compile(r"\[request id: \S*\] ")
 
 _STATUSES = {
     grpc.StatusCode.UNAVAILABLE: Fault.UNREACHABLE,

@@ -26,6 +26,7 @@ TABLE = [
     ),
     (None, "[request id: rid-1] Exceeds maximum queue size", Fault.QUEUE_FULL, 429),
     (grpc.StatusCode.UNAVAILABLE, "[request id: rid-1] Exceeds maximum queue size", Fault.QUEUE_FULL, 429),
+    (grpc.StatusCode.UNAVAILABLE, "[request id: a]b[c]] Exceeds maximum queue size", Fault.QUEUE_FULL, 429),
     (grpc.StatusCode.UNAVAILABLE, "[request id: rid-1] Request timeout expired", Fault.DEADLINE, 504),
     (None, "Request timeout expired", Fault.DEADLINE, 504),
     (
