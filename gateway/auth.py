@@ -31,7 +31,7 @@ class Keyring:
         """Check the Authorization header and return the key's name; None when no keys are configured.
 
         Args:
-            header: the header's value, None when absent.
+            header: the header's value, its bytes read as Latin-1 as ASGI does; None when absent.
             scope: what the route asks for; None is satisfied by any known key.
 
         Raises:
@@ -41,10 +41,10 @@ class Keyring:
         if not self._known:
             return None
         scheme, _, presented = (header or "").partition(" ")
-        presented = presented.strip()
+        presented = presented.strip(" \t")
         if scheme.lower() != "bearer" or not presented:
             raise AuthenticationError("An API key is needed: send the header Authorization: Bearer KEY.")
-        digest = hashlib.sha256(presented.encode("utf-8", "surrogateescape")).digest()
+        digest = hashlib.sha256(presented.encode("latin-1")).digest()
         found: _Known | None = None
         for known in self._known:  # no early exit: the time must not tell which key came close
             if hmac.compare_digest(known.digest, digest):

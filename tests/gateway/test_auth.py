@@ -17,6 +17,7 @@ KEYS = [
         "scopes": ["inference", "admin"],
     },
     {"name": "operator", "key": "sk-3", "scopes": ["admin"]},
+    {"name": "voilà", "key": "clé à"},
 ]
 
 
@@ -39,6 +40,12 @@ def test_unknown_keys(keyring: Keyring, header: str | None) -> None:
     with pytest.raises(AuthenticationError) as refusal:
         keyring.authorize(header, None)
     assert "sk-" not in refusal.value.message
+
+
+async def test_a_key_beyond_ascii_is_sent_as_its_utf8() -> None:
+    async with in_process(FakeUpstream(), api_keys=KEYS) as served:
+        bearer = {"authorization": "Bearer clé à".encode()}
+        assert (await served.http.get("/v1/models", headers=bearer)).status_code == 200
 
 
 def test_scopes(keyring: Keyring) -> None:
