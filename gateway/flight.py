@@ -77,10 +77,11 @@ class Flight(AsyncIterator[Event]):
         await self._admit()
         bound = gateway.settings.default_max_tokens
         if generation.max_tokens is None and bound is not None:
-            # The bound is ours, not the client's: where the context has no room for it, the rest of the
-            # context bounds the answer. Only the upstream counts prompts, and a refusal costs it little.
+            # The bound is ours, not the client's: it gives way to min_tokens, and where the context has no
+            # room for it, the rest of the context bounds the answer. Only the upstream counts prompts, and a
+            # refusal costs it little.
             try:
-                return await self._open(replace(generation, max_tokens=bound))
+                return await self._open(replace(generation, max_tokens=max(bound, generation.min_tokens)))
             except ContextLengthError:
                 pass
         return await self._open(generation)

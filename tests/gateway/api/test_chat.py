@@ -305,3 +305,10 @@ async def test_the_default_bound_gives_way_to_the_context(room: int, asked: list
         assert [request.max_tokens for request in served.upstream.requests] == asked
         if room < 60:
             assert (await served.refusal(max_tokens=60))[2] == "context_length_exceeded"
+
+
+async def test_the_default_bound_gives_way_to_min_tokens() -> None:
+    async with in_process(FakeUpstream(), default_max_tokens=5) as served:
+        await served.chat(min_tokens=7)
+        await served.chat(min_tokens=3)
+        assert [request.max_tokens for request in served.upstream.requests] == [7, 5]
