@@ -67,6 +67,9 @@ _INT64 = 2**63
 def _token_id(text: str) -> str:
     if not (text.isascii() and text.isdigit() and len(text) <= 10):  # noqa: PLR2004 - ids are below 2**32
         raise PydanticCustomError("token_id", "the keys are token ids, decimal numbers")
+    if text != str(int(text)):
+        # "05" beside "5" would be the same id twice, and one of the two ignored.
+        raise PydanticCustomError("token_id", "the keys are token ids, without zeros in front")
     return text
 
 

@@ -133,6 +133,7 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x"),
         ({"logit_bias": {"-1": 1}}, "logit_bias.-1"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias.05"),
         ({"logit_bias": [1]}, "logit_bias"),
         ({"logprobs": 5}, "logprobs"),
         ({"top_logprobs": 1}, "top_logprobs"),
