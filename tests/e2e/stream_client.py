@@ -100,9 +100,7 @@ class StreamClient:
 
     def send(self, request: pb.ModelInferRequest) -> Any:
         """Send one request on a stream of its own and return the call."""
-        return self._stub.ModelStreamInfer(
-            iter([request]), timeout=TIMEOUT_S, metadata=[("triton_grpc_error", "true")]
-        )
+        return self._stub.ModelStreamInfer(iter([request]), timeout=TIMEOUT_S)
 
     def tokenize(self, model: str, **request: Any) -> tuple[list[int], list[int], str]:
         """Return input_ids, attention_mask and text."""

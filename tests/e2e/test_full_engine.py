@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import grpc
 import httpx
 import openai
 import pytest
@@ -144,9 +143,8 @@ def test_a_full_engine_still_answers_for_itself(narrow: Narrow) -> None:
             assert next(waiting)[1] == Meta(), "a request that waits is kept alive by heartbeats"
             assert time.monotonic() - began < HEARTBEAT_S + AT_ONCE_S
             assert control(triton, cancel=request_id).cancelled is True
-            with pytest.raises(grpc.RpcError) as ended:
+            with pytest.raises(RuntimeError, match="tritongate:cancelled:"):
                 next(waiting)
-            assert ended.value.code() is grpc.StatusCode.CANCELLED
     assert rounds > 5
     assert feeders.errors == []
     assert feeders.answers > 0

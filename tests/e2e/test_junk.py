@@ -2,7 +2,6 @@
 
 import json
 
-import grpc
 import httpx
 import pytest
 from tritonclient.grpc import service_pb2 as pb
@@ -32,8 +31,6 @@ def refusal(triton: StreamClient, request: pb.ModelInferRequest) -> str:
         for message in call:
             if message.error_message:
                 return message.error_message
-    except grpc.RpcError as error:
-        return f"{error.code().name}: {error.details()}"
     finally:
         call.cancel()
     pytest.fail("the junk was taken")
@@ -73,8 +70,7 @@ def test_a_bad_request_in_a_batch_fails_alone(up: UpProcess, triton: StreamClien
     for stream in good:
         assert list(stream)[-1][1].finish_reason is not None
     for call in bad:
-        with pytest.raises(grpc.RpcError):
-            list(call)
+        assert any("tritongate:invalid_request:" in message.error_message for message in call)
     assert up.is_ready()
 
 

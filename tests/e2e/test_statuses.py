@@ -168,6 +168,14 @@ async def test_refusals(upstream: TritonUpstream, code: RefusalCode, error: type
     assert type(await failure(upstream, f"refuse {code}")) is error
 
 
+async def test_a_burst_of_refusals_leaves_the_server_alive(upstream: TritonUpstream) -> None:
+    """Asked for their statuses by `triton_grpc_error`, tritonserver 2.51 dies of one in some hundreds."""
+    for _ in range(750):
+        async with asyncio.TaskGroup() as group:
+            refused = [group.create_task(failure(upstream, "refuse invalid_request")) for _ in range(2)]
+        assert {type(each.result()) for each in refused} == {InvalidRequestError}
+
+
 async def test_an_exception_in_execute(upstream: TritonUpstream) -> None:
     assert type(await failure(upstream, "raise")) is UpstreamProtocolError
 
