@@ -1,11 +1,11 @@
 """One generation between its client and the upstream.
 
-A running generation is a race: the upstream's next event against the client's hang-up, the deadline and the
+A running generation is a race: the upstream's next word against the client's hang-up, the deadline and the
 end of a drain. Whichever comes first ends the others. Knows nothing of JSON or server-sent events.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ _REJECTED = {RateLimitError: "queue_full", DeadlineError: "deadline", Unavailabl
 
 
 class Flight(AsyncIterator[Event]):
-    """Runs one generation: `start`, then iterate over what follows `Accepted`.
+    """Runs one generation: `start`, then iterate over what follows `Accepted`; or `call`, for one answer.
 
     Everything it holds (permit, upstream call, watcher) is released with the exchange's resources.
     """
@@ -66,16 +66,8 @@ class Flight(AsyncIterator[Event]):
         Raises:
             GatewayError: full, late, hung up, shutting down, or refused by the upstream.
         """
-        exchange, gateway = self._exchange, self._gateway
-        exchange.generates = True
-        gateway.drain.register(self.end)
-        exchange.resources.callback(gateway.drain.unregister, self.end)
-        deadline = self._loop.call_at(exchange.deadline, self.end, _too_late())
-        exchange.resources.callback(deadline.cancel)
-        self._watcher = self._loop.create_task(self._watch(receive))
-        exchange.resources.push_async_callback(self.stop_watching)
-        await self._admit()
-        bound = gateway.settings.default_max_tokens
+        await self._enter(receive)
+        bound = self._gateway.settings.default_max_tokens
         if generation.max_tokens is None and bound is not None:
             # The bound is ours, not the client's: it gives way to min_tokens, and where the context has no
             # room for it, the rest of the context bounds the answer. Only the upstream counts prompts, and a
@@ -85,6 +77,22 @@ class Flight(AsyncIterator[Event]):
             except ContextLengthError:
                 pass
         return await self._open(generation)
+
+    async def call(self, work: Callable[[], Coroutine[Any, Any, T]], receive: Receive) -> T:
+        """Wait for admission and then for `work`, which answers as a whole; what ends the race cancels it.
+
+        Args:
+            work: asks the upstream.
+            receive: as for `start`.
+
+        Raises:
+            GatewayError: as for `start`.
+        """
+        await self._enter(receive)
+        self._check()  # what was over while it waited never goes upstream
+        answer = await self._race(work())
+        self._over = True
+        return answer
 
     def __aiter__(self) -> "Flight":
         return self
@@ -105,6 +113,18 @@ class Flight(AsyncIterator[Event]):
             self._watcher.cancel()
             await asyncio.wait({self._watcher})
             self._watcher = None
+
+    async def _enter(self, receive: Receive) -> None:
+        """Begin the race, and wait for a place in it."""
+        exchange, gateway = self._exchange, self._gateway
+        exchange.generates = True
+        gateway.drain.register(self.end)
+        exchange.resources.callback(gateway.drain.unregister, self.end)
+        deadline = self._loop.call_at(exchange.deadline, self.end, _too_late())
+        exchange.resources.callback(deadline.cancel)
+        self._watcher = self._loop.create_task(self._watch(receive))
+        exchange.resources.push_async_callback(self.stop_watching)
+        await self._admit()
 
     async def _admit(self) -> None:
         admission, metrics, model = self._gateway.admission, self._gateway.metrics, self._exchange.model

@@ -1,7 +1,7 @@
 """The seam between HTTP and models: what the routes need from whatever serves them.
 
 The real one is `gateway.triton`; tests of the HTTP layer put a small fake here. It speaks our own types,
-never SSE strings, OpenAI JSON or tensors.
+never SSE strings, OpenAI JSON or protobuf.
 """
 
 from collections.abc import AsyncGenerator
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.generation import Event, Generation
+from gateway.prediction import Prediction, PredictionAnswer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,14 @@ class Upstream(Protocol):
 
         Raises:
             GatewayError: before or after the first event; the stream is over then.
+        """
+        ...
+
+    async def predict(self, request: Prediction) -> PredictionAnswer:
+        """Run `request` on the model's request/response entry; cancelling the task cancels the work upstream.
+
+        Raises:
+            GatewayError: there is no answer.
         """
         ...
 

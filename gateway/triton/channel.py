@@ -7,6 +7,7 @@ flag, `error_message`, deadlines, cancelling) and nothing of tensors, models' he
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -59,10 +60,10 @@ class Channel:
             call.end(Fault.CLOSED, "the channel was closed")
         await self._channel.close()
 
-    def end_streams(self, model: str, fault: Fault, detail: str) -> None:
-        """End every running `stream_infer` to the entry `model` with `fault`: nothing will answer them."""
+    def end_inference(self, entry: str, fault: Fault, detail: str) -> None:
+        """End every running request to `entry` with `fault`: nothing will answer them."""
         for call in list(self._calls):
-            if call.model == model:
+            if call.entry == entry:
                 call.end(fault, detail)
 
     async def unary(self, method: str, request: Any, *, timeout_s: float) -> Any:
@@ -74,6 +75,28 @@ class Channel:
         deadline = asyncio.get_running_loop().time() + timeout_s
         with self._tracked(getattr(self._stub, method)(request, timeout=timeout_s)) as call:
             return await call.answer(lambda: call.grpc, deadline=deadline, idle_timeout_s=timeout_s)
+
+    async def infer(
+        self, request: service_pb2.ModelInferRequest, *, deadline: float
+    ) -> service_pb2.ModelInferResponse:
+        """Send one request to an entry that is not decoupled and return its one response.
+
+        Cancelling the task that waits cancels the call at once.
+
+        Args:
+            request: its `id` also travels as the header `x-request-id`, so it is printable ASCII.
+            deadline: of the event loop's clock, in seconds.
+
+        Raises:
+            TritonError: with any fault but `SILENT`.
+        """
+        running = self._stub.ModelInfer(
+            request,
+            timeout=max(0.0, deadline - asyncio.get_running_loop().time()),
+            metadata=(("x-request-id", request.id),),
+        )
+        with self._tracked(running, request.model_name) as call:
+            return await call.answer(lambda: call.grpc, deadline=deadline, idle_timeout_s=math.inf)
 
     async def stream_infer(
         self, request: service_pb2.ModelInferRequest, *, deadline: float, idle_timeout_s: float
@@ -120,9 +143,9 @@ class Channel:
                 await call.answer(stream.read, deadline=deadline, idle_timeout_s=_EOF_WAIT_S)
 
     @contextlib.contextmanager
-    def _tracked(self, running: grpc.aio.Call, model: str | None = None) -> Iterator["_Call"]:
+    def _tracked(self, running: grpc.aio.Call, entry: str | None = None) -> Iterator["_Call"]:
         """Let others find and end the call, and leave no way out of the block with it still running."""
-        call = _Call(running, model)
+        call = _Call(running, entry)
         self._calls.add(call)
         try:
             yield call
@@ -134,10 +157,10 @@ class Channel:
 class _Call:
     """A running call that can be ended from outside with an error of our choice."""
 
-    def __init__(self, running: grpc.aio.Call, model: str | None) -> None:
+    def __init__(self, running: grpc.aio.Call, entry: str | None) -> None:
         self.grpc = running
-        self.model = model
-        """The entry that a stream goes to; None for unary calls."""
+        self.entry = entry
+        """The repository entry that an inference goes to; None for questions to Triton itself."""
         self._end: tuple[Fault, str] | None = None
 
     def end(self, fault: Fault, detail: str) -> None:

@@ -3,6 +3,7 @@
 Knows nothing of generations. Every method raises `TritonError`, with any fault.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,19 @@ class RepositoryEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelMetadata:
-    """The names of a model's tensors."""
+class TensorMetadata:
+    """What a model says of one of its tensors; -1 in `shape` is any size, the batch's among them."""
 
-    inputs: frozenset[str]
-    outputs: frozenset[str]
+    datatype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMetadata:
+    """A model's tensors by name."""
+
+    inputs: Mapping[str, TensorMetadata]
+    outputs: Mapping[str, TensorMetadata]
 
 
 class Control:
@@ -63,8 +72,8 @@ class Control:
         """Return the tensors of `entry`, which must be loaded."""
         answer = await self._call("ModelMetadata", service_pb2.ModelMetadataRequest(name=entry))
         return ModelMetadata(
-            inputs=frozenset(tensor.name for tensor in answer.inputs),
-            outputs=frozenset(tensor.name for tensor in answer.outputs),
+            inputs=_tensors(answer.inputs),
+            outputs=_tensors(answer.outputs),
         )
 
     async def config(self, entry: str) -> Any:
@@ -73,3 +82,10 @@ class Control:
 
     async def _call(self, method: str, request: Any) -> Any:
         return await self._channel.unary(method, request, timeout_s=self._timeout_s)
+
+
+def _tensors(messages: Iterable[Any]) -> dict[str, TensorMetadata]:
+    return {
+        tensor.name: TensorMetadata(datatype=tensor.datatype, shape=tuple(tensor.shape))
+        for tensor in messages
+    }

@@ -74,7 +74,7 @@ class Discovery:
 
     async def _is_ours(self, entry: str) -> bool:
         try:
-            choose(entry, (await self._control.metadata(entry)).inputs)
+            choose(entry, frozenset((await self._control.metadata(entry)).inputs))
         except UpstreamProtocolError as error:
             _log.warning("model left out: %s", error.message, extra={"upstream": self._channel.address})
             return False

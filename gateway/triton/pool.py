@@ -6,7 +6,6 @@ Finds the models by itself where the configuration names none. Knows nothing of 
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -14,26 +13,14 @@ from dataclasses import dataclass, field
 from gateway.dialects.base import ModelReport
 from gateway.errors import ModelNotFoundError, UpstreamProtocolError
 from gateway.generation import Accepted, Delta, Event, Generation
+from gateway.prediction import Prediction, PredictionAnswer
 from gateway.triton.channel import Channel
 from gateway.triton.discovery import Discovery
-from gateway.triton.replicas import (
-    HealthPolicy,
-    Replica,
-    ReplicaState,
-    UpstreamObserver,
-    least_outstanding,
-    unable,
-)
+from gateway.triton.failover import Tries
+from gateway.triton.predicting import predict
+from gateway.triton.replicas import HealthPolicy, Replica, ReplicaState, UpstreamObserver
 from gateway.triton.status import Fault, TritonError
 from gateway.upstream import ModelCard
-
-_log = logging.getLogger(__name__)
-
-_NO_FAULT_OF_UPSTREAM = {Fault.INVALID_REQUEST, Fault.CONTEXT_LENGTH, Fault.CLOSED}
-"""The client's doing, or our own."""
-
-_LOGGED_LIMIT = 2000
-"""Longest part of an upstream's error text, in characters, that is logged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,15 +138,10 @@ class TritonUpstream:
 
     async def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
         """Run `request`: see `gateway.upstream.Upstream.generate`."""
-        tried: list[Replica] = []
+        tries = self._tries(request)
         accepted = delivered = False
         while True:
-            # Looked up anew for each attempt: the pool may have been closed meanwhile.
-            replicas = self._find(request.model).replicas
-            replica = least_outstanding([replica for replica in replicas if replica not in tried])
-            if replica is None:
-                raise unable(replicas).to_gateway()
-            tried.append(replica)
+            replica = tries.next()
             try:
                 async with contextlib.aclosing(self._attempt(replica, request)) as events:
                     async for event in events:
@@ -171,11 +153,31 @@ class TritonUpstream:
                             delivered = True
                         yield event
             except TritonError as error:
-                self._note(replica, request, error)
-                if delivered or not error.failover or not self._another(replicas, tried):
-                    raise error.to_gateway() from error
+                replica.suspect(error)
+                tries.failed(error, delivered=delivered)
             else:
                 return
+
+    async def predict(self, request: Prediction) -> PredictionAnswer:
+        """Run `request`: see `gateway.upstream.Upstream.predict`."""
+        tries = self._tries(request)
+        while True:
+            replica = tries.next()
+            try:
+                with replica.in_use():
+                    return await predict(replica.channel, replica.control, request)
+            except TritonError as error:
+                if error.fault is Fault.UNREACHABLE:
+                    replica.suspect(error)  # all else is the entry's own, not the engine's
+                tries.failed(error)
+
+    def _tries(self, request: Generation | Prediction) -> Tries:
+        return Tries(
+            lambda: self._find(request.model).replicas,
+            request_id=request.request_id,
+            limit=self._max_attempts,
+            observer=self._observer,
+        )
 
     async def _attempt(self, replica: Replica, request: Generation) -> AsyncGenerator[Event, None]:
         """Run `request` on one replica; raises TritonError, or a GatewayError if it was never sent."""
@@ -198,29 +200,6 @@ class TritonUpstream:
             decoder.end()
         except UpstreamProtocolError as error:
             raise TritonError(Fault.PROTOCOL, error.message, message=error.message) from error
-
-    def _another(self, replicas: Sequence[Replica], tried: Sequence[Replica]) -> bool:
-        return len(tried) < self._max_attempts and any(
-            replica.state is ReplicaState.READY for replica in replicas if replica not in tried
-        )
-
-    def _note(self, replica: Replica, request: Generation, error: TritonError) -> None:
-        """Let the replica's health, the metrics and the log know of a failed attempt."""
-        if error.fault in _NO_FAULT_OF_UPSTREAM:
-            return
-        replica.suspect(error)
-        if self._observer is not None:
-            self._observer.upstream_error(replica.model, replica.upstream, error.fault.value)
-        _log.warning(
-            "upstream failed: %s",
-            error.fault.value,
-            extra={
-                "request_id": request.request_id,
-                "model": replica.model,
-                "upstream": replica.upstream,
-                "detail": error.detail[:_LOGGED_LIMIT],
-            },
-        )
 
     def _find(self, model_id: str) -> _Model:
         if self._closed:

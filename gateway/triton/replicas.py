@@ -120,7 +120,7 @@ class Replica:
         """Generations that are running on it."""
         self.last_chosen = 0
         self._dialect: Dialect | None = None
-        self._control = Control(channel, timeout_s=policy.probe_timeout_s)
+        self.control = Control(channel, timeout_s=policy.probe_timeout_s)
         self._policy = policy
         self._observer = observer
         self._suspected = asyncio.Event()
@@ -179,8 +179,10 @@ class Replica:
             if error.fault is Fault.QUEUE_FULL:
                 return  # busy, not dead: what was known stays true
             if error.fault is Fault.STUB_DEAD:
-                # The one fault that leaves no doubt: its streams would only hang until their idle deadline.
-                self.channel.end_streams(stream_entry(self.model), error.fault, error.detail)
+                # The one fault that leaves no doubt: what runs there would only hang until a deadline, and so
+                # would what the entry `M` forwarded to it.
+                for entry in (stream_entry(self.model), self.model):
+                    self.channel.end_inference(entry, error.fault, error.detail)
             if error.fault in (Fault.DEADLINE, Fault.SILENT):
                 self._become(await self._why_silent(), "no answer to a probe")
             else:
@@ -201,7 +203,7 @@ class Replica:
     async def _probe(self) -> ModelReport:
         if self._dialect is None:
             entry = stream_entry(self.model)
-            self._dialect = choose(entry, (await self._control.metadata(entry)).inputs)
+            self._dialect = choose(entry, frozenset((await self.control.metadata(entry)).inputs))
         timeout_s = self._policy.probe_timeout_s
         responses = self.channel.stream_infer(
             self._dialect.probe(self.model),
@@ -214,7 +216,7 @@ class Replica:
     async def _why_silent(self) -> ReplicaState:
         """Tell a model that does not answer from a server that does not."""
         try:
-            await self._control.live()
+            await self.control.live()
         except TritonError:
             return ReplicaState.UNREACHABLE
         return ReplicaState.STUCK

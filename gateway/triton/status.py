@@ -49,6 +49,8 @@ class Fault(enum.StrEnum):
     """Ended by a cancel request that somebody else sent to the model."""
     INTERNAL = "internal"
     """Triton or the model failed inside, or said something not known here."""
+    TENSORS_REFUSED = "tensors_refused"
+    """Triton itself refused the tensors: names, datatypes or shapes that are not the model's."""
     PROTOCOL = "protocol"
     """The answer cannot be understood."""
     CLOSED = "closed"
@@ -89,6 +91,7 @@ TREATMENTS = {
         UnavailableError, "The request was cancelled by the model's server.", retry_after_s=5
     ),
     Fault.INTERNAL: Treatment(UpstreamProtocolError, "The model's server failed to answer the request."),
+    Fault.TENSORS_REFUSED: Treatment(UpstreamProtocolError, "The model does not take the gateway's tensors."),
     Fault.PROTOCOL: Treatment(UpstreamProtocolError, "The model's answer could not be understood."),
     Fault.CLOSED: Treatment(UnavailableError, "The gateway is shutting down.", retry_after_s=5),
 }
@@ -130,6 +133,7 @@ _STATUSES = {
     # never come back as a status.
     grpc.StatusCode.CANCELLED: Fault.UNREACHABLE,
     grpc.StatusCode.NOT_FOUND: Fault.NOT_READY,
+    grpc.StatusCode.INVALID_ARGUMENT: Fault.TENSORS_REFUSED,
 }
 
 
@@ -144,6 +148,13 @@ class TritonError(Exception):
         self.fault = fault
         self.detail = detail
         self.message = message or TREATMENTS[fault].message
+
+    def blame_client(self) -> "TritonError":
+        """Return this error for a client's own tensors: their refusal is about them, in Triton's words."""
+        if self.fault is not Fault.TENSORS_REFUSED:
+            return self
+        words = _REQUEST_ID.sub("", self.detail, count=1).partition("\n")[0][:MESSAGE_LIMIT]
+        return TritonError(Fault.INVALID_REQUEST, self.detail, message=words)
 
     @property
     def failover(self) -> bool:

@@ -1,13 +1,16 @@
 """A fake of the seam `gateway.upstream.Upstream`: answers by script, and remembers what it was asked."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from gateway.errors import ModelNotFoundError
 from gateway.generation import Accepted, Delta, Event, Generation, Usage
+from gateway.prediction import OutputTensor, Prediction, PredictionAnswer
 from gateway.upstream import ModelCard
+from wire.strings import pack_strings
 
 Script = Callable[[Generation], AsyncGenerator[Event, None]]
+Predict = Callable[[Prediction], Awaitable[PredictionAnswer]]
 
 
 async def say(
@@ -26,14 +29,34 @@ async def say(
         )
 
 
+async def repeat(request: Prediction) -> PredictionAnswer:
+    """Answer a prediction with its own inputs."""
+    return PredictionAnswer(
+        version="1",
+        outputs=tuple(
+            OutputTensor(
+                name=tensor.name,
+                datatype=tensor.datatype,
+                shape=tensor.shape,
+                raw=pack_strings(
+                    str(value).encode() if isinstance(value, int) else value for value in tensor.values
+                ),
+            )
+            for tensor in request.inputs
+        ),
+    )
+
+
 class FakeUpstream:
-    """Serves `models` by `script`; `running` and `cancelled` count generations."""
+    """Serves `models` by `script`, predictions by `predicting`; `running` and `cancelled` count both."""
 
     def __init__(self, script: Script | None = None, models: tuple[str, ...] = ("glm", "org/glm-2")) -> None:
         self.script = script or (lambda _request: say("Hello", " wor", "ld"))
         self.ready = True
         self.started = self.closed = False
         self.requests: list[Generation] = []
+        self.predicting: Predict = repeat
+        self.predictions: list[Prediction] = []
         self.running = self.cancelled = 0
         self._models = models
 
@@ -44,6 +67,17 @@ class FakeUpstream:
             async for event in self.script(request):
                 yield event
         except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+
+    async def predict(self, request: Prediction) -> PredictionAnswer:
+        self.predictions.append(request)
+        self.running += 1
+        try:
+            return await self.predicting(request)
+        except asyncio.CancelledError:
             self.cancelled += 1
             raise
         finally:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from wire.strings import pack_strings, unpack_strings
 
 Response = service_pb2.ModelStreamInferResponse
 Script = Callable[[Any, Any], AsyncIterator[Response]]
+Predict = Callable[[Any, Any], Awaitable[service_pb2.ModelInferResponse]]
 
 
 def reply(text: str = "", meta: Meta | bytes | None = None, *, final: bool = False) -> Response:
@@ -52,6 +53,14 @@ async def hello(request: Any, context: Any) -> AsyncIterator[Response]:
     yield finished("lo", 1)
 
 
+async def repeat(request: Any, context: Any) -> service_pb2.ModelInferResponse:
+    """An answer of a request/response entry: its prompt."""
+    answer = service_pb2.ModelInferResponse(model_name=request.model_name, model_version="1")
+    answer.outputs.add(name="response", datatype="BYTES", shape=request.inputs[0].shape)
+    answer.raw_output_contents.append(request.raw_input_contents[0])
+    return answer
+
+
 def inputs_of(request: service_pb2.ModelInferRequest) -> dict[str, bytes]:
     return {
         tensor.name: unpack_strings(raw)[0]
@@ -64,6 +73,8 @@ class FakeModel:
     """A repository entry: what it says of itself, and the scripts by which it answers."""
 
     inputs: tuple[str, ...] = ("prompt", "history", "sampling")
+    shape: tuple[int, ...] = (-1, 1)
+    predict: Predict = repeat
     state: str = "READY"
     answer: Script = hello
     probe: Script | None = None
@@ -125,7 +136,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         model = await self._ready(request.name, context)
         answer = service_pb2.ModelMetadataResponse(name=request.name, versions=["1"], platform="python")
         for name in model.inputs:
-            answer.inputs.add(name=name, datatype="BYTES", shape=(-1, 1))
+            answer.inputs.add(name=name, datatype="BYTES", shape=model.shape)
         for name in ("response", "meta"):
             answer.outputs.add(name=name, datatype="BYTES", shape=(-1, 1))
         return answer
@@ -134,6 +145,16 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         await self._ready(request.name, context)
         config = model_config_pb2.ModelConfig(name=request.name, backend="python")
         return service_pb2.ModelConfigResponse(config=config)
+
+    async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
+        model = await self._ready(request.model_name, context)
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        try:
+            return await model.predict(request, context)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
 
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Response]:  # noqa: N802
         try:

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from gateway.triton.channel import Channel
-from gateway.triton.control import Control, ModelMetadata, RepositoryEntry
+from gateway.triton.control import Control, ModelMetadata, RepositoryEntry, TensorMetadata
 from gateway.triton.status import Fault, TritonError
 from tests.gateway.triton.fake_triton import FakeModel
 
@@ -36,8 +36,10 @@ async def test_the_repository_is_listed_with_states(control: Control, triton: An
 
 
 async def test_metadata_and_config_are_read(control: Control) -> None:
+    string = TensorMetadata(datatype="BYTES", shape=(-1, 1))
     assert await control.metadata("m-stream") == ModelMetadata(
-        inputs=frozenset({"prompt", "history", "sampling"}), outputs=frozenset({"response", "meta"})
+        inputs=dict.fromkeys(("prompt", "history", "sampling"), string),
+        outputs=dict.fromkeys(("response", "meta"), string),
     )
     assert (await control.config("m-stream")).backend == "python"
 

@@ -50,7 +50,7 @@ TABLE = [
     (
         grpc.StatusCode.INVALID_ARGUMENT,
         "[request id: r] expected 3 inputs but got 2",
-        Fault.INTERNAL,
+        Fault.TENSORS_REFUSED,
         502,
     ),
     (grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses", Fault.UNREACHABLE, 503),
