@@ -7,22 +7,19 @@ original `configuration_chatglm.py` and `modeling_chatglm.py`.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from triton_models.directory import format_evidence, read_json, read_optional_json
 from triton_models.engine.models.chatglm import ChatGLM, ChatGLMConfig
 from triton_models.errors import CheckpointError, UnsupportedArchitectureError
-from triton_models.shards import Shard, find_shards, open_shard, read_json
-
-ChatFormat = Literal["chatglm2", "chatglm3"]
+from triton_models.shards import Shard, find_shards, open_shard
 
 LoadProgress = Callable[[int, int], None]
 """Called with the bytes of the model filled so far and in all."""
-
-_FORMATS: tuple[ChatFormat, ...] = ("chatglm2", "chatglm3")
 
 _IMPLEMENTED: dict[str, object] = {
     "rmsnorm": True,
@@ -93,7 +90,7 @@ def read_config(directory: Path) -> ChatGLMConfig:
         raise CheckpointError(
             f"{path}: kv_channels {config.kv_channels} is no multiple of 4, which rotary pairs need"
         )
-    if config.rope_ratio != 1 and _format_evidence(directory) == "chatglm2":
+    if config.rope_ratio != 1 and format_evidence(directory) == "chatglm2":
         raise UnsupportedArchitectureError(
             f"{path}: rope_ratio {config.rope_ratio}: long-context ChatGLM2 is not supported yet"
             " (it scales positions instead of frequencies)"
@@ -143,50 +140,9 @@ def progress_bar(name: str) -> Iterator[LoadProgress]:
         yield advance
 
 
-def detect_format(directory: Path) -> ChatFormat:
-    """Return the chat format that a checkpoint was trained with.
-
-    Asks, in this order: the name that the checkpoint was published under, tokens and template of the
-    tokenizer configuration, the directory's name.
-
-    Raises:
-        CheckpointError: none of these tells.
-    """
-    found = _format_evidence(directory)
-    if found is None:
-        raise CheckpointError(
-            f"{directory}: neither its files nor its name say whether it is ChatGLM2 or ChatGLM3;"
-            f" set the parameter 'format' to one of {', '.join(_FORMATS)}"
-        )
-    return found
-
-
-def _format_evidence(directory: Path) -> ChatFormat | None:
-    tokenizer = _read_optional(directory / "tokenizer_config.json")
-    config = _read_optional(directory / "config.json")
-    for document in (tokenizer, config):
-        for key in ("name_or_path", "_name_or_path"):
-            if (found := _format_in(document.get(key))) is not None:
-                return found
-    for key in ("added_tokens_decoder", "chat_template"):
-        if "<|user|>" in str(tokenizer.get(key)):
-            return "chatglm3"
-    return _format_in(directory.resolve().name)
-
-
-def _format_in(name: object) -> ChatFormat | None:
-    """Return the format whose name is in `name`, if exactly one's is."""
-    found = [each for each in _FORMATS if each in str(name).lower()]
-    return found[0] if len(found) == 1 else None
-
-
-def _read_optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
-
-
 def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
     model_type = raw.get("model_type")
-    tokenizer = _read_optional(path.parent / "tokenizer_config.json")
+    tokenizer = read_optional_json(path.parent / "tokenizer_config.json")
     if (
         model_type in {"glm", "glm4"}
         or raw.get("padded_vocab_size") == _GLM4_VOCABULARY

@@ -4,7 +4,6 @@ Knows nothing of any model: names, shapes and bytes only. The layouts are those 
 one `model.safetensors`, or shards with `model.safetensors.index.json`; the same for `pytorch_model.bin`.
 """
 
-import json
 import pickle
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from triton_models.directory import read_json
 from triton_models.errors import CheckpointError
 
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -50,23 +50,6 @@ def find_shards(directory: Path) -> dict[Path, set[str] | None]:
     raise CheckpointError(
         f"{directory}: no weights: neither {' nor '.join(_SINGLE_FILES)}, nor one's {_INDEX_SUFFIX}"
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is something else.
-    """
-    try:
-        document = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return document
 
 
 @contextmanager

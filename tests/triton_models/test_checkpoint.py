@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from triton_models.checkpoint import detect_format, load_model, progress_bar, read_config
+from triton_models.checkpoint import load_model, progress_bar, read_config
+from triton_models.directory import detect_format
 from triton_models.engine.models.chatglm import ChatGLM, LayerWeights
 from triton_models.errors import CheckpointError, UnsupportedArchitectureError
 

@@ -5,7 +5,8 @@ from typing import Any, Final
 
 import torch
 
-from triton_models.checkpoint import detect_format, load_model, progress_bar
+from triton_models.checkpoint import load_model, progress_bar
+from triton_models.directory import detect_format
 from triton_models.engine.engine import Engine
 from triton_models.engine.settings import EngineSettings
 from triton_models.errors import CheckpointError, EntryError

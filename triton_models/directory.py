@@ -1,0 +1,82 @@
+"""What a checkpoint directory says about itself: its JSON files, and the chat format it was trained with.
+
+Opens no weights and imports no torch, for entries that only need to know what they stand before.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from triton_models.errors import CheckpointError
+
+ChatFormat = Literal["chatglm2", "chatglm3"]
+
+_FORMATS: tuple[ChatFormat, ...] = ("chatglm2", "chatglm3")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is something else.
+    """
+    try:
+        document = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return document
+
+
+def read_optional_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object, an empty one where there is no such file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is something else.
+    """
+    return read_json(path) if path.is_file() else {}
+
+
+def detect_format(directory: Path) -> ChatFormat:
+    """Return the chat format that a checkpoint was trained with.
+
+    Asks, in this order: the name that the checkpoint was published under, tokens and template of the
+    tokenizer configuration, the directory's name.
+
+    Raises:
+        CheckpointError: none of these tells.
+    """
+    found = format_evidence(directory)
+    if found is None:
+        raise CheckpointError(
+            f"{directory}: neither its files nor its name say whether it is ChatGLM2 or ChatGLM3;"
+            f" set the parameter 'format' to one of {', '.join(_FORMATS)}"
+        )
+    return found
+
+
+def format_evidence(directory: Path) -> ChatFormat | None:
+    """Return the chat format that the directory gives away, None where it does not.
+
+    Raises:
+        CheckpointError: a file of it is broken.
+    """
+    tokenizer = read_optional_json(directory / "tokenizer_config.json")
+    config = read_optional_json(directory / "config.json")
+    for document in (tokenizer, config):
+        for key in ("name_or_path", "_name_or_path"):
+            if (found := _format_in(document.get(key))) is not None:
+                return found
+    for key in ("added_tokens_decoder", "chat_template"):
+        if "<|user|>" in str(tokenizer.get(key)):
+            return "chatglm3"
+    return _format_in(directory.resolve().name)
+
+
+def _format_in(name: object) -> ChatFormat | None:
+    """Return the format whose name is in `name`, if exactly one's is."""
+    found = [each for each in _FORMATS if each in str(name).lower()]
+    return found[0] if len(found) == 1 else None
