@@ -9,6 +9,10 @@ SAMPLING = "sampling"
 RESPONSE = "response"
 META = "meta"
 
+TEMPERATURE = "temperature"
+MAX_TOKEN = "max_token"  # noqa: S105 - a tensor's name
+HISTORY_LEN = "history_len"
+
 REQUEST = "request"
 INPUT_IDS = "input_ids"
 ATTENTION_MASK = "attention_mask"

@@ -17,6 +17,8 @@ class RefusalCode(enum.StrEnum):
     DEADLINE_EXCEEDED = "deadline_exceeded"
     CANCELLED = "cancelled"
     SHUTTING_DOWN = "shutting_down"
+    UNAVAILABLE = "unavailable"
+    """Said by an entry that needs another one, while that one is not loaded or does not answer."""
     INTERNAL = "internal"
 
 

@@ -33,6 +33,9 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """New tokens; absent: what is left of the context."""
+    max_total_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Prompt and answer together. It cuts the answer short instead of refusing: the least of this, the
+    context and `max_tokens` decides. Without it, a `max_tokens` beyond the context is refused."""
     min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
     """0 is greedy."""

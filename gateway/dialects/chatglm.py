@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import msgspec
 from tritonclient.grpc import service_pb2
 
-from gateway.chatglm.answer import AnswerText
 from gateway.chatglm.conversation import to_history
 from gateway.dialects.base import ModelReport
 from gateway.errors import UpstreamProtocolError
@@ -26,6 +25,7 @@ from gateway.generation import (
 from wire import meta as wire_meta
 from wire import names
 from wire import sampling as wire_sampling
+from wire.answer import AnswerText
 from wire.history import encode_history
 from wire.strings import pack_strings, unpack_strings
 
@@ -127,7 +127,10 @@ class ChatGLMAnswer:
             self._accepted = True
             return [_accepted(text, meta)]
         self._check_order(meta)
-        shown = self._text.push(text, meta.segments or ())
+        try:
+            shown = self._text.push(text, meta.segments or ())
+        except ValueError as error:
+            raise _not_understood(str(error)) from error
         if meta.finish_reason is None:
             if not shown and not meta.tokens:
                 return [Heartbeat()]

@@ -103,6 +103,7 @@ _REFUSALS = {
     RefusalCode.DEADLINE_EXCEEDED: Fault.DEADLINE,
     RefusalCode.CANCELLED: Fault.CANCELLED,
     RefusalCode.SHUTTING_DOWN: Fault.NOT_READY,
+    RefusalCode.UNAVAILABLE: Fault.NOT_READY,
     RefusalCode.INTERNAL: Fault.INTERNAL,
 }
 

@@ -10,6 +10,7 @@ FULL = Generation(
     role="observation",
     prompt_token_ids=[1, 2],
     max_tokens=1,
+    max_total_tokens=4096,
     min_tokens=1,
     temperature=0,
     top_p=0.5,

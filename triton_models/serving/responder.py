@@ -37,6 +37,7 @@ class TritonResponder:
             RefusalCode.DEADLINE_EXCEEDED: error.UNAVAILABLE,
             RefusalCode.CANCELLED: error.CANCELLED,
             RefusalCode.SHUTTING_DOWN: error.UNAVAILABLE,
+            RefusalCode.UNAVAILABLE: error.UNAVAILABLE,
             RefusalCode.INTERNAL: error.INTERNAL,
         }
 

@@ -145,6 +145,7 @@ class StreamService:
             request.refuse(RefusalCode.CANCELLED, "the request was cancelled")
             return
         prompt_ids = self._prompt_ids(generation, inputs)
+        max_tokens = self._max_tokens(generation, len(prompt_ids))
         deadline_ms = generation.deadline_ms
         self._loop.add(
             Request(
@@ -155,7 +156,7 @@ class StreamService:
                     top_p=generation.top_p,
                     top_k=generation.top_k,
                     seed=generation.seed,
-                    max_tokens=generation.max_tokens,
+                    max_tokens=max_tokens,
                     min_tokens=generation.min_tokens,
                     stop_token_ids=self._text.stop_ids(generation),
                     logit_bias=generation.logit_bias,
@@ -184,6 +185,18 @@ class StreamService:
                 f"a prompt of {size} bytes cannot fit the context of {self._max_context} tokens"
             )
         return self._text.prompt_ids(generation, inputs.prompt.decode(), decode_history(inputs.history))
+
+    def _max_tokens(self, generation: Generation, prompt_tokens: int) -> int | None:
+        """Return the bound on new tokens, given bounds on them and on all tokens; None: the context's."""
+        if generation.max_total_tokens is None or prompt_tokens >= self._max_context:
+            return generation.max_tokens  # A prompt over the context is the engine's to refuse.
+        room = min(generation.max_total_tokens, self._max_context) - prompt_tokens
+        if room < 1:
+            raise PromptTooLongError(
+                f"the prompt has {prompt_tokens} tokens, and prompt and answer together may have"
+                f" {generation.max_total_tokens}"
+            )
+        return room if generation.max_tokens is None else min(room, generation.max_tokens)
 
     def _on_outputs(self, outputs: Sequence[TokenOutput]) -> None:
         """Pass a step's outputs on; runs on the engine's thread."""

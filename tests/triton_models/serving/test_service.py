@@ -223,3 +223,22 @@ def test_metrics_say_what_happened_and_only_one_thread_touches_them(
     assert sum(pb_utils.metric("batch_size").observations) == 15
     assert pb_utils.metric("kv_blocks").value == 0
     assert len(pb_utils.MetricFamily.threads) == 1
+
+
+def test_a_bound_on_all_tokens_cuts_the_answer_and_is_never_over_the_context(served: Served) -> None:
+    """The prompt has 9 tokens and the context is 512."""
+    for total, new in ((12, 3), (512, 503), (100_000, 503)):
+        answer = served.ask(max_total_tokens=total, ignore_eos=True).wait()
+        assert answer.metas[-1].usage.completion_tokens == new
+    both = served.ask(max_total_tokens=100_000, max_tokens=4, ignore_eos=True).wait()
+    assert both.metas[-1].usage.completion_tokens == 4
+
+
+def test_a_bound_on_all_tokens_that_leaves_no_room_is_refused(served: Served) -> None:
+    for prompt, total, words in (
+        ("你好", 9, "together may have 9"),
+        ("你好" * 600, 10_000, "the context is 512"),
+    ):
+        refused = served.ask(prompt, max_total_tokens=total).wait().refusal
+        assert refused[0] is RefusalCode.CONTEXT_LENGTH_EXCEEDED
+        assert words in refused[1]

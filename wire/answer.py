@@ -1,4 +1,7 @@
-"""A ChatGLM answer as it streams -> the text that the client gets.
+"""How a raw ChatGLM answer reads: what a client is shown of the text and the segments on the wire.
+
+Both sides show answers, the gateway to clients of OpenAI's API and entry `M` to the field's, and both must
+show the same.
 
 The answer is one or more segments, each opened by a role token that the wire reports beside the text. While
 no tools are offered all of it is text: a segment's first line, where ChatGLM3 writes a tool's name, is empty
@@ -13,7 +16,6 @@ white space or the placeholder is held back; everything else is passed on at onc
 
 from collections.abc import Sequence
 
-from gateway.errors import UpstreamProtocolError
 from wire.meta import Segment
 
 _PLACEHOLDER = "[[训练时间]]"
@@ -33,13 +35,13 @@ class AnswerText:
         """Take one delta of the raw answer and the segments that begin in it; return what may be shown.
 
         Raises:
-            UpstreamProtocolError: a segment begins outside `text`, or before the one ahead of it.
+            ValueError: a segment begins outside `text`, or before the one ahead of it.
         """
         shown = []
         start = 0
         for segment in segments:
             if not start <= segment.at <= len(text):
-                raise UpstreamProtocolError("the model reported a segment outside its text")
+                raise ValueError("a segment begins outside the text")
             shown.append(self._push_within_segment(text[start : segment.at]))
             shown.append(self._end_segment())
             start = segment.at
