@@ -22,12 +22,15 @@ class RefusalCode(enum.StrEnum):
     INTERNAL = "internal"
 
 
+LONGEST_MESSAGE = 1000
+"""In characters. gRPC carries a status's message in a header of at most 16 KiB, non-ASCII bytes as `%XX`."""
+
 _MESSAGE = re.compile(r"tritongate:([a-z_]+): (.*)", re.DOTALL)
 
 
 def refusal_text(code: RefusalCode, message: str) -> str:
-    """Return the message that carries `code`."""
-    return f"tritongate:{code}: {message}"
+    """Return the message that carries `code`; a message may quote what a client sent, so it is cut."""
+    return f"tritongate:{code}: {message[:LONGEST_MESSAGE]}"
 
 
 def parse_refusal(text: str) -> tuple[RefusalCode, str] | None:

@@ -9,13 +9,17 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from wire.decoding import decode_bounded
 from wire.history import Role
 
 WIRE_VERSION = 1
 
 TOP_LOGPROBS_LIMIT = 20
 
-TokenId = Annotated[int, msgspec.Meta(ge=0)]
+INT64_MAX = 2**63 - 1
+"""Larger numbers fit no tensor, and no clock."""
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 
 
@@ -42,7 +46,7 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
     """0 keeps every token."""
-    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=INT64_MAX)] | None = None
     logit_bias: dict[TokenId, Annotated[float, msgspec.Meta(ge=-100, le=100)]] = {}
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
     """Log-probabilities of each sampled token and of this many most likely ones; absent: none."""
@@ -59,7 +63,7 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
     """Place in the engine's waiting list: lower first, equal ones in order of arrival."""
-    deadline_ms: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=INT64_MAX)] | None = None
     """Milliseconds from receipt after which the request is given up, waiting or running."""
 
 
@@ -100,12 +104,12 @@ def decode_sampling(document: bytes) -> Generation | Cancel | Probe:
     """
     if not document:
         return Generation()
-    kind = _kind.decode(document)
+    kind = decode_bounded(_kind, document)
     if kind.cancel:
-        return _cancel.decode(document)
+        return decode_bounded(_cancel, document)
     if kind.probe:
-        return _probe.decode(document)
-    return _generation.decode(document)
+        return decode_bounded(_probe, document)
+    return decode_bounded(_generation, document)
 
 
 def encode_sampling(sampling: Generation | Cancel | Probe) -> bytes:
