@@ -7,11 +7,18 @@ its role's id, then the metadata and a newline, then the content, these two toke
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
+from triton_models.errors import TextError
 from triton_models.text.formats.base import refuse
 from triton_models.text.tokenizer import Tokenizer
 from wire.history import Role, Turn
+
+LONGEST_TOOLS = 2**20
+"""Characters of tools as they stand in the prompt, more than any context holds. Indenting makes thousands of
+characters of a few nested brackets, so that no bound on what the client sent would do."""
+
+_TOOLS_ENCODER = json.JSONEncoder(indent=4, ensure_ascii=False)
 
 
 class ChatGLM3Format:
@@ -58,4 +65,15 @@ class ChatGLM3Format:
 def _content(turn: Turn) -> str:
     if turn.tools is None:
         return turn.content
-    return turn.content + "\n" + json.dumps(turn.tools, indent=4, ensure_ascii=False)
+    return turn.content + "\n" + _tools_text(turn.tools)
+
+
+def _tools_text(tools: list[dict[str, Any]]) -> str:
+    parts: list[str] = []
+    left = LONGEST_TOOLS
+    for part in _TOOLS_ENCODER.iterencode(tools):
+        left -= len(part)
+        if left < 0:
+            raise TextError(f"the tools come to more than {LONGEST_TOOLS} characters in the prompt")
+        parts.append(part)
+    return "".join(parts)

@@ -72,6 +72,20 @@ def test_what_the_format_cannot_say_is_refused_by_name(history: list[Turn], why:
         FORMAT.render(history, "q")
 
 
+def nested(depth: int) -> Any:
+    tool: Any = []
+    for _ in range(depth):
+        tool = [tool]
+    return tool
+
+
+@pytest.mark.parametrize("tools", [[{"x": nested(500)}] * 10, [{"x": nested(2000)}]])
+def test_tools_that_grow_beyond_measure_are_refused(tools: list[Any]) -> None:
+    """Indenting them makes megabytes of some thousand brackets."""
+    with pytest.raises(TextError, match="more than 1048576 characters"):
+        FORMAT.render([Turn("system", "s", tools=tools)], "q")
+
+
 def test_stops_and_segments() -> None:
     assert FORMAT.stop_ids == {2, USER, OBSERVATION}
     assert FORMAT.segment_roles == {ASSISTANT: "assistant"}
