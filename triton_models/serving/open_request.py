@@ -90,8 +90,8 @@ class OpenRequest:
 
     def _end(self, answer: Answer, error: str) -> None:
         if answer.complete:
-            self.phase = Phase.CLOSED
             self._send(*answer.next_response(), final=True)
+            self.phase = Phase.CLOSED
             return
         if self.generation.stream and answer.sendable:
             self._send(*answer.next_response(), final=False)

@@ -1,5 +1,6 @@
 """Where the answers to one request go: Triton's response sender behind a small interface of ours."""
 
+import logging
 from typing import Any, Protocol
 
 import numpy as np
@@ -7,6 +8,8 @@ import numpy as np
 from wire import names
 from wire.meta import Meta, encode_meta
 from wire.refusal import RefusalCode, refusal_text
+
+log = logging.getLogger(__name__)
 
 
 class Responder(Protocol):
@@ -16,7 +19,7 @@ class Responder(Protocol):
         """Send one response."""
 
     def refuse(self, code: RefusalCode, message: str) -> None:
-        """End the request with an error."""
+        """End the request with an error. Never raises: there is nobody left to tell."""
 
     def cancelled(self) -> bool:
         """Return True once the client cancelled or went away."""
@@ -56,7 +59,11 @@ class TritonResponder:
     def refuse(self, code: RefusalCode, message: str) -> None:
         """Send an error with the status that fits `code`, as the final response."""
         error = self._pb_utils.TritonError(refusal_text(code, message), self._statuses[code])
-        self._respond(self._pb_utils.InferenceResponse(error=error), final=True)
+        try:
+            self._respond(self._pb_utils.InferenceResponse(error=error), final=True)
+        except Exception:
+            # The boundary to Triton: whoever refuses serves other requests too, and must go on to them.
+            log.exception("a refusal could not be sent")
 
     def cancelled(self) -> bool:
         """Ask Triton; costs some 50 microseconds."""

@@ -134,8 +134,8 @@ class StreamService:
             refused = request.phase is Phase.CLOSED
         if refused:
             self._requests.pop(request.key, None)
-        elif request.cancelled:
-            # The cancel came before the engine knew the request.
+        if refused or request.cancelled:
+            # The engine may have it: `accepted` could not be sent, or the cancel came just before.
             self._loop.cancel(request.key)
 
     def _admit(self, request: OpenRequest, inputs: Inputs) -> None:
@@ -166,7 +166,6 @@ class StreamService:
                 deadline=None if deadline_ms is None else request.received + deadline_ms / 1000,
             )
         )
-        self._metrics.accepted(len(prompt_ids))
         request.accept(
             Answer(generation, self._text.tokenizer, self._text.answer(generation), len(prompt_ids)),
             Accepted(
@@ -175,6 +174,7 @@ class StreamService:
                 prompt_token_ids=prompt_ids if generation.return_token_ids else None,
             ),
         )
+        self._metrics.accepted(len(prompt_ids))
 
     def _prompt_ids(self, generation: Generation, inputs: Inputs) -> list[int]:
         if generation.prompt_token_ids is not None and (inputs.prompt or inputs.history):

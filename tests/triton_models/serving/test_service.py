@@ -18,6 +18,10 @@ def probe(served: Served) -> dict[str, object]:
     return {name: getattr(report, name) for name in report.__struct_fields__}
 
 
+def fail() -> None:
+    raise OSError("the stream is gone")
+
+
 def test_accepted_comes_first_and_the_final_response_last(served: Served) -> None:
     answer = served.ask(max_tokens=8, temperature=0, request_id="mine", ignore_eos=True).wait()
     first, *between, last = answer.metas
@@ -175,15 +179,37 @@ def test_the_deadline_acts_on_a_request_that_waits(serve: Callable[..., Served])
 
 
 def test_one_failing_reader_hurts_nobody_else(served: Served) -> None:
-    def fail() -> None:
-        raise OSError("the stream is gone")
-
     broken = served.ask(responder=FakeResponder(on_send=fail), max_tokens=LONG, ignore_eos=True).wait()
     fine = served.ask(max_tokens=5, ignore_eos=True).wait()
     assert broken.refusal[0] is RefusalCode.INTERNAL
     assert "gone" not in broken.refusal[1]
     assert fine.metas[-1].finish_reason == "length"
     wait_until(lambda: probe(served)["running"] == 0)
+
+
+def test_a_request_whose_acceptance_cannot_be_sent_leaves_the_engine(
+    serve: Callable[..., Served], pb_utils: FakePbUtils
+) -> None:
+    served = serve(slow=True)
+    broken = served.ask(responder=FakeResponder(on_send=fail), max_tokens=LONG, ignore_eos=True).wait()
+    assert broken.refusal[0] is RefusalCode.INTERNAL
+    wait_until(lambda: probe(served)["running"] == probe(served)["waiting"] == 0)
+    served.service.close()
+    assert len(pb_utils.metric("batch_size").observations) < LONG
+    assert pb_utils.metric("prompt_tokens_total").value == 0
+
+
+def test_a_final_response_that_cannot_be_sent_is_a_refusal(served: Served) -> None:
+    accepted = threading.Event()
+
+    def fail_after_acceptance() -> None:
+        if accepted.is_set():
+            fail()
+        accepted.set()
+
+    broken = FakeResponder(on_send=fail_after_acceptance)
+    served.ask(responder=broken, max_tokens=3, stream=False).wait()
+    assert broken.refusal[0] is RefusalCode.INTERNAL
 
 
 def test_an_engine_that_gave_up_refuses_probes(served: Served) -> None:
