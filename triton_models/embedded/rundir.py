@@ -1,8 +1,9 @@
 """One server's folder of temporary files, and everything else that it could leave on the machine.
 
 Abnormal ends leave processes, shared-memory regions and `/tmp/python_env_*` folders. Each is recognised as
-ours: processes by this folder in their command line, regions by a prefix made of this folder's name, and the
-`python_env_*` folders (their place is fixed in the backend) by having appeared while our server loaded.
+ours: processes by this folder's backends in their command line, regions by a prefix made of this folder's
+name, and the `python_env_*` folders (their place is fixed in the backend) by having appeared while our server
+loaded.
 """
 
 import contextlib
@@ -41,7 +42,8 @@ class RunDirectory:
         """
         parent = Path(tempfile.gettempdir()) / f"tritongate-{os.getuid()}"
         parent.mkdir(mode=0o700, exist_ok=True)
-        if parent.stat().st_uid != os.getuid():
+        # Not through a link: whoever put one here would choose which of our user's folders is emptied below.
+        if parent.is_symlink() or parent.stat().st_uid != os.getuid():
             raise PermissionError(f"{parent} belongs to another user")
         for stale in parent.iterdir():
             old = cls(stale)
@@ -86,14 +88,15 @@ class RunDirectory:
         return f"tritongate_{self.path.name}_"
 
     def processes(self) -> list[psutil.Process]:
-        """Return the living processes that were started from this folder, this one excepted.
+        """Return the living server, its stubs and its warden, this process excepted.
 
-        They are the server, its stubs and its warden.
+        Each has the backend directory, which is of this run alone, in its command line.
         """
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                named = any(f"{self.path}/" in argument for argument in process.cmdline())
+                # Not by the whole folder: somebody may be reading its log.
+                named = any(str(self.backends) in argument for argument in process.cmdline())
                 if named and process.pid != os.getpid():
                     found.append(process)
         return found

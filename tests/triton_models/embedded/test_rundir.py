@@ -30,7 +30,7 @@ def test_a_living_owner_is_left_alone_and_a_dead_ones_leftovers_are_removed(plac
     for run in (alive, dead):
         (places["shm"] / f"{run.shared_memory_prefix}1").touch()
     (places["shm"] / "other").touch()
-    orphan = subprocess.Popen([sys.executable, "-c", "input()", f"{dead.path}/x"], stdin=subprocess.PIPE)
+    orphan = subprocess.Popen([sys.executable, "-c", "input()", f"{dead.backends}/x"], stdin=subprocess.PIPE)
     dead._release()  # as the kernel does when its process ends
 
     new = RunDirectory.create()
@@ -74,3 +74,21 @@ def _create_in_the_folder_of(owner: int) -> None:
     parent = Path(rundir.tempfile.gettempdir())
     (parent / f"tritongate-{owner}").rename(parent / f"tritongate-{os.getuid()}")
     RunDirectory.create()
+
+
+def test_a_link_in_its_place_is_refused(places: dict[str, Path]) -> None:
+    own = places["tmp"] / "own"
+    (own / "precious").mkdir(parents=True)
+    (places["tmp"] / f"tritongate-{os.getuid()}").symlink_to(own)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        RunDirectory.create()
+    assert (own / "precious").exists()
+
+
+def test_whoever_reads_the_log_is_left_alone() -> None:
+    run = RunDirectory.create()
+    reader = subprocess.Popen([sys.executable, "-c", "input()", str(run.log)], stdin=subprocess.PIPE)
+    try:
+        assert psutil.Process(reader.pid) not in run.processes()
+    finally:
+        reader.communicate()
