@@ -123,6 +123,8 @@ class EntryWatcher:
         except ServerError as error:
             self.failure = error
         except Exception as error:
+            if self._around.over.is_set():
+                return  # Its calls fail in whatever way: the client was closed under it.
             # The outermost frame of the thread: an entry that nobody watches must not go unnoticed.
             logger.exception("watching %s", self._entry.name)
             self.failure = ServerError(f"watching {self._entry.name} failed: {error!r}")

@@ -248,3 +248,19 @@ def test_a_call_that_fails_with_its_server_is_not_the_entrys_fault(
     ended.join(10)
     assert ended.state is watcher.EntryState.LOADING
     assert ended.failure is None
+
+
+def test_a_client_closed_at_the_end_of_the_servers_life_is_no_fault(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a grpc channel does, which raises something else once it is closed."""
+
+    def probe(*_: Any) -> ProbeReport:
+        watched.over.set()
+        raise ValueError("Cannot invoke RPC on closed channel!")
+
+    monkeypatch.setattr(watched.triton, "probe", probe)
+    ended = watched.start()
+    ended.join(10)
+    assert ended.failure is None
+    assert "Traceback" not in caplog.text
