@@ -50,10 +50,16 @@ def test_a_stop_string_ends_the_answer_at_the_token_that_completed_it(served: Se
     full = served.ask(max_tokens=60, temperature=0, ignore_eos=True).wait().text
     stop = full[20:23]
     fast = served.ask(max_tokens=60, temperature=0, ignore_eos=True, stop=[stop]).wait()
-    released = threading.Event()
-    slow_reader = FakeResponder(on_send=released.wait)
+    reading, released = threading.Event(), threading.Event()
+
+    def read_slowly() -> None:
+        reading.set()
+        released.wait()
+
+    slow_reader = FakeResponder(on_send=read_slowly)
     slow = served.ask(responder=slow_reader, max_tokens=60, temperature=0, ignore_eos=True, stop=[stop])
-    wait_until(lambda: probe(served)["running"] == 0)
+    reading.wait()  # for `accepted`: the engine has the request
+    wait_until(lambda: probe(served)["running"] == probe(served)["waiting"] == 0)
     released.set()
     slow.wait()
     for answer in (fast, slow):
