@@ -1,5 +1,6 @@
 import json
 import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,6 +86,26 @@ def test_a_truncated_file_is_named(tmp_path: Path, name: str, write: Callable[..
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(CheckpointError, match=f"{name}: truncated or not a weight file"), open_shard(path):
         pass
+
+
+def test_whatever_byte_of_a_pickle_is_damaged_the_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(TENSORS, path)
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        (name,) = [each for each in archive.namelist() if each.endswith("data.pkl")]
+        document = archive.read(name)
+    first = whole.index(document)
+    refusals = []
+    for place in range(first, first + len(document)):
+        path.write_bytes(whole[:place] + b"\xfe" + whole[place + 1 :])
+        try:
+            with open_shard(path):
+                pass
+        except CheckpointError as error:
+            refusals.append(str(error))
+    assert len(refusals) > len(document) / 2
+    assert all(refusal.startswith(f"{path}: ") for refusal in refusals)
 
 
 class Evil:
