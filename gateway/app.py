@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from sse_starlette.sse import AppStatus
 
 from gateway.admission import Admission
-from gateway.api import chat, health, models, openapi, predict
+from gateway.api import admin, chat, health, models, openapi, predict
 from gateway.api.failures import error_handlers
 from gateway.auth import Keyring
 from gateway.body_limit import BodyLimitMiddleware
@@ -60,12 +60,10 @@ def create_app(settings: Settings, upstream: Upstream | None = None) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.gateway = gateway
-    for resource in (chat, predict, models, health):
+    for resource in (chat, predict, admin, models, health):
         app.include_router(resource.router)
     # The last one added is the outermost.
-    app.add_middleware(
-        BodyLimitMiddleware, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s
-    )
+    app.add_middleware(BodyLimitMiddleware, gateway=gateway)
     app.add_middleware(ExchangeMiddleware, gateway=gateway)
     openapi.install(app)
     return app
@@ -77,5 +75,6 @@ def triton_upstream(settings: Settings, metrics: Metrics) -> TritonUpstream:
         upstreams=settings.upstreams,
         models=settings.models,
         idle_timeout_s=settings.idle_timeout_s,
+        load_timeout_s=settings.load_timeout_s,
         observer=metrics,
     )

@@ -1,4 +1,4 @@
-"""How large a request body may be, and how slow, as plain ASGI."""
+"""How large a request body may be, and how slow, and how much of them all is held, as plain ASGI."""
 
 import asyncio
 from contextlib import suppress
@@ -7,45 +7,76 @@ from time import perf_counter
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import BodyTimeoutError, BodyTooLargeError
+from gateway.errors import BodyTimeoutError, BodyTooLargeError, GatewayError, RateLimitError
+from gateway.resources import Gateway
 
 _LINGER_S = 2.0
+_RETRY_AFTER_S = 1
 
 
 class BodyLimitMiddleware:
     """Bounds a request body in bytes and in time, whether its length was declared or not.
+
+    All bodies together are bounded as well, from their first byte to their answer: admission bounds requests
+    only once their bodies are there. A body that still arrives when a drain ends is given up.
 
     The excess raises from `receive`, in the frame that reads the body, and becomes an answer there. The
     connection is closed after that answer, but not at once: a close amid a body that still arrives is a
     reset, which could reach the client before the answer. So the rest is discarded for a little while.
     """
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app
-        self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
+        self._gateway = gateway
+        self._held = _Held(gateway.settings.max_held_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request with a guarded body."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(scope, receive, send, max_bytes=self._max_bytes, timeout_s=self._timeout_s)
-        await self._app(scope, body.receive, body.send)
+        body = _Body(scope, receive, send, self._gateway, self._held)
+        try:
+            await self._app(scope, body.receive, body.send)
+        finally:
+            body.release()
+
+
+class _Held:
+    """Bytes of all the bodies that are being read or at work."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._bytes = 0
+
+    def add(self, count: int) -> None:
+        """Count more bytes.
+
+        Raises:
+            RateLimitError: they would exceed the limit.
+        """
+        if self._bytes + count > self._limit:
+            raise RateLimitError("Too many requests are being sent at once.", retry_after_s=_RETRY_AFTER_S)
+        self._bytes += count
+
+    def remove(self, count: int) -> None:
+        """Count bytes no more."""
+        self._bytes -= count
 
 
 class _Body:
     """One request's body: stands in for the ASGI channels."""
 
-    def __init__(
-        self, scope: Scope, receive: Receive, send: Send, *, max_bytes: int, timeout_s: float
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, gateway: Gateway, held: _Held) -> None:
         self._exchange = scope["state"]["exchange"]
         self._receive = receive
         self._send = send
-        self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
-        self._deadline = asyncio.get_running_loop().time() + timeout_s
+        self._drain = gateway.drain
+        self._held = held
+        self._max_bytes = gateway.settings.max_body_bytes
+        self._timeout_s = gateway.settings.body_timeout_s
+        self._deadline = asyncio.get_running_loop().time() + self._timeout_s
+        self._end: GatewayError | None = None
         declared = Headers(scope=scope).get("content-length", "")
         self._declared = int(declared) if declared.isascii() and declared.isdigit() else 0
         self._received = 0
@@ -61,9 +92,11 @@ class _Body:
         if self._declared > self._max_bytes:
             raise self._excess()
         message = await self._in_time()
-        self._received += len(message.get("body", b""))
-        if self._received > self._max_bytes:
+        count = len(message.get("body", b""))
+        if self._received + count > self._max_bytes:
             raise self._excess()
+        self._held.add(count)
+        self._received += count
         self._complete = not message.get("more_body", False)
         self._cut = False
         return message
@@ -81,13 +114,24 @@ class _Body:
                 await self._discard()
                 await self._send({"type": "http.response.body"})
 
+    def release(self) -> None:
+        """The request is over: its body is held no more."""
+        self._held.remove(self._received)
+
     async def _in_time(self) -> Message:
         began = perf_counter()
         try:
-            async with asyncio.timeout_at(self._deadline):
-                return await self._receive()
+            async with asyncio.timeout_at(self._deadline) as timeout:
+
+                def end(error: GatewayError) -> None:
+                    self._end = error
+                    timeout.reschedule(0)
+
+                with self._drain.registered(end):
+                    return await self._receive()
         except TimeoutError:
-            raise BodyTimeoutError(f"The body did not arrive within {self._timeout_s:g} seconds.") from None
+            late = BodyTimeoutError(f"The body did not arrive within {self._timeout_s:g} seconds.")
+            raise self._end or late from None
         finally:
             self._exchange.waited_s += perf_counter() - began
 

@@ -13,7 +13,14 @@ import click
 from gateway.check import check as check_upstreams
 from gateway.server import ListenError, bind
 from gateway.server import run as run_server
-from gateway.settings import CONFIG_VARIABLE, ConfigurationError, Settings, load_settings, settings_table
+from gateway.settings import (
+    CONFIG_VARIABLE,
+    ConfigurationError,
+    Settings,
+    load_settings,
+    settings_table,
+    unknown_variables,
+)
 from gateway.up import TritonOptions, run_up
 from gateway.version import version
 from wire.events import Ready
@@ -72,6 +79,13 @@ def main() -> None:
     metavar="[NAME=]DIR",
     help="checkpoint directory to serve, under its folder's name or NAME; repeatable; none: the built-in one",
 )
+@click.option(
+    "--contract",
+    "contracts",
+    multiple=True,
+    metavar="[NAME=]CONTRACT",
+    help="what Triton clients of a model find under its name: batched, unbatched or chatglm2; repeatable",
+)
 @click.option("--triton-http-port", type=click.IntRange(0, 65535), default=8000, show_default=True)
 @click.option("--triton-grpc-port", type=click.IntRange(0, 65535), default=8001, show_default=True)
 @click.option("--triton-metrics-port", type=click.IntRange(0, 65535), default=8002, show_default=True)
@@ -82,6 +96,7 @@ def up(
     *,
     config: Path | None,
     checkpoints: tuple[str, ...],
+    contracts: tuple[str, ...],
     triton_http_port: int,
     triton_grpc_port: int,
     triton_metrics_port: int,
@@ -106,6 +121,7 @@ def up(
         metrics_port=triton_metrics_port,
         device=device,
         dtype=dtype,
+        contracts=contracts,
     )
     try:
         # Before Triton takes its time to start.
@@ -173,6 +189,8 @@ def check(config: Path | None, timeout_s: float, **flags: Any) -> None:
 
 
 def _load(config: Path | None, flags: dict[str, Any]) -> Settings:
+    for name in unknown_variables():
+        click.echo(f"Warning: the environment variable {name} is no setting; it is ignored", err=True)
     try:
         return load_settings({name: value for name, value in flags.items() if value is not None}, config)
     except ConfigurationError as error:

@@ -5,7 +5,8 @@ Knows nothing of signals or servers; `gateway.server` drives it, middleware and 
 
 import asyncio
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from gateway.errors import GatewayError, UnavailableError
 
@@ -56,6 +57,15 @@ class Drain:
     def unregister(self, end: Callable[[GatewayError], None]) -> None:
         """Forget `end`."""
         self._endings.discard(end)
+
+    @contextmanager
+    def registered(self, end: Callable[[GatewayError], None]) -> Iterator[None]:
+        """Register `end` for a block."""
+        self.register(end)
+        try:
+            yield
+        finally:
+            self.unregister(end)
 
     def begin(self) -> None:
         """Refuse new requests from now on."""

@@ -5,14 +5,17 @@ GatewayError
 │   └── ContextLengthError       400  context_length_exceeded
 ├── AuthenticationError          401
 ├── PermissionDeniedError        403
+│   └── ControlDisabledError     403  model_control_disabled
 ├── NotFoundError                404
 │   └── ModelNotFoundError       404  model_not_found
 ├── MethodNotAllowedError        405
 ├── BodyTimeoutError             408
+├── HeadersTimeoutError          408
 ├── ConflictError                409
 ├── BodyTooLargeError            413
 ├── UnsupportedMediaTypeError    415
 ├── RateLimitError               429  + Retry-After
+├── HeadersTooLargeError         431
 ├── ClientGoneError              499  metrics and logs only
 ├── InternalError                500
 ├── UpstreamProtocolError        502
@@ -72,6 +75,12 @@ class PermissionDeniedError(GatewayError):
     code = "insufficient_scope"
 
 
+class ControlDisabledError(PermissionDeniedError):
+    """Models cannot be loaded and unloaded here, whatever the key."""
+
+    code = "model_control_disabled"
+
+
 class NotFoundError(GatewayError):
     """No such path or resource."""
 
@@ -94,6 +103,13 @@ class MethodNotAllowedError(GatewayError):
 
 class BodyTimeoutError(GatewayError):
     """The client sent its body too slowly."""
+
+    status = 408
+    type = "invalid_request_error"
+
+
+class HeadersTimeoutError(GatewayError):
+    """The client sent its headers too slowly."""
 
     status = 408
     type = "invalid_request_error"
@@ -126,6 +142,13 @@ class RateLimitError(GatewayError):
     status = 429
     type = "rate_limit_error"
     code = "rate_limit_exceeded"
+
+
+class HeadersTooLargeError(GatewayError):
+    """The request line and headers exceed the limit."""
+
+    status = 431
+    type = "invalid_request_error"
 
 
 class ClientGoneError(GatewayError):

@@ -27,7 +27,6 @@ class Exchange:
     deadline: float
     metrics: Metrics
     resources: AsyncExitStack
-    route: str = UNKNOWN
     model: str = UNKNOWN
     """A served model, else `unknown`."""
     key_name: str | None = None

@@ -22,6 +22,7 @@ from fastapi import FastAPI
 from gateway.app import create_app
 from gateway.drain import Drain
 from gateway.logs import configure_logging
+from gateway.protocol import BoundedHttpProtocol
 from gateway.resources import Gateway
 from gateway.settings import Settings
 from gateway.upstream import Upstream
@@ -63,6 +64,7 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ListenError: taken, not permitted, or no such address.
     """
+    host = host.strip("[]")  # as an IPv6 address is written in a URL
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -126,7 +128,7 @@ def make_server(app: FastAPI) -> Server:
     return Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=BoundedHttpProtocol,
             ws="none",
             lifespan="on",
             access_log=False,

@@ -38,6 +38,8 @@ from pydantic_settings import (
 
 ENV_PREFIX = "TRITONGATE_"
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
+OTHER_VARIABLES = frozenset({ENV_PREFIX + "KEY"})
+"""Read by the commands that are clients of a gateway."""
 
 
 class ConfigurationError(Exception):
@@ -131,6 +133,11 @@ class Settings(BaseSettings):
     max_in_flight: int = Field(512, ge=1, description="generations at work at once; more of them wait")
     max_waiting: int = Field(512, ge=0, description="generations that may wait; more are refused with a 429")
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="largest request body in bytes")
+    max_held_body_bytes: int = Field(
+        256 * 2**20,
+        ge=2**20,
+        description="bytes of all request bodies held at once; more are refused with a 429",
+    )
     body_timeout_s: float = Field(30.0, gt=0, description="seconds a client may take to send a request body")
     request_timeout_s: float = Field(
         600.0, gt=0, description="seconds from a request's arrival to the end of its answer"
@@ -144,6 +151,11 @@ class Settings(BaseSettings):
         10.0, gt=0, description="seconds without any sign of life from Triton before a request gives it up"
     )
     ping_interval_s: float = Field(15.0, gt=0, description="seconds between comment pings on open streams")
+    load_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="seconds that an admin's load may take, or an unload wait for requests in flight",
+    )
     drain_s: float = Field(30.0, ge=0, description="seconds that running requests get to end at shutdown")
     default_max_tokens: int | None = Field(
         None,
@@ -173,6 +185,17 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def unknown_variables() -> list[str]:
+    """Return the environment variables with our prefix that set nothing, most likely misspelt.
+
+    Not an error: Kubernetes adds such of its own to every container beside a service of our name.
+    """
+    known = {row.env for row in settings_table()} | {CONFIG_VARIABLE, *OTHER_VARIABLES}
+    return sorted(
+        name for name in os.environ if name.upper().startswith(ENV_PREFIX) and name.upper() not in known
+    )
 
 
 @dataclass(frozen=True, slots=True)

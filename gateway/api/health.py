@@ -15,12 +15,14 @@ _RETRY_AFTER_S = 1
 
 
 @router.get("/health")
+@router.head("/health", include_in_schema=False)
 async def health() -> dict[str, str]:
     """Tell that the process is alive; nothing else is checked."""
     return {"status": "ok"}
 
 
 @router.get("/health/ready", response_class=JSONResponse)
+@router.head("/health/ready", include_in_schema=False)
 async def ready(gateway: GatewayDep) -> Response:
     """Tell whether requests will be served: every model meant to be loaded answers, and no drain runs."""
     if gateway.drain.phase is not Phase.SERVING:
@@ -30,7 +32,8 @@ async def ready(gateway: GatewayDep) -> Response:
         raise UnavailableError("No model was found on any Triton.", retry_after_s=_RETRY_AFTER_S)
     if missing:
         raise UnavailableError(f"Not ready: {', '.join(missing)}.", retry_after_s=_RETRY_AFTER_S)
-    return JSONResponse({"status": "ready", "models": [card.id for card in gateway.upstream.models()]})
+    models = [card.id for card in gateway.upstream.models() if card.ready]
+    return JSONResponse({"status": "ready", "models": models})
 
 
 @router.get("/metrics", response_class=Response, dependencies=[MetricsKey])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import InvalidRequestError
@@ -83,8 +83,21 @@ T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
 """Read up to its first fault: a body has room for millions, and only one is told."""
 
+
+def _at_most(limit: int) -> BeforeValidator:
+    """Refuse a larger object before its items are looked at: a body has room for hundreds of thousands."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            raise PydanticCustomError("too_many", f"at most {limit} entries are allowed")
+        return value
+
+    return BeforeValidator(check)
+
+
 NonEmpty = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[str, AfterValidator(_token_id)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class _Strict(BaseModel):
@@ -136,7 +149,7 @@ class ChatRequest(_Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     stop: Annotated[NonEmpty | Items[NonEmpty], AfterValidator(_few_stops)] | None = None
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias] | None, _at_most(1024)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     stream: bool | None = None
@@ -150,7 +163,9 @@ class ChatRequest(_Strict):
     user: Annotated[str | None, Field(description="bookkeeping: accepted, not used")] = None
     safety_identifier: Annotated[str | None, Field(description="bookkeeping: accepted, not used")] = None
     prompt_cache_key: Annotated[str | None, Field(description="bookkeeping: accepted, not used")] = None
-    metadata: Annotated[dict[str, str] | None, Field(description="bookkeeping: accepted, not used")] = None
+    metadata: Annotated[
+        dict[str, str] | None, _at_most(16), Field(description="bookkeeping: accepted, not used")
+    ] = None
     service_tier: Annotated[str | None, Field(description="bookkeeping: accepted, not used")] = None
 
     @property

@@ -16,6 +16,9 @@ M = TypeVar("M", bound=BaseModel)
 
 _ABSENT = object()
 
+_SHOWN_LIMIT = 100
+"""Longest part, in characters, of a name of the client's making that is sent back."""
+
 
 def read_object(body: bytes) -> dict[str, Any]:
     """Decode a JSON object.
@@ -68,6 +71,10 @@ def validate(model: type[M], document: dict[str, Any]) -> M:
     Raises:
         InvalidRequestError: of the first fault; `param` is the dotted path of the field.
     """
+    unknown = next((name for name in document if name not in model.model_fields), None)
+    if unknown is not None:
+        # Found here because pydantic would list them all, and a body has room for hundreds of thousands.
+        raise _unknown(unknown)
     try:
         return model.model_validate(document)
     except ValidationError as error:
@@ -83,11 +90,16 @@ def _explain(error: ValidationError, document: dict[str, Any]) -> InvalidRequest
     path, fault = max(located, key=lambda item: len(item[0]))
     dotted = ".".join(map(str, path))
     if fault["type"] == "extra_forbidden":
-        return InvalidRequestError(f"Unknown parameter: {dotted}.", param=dotted)
+        return _unknown(dotted)
     if fault["type"] == "missing":
         return InvalidRequestError(f"Missing required parameter: {dotted}.", param=dotted)
     message = fault["msg"].removeprefix("Value error, ")
     return InvalidRequestError(f"{dotted}: {message}" if dotted else message, param=dotted or None)
+
+
+def _unknown(path: str) -> InvalidRequestError:
+    shown = path if len(path) <= _SHOWN_LIMIT else path[:_SHOWN_LIMIT] + "…"
+    return InvalidRequestError(f"Unknown parameter: {shown}.", param=shown)
 
 
 def path_in(document: Any, location: Sequence[int | str], *, missing: bool) -> list[int | str]:

@@ -143,3 +143,8 @@ def test_an_address_of_nobody() -> None:
 def test_base_url(host: str, url: str) -> None:
     with bind(host, 0) as listener:
         assert base_url(listener) == f"{url}{listener.getsockname()[1]}"
+
+
+def test_an_ipv6_address_may_be_written_as_in_a_url() -> None:
+    with bind("[::1]", 0) as listener:
+        assert base_url(listener).startswith("http://[::1]:")

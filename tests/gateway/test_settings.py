@@ -10,6 +10,7 @@ from gateway.settings import (
     is_loopback,
     load_settings,
     settings_table,
+    unknown_variables,
 )
 
 
@@ -125,3 +126,10 @@ def test_every_setting_has_a_default_and_help() -> None:
     assert all(row.help for row in rows)
     assert not any(field.is_required() for field in Settings.model_fields.values())
     assert [row.name for row in rows if row.flag is None] == ["api_keys"]
+
+
+def test_a_misspelt_variable_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONGATE_MAX_INFLIGHT", "3")
+    monkeypatch.setenv("TRITONGATE_MAX_IN_FLIGHT", "3")
+    monkeypatch.setenv("TRITONGATE_KEY", "a client's")
+    assert unknown_variables() == ["TRITONGATE_MAX_INFLIGHT"]

@@ -16,6 +16,14 @@ async def test_readiness_follows_the_models() -> None:
         assert (await served.http.get("/health")).status_code == 200
 
 
+async def test_load_balancers_may_ask_with_head() -> None:
+    async with in_process(FakeUpstream()) as served:
+        for path in ("/health", "/health/ready"):
+            answer = await served.http.head(path)
+            assert answer.status_code == 200
+            assert answer.content == b""
+
+
 async def test_no_model_is_not_ready() -> None:
     async with in_process(FakeUpstream(models=())) as served:
         assert (await served.http.get("/health/ready")).status_code == 503

@@ -1,0 +1,74 @@
+import asyncio
+import json
+
+import pytest
+
+from gateway import protocol
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.serving import Served, on_socket
+
+
+async def exchange(served: Served, *pieces: bytes, pause_s: float = 0.0) -> tuple[bytes, bytes]:
+    """Send raw bytes; return the head and the body of all that comes back until the close."""
+    reader, writer = await asyncio.open_connection(served.http.base_url.host, served.http.base_url.port)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+        async with asyncio.timeout(20):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    except ConnectionError:
+        head, body = b"", b""
+    finally:
+        writer.close()
+    return head, body
+
+
+async def test_what_is_no_http_is_told_so_in_the_one_error_shape() -> None:
+    async with on_socket(FakeUpstream()) as served:
+        head, body = await exchange(served, b"\x16\x03\x01 what\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def test_endless_headers_are_refused() -> None:
+    line = b"X-Filler: " + b"x" * 1000 + b"\r\n"
+    async with on_socket(FakeUpstream()) as served:
+        head, body = await exchange(
+            served, b"GET /health HTTP/1.1\r\nHost: x\r\n", *[line] * 70, pause_s=0.001
+        )
+        assert head.startswith(b"HTTP/1.1 431 ")
+        assert set(json.loads(body)) == {"error"}
+        assert (await served.chat()).status_code == 200
+
+
+async def test_one_endless_header_is_refused_too() -> None:
+    async with on_socket(FakeUpstream()) as served:
+        pieces = [b"GET /health HTTP/1.1\r\nX-Filler: ", *[b"x" * 4000] * 20]
+        head, _ = await exchange(served, *pieces, pause_s=0.001)
+        assert head.startswith(b"HTTP/1.1 431 ")
+
+
+async def test_a_body_does_not_count_as_headers() -> None:
+    async with on_socket(FakeUpstream()) as served:
+        answer = await served.chat(user="u" * (2 * protocol.HEAD_LIMIT_BYTES))
+        assert answer.status_code == 200
+
+
+async def test_slow_headers_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.3)
+    async with on_socket(FakeUpstream()) as served:
+        head, _ = await exchange(served, b"GET /health HTTP/1.1\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        assert await exchange(served) == (b"", b""), "a connection that says nothing is closed without a word"
+
+
+async def test_a_later_request_on_the_connection_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.3)
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with on_socket(FakeUpstream()) as served:
+        head, body = await exchange(served, request, request, b"GET /hea", pause_s=0.5)
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert body.count(b"HTTP/1.1 200 ") == 1
+        assert b"HTTP/1.1 408 " in body
