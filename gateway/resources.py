@@ -22,10 +22,10 @@ class Gateway:
     drain: Drain
 
     def not_ready(self) -> list[str] | None:
-        """Name the models that do not answer; None when no model is known at all."""
+        """Name the models that are meant to be loaded and do not answer; None when no model is known."""
         cards = self.upstream.models()
-        return [card.id for card in cards if not card.ready] if cards else None
+        return [card.id for card in cards if not (card.ready or card.unloaded)] if cards else None
 
     def ready(self) -> bool:
-        """Tell whether requests will be served: every model answers and no drain runs."""
+        """Tell whether requests will be served: every model meant to be loaded answers, no drain runs."""
         return self.drain.phase is Phase.SERVING and self.not_ready() == []

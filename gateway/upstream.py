@@ -21,6 +21,16 @@ class ModelCard:
     created: int
     """Unix time in seconds at which this gateway first saw the model."""
     max_context: int | None = None
+    unloaded: bool = False
+    """Somebody had it unloaded: it is not meant to answer until it is loaded again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntriesChanged:
+    """What loading or unloading a model changed on one Triton: these entries, in this order; perhaps none."""
+
+    upstream: str
+    entries: tuple[str, ...]
 
 
 class Upstream(Protocol):
@@ -53,6 +63,27 @@ class Upstream(Protocol):
 
         Raises:
             ModelNotFoundError: it is not among those.
+        """
+        ...
+
+    async def load(self, model_id: str, *, reload: bool, upstream: str | None) -> list[EntriesChanged]:
+        """Load a model and wait until it answers; one that is loaded stays as it is, unless `reload`.
+
+        Args:
+            model_id: of a model that is served, or may be.
+            reload: unload first what is loaded, once its requests in flight have ended.
+            upstream: address of the one Triton to do it on; None: on all that have the model.
+
+        Raises:
+            GatewayError: it could not be loaded; `ConflictError` while another such call is at it.
+        """
+        ...
+
+    async def unload(self, model_id: str, *, upstream: str | None) -> list[EntriesChanged]:
+        """Unload a model: no new requests from now on, and gone when those in flight have ended.
+
+        Raises:
+            GatewayError: as for `load`.
         """
         ...
 

@@ -8,11 +8,11 @@ from typing import Annotated
 from fastapi import Depends, Request
 from starlette.requests import ClientDisconnect
 
-from gateway.errors import ClientGoneError, UnsupportedMediaTypeError
+from gateway.errors import ClientGoneError, ControlDisabledError, UnsupportedMediaTypeError
 from gateway.exchange import Exchange
 from gateway.flight import Flight
 from gateway.resources import Gateway
-from gateway.settings import Scope
+from gateway.settings import Scope, is_loopback
 
 
 async def _gateway(request: Request) -> Gateway:
@@ -38,6 +38,15 @@ async def _metrics(request: Request, gateway: GatewayDep, exchange: ExchangeDep)
         exchange.key_name = gateway.keyring.authorize(request.headers.get("authorization"), None)
 
 
+async def _admin(request: Request, gateway: GatewayDep, exchange: ExchangeDep) -> None:
+    settings = gateway.settings
+    if not (settings.api_keys or is_loopback(settings.host)):
+        raise ControlDisabledError(
+            "Without keys, models are controlled from this machine only: add a key with the scope admin."
+        )
+    exchange.key_name = gateway.keyring.authorize(request.headers.get("authorization"), Scope.ADMIN)
+
+
 async def _json_body(request: Request) -> bytes:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
@@ -54,6 +63,9 @@ async def _flight(gateway: GatewayDep, exchange: ExchangeDep) -> Flight:
 
 InferenceKey = Depends(_inference)
 """For routers: the caller needs a key with the scope `inference`."""
+
+AdminKey = Depends(_admin)
+"""For routers: the caller needs a key with the scope `admin`; without keys, everybody here has it."""
 
 MetricsKey = Depends(_metrics)
 """For `/metrics`: any key, where the settings ask for one."""

@@ -13,7 +13,7 @@ router = APIRouter(dependencies=[InferenceKey])
 
 
 class Model(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A served model; `max_model_len`, in tokens, and `ready` are more than OpenAI says."""
+    """A served model; `max_model_len`, in tokens, `ready` and `unloaded` are more than OpenAI says."""
 
     id: str
     object: str
@@ -21,6 +21,7 @@ class Model(Struct, frozen=True, kw_only=True, omit_defaults=True):
     owned_by: str
     ready: bool
     max_model_len: int | None = None
+    unloaded: bool = False
 
 
 class ModelList(Struct, frozen=True):
@@ -33,16 +34,17 @@ class ModelList(Struct, frozen=True):
 @router.get("/v1/models", response_class=Response, responses=whole(ModelList))
 async def list_models(gateway: GatewayDep) -> Response:
     """List the models that are meant to be served, ready or not."""
-    return _json(ModelList("list", [_document(card) for card in gateway.upstream.models()]))
+    return _json(ModelList("list", [model_document(card) for card in gateway.upstream.models()]))
 
 
 @router.get("/v1/models/{model_id:path}", response_class=Response, responses=whole(Model))
 async def get_model(model_id: str, gateway: GatewayDep) -> Response:
     """Describe one model; ids may hold slashes."""
-    return _json(_document(gateway.upstream.model(model_id)))
+    return _json(model_document(gateway.upstream.model(model_id)))
 
 
-def _document(card: ModelCard) -> Model:
+def model_document(card: ModelCard) -> Model:
+    """Return what clients are told of a model."""
     return Model(
         id=card.id,
         object="model",
@@ -50,6 +52,7 @@ def _document(card: ModelCard) -> Model:
         owned_by="tritongate",
         ready=card.ready,
         max_model_len=card.max_context,
+        unloaded=card.unloaded,
     )
 
 

@@ -1,8 +1,10 @@
-"""Triton's own questions and answers: is it alive, what has it, what does a model take.
+"""Triton's own questions and answers: is it alive, what has it, what does a model take; and its orders.
 
 Knows nothing of generations. Every method raises `TritonError`, with any fault.
 """
 
+import enum
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,19 +12,32 @@ from typing import Any
 from tritonclient.grpc import service_pb2
 
 from gateway.triton.channel import Channel
+from gateway.triton.status import MESSAGE_LIMIT
 
-READY = "READY"
-"""The state of a repository entry that answers."""
+_LOAD_FAILURE = re.compile(r"is at UNAVAILABLE state: (?:Internal: )?(.*)", re.DOTALL)
+_TRACEBACK = re.compile(r"\s+At:\n.*", re.DOTALL)
+_DEAD_STUB = "is not healthy"
+_UNLOADED = "unloaded"
+"""What Triton gives as the reason why an entry that somebody unloaded is unavailable."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepositoryEntry:
-    """A model of the repository."""
+class EntryState(enum.IntEnum):
+    """Where an entry of the repository is in its life; of several versions' states, the least counts."""
 
-    name: str
-    state: str
-    """READY, LOADING, UNLOADING, UNAVAILABLE, or empty if it was never loaded."""
-    reason: str
+    LOADING = 0
+    READY = 1
+    UNLOADING = 2
+    """Its running requests are still being answered."""
+    FAILED = 3
+    """It could not be loaded."""
+    UNLOADED = 4
+    """Somebody had it unloaded."""
+    NEVER_LOADED = 5
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether anything of it is loaded."""
+        return self <= EntryState.UNLOADING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +76,23 @@ class Control:
         """Ask whether `entry` is loaded. A model whose process died stays "ready": only a probe tells."""
         return bool((await self._call("ModelReady", service_pb2.ModelReadyRequest(name=entry))).ready)
 
-    async def repository(self) -> list[RepositoryEntry]:
-        """List the entries that were ever loaded (or found, where Triton polls its repository)."""
+    async def repository(self) -> dict[str, EntryState]:
+        """Return the entries that are on the repository's disk, loaded or not, by name."""
         index = await self._call("RepositoryIndex", service_pb2.RepositoryIndexRequest())
-        return [
-            RepositoryEntry(name=model.name, state=model.state, reason=model.reason) for model in index.models
-        ]
+        states: dict[str, EntryState] = {}
+        for version in index.models:
+            state = _entry_state(version.state, version.reason)
+            states[version.name] = min(state, states.get(version.name, state))
+        return states
+
+    async def load(self, entry: str, *, timeout_s: float) -> None:
+        """Load `entry` and wait until it is ready, its warm-up included; nothing happens if it is."""
+        request = service_pb2.RepositoryModelLoadRequest(model_name=entry)
+        await self._channel.unary("RepositoryModelLoad", request, timeout_s=timeout_s)
+
+    async def unload(self, entry: str) -> None:
+        """Begin to unload `entry`: it takes no new requests, and goes when its last one is answered."""
+        await self._call("RepositoryModelUnload", service_pb2.RepositoryModelUnloadRequest(model_name=entry))
 
     async def metadata(self, entry: str) -> ModelMetadata:
         """Return the tensors of `entry`, which must be loaded."""
@@ -82,6 +108,21 @@ class Control:
 
     async def _call(self, method: str, request: Any) -> Any:
         return await self._channel.unary(method, request, timeout_s=self._timeout_s)
+
+
+def _entry_state(state: str, reason: str) -> EntryState:
+    if state == "UNAVAILABLE":
+        return EntryState.UNLOADED if reason in ("", _UNLOADED) else EntryState.FAILED
+    return EntryState[state] if state else EntryState.NEVER_LOADED
+
+
+def load_failure(detail: str) -> str:
+    """Return why Triton could not load an entry, in one line without a traceback; it may name a path."""
+    found = _LOAD_FAILURE.search(detail)
+    reason = _TRACEBACK.sub("", found[1] if found else detail)
+    if _DEAD_STUB in reason:
+        return "its process died while loading; is there enough memory?"
+    return " ".join(reason.split()).rstrip(";")[:MESSAGE_LIMIT]
 
 
 def _tensors(messages: Iterable[Any]) -> dict[str, TensorMetadata]:

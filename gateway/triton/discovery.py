@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from gateway.dialects.choice import choose
 from gateway.errors import UpstreamProtocolError
 from gateway.triton.channel import Channel
-from gateway.triton.control import READY, Control
+from gateway.triton.control import Control, EntryState
 from gateway.triton.replicas import Backoff, HealthPolicy
 from gateway.triton.status import TritonError
 from wire.names import STREAM_SUFFIX
@@ -59,9 +59,9 @@ class Discovery:
 
     async def _look(self) -> list[str]:
         loaded = {
-            entry.name
-            for entry in await self._control.repository()
-            if entry.state == READY and entry.name.endswith(STREAM_SUFFIX)
+            entry
+            for entry, state in (await self._control.repository()).items()
+            if state is EntryState.READY and entry.endswith(STREAM_SUFFIX)
         }
         # An entry that was unloaded may come back as something else.
         self._rejected &= loaded

@@ -17,10 +17,11 @@ from gateway.prediction import Prediction, PredictionAnswer
 from gateway.triton.channel import Channel
 from gateway.triton.discovery import Discovery
 from gateway.triton.failover import Tries
+from gateway.triton.model_control import ModelControl
 from gateway.triton.predicting import predict
 from gateway.triton.replicas import HealthPolicy, Replica, ReplicaState, UpstreamObserver
 from gateway.triton.status import Fault, TritonError
-from gateway.upstream import ModelCard
+from gateway.upstream import EntriesChanged, ModelCard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +44,19 @@ class _Model:
     created: int
     replicas: list[Replica] = field(default_factory=list)
 
+    def replica(self, channel: Channel) -> Replica | None:
+        return next((replica for replica in self.replicas if replica.channel is channel), None)
+
     def card(self) -> ModelCard:
+        ready = any(replica.state is ReplicaState.READY for replica in self.replicas)
+        wanted = any(replica.wanted for replica in self.replicas)
         contexts = [replica.report.max_context for replica in self.replicas if replica.report is not None]
         return ModelCard(
             id=self.id,
-            ready=any(replica.state is ReplicaState.READY for replica in self.replicas),
+            ready=ready,
             created=self.created,
             max_context=min(contexts, default=None),
+            unloaded=bool(self.replicas) and not ready and not wanted,
         )
 
 
@@ -61,6 +68,7 @@ class TritonUpstream:
         models: ids of the models to serve; empty: every `M-stream` entry of our contract that the Tritons
             have. A model once seen stays meant to be served while its Tritons are down.
         idle_timeout_s: seconds without any response after which a replica counts as dead for a request.
+        load_timeout_s: longest load of an entry, and wait for the requests that hold an unloading one.
         observer: hears of health and errors.
         max_attempts: replicas that one generation may try.
         health: how the replicas are watched.
@@ -72,6 +80,7 @@ class TritonUpstream:
         upstreams: Sequence[str],
         models: Sequence[str] = (),
         idle_timeout_s: float = 10.0,
+        load_timeout_s: float = 600.0,
         observer: UpstreamObserver | None = None,
         max_attempts: int = 3,
         health: HealthPolicy | None = None,
@@ -85,13 +94,16 @@ class TritonUpstream:
         now = int(time.time())
         self._models = {model_id: _Model(model_id, created=now) for model_id in self._configured}
         self._channels: list[Channel] = []
+        self._control = ModelControl(
+            self._channels, self._replica, self._add_replica, timeout_s=load_timeout_s
+        )
         self._watchers: list[asyncio.Task[None]] = []
         self._repository_read = False
         self._closed = False
 
     async def start(self) -> None:
         """Connect and begin watching health; returns without waiting for readiness."""
-        self._channels = [Channel(address) for address in self._upstreams]
+        self._channels += [Channel(address) for address in self._upstreams]
         for channel in self._channels:
             for model_id in self._configured:
                 self._add_replica(model_id, channel)
@@ -179,6 +191,21 @@ class TritonUpstream:
             observer=self._observer,
         )
 
+    async def load(self, model_id: str, *, reload: bool, upstream: str | None) -> list[EntriesChanged]:
+        """Load a model: see `gateway.upstream.Upstream.load`."""
+        self._check_controllable(model_id)
+        return await self._control.load(model_id, reload=reload, upstream=upstream)
+
+    async def unload(self, model_id: str, *, upstream: str | None) -> list[EntriesChanged]:
+        """Unload a model: see `gateway.upstream.Upstream.unload`."""
+        self._check_controllable(model_id)
+        return await self._control.unload(model_id, upstream=upstream)
+
+    def _check_controllable(self, model_id: str) -> None:
+        """Refuse what may not be served; where the Tritons decide what is, any model of theirs may be."""
+        if self._closed or self._configured:
+            self._find(model_id)
+
     async def _attempt(self, replica: Replica, request: Generation) -> AsyncGenerator[Event, None]:
         """Run `request` on one replica; raises TritonError, or a GatewayError if it was never sent."""
         remaining_s = request.deadline - asyncio.get_running_loop().time()
@@ -216,13 +243,19 @@ class TritonUpstream:
         """A repository was read and has models not reported before (none at all is news as well)."""
         self._repository_read = True
         for model_id in model_ids:
-            self._add_replica(model_id, channel)
+            if self._replica(model_id, channel) is None:
+                self._add_replica(model_id, channel)
 
-    def _add_replica(self, model_id: str, channel: Channel) -> None:
+    def _replica(self, model_id: str, channel: Channel) -> Replica | None:
+        model = self._models.get(model_id)
+        return model.replica(channel) if model else None
+
+    def _add_replica(self, model_id: str, channel: Channel) -> Replica:
         model = self._models.setdefault(model_id, _Model(model_id, created=int(time.time())))
         replica = Replica(model_id, channel, self._health, self._observer)
         model.replicas.append(replica)
         self._spawn(replica.watch(), f"watch {model_id} on {channel.address}")
+        return replica
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
         self._watchers.append(asyncio.create_task(work, name=name))

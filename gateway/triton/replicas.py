@@ -19,7 +19,7 @@ from gateway.dialects.base import Dialect, ModelReport
 from gateway.dialects.choice import choose
 from gateway.errors import GatewayError
 from gateway.triton.channel import Channel
-from gateway.triton.control import Control
+from gateway.triton.control import Control, EntryState
 from gateway.triton.status import Fault, TritonError
 from wire.names import stream_entry
 
@@ -33,7 +33,9 @@ class ReplicaState(enum.StrEnum):
     """Not probed yet."""
     READY = "ready"
     NOT_READY = "not_ready"
-    """The server answers, the model does not serve: unknown there, loading, unloaded, or not our contract."""
+    """The server answers, the model does not serve: unknown there, loading, broken, or not our contract."""
+    UNLOADED = "unloaded"
+    """Somebody had it unloaded, here or at Triton: it is not meant to serve."""
     UNREACHABLE = "unreachable"
     STUCK = "stuck"
     """The model's process is dead, or alive without making progress."""
@@ -94,6 +96,7 @@ _STATE_AFTER = {
 _FAULT_OF = {
     ReplicaState.UNREACHABLE: Fault.UNREACHABLE,
     ReplicaState.STUCK: Fault.SILENT,
+    ReplicaState.UNLOADED: Fault.UNLOADED,
 }
 
 
@@ -119,6 +122,12 @@ class Replica:
         self.outstanding = 0
         """Generations that are running on it."""
         self.last_chosen = 0
+        self.wanted = True
+        """Whether it is meant to be loaded."""
+        self._withdrawn = False
+        self._failed = False
+        """It was found dead or stuck, and has not answered since."""
+        self._ready = asyncio.Event()
         self._dialect: Dialect | None = None
         self.control = Control(channel, timeout_s=policy.probe_timeout_s)
         self._policy = policy
@@ -149,6 +158,32 @@ class Replica:
             yield
         finally:
             self.outstanding -= 1
+
+    @contextlib.contextmanager
+    def withdrawn(self, *, wanted: bool) -> Iterator[None]:
+        """Send nothing here for a while, running generations aside, since the model is being controlled.
+
+        Args:
+            wanted: whether it is meant to be loaded afterwards.
+        """
+        self.wanted, self._failed = wanted, False
+        self._become(self._away(), "being loaded anew" if wanted else "being unloaded")
+        self._withdrawn = True
+        try:
+            yield
+        finally:
+            self._withdrawn = False
+            self._suspected.set()
+
+    async def ready_within(self, timeout_s: float) -> bool:
+        """Have it probed at once, and wait until it is ready; False when `timeout_s` passed first."""
+        self._suspected.set()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ready.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def suspect(self, error: TritonError) -> None:
         """Take note that a generation failed here."""
@@ -183,10 +218,7 @@ class Replica:
                 # would what the entry `M` forwarded to it.
                 for entry in (stream_entry(self.model), self.model):
                     self.channel.end_inference(entry, error.fault, error.detail)
-            if error.fault in (Fault.DEADLINE, Fault.SILENT):
-                self._become(await self._why_silent(), "no answer to a probe")
-            else:
-                self._become(_STATE_AFTER.get(error.fault, ReplicaState.NOT_READY), error.detail)
+            self._become(*await self._judge(error))
         except GatewayError as error:
             self._become(ReplicaState.NOT_READY, error.message)
         except Exception as error:  # noqa: BLE001 - the outermost frame of a task that nobody awaits
@@ -213,6 +245,14 @@ class Replica:
         async with contextlib.aclosing(responses):
             return self._dialect.read_probe([response async for response in responses])
 
+    async def _judge(self, error: TritonError) -> tuple[ReplicaState, str]:
+        """Return what a failed probe makes of the replica, and why."""
+        if error.fault in (Fault.DEADLINE, Fault.SILENT):
+            return await self._why_silent(), "no answer to a probe"
+        if error.fault is Fault.NOT_READY:
+            return await self._why_not_ready(), error.detail
+        return _STATE_AFTER.get(error.fault, ReplicaState.NOT_READY), error.detail
+
     async def _why_silent(self) -> ReplicaState:
         """Tell a model that does not answer from a server that does not."""
         try:
@@ -221,10 +261,36 @@ class Replica:
             return ReplicaState.UNREACHABLE
         return ReplicaState.STUCK
 
+    async def _why_not_ready(self) -> ReplicaState:
+        """Tell a model that somebody unloaded from one that is missed."""
+        try:
+            entry = (await self.control.repository()).get(stream_entry(self.model))
+        except TritonError:
+            return self._away()
+        if entry is EntryState.LOADING:
+            return ReplicaState.NOT_READY
+        if entry in (EntryState.UNLOADED, EntryState.UNLOADING) and not self._failed:
+            # Who unloads a model that failed wants it back: that is how it is repaired.
+            return ReplicaState.UNLOADED
+        return self._away()
+
+    def _away(self) -> ReplicaState:
+        return ReplicaState.NOT_READY if self.wanted else ReplicaState.UNLOADED
+
     def _become(self, state: ReplicaState, reason: str) -> None:
-        if state is not ReplicaState.READY:
+        if self._withdrawn:
+            return  # whatever a probe says of it meanwhile
+        if state is not ReplicaState.UNREACHABLE:
+            self.wanted = state is not ReplicaState.UNLOADED
+        if state is ReplicaState.READY:
+            self._failed = False
+            self._ready.set()
+        else:
             # It may come back as another model.
             self._dialect = None
+            self._ready.clear()
+        if state is ReplicaState.STUCK:
+            self._failed = True
         self.reason = reason
         if state is self.state:
             return

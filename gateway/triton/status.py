@@ -17,6 +17,7 @@ import grpc
 
 from gateway.errors import (
     ContextLengthError,
+    ControlDisabledError,
     DeadlineError,
     GatewayError,
     InvalidRequestError,
@@ -41,6 +42,10 @@ class Fault(enum.StrEnum):
     """No connection, or a lost one."""
     NOT_READY = "not_ready"
     """The model is unknown there, loading, unloaded or on its way out."""
+    UNLOADED = "unloaded"
+    """Somebody had the model unloaded."""
+    NOT_PERMITTED = "not_permitted"
+    """Triton does not let its repository be read or its models be loaded and unloaded."""
     STUB_DEAD = "stub_dead"
     """The model's process is gone while Triton still calls it ready."""
     SILENT = "silent"
@@ -80,6 +85,12 @@ TREATMENTS = {
         UnavailableError, "The model's server cannot be reached.", retry_after_s=5, failover=True
     ),
     Fault.NOT_READY: Treatment(UnavailableError, "The model is not ready.", retry_after_s=5, failover=True),
+    Fault.UNLOADED: Treatment(UnavailableError, "The model is unloaded.", retry_after_s=5, failover=True),
+    Fault.NOT_PERMITTED: Treatment(
+        ControlDisabledError,
+        "Triton does not permit this: it needs --model-control-mode=explicit, and no restriction on its "
+        "protocol model-repository.",
+    ),
     Fault.STUB_DEAD: Treatment(
         UnavailableError,
         "The model's process has died; it is being restarted.",
@@ -117,6 +128,8 @@ _TEXTS = [
     (re.compile(r"Request timeout expired"), Fault.DEADLINE),
     (re.compile(r"Stub process .*is not healthy"), Fault.STUB_DEAD),
     (re.compile(r"Request for unknown model"), Fault.NOT_READY),
+    (re.compile(r"explicit model load / unload is not allowed"), Fault.NOT_PERMITTED),
+    (re.compile(r"This protocol is restricted"), Fault.NOT_PERMITTED),
     # Found in the server's binary, not provoked: said while it shuts down.
     (re.compile(r"Server not ready"), Fault.NOT_READY),
     (re.compile(r"Server is stopping"), Fault.NOT_READY),

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from gateway.errors import ModelNotFoundError
 from gateway.generation import Accepted, Delta, Event, Generation, Usage
 from gateway.prediction import OutputTensor, Prediction, PredictionAnswer
-from gateway.upstream import ModelCard
+from gateway.upstream import EntriesChanged, ModelCard
 from wire.strings import pack_strings
 
 Script = Callable[[Generation], AsyncGenerator[Event, None]]
@@ -58,6 +58,9 @@ class FakeUpstream:
         self.predicting: Predict = repeat
         self.predictions: list[Prediction] = []
         self.running = self.cancelled = 0
+        self.unloaded: set[str] = set()
+        self.changes: list[tuple[str, str, bool, str | None]] = []
+        """Of each load and unload: which, the model, whether to reload, the one upstream."""
         self._models = models
 
     async def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
@@ -84,13 +87,34 @@ class FakeUpstream:
             self.running -= 1
 
     def models(self) -> list[ModelCard]:
-        return [ModelCard(id=name, ready=self.ready, created=1, max_context=64) for name in self._models]
+        return [
+            ModelCard(
+                id=name,
+                ready=self.ready and name not in self.unloaded,
+                created=1,
+                max_context=64,
+                unloaded=name in self.unloaded,
+            )
+            for name in self._models
+        ]
 
     def model(self, model_id: str) -> ModelCard:
         for card in self.models():
             if card.id == model_id:
                 return card
         raise ModelNotFoundError(f"The model {model_id!r} does not exist.", param="model")
+
+    async def load(self, model_id: str, *, reload: bool, upstream: str | None) -> list[EntriesChanged]:
+        self.model(model_id)
+        self.changes.append(("load", model_id, reload, upstream))
+        self.unloaded.discard(model_id)
+        return [EntriesChanged(upstream="triton:8001", entries=(model_id + "-stream", model_id))]
+
+    async def unload(self, model_id: str, *, upstream: str | None) -> list[EntriesChanged]:
+        self.model(model_id)
+        self.changes.append(("unload", model_id, False, upstream))
+        self.unloaded.add(model_id)
+        return [EntriesChanged(upstream="triton:8001", entries=())]
 
     async def start(self) -> None:
         self.started = True

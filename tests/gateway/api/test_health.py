@@ -24,6 +24,20 @@ async def test_load_balancers_may_ask_with_head() -> None:
             assert answer.content == b""
 
 
+async def test_an_unloaded_model_does_not_count() -> None:
+    upstream = FakeUpstream()
+    upstream.unloaded.add("glm")
+    async with in_process(upstream) as served:
+        answer = await served.http.get("/health/ready")
+        assert (answer.status_code, answer.json()["models"]) == (200, ["org/glm-2"])
+        upstream.ready = False
+        answer = await served.http.get("/health/ready")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == "Not ready: org/glm-2."
+        upstream.unloaded.add("org/glm-2")
+        assert (await served.http.get("/health/ready")).json()["models"] == []
+
+
 async def test_no_model_is_not_ready() -> None:
     async with in_process(FakeUpstream(models=())) as served:
         assert (await served.http.get("/health/ready")).status_code == 503

@@ -76,6 +76,7 @@ class FakeModel:
     shape: tuple[int, ...] = (-1, 1)
     predict: Predict = repeat
     state: str = "READY"
+    reason: str = ""
     answer: Script = hello
     probe: Script | None = None
     report: ProbeReport = field(
@@ -84,6 +85,10 @@ class FakeModel:
         )
     )
     probes: int = 0
+    load: Callable[[Any], Awaitable[None]] | None = None
+    """What loading does instead of succeeding at once, given the call's context."""
+    lingers: asyncio.Event | None = None
+    """What is waited for, from an unload on, until nothing of it is in memory: requests in flight."""
 
 
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
@@ -96,6 +101,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.requests: list[service_pb2.ModelInferRequest] = []
         self.metadata: list[dict[str, str]] = []
         self.half_closed = 0
+        self.orders: list[str] = []
+        """`load NAME` and `unload NAME`, as they came."""
+        self._unloading: set[asyncio.Task[None]] = set()
         self.cancelled = asyncio.Event()
         self._server: grpc.aio.Server | None = None
 
@@ -114,6 +122,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         await self._server.start()
 
     async def stop(self) -> None:
+        for task in self._unloading:
+            task.cancel()
         if self._server is not None:
             await self._server.stop(None)
             self._server = None
@@ -128,9 +138,34 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: N802
         index = service_pb2.RepositoryIndexResponse()
         for name, model in self.models.items():
-            reason = "" if model.state == "READY" else "unloaded"
-            index.models.add(name=name, version="1", state=model.state, reason=reason)
+            index.models.add(name=name, version="1", state=model.state, reason=model.reason)
         return index
+
+    async def RepositoryModelLoad(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.orders.append(f"load {request.model_name}")
+        model = self.models[request.model_name]
+        model.state, model.reason = "LOADING", ""
+        if model.load is not None:
+            try:
+                await model.load(context)
+            except BaseException:
+                model.state, model.reason = "UNAVAILABLE", "Internal: it failed"
+                raise
+        model.state = "READY"
+        return service_pb2.RepositoryModelLoadResponse()
+
+    async def RepositoryModelUnload(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.orders.append(f"unload {request.model_name}")
+        model = self.models[request.model_name]
+        model.state = "UNLOADING"
+
+        async def end() -> None:
+            if model.lingers is not None:
+                await model.lingers.wait()
+            model.state, model.reason = "UNAVAILABLE", "unloaded"
+
+        self._unloading.add(asyncio.create_task(end()))
+        return service_pb2.RepositoryModelUnloadResponse()
 
     async def ModelMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802
         model = await self._ready(request.name, context)

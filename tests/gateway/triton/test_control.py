@@ -2,11 +2,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from tritonclient.grpc import service_pb2
 
 from gateway.triton.channel import Channel
-from gateway.triton.control import Control, ModelMetadata, RepositoryEntry, TensorMetadata
+from gateway.triton.control import Control, EntryState, ModelMetadata, TensorMetadata, load_failure
 from gateway.triton.status import Fault, TritonError
-from tests.gateway.triton.fake_triton import FakeModel
+from tests.gateway.triton.fake_triton import FakeModel, until
 
 
 @pytest.fixture
@@ -27,12 +28,64 @@ async def test_a_model_is_ready_or_not(control: Control, triton: Any) -> None:
     assert not await control.model_ready("other")
 
 
-async def test_the_repository_is_listed_with_states(control: Control, triton: Any) -> None:
-    triton.models["old-stream"] = FakeModel(state="UNAVAILABLE")
-    assert await control.repository() == [
-        RepositoryEntry(name="m-stream", state="READY", reason=""),
-        RepositoryEntry(name="old-stream", state="UNAVAILABLE", reason="unloaded"),
-    ]
+@pytest.mark.parametrize(
+    ("state", "reason", "read"),
+    [
+        ("READY", "", EntryState.READY),
+        ("LOADING", "", EntryState.LOADING),
+        ("UNLOADING", "", EntryState.UNLOADING),
+        ("UNAVAILABLE", "unloaded", EntryState.UNLOADED),
+        ("UNAVAILABLE", "Internal: CheckpointError: /x", EntryState.FAILED),
+        ("", "", EntryState.NEVER_LOADED),
+    ],
+)
+async def test_the_repository_is_listed_with_states(
+    control: Control, triton: Any, state: str, reason: str, read: EntryState
+) -> None:
+    triton.models["old-stream"] = FakeModel(state=state, reason=reason)
+    assert await control.repository() == {"m-stream": EntryState.READY, "old-stream": read}
+
+
+async def test_of_several_versions_the_one_that_serves_counts(
+    control: Control, triton: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def index(self: Any, method: str, request: Any, *, timeout_s: float) -> Any:
+        answer = service_pb2.RepositoryIndexResponse()
+        for version, state, reason in (("1", "UNAVAILABLE", "unloaded"), ("2", "READY", ""), ("3", "", "")):
+            answer.models.add(name="m", version=version, state=state, reason=reason)
+        return answer
+
+    monkeypatch.setattr(Channel, "unary", index)
+    assert await control.repository() == {"m": EntryState.READY}
+
+
+async def test_entries_are_loaded_and_unloaded(control: Control, triton: Any) -> None:
+    await control.unload("m-stream")
+    await until(lambda: triton.model.state == "UNAVAILABLE")
+    await control.load("m-stream", timeout_s=5)
+    assert triton.model.state == "READY"
+    assert triton.orders == ["unload m-stream", "load m-stream"]
+
+
+@pytest.mark.parametrize(
+    ("detail", "reason"),
+    [
+        (
+            "version 1 is at UNAVAILABLE state: Internal: Error: /ckpt: no\nweights\n\nAt:\n  /x: load\n;\n",
+            "Error: /ckpt: no weights",
+        ),
+        (
+            "version 1 is at UNAVAILABLE state: Internal: Stub process 'm_0_0' is not healthy.;",
+            "its process died while loading; is there enough memory?",
+        ),
+        (
+            "failed to load 'm', failed to poll from model repository",
+            "failed to load 'm', failed to poll from model repository",
+        ),
+    ],
+)
+def test_a_failed_load_is_told_in_one_line(detail: str, reason: str) -> None:
+    assert load_failure(detail) == reason
 
 
 async def test_metadata_and_config_are_read(control: Control) -> None:

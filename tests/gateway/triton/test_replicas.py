@@ -80,15 +80,67 @@ async def test_an_unloaded_model_is_not_ready_and_may_come_back_as_another(
     async with watched(triton, fast) as replica:
         await becomes(replica, ReplicaState.READY)
         triton.model.state = "UNAVAILABLE"
-        await becomes(replica, ReplicaState.NOT_READY)
+        await becomes(replica, ReplicaState.UNLOADED)
+        with pytest.raises(TritonError, match="unloaded"):
+            replica.serving()
         triton.model.inputs = ("text_input", "stream")
         triton.model.state = "READY"
         await until(lambda: "stream, text_input" in replica.reason)
         assert replica.state is ReplicaState.NOT_READY
+        assert replica.wanted
         triton.model.inputs = ("prompt", "history", "sampling")
         triton.model.report = msgspec.structs.replace(triton.model.report, format="chatglm2")
         await becomes(replica, ReplicaState.READY)
         assert replica.serving()[1].chat_format == "chatglm2"
+
+
+async def test_what_is_not_meant_to_be_loaded_is_told_from_what_is_missed(
+    triton: Any, fast: HealthPolicy
+) -> None:
+    model = triton.model
+    async with watched(triton, fast) as replica:
+        await becomes(replica, ReplicaState.READY)
+        for state, reason, expected, wanted in (
+            ("UNLOADING", "", ReplicaState.UNLOADED, False),
+            ("UNAVAILABLE", "unloaded", ReplicaState.UNLOADED, False),
+            ("LOADING", "", ReplicaState.NOT_READY, True),
+            ("UNAVAILABLE", "Internal: no weights", ReplicaState.NOT_READY, True),
+            ("UNAVAILABLE", "unloaded", ReplicaState.UNLOADED, False),
+            ("UNAVAILABLE", "Internal: no weights", ReplicaState.UNLOADED, False),
+            ("READY", "", ReplicaState.READY, True),
+            ("", "", ReplicaState.NOT_READY, True),
+        ):
+            model.state, model.reason = state, reason
+            await becomes(replica, expected)
+            assert replica.wanted is wanted
+        model.state = "UNAVAILABLE"
+        await becomes(replica, ReplicaState.UNLOADED)
+        await triton.stop()
+        await becomes(replica, ReplicaState.UNREACHABLE)
+        assert not replica.wanted
+
+
+async def test_a_failed_model_that_is_unloaded_is_being_repaired(triton: Any, fast: HealthPolicy) -> None:
+    async with watched(triton, fast) as replica:
+        await becomes(replica, ReplicaState.READY)
+        triton.model.report = msgspec.structs.replace(triton.model.report, heartbeat_age_s=10.5)
+        await becomes(replica, ReplicaState.STUCK)
+        triton.model.state, triton.model.reason = "UNAVAILABLE", "unloaded"
+        await becomes(replica, ReplicaState.NOT_READY)
+        assert replica.wanted
+
+
+async def test_probes_change_nothing_while_it_is_withdrawn(triton: Any, fast: HealthPolicy) -> None:
+    async with watched(triton, fast) as replica:
+        await becomes(replica, ReplicaState.READY)
+        for wanted, state in ((True, ReplicaState.NOT_READY), (False, ReplicaState.UNLOADED)):
+            with replica.withdrawn(wanted=wanted):
+                probes = triton.model.probes
+                await until(lambda probes=probes: triton.model.probes > probes + 2)
+                assert (replica.state, replica.wanted) == (state, wanted)
+                assert not await replica.ready_within(0.05)
+            assert await replica.ready_within(20)
+            assert replica.wanted
 
 
 async def test_a_dead_stub_is_found_though_triton_calls_the_model_ready(

@@ -53,6 +53,18 @@ TABLE = [
         Fault.TENSORS_REFUSED,
         502,
     ),
+    (
+        grpc.StatusCode.UNAVAILABLE,
+        "explicit model load / unload is not allowed if polling is enabled",
+        Fault.NOT_PERMITTED,
+        403,
+    ),
+    (
+        grpc.StatusCode.UNAVAILABLE,
+        "This protocol is restricted, expecting header 'triton-grpc-protocol-key'",
+        Fault.NOT_PERMITTED,
+        403,
+    ),
     (grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses", Fault.UNREACHABLE, 503),
     (grpc.StatusCode.UNAVAILABLE, "Socket closed", Fault.UNREACHABLE, 503),
     (
@@ -123,6 +135,7 @@ def test_a_request_that_may_have_done_harm_or_was_refused_for_itself_is_not_repe
         Fault.QUEUE_FULL,
         Fault.UNREACHABLE,
         Fault.NOT_READY,
+        Fault.UNLOADED,
         Fault.STUB_DEAD,
         Fault.SILENT,
     }

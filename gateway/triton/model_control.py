@@ -1,0 +1,252 @@
+"""Loads and unloads models: all entries of one, in order, on one or many Tritons.
+
+A model `M` has up to three entries. They are loaded from the one that needs nobody to the one that needs the
+others (`M-tokenizer`, `M-stream`, `M`) and unloaded the other way round, each only when the one before is
+gone, so that requests in flight find what they need until they end. Loading an entry that is loaded would put
+a second copy of its weights beside the first, so a reload unloads first.
+
+Knows nothing of HTTP or of who may do this.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import Any
+
+from gateway.dialects.choice import choose
+from gateway.errors import (
+    ConflictError,
+    DeadlineError,
+    GatewayError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    UnavailableError,
+    UpstreamProtocolError,
+)
+from gateway.triton.channel import Channel
+from gateway.triton.control import Control, EntryState, load_failure
+from gateway.triton.replicas import Replica, ReplicaState
+from gateway.triton.status import Fault, TritonError
+from gateway.upstream import EntriesChanged
+from wire.names import stream_entry, tokenizer_entry
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+_ANSWERS_WITHIN_S = 15.0
+"""From an engine's load to its first answered probe; Triton had it generate a token already."""
+_DEAD_UNLOADS_WITHIN_S = 2.0
+"""An instance whose process died holds no memory, but streams that ran on it keep it unloading for ever."""
+
+_LOAD_FAILED = {Fault.INTERNAL, Fault.TENSORS_REFUSED}
+"""Faults of a load that say something about the model, in words for whoever wants it loaded."""
+
+FindReplica = Callable[[str, Channel], Replica | None]
+AddReplica = Callable[[str, Channel], Replica]
+
+
+class ModelControl:
+    """Controls models, one change of each model at a time.
+
+    Args:
+        channels: to the Tritons.
+        find: returns the replica of a model on a Triton, None where it was never seen.
+        add: makes one, for a model that is served from now on.
+        timeout_s: for the load of an entry, and for the requests in flight to end before it is unloaded.
+    """
+
+    def __init__(
+        self, channels: Sequence[Channel], find: FindReplica, add: AddReplica, *, timeout_s: float
+    ) -> None:
+        self._channels = channels
+        self._find = find
+        self._add = add
+        self._timeout_s = timeout_s
+        self._changing: set[str] = set()
+
+    async def load(self, model: str, *, reload: bool, upstream: str | None) -> list[EntriesChanged]:
+        """Load what is not loaded of `model`; with `reload`, unload first what is.
+
+        Tritons load at the same time, but reload one after the other, so that the others go on serving and a
+        checkpoint that does not load takes one of them only.
+
+        Args:
+            model: its id.
+            reload: whether to load anew what is loaded.
+            upstream: the address of one Triton; None: all that have the model.
+
+        Raises:
+            GatewayError: of the first Triton that failed; the others may have been changed.
+        """
+        with self._exclusive(model):
+            channels = await self._having(model, upstream)
+            if reload:
+                return [await self._load_on(model, channel, reload=True) for channel in channels]
+            return await _all(self._load_on(model, channel, reload=False) for channel in channels)
+
+    async def unload(self, model: str, *, upstream: str | None) -> list[EntriesChanged]:
+        """Unload what is loaded of `model`, after its requests in flight have ended.
+
+        Args:
+            model: its id.
+            upstream: as for `load`.
+
+        Raises:
+            GatewayError: as for `load`.
+        """
+        with self._exclusive(model):
+            channels = await self._having(model, upstream)
+            return await _all(self._unload_on(model, channel) for channel in channels)
+
+    @contextlib.contextmanager
+    def _exclusive(self, model: str) -> Iterator[None]:
+        if model in self._changing:
+            raise ConflictError(f"The model {model!r} is being loaded or unloaded already.")
+        self._changing.add(model)
+        try:
+            yield
+        finally:
+            self._changing.discard(model)
+
+    async def _having(self, model: str, upstream: str | None) -> list[Channel]:
+        """Return the Tritons, of those asked for, that have the model's engine on disk."""
+        asked = [channel for channel in self._channels if upstream in (None, channel.address)]
+        if not asked:
+            known = ", ".join(channel.address for channel in self._channels)
+            raise InvalidRequestError(f"There is no upstream {upstream!r}, only {known}.", param="upstream")
+        found, unknown = [], None
+        for channel in asked:
+            try:
+                if stream_entry(model) in await Control(channel).repository():
+                    found.append(channel)
+            except TritonError as error:
+                unknown = error.to_gateway()
+        if found:
+            return found
+        raise unknown or ModelNotFoundError(f"No Triton has a model {model!r}.")
+
+    async def _load_on(self, model: str, channel: Channel, *, reload: bool) -> EntriesChanged:
+        control = Control(channel)
+        replica = self._find(model, channel)
+        patience_s = self._patience_s(replica)
+        serves_on = not reload and replica is not None and replica.state is ReplicaState.READY
+        with _as_gateway_errors(channel):
+            with _withdrawn(None if serves_on else replica, wanted=True):
+                if reload:
+                    await self._unload_entries(model, control, patience_s)
+                changed = await self._load_entries(model, control)
+            if replica is None:
+                replica = await self._serve(model, channel, control)
+        if not await replica.ready_within(_ANSWERS_WITHIN_S):
+            raise UnavailableError(
+                f"The model {model!r} is loaded on {channel.address}, but does not answer "
+                f"({replica.reason}); it may have to be reloaded."
+            )
+        return _changed("loaded", model, channel, changed)
+
+    async def _unload_on(self, model: str, channel: Channel) -> EntriesChanged:
+        replica = self._find(model, channel)
+        patience_s = self._patience_s(replica)
+        with _as_gateway_errors(channel), _withdrawn(replica, wanted=False):
+            changed = await self._unload_entries(model, Control(channel), patience_s)
+        return _changed("unloaded", model, channel, changed)
+
+    async def _load_entries(self, model: str, control: Control) -> list[str]:
+        changed = []
+        for entry, state in (await _entries(model, control)).items():
+            if state is EntryState.READY:
+                continue
+            if state is EntryState.UNLOADING:
+                await self._await_gone(entry, control, self._timeout_s)
+            try:
+                await control.load(entry, timeout_s=self._timeout_s)
+            except TritonError as error:
+                raise self._not_loaded(entry, error) from error
+            changed.append(entry)
+        return changed
+
+    async def _unload_entries(self, model: str, control: Control, patience_s: float) -> list[str]:
+        changed = []
+        for entry, state in reversed((await _entries(model, control)).items()):
+            if state.in_memory:
+                await control.unload(entry)
+                await self._await_gone(entry, control, patience_s)
+                changed.append(entry)
+        return changed
+
+    def _patience_s(self, replica: Replica | None) -> float:
+        """Return how long an unloading may take."""
+        dead = replica is not None and replica.state is ReplicaState.STUCK
+        return min(_DEAD_UNLOADS_WITHIN_S, self._timeout_s) if dead else self._timeout_s
+
+    async def _await_gone(self, entry: str, control: Control, patience_s: float) -> None:
+        end = asyncio.get_running_loop().time() + patience_s
+        while (await control.repository()).get(entry, EntryState.NEVER_LOADED).in_memory:
+            if asyncio.get_running_loop().time() > end:
+                if patience_s < self._timeout_s:
+                    return  # a dead one's instance: nothing of it is in memory
+                raise DeadlineError(
+                    f"{entry} was not gone after {patience_s:g} s: requests in flight hold it until they end."
+                )
+            await asyncio.sleep(_POLL_S)
+
+    def _not_loaded(self, entry: str, error: TritonError) -> GatewayError:
+        if error.fault in _LOAD_FAILED:
+            return UpstreamProtocolError(f"{entry} could not be loaded: {load_failure(error.detail)}")
+        if error.fault is Fault.DEADLINE:
+            return DeadlineError(
+                f"{entry} was not loaded after {self._timeout_s:g} s; Triton is still at it."
+            )
+        return error.to_gateway()
+
+    async def _serve(self, model: str, channel: Channel, control: Control) -> Replica:
+        """Serve from now on a model that was not known on this Triton, if it is one of ours."""
+        entry = stream_entry(model)
+        choose(entry, frozenset((await control.metadata(entry)).inputs))
+        return self._find(model, channel) or self._add(model, channel)
+
+
+async def _entries(model: str, control: Control) -> dict[str, EntryState]:
+    """Return the model's entries that this Triton has, in the order of loading.
+
+    Raises:
+        ConflictError: somebody else is loading one.
+    """
+    states = await control.repository()
+    order = (tokenizer_entry(model), stream_entry(model), model)
+    found = {entry: states[entry] for entry in order if entry in states}
+    for entry, state in found.items():
+        if state is EntryState.LOADING:
+            raise ConflictError(f"{entry} is being loaded already.")
+    return found
+
+
+@contextlib.contextmanager
+def _as_gateway_errors(channel: Channel) -> Iterator[None]:
+    """Let errors leave as the gateway's own, with the Triton that they come from in their words."""
+    try:
+        yield
+    except (TritonError, GatewayError) as error:
+        said = error.to_gateway() if isinstance(error, TritonError) else error
+        words = f"{channel.address}: {said.message}"
+        raise type(said)(words, param=said.param, retry_after_s=said.retry_after_s) from error
+
+
+def _withdrawn(replica: Replica | None, *, wanted: bool) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if replica is None else replica.withdrawn(wanted=wanted)
+
+
+def _changed(what: str, model: str, channel: Channel, entries: Sequence[str]) -> EntriesChanged:
+    extra = {"model": model, "upstream": channel.address, "entries": list(entries)}
+    _log.info("model %s", what, extra=extra)
+    return EntriesChanged(upstream=channel.address, entries=tuple(entries))
+
+
+async def _all(changes: Iterable[Coroutine[Any, Any, EntriesChanged]]) -> list[EntriesChanged]:
+    """Await all of them, then raise the first failure if there was one."""
+    done = await asyncio.gather(*changes, return_exceptions=True)
+    for result in done:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in done if not isinstance(result, BaseException)]

@@ -1,0 +1,81 @@
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.serving import in_process
+
+KEYS = [
+    {"name": "client", "key": "sk-1"},
+    {"name": "operator", "key": "sk-2", "scopes": ["admin"]},
+]
+
+
+def error(answer: httpx.Response) -> tuple[int, Any, Any]:
+    body = answer.json()["error"]
+    return answer.status_code, body["param"], body["code"]
+
+
+async def test_a_model_is_unloaded_and_loaded() -> None:
+    upstream = FakeUpstream()
+    async with in_process(upstream) as served:
+        answer = (await served.http.post("/v1/models/glm/unload", json={})).json()
+        assert (answer["model"]["id"], answer["model"]["ready"], answer["model"]["unloaded"]) == (
+            "glm",
+            False,
+            True,
+        )
+        assert (await served.http.get("/v1/models/glm")).json()["unloaded"]
+        answer = (await served.http.post("/v1/models/glm/load", json={})).json()
+        assert answer["model"]["ready"]
+        assert "unloaded" not in answer["model"]
+        assert answer["changes"] == [{"upstream": "triton:8001", "entries": ["glm-stream", "glm"]}]
+        await served.http.post("/v1/models/org/glm-2/load", json={"reload": True, "upstream": "a:1"})
+        assert served.metric(
+            "requests_total", route="/v1/models/{model_id:path}/unload", model="glm", status="200"
+        )
+    assert upstream.changes == [
+        ("unload", "glm", False, None),
+        ("load", "glm", False, None),
+        ("load", "org/glm-2", True, "a:1"),
+    ]
+
+
+@pytest.mark.parametrize("action", ["load", "unload"])
+async def test_bad_requests(action: str) -> None:
+    async with in_process(FakeUpstream()) as served:
+        post = served.http.post
+        assert error(await post(f"/v1/models/other/{action}", json={})) == (404, "model", "model_not_found")
+        for name in ("..%2fetc", "a%2f..%2fb", "a//b", "-a", "a%00b", "%20", "a" * 257, "a b", "你好", ".a"):
+            assert error(await post(f"/v1/models/{name}/{action}", json={})) == (400, "model_id", None), name
+        assert error(await post(f"/v1/models/glm/{action}", json={"relod": True})) == (400, "relod", None)
+        assert error(await post(f"/v1/models/glm/{action}", json={"upstream": 1})) == (400, "upstream", None)
+        assert error(await post(f"/v1/models/glm/{action}", json=[]))[0] == 400
+        assert error(await post(f"/v1/models/glm/{action}"))[0] == 415
+        form = await post(f"/v1/models/glm/{action}", data={"a": "b"})
+        assert form.status_code == 415
+        assert (await served.http.put(f"/v1/models/glm/{action}")).status_code == 405
+    assert not served.upstream.changes
+
+
+@pytest.mark.parametrize("action", ["load", "unload"])
+async def test_only_admins_may(action: str) -> None:
+    async with in_process(FakeUpstream(), api_keys=KEYS) as served:
+
+        async def with_key(key: str) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            return (await served.http.post(f"/v1/models/glm/{action}", json={}, headers=headers)).status_code
+
+        assert [await with_key(key) for key in ("sk-1", "sk-2", "sk-3")] == [403, 200, 401]
+        # Whoever may not, learns nothing of what there is.
+        assert (await served.http.post(f"/v1/models/other/{action}", content=b"x")).status_code == 401
+    assert len(served.upstream.changes) == 1
+
+
+async def test_without_keys_only_this_machine_may() -> None:
+    async with in_process(FakeUpstream(), host="192.0.2.1", allow_anonymous=True) as served:
+        answer = await served.http.post("/v1/models/glm/unload", json={})
+        assert error(answer) == (403, None, "model_control_disabled")
+        assert (await served.chat()).status_code == 200
+    assert not served.upstream.changes
