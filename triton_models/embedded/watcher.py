@@ -18,6 +18,7 @@ from triton_models.embedded.log import ServerLog
 from triton_models.embedded.rundir import RunDirectory
 from triton_models.embedded.server import TritonServer
 from wire.events import Event, Loading, ModelDown, ModelUp
+from wire.refusal import RefusalCode, parse_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -156,10 +157,19 @@ class EntryWatcher:
                 self._await_load()
             finally:
                 around.loading.release()
-            around.client.generate(entry.name, _FIRST_TOKEN_TIMEOUT_S)
+            self._await_first_token()
         else:
             self._await_load()
         self._stubs = around.server.stubs(entry.name)
+
+    def _await_first_token(self) -> None:
+        try:
+            self._around.client.generate(self._entry.name, _FIRST_TOKEN_TIMEOUT_S)
+        except CallError as error:
+            refusal = parse_refusal(str(error))
+            # Full already: clients were quicker, and an engine at work for them needs no repair.
+            if refusal is None or refusal[0] is not RefusalCode.QUEUE_FULL:
+                raise
 
     def _await_load(self) -> None:
         entry, around = self._entry, self._around

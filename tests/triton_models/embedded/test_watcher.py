@@ -16,6 +16,7 @@ from triton_models.embedded.rundir import RunDirectory
 from triton_models.embedded.watcher import Entry, EntryWatcher, Surroundings
 from wire import events
 from wire.meta import ProbeReport
+from wire.refusal import RefusalCode, refusal_text
 
 WELL = ProbeReport(heartbeat_age_s=0.1, running=0, waiting=0, format="chatglm3", max_context=1)
 NOT_READY = CallError("Request for unknown model: 'm-stream' is not ready")
@@ -44,6 +45,7 @@ class Triton:
         self.processes: list[Stub] = []
         self.answers: queue.Queue[ProbeReport | CallError] = queue.Queue()
         self.load_error: CallError | None = None
+        self.refusals: list[CallError] = []
         self.hangs = False
         self.calls: list[str] = []
 
@@ -65,6 +67,8 @@ class Triton:
 
     def generate(self, *_: Any) -> None:
         self.calls.append("generate")
+        if self.refusals:
+            raise self.refusals.pop()
 
     def unload(self, *_: Any) -> None:
         self.calls.append("unload")
@@ -155,6 +159,20 @@ def test_a_later_load_that_fails_is_tried_again(watched: Watched) -> None:
     watched.start(must_load=False)
     assert watched.next(events.ModelDown).reason == "m-stream: no such file"
     watched.triton.load_error = None
+    watched.next(events.ModelUp)
+
+
+def test_an_engine_that_clients_filled_before_its_first_check_is_up(watched: Watched) -> None:
+    watched.triton.refusals = [CallError(refusal_text(RefusalCode.QUEUE_FULL, "640 requests are open"))]
+    watched.start()
+    watched.wait_up()
+    assert watched.triton.calls == ["load", "generate"]
+
+
+def test_an_engine_that_refuses_its_first_check_for_anything_else_is_down(watched: Watched) -> None:
+    watched.triton.refusals = [CallError(refusal_text(RefusalCode.INTERNAL, "the engine failed"))]
+    watched.start(must_load=False)
+    assert "the engine failed" in watched.next(events.ModelDown).reason
     watched.next(events.ModelUp)
 
 
