@@ -43,6 +43,8 @@ class TritonOptions:
     metrics_port: int = 8002
     device: str = "auto"
     dtype: str = "auto"
+    contracts: tuple[str, ...] = ()
+    """`[NAME=]CONTRACT`: what the entries for the field's clients speak; none: what fits the checkpoint."""
 
     def command(self) -> list[str]:
         """Return the child's command line."""
@@ -53,6 +55,8 @@ class TritonOptions:
             command += [f"--{name}-port", str(getattr(self, f"{name}_port"))]
         for model in self.models:
             command += ["--model", model]
+        for contract in self.contracts:
+            command += ["--contract", contract]
         return command
 
 

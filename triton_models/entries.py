@@ -1,22 +1,20 @@
 """Writes the repository entries of a model: what Triton needs on disk to serve it.
 
-A model `M` has `M-stream` (the engine) and `M-tokenizer`. This module knows Triton's configuration language
-and the wire contract's names; it does not open the checkpoint.
+A model `M` has `M-stream` (the engine), `M-tokenizer` and `M` itself (the field's clients, over `M-stream`).
+This module knows Triton's configuration language; it does not open the checkpoint.
 """
 
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
-from triton_models import warmup
+from triton_models import signatures, warmup
+from triton_models.signatures import Contract, Signature, choose_contract, field_signature
 from wire import names
-
-MAX_BATCH_SIZE: Final = 64
-"""Requests that Triton hands to one `execute`; the engine forms its own batches from them."""
 
 _HEADER = "# Written by triton_models/entries.py. Only the parameter `checkpoint` is required.\n"
 _MODEL_PY = """from triton_models.serving.{module} import TritonPythonModel
@@ -54,6 +52,8 @@ class ModelEntry:
     max_batched_tokens: int | None = None
     """Tokens in one engine step, prefill and decode together."""
     heartbeat_s: float | None = None
+    contract: Contract | None = None
+    """What `M` speaks; None: what clients of its chat format do, as far as `format` says."""
 
     max_queue_size: int = 1024
     """Requests in Triton's own queue, per priority level. `execute` never blocks, so it holds bursts only."""
@@ -75,49 +75,36 @@ _ENGINE_PARAMETERS = frozenset(field.name for field in fields(ModelEntry)) - {
     "checkpoint",
     "device",
     "format",
+    "contract",
     "max_queue_size",
     "queue_timeout_s",
 }
 
 
 def write_entries(repository: Path, *, model: ModelEntry) -> None:
-    """Create `M-stream` and `M-tokenizer` in `repository`, overwriting files of the same name.
+    """Create `M-stream`, `M-tokenizer` and `M` in `repository`, overwriting files of the same name.
 
     Raises:
         OSError: the repository cannot be written.
     """
     stream = repository / names.stream_entry(model.name)
     _write_entry(stream, stream_config(model), module="stream")
-    warmup.write_warmup(stream)
+    warmup.write_warmup(stream, warmup.stream_tensors())
     tokenizer = repository / names.tokenizer_entry(model.name)
     _write_entry(tokenizer, tokenizer_config(model), module="tokenizer")
+    field = repository / model.name
+    contract = choose_contract(model.contract, model.format)
+    _write_entry(field, field_config(model, contract), module="field")
+    warmup.write_warmup(field, warmup.field_tensors(contract))
 
 
 def stream_config(model: ModelEntry) -> Any:
     """Return the `ModelConfig` message of `M-stream`: decoupled, batched, warmed up."""
-    policy = pb.ModelQueuePolicy(
-        timeout_action=pb.ModelQueuePolicy.REJECT,
-        default_timeout_microseconds=round(model.queue_timeout_s * 1e6),
-        allow_timeout_override=True,
-        max_queue_size=model.max_queue_size,
+    config = _config(names.stream_entry(model.name), signatures.STREAM, model.device)
+    config.dynamic_batching.CopyFrom(
+        _batching(model, priority_levels=names.PRIORITY_LEVELS, default_priority_level=names.DEFAULT_PRIORITY)
     )
-    config = pb.ModelConfig(
-        name=names.stream_entry(model.name),
-        backend="python",
-        max_batch_size=MAX_BATCH_SIZE,
-        input=[_input(name, pb.TYPE_STRING, 1) for name in (names.PROMPT, names.HISTORY, names.SAMPLING)],
-        output=[_output(name, pb.TYPE_STRING, 1) for name in (names.RESPONSE, names.META)],
-        model_transaction_policy=pb.ModelTransactionPolicy(decoupled=True),
-        # No delay: the engine batches whatever is running; this only groups what arrives together.
-        dynamic_batching=pb.ModelDynamicBatching(
-            max_queue_delay_microseconds=0,
-            priority_levels=names.PRIORITY_LEVELS,
-            default_priority_level=names.DEFAULT_PRIORITY,
-            default_queue_policy=policy,
-        ),
-        instance_group=[_instance_group(model.device)],
-        model_warmup=[_warmup()],
-    )
+    config.model_warmup.append(_warmup(signatures.STREAM, warmup.stream_tensors()))
     values = {name: getattr(model, name) for name in sorted(_ENGINE_PARAMETERS)}
     _set_parameters(config, {"checkpoint": model.checkpoint, "format": model.format} | values)
     return config
@@ -125,19 +112,18 @@ def stream_config(model: ModelEntry) -> Any:
 
 def tokenizer_config(model: ModelEntry) -> Any:
     """Return the `ModelConfig` message of `M-tokenizer`: one request, one answer, on the CPU."""
-    config = pb.ModelConfig(
-        name=names.tokenizer_entry(model.name),
-        backend="python",
-        max_batch_size=0,
-        input=[_input(names.REQUEST, pb.TYPE_STRING, 1)],
-        output=[
-            _output(names.INPUT_IDS, pb.TYPE_INT64, -1),
-            _output(names.ATTENTION_MASK, pb.TYPE_INT64, -1),
-            _output(names.TEXT, pb.TYPE_STRING, 1),
-        ],
-        instance_group=[_instance_group("cpu")],
-    )
+    config = _config(names.tokenizer_entry(model.name), signatures.TOKENIZER, "cpu")
     _set_parameters(config, {"checkpoint": model.checkpoint, "format": model.format})
+    return config
+
+
+def field_config(model: ModelEntry, contract: Contract) -> Any:
+    """Return the `ModelConfig` message of `M`: one response per request, however late; warmed up."""
+    config = _config(model.name, field_signature(contract), "cpu")
+    if config.max_batch_size:
+        config.dynamic_batching.CopyFrom(_batching(model))
+    config.model_warmup.append(_warmup(field_signature(contract), warmup.field_tensors(contract)))
+    _set_parameters(config, {"checkpoint": model.checkpoint, "contract": contract, "format": model.format})
     return config
 
 
@@ -148,12 +134,38 @@ def _write_entry(entry: Path, config: Any, *, module: str) -> None:
     (entry / "1" / "model.py").write_text(_MODEL_PY.format(module=module), encoding="utf-8")
 
 
-def _input(name: str, data_type: int, size: int) -> Any:
-    return pb.ModelInput(name=name, data_type=data_type, dims=[size])
+def _config(name: str, signature: Signature, device: str) -> Any:
+    return pb.ModelConfig(
+        name=name,
+        backend="python",
+        max_batch_size=signature.max_batch_size,
+        input=[
+            pb.ModelInput(
+                name=each.name,
+                data_type=pb.DataType.Value(each.data_type),
+                dims=[each.size],
+                optional=each.optional,
+            )
+            for each in signature.inputs
+        ],
+        output=[
+            pb.ModelOutput(name=each.name, data_type=pb.DataType.Value(each.data_type), dims=[each.size])
+            for each in signature.outputs
+        ],
+        model_transaction_policy=pb.ModelTransactionPolicy(decoupled=True) if signature.decoupled else None,
+        instance_group=[_instance_group(device)],
+    )
 
 
-def _output(name: str, data_type: int, size: int) -> Any:
-    return pb.ModelOutput(name=name, data_type=data_type, dims=[size])
+def _batching(model: ModelEntry, **priorities: int) -> Any:
+    """No delay: the engine batches whatever is running; this only groups what arrives together."""
+    policy = pb.ModelQueuePolicy(
+        timeout_action=pb.ModelQueuePolicy.REJECT,
+        default_timeout_microseconds=round(model.queue_timeout_s * 1e6),
+        allow_timeout_override=True,
+        max_queue_size=model.max_queue_size,
+    )
+    return pb.ModelDynamicBatching(max_queue_delay_microseconds=0, default_queue_policy=policy, **priorities)
 
 
 def _instance_group(device: str) -> Any:
@@ -163,10 +175,16 @@ def _instance_group(device: str) -> Any:
     return pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_GPU, count=1, gpus=[int(found[1])])
 
 
-def _warmup() -> Any:
+def _warmup(signature: Signature, tensors: dict[str, bytes]) -> Any:
     inputs = {
-        name: pb.ModelWarmup.Input(data_type=pb.TYPE_STRING, dims=[1], input_data_file=name)
-        for name in warmup.FILES
+        each.name: pb.ModelWarmup.Input(
+            # A tensor of any size is an empty one here.
+            data_type=pb.DataType.Value(each.data_type),
+            dims=[max(each.size, 0)],
+            input_data_file=each.name,
+        )
+        for each in signature.inputs
+        if each.name in tensors
     }
     return pb.ModelWarmup(name="short generation", batch_size=1, inputs=inputs)
 

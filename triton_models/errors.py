@@ -5,6 +5,8 @@ ModelError
 │   └── UnsupportedArchitectureError
 ├── EntryError                       a repository entry's config.pbtxt asks for what there is not
 ├── TextError                        a text or conversation that tokenizer or chat format cannot express
+├── ClientInputError                 an input of the request/response entry that cannot be read
+├── StreamRefusedError               `M-stream` refused what `M` asked of it, or is not there
 ├── SettingsError                    the engine cannot be built as asked
 ├── TokenMaskError                   a request's token mask cannot go on; that request fails alone
 └── RequestRefusedError              raised where the request is added, before it costs anything
@@ -36,6 +38,19 @@ class EntryError(ModelError):
 
 class TextError(ModelError):
     """A text that is not Unicode, or a conversation that the chat format cannot express."""
+
+
+class ClientInputError(ModelError):
+    """A field of one of the field's requests that is not what its contract says; the message names it."""
+
+
+class StreamRefusedError(ModelError):
+    """The stream entry did not answer a request; `code` (the wire's) and `message` are for its sender."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
 
 
 class SettingsError(ModelError):

@@ -29,12 +29,14 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def test_command_line() -> None:
-    options = TritonOptions(models=("a=/x", "/y"), http_port=0, device="cuda:1", dtype="float32")
+    options = TritonOptions(
+        models=("a=/x", "/y"), http_port=0, device="cuda:1", dtype="float32", contracts=("a=unbatched",)
+    )
     command = options.command()
     assert command[:4] == [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin"]
     assert " ".join(command[4:]) == (
         "--log-level critical --device cuda:1 --dtype float32 --http-port 0 --grpc-port 8001 "
-        "--metrics-port 8002 --model a=/x --model /y"
+        "--metrics-port 8002 --model a=/x --model /y --contract a=unbatched"
     )
 
 

@@ -9,6 +9,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 from triton_models.embedded.models import BUILT_IN_CHECKPOINT, BUILT_IN_NAME
 from triton_models.entries import ModelEntry, write_entries
 from triton_models.serving.parameters import read_parameters
+from triton_models.signatures import Contract
 
 COMMITTED = Path(__file__).parents[2] / "triton_models" / "repository"
 FULL = ModelEntry(
@@ -87,6 +88,71 @@ def test_tokenizer_entry(tmp_path: Path) -> None:
     }
 
 
+def tensors(declared: Any) -> list[tuple[str, int, list[int], bool]]:
+    return [
+        (each.name, each.data_type, list(each.dims), getattr(each, "optional", False)) for each in declared
+    ]
+
+
+def strings(*named: str, size: int = 1) -> list[tuple[str, int, list[int], bool]]:
+    return [(name, pb.TYPE_STRING, [size], False) for name in named]
+
+
+def test_field_entry_batched(tmp_path: Path) -> None:
+    write_entries(tmp_path, model=ModelEntry(name="m", checkpoint="/c", max_queue_size=5))
+    config = read(tmp_path / "m")
+    assert (config.name, config.max_batch_size) == ("m", 64)
+    assert not config.model_transaction_policy.decoupled
+    *needed, optional = tensors(config.input)
+    assert needed == strings("prompt", "history", "temperature", "max_token")
+    assert optional == ("history_len", pb.TYPE_STRING, [1], True)
+    assert tensors(config.output) == strings("response", "history")
+    assert config.dynamic_batching.max_queue_delay_microseconds == 0
+    assert config.dynamic_batching.default_queue_policy.max_queue_size == 5
+    assert {key: p.string_value for key, p in config.parameters.items()} == {
+        "checkpoint": "/c",
+        "contract": "batched",
+    }
+    assert "serving.field import TritonPythonModel" in (tmp_path / "m/1/model.py").read_text()
+
+
+def test_field_entry_unbatched(tmp_path: Path) -> None:
+    write_entries(tmp_path, model=ModelEntry(name="m", checkpoint="/c", contract=Contract.UNBATCHED))
+    config = read(tmp_path / "m")
+    assert config.max_batch_size == 0
+    assert not config.HasField("dynamic_batching")
+    assert tensors(config.input) == [
+        *strings("prompt", "history", "temperature"),
+        ("max_token", pb.TYPE_INT16, [1], False),
+        ("history_len", pb.TYPE_INT16, [1], False),
+    ]
+    assert tensors(config.output) == strings("response", "history")
+
+
+def test_field_entry_of_chatglm2(tmp_path: Path) -> None:
+    write_entries(tmp_path, model=FULL)
+    config = read(tmp_path / "m")
+    assert config.max_batch_size == 0
+    assert tensors(config.input) == [
+        *strings("prompt"),
+        *strings("history", size=-1),
+        *strings("temperature", "max_token", "history_len"),
+    ]
+    assert tensors(config.output) == [*strings("response"), *strings("history", size=-1)]
+    assert config.parameters["contract"].string_value == "chatglm2"
+    assert [group.kind for group in config.instance_group] == [pb.ModelInstanceGroup.KIND_CPU]
+
+
+@pytest.mark.parametrize("contract", Contract)
+def test_field_entrys_warmup_has_a_file_for_each_input_it_names(tmp_path: Path, contract: Contract) -> None:
+    write_entries(tmp_path, model=ModelEntry(name="m", checkpoint="/c", contract=contract))
+    config = read(tmp_path / "m")
+    (warmup,) = config.model_warmup
+    declared = {each.name: each.data_type for each in config.input if not each.optional}
+    assert {name: each.data_type for name, each in warmup.inputs.items()} == declared
+    assert {path.name for path in (tmp_path / "m" / "warmup").iterdir()} == set(declared)
+
+
 def test_the_model_reads_every_parameter_that_is_written(tmp_path: Path) -> None:
     write_entries(tmp_path, model=FULL)
     read_back = _as_the_model_reads(tmp_path / "m-stream")
@@ -120,6 +186,7 @@ def _as_the_model_reads(entry: Path) -> Any:
             "model_config": json.dumps({"parameters": parameters}),
             "model_repository": str(entry),
             "model_name": entry.name,
+            "model_version": "1",
             "model_instance_kind": "CPU",
             "model_instance_device_id": "0",
         }

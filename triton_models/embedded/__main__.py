@@ -52,6 +52,13 @@ class Emitter:
 @click.option("--max-context", type=click.IntRange(min=1), help="Tokens of prompt and answer together.")
 @click.option("--kv-memory-gib", type=click.FloatRange(min=0, min_open=True), help="Memory for the KV cache.")
 @click.option(
+    "--contract",
+    "contracts",
+    multiple=True,
+    metavar="[NAME=]CONTRACT",
+    help="What the entry of a model's own name speaks: batched, unbatched or chatglm2; repeatable.",
+)
+@click.option(
     "--exit-with-stdin", is_flag=True, help="Stop when standard input ends, as it does with the parent."
 )
 @click.option(
@@ -71,6 +78,7 @@ def main(
     dtype: str,
     max_context: int | None,
     kv_memory_gib: float | None,
+    contracts: tuple[str, ...],
     exit_with_stdin: bool,
     log_level: str,
 ) -> None:
@@ -96,6 +104,7 @@ def main(
             dtype=None if dtype == "auto" else dtype,
             max_context=max_context,
             kv_memory_gib=kv_memory_gib,
+            contracts=contracts,
         )
         ports = Ports(http=http_port, grpc=grpc_port, metrics=metrics_port)
         serve(

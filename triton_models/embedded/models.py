@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from triton_models.directory import format_evidence
 from triton_models.embedded.errors import OptionsError
 from triton_models.entries import ModelEntry, write_entries
+from triton_models.errors import CheckpointError
+from triton_models.signatures import Contract, choose_contract
 from wire import names
 
 BUILT_IN_NAME = "chatglm3-demo"
@@ -22,12 +25,14 @@ class Served:
     name: str
     stream: str
     others: tuple[str, ...]
-    """Entries beside the engine's: the tokeniser."""
+    """Entries beside the engine's that load by themselves: the tokeniser."""
+    dependents: tuple[str, ...] = ()
+    """Entries that cannot load before the engine's: what the field's clients call."""
 
     @property
     def entries(self) -> tuple[str, ...]:
         """All of them, the quickest to load first."""
-        return (*self.others, self.stream)
+        return (*self.others, self.stream, *self.dependents)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +43,8 @@ class ModelOptions:
     dtype: str | None = None
     max_context: int | None = None
     kv_memory_gib: float | None = None
+    contracts: tuple[str, ...] = ()
+    """`[NAME=]CONTRACT` of entries `M`; without a name it holds for all that are not named."""
 
 
 def read_model_argument(argument: str) -> tuple[str, Path]:
@@ -63,11 +70,13 @@ def write_models(repository: Path, arguments: tuple[str, ...], options: ModelOpt
     """Write the entries of the models named by `arguments`, or of the built-in one where there are none.
 
     Raises:
-        OptionsError: an argument that names no checkpoint, or a name that cannot be one or occurs twice.
+        OptionsError: an argument that names no checkpoint, a name that cannot be one or occurs twice, or a
+            contract that there is not or that is for no model.
     """
     models = [read_model_argument(argument) for argument in arguments]
     if not models:
         models = [(BUILT_IN_NAME, BUILT_IN_CHECKPOINT)]
+    contracts = _read_contracts(options.contracts, {name for name, _ in models})
     served: dict[str, Served] = {}
     for name, path in models:
         if name in served:
@@ -80,6 +89,7 @@ def write_models(repository: Path, arguments: tuple[str, ...], options: ModelOpt
                 dtype=options.dtype,
                 max_context=options.max_context,
                 kv_memory_gib=options.kv_memory_gib,
+                contract=contracts.get(name, contracts.get("")) or _contract_of(path),
             )
         except ValueError as error:
             raise OptionsError(f"--model {path}: {error}") from error
@@ -100,7 +110,31 @@ def find_models(repository: Path) -> list[Served]:
     return [_served(repository, entry.parent.name.removesuffix(names.STREAM_SUFFIX)) for entry in found]
 
 
+def _read_contracts(arguments: tuple[str, ...], models: set[str]) -> dict[str, Contract]:
+    """Return the contract of each model named in `arguments`; what is for all is under the empty name."""
+    contracts: dict[str, Contract] = {}
+    for argument in arguments:
+        name, _, contract = argument.rpartition("=")
+        if name and name not in models:
+            raise OptionsError(f"--contract {argument}: no model is named {name!r}")
+        try:
+            contracts[name] = choose_contract(contract, None)
+        except ValueError as error:
+            raise OptionsError(f"--contract {argument}: {error}") from error
+    return contracts
+
+
+def _contract_of(checkpoint: Path) -> Contract:
+    try:
+        return choose_contract(None, format_evidence(checkpoint))
+    except CheckpointError:
+        # The entries say what is wrong with it when they load.
+        return Contract.BATCHED
+
+
 def _served(repository: Path, name: str) -> Served:
-    tokenizer = names.tokenizer_entry(name)
-    others = (tokenizer,) if (repository / tokenizer).is_dir() else ()
-    return Served(name=name, stream=names.stream_entry(name), others=others)
+    others, dependents = (
+        tuple(entry for entry in entries if (repository / entry).is_dir())
+        for entries in ((names.tokenizer_entry(name),), (name,))
+    )
+    return Served(name=name, stream=names.stream_entry(name), others=others, dependents=dependents)

@@ -131,7 +131,12 @@ class Supervisor:
         )
         watchers = [
             EntryWatcher(
-                Entry(name=name, model=model.name, engine=name == model.stream),
+                Entry(
+                    name=name,
+                    model=model.name,
+                    engine=name == model.stream,
+                    needs=model.stream if name in model.dependents else None,
+                ),
                 around,
                 must_load=not self._ready,
             )

@@ -23,6 +23,8 @@ from wire.refusal import RefusalCode, parse_refusal
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
+_NEEDED_INTERVAL_S = 0.25
+"""Between two looks whether the entry that another one waits for is loaded."""
 _CALL_TIMEOUT_S = 5.0
 _MISSES = 3
 """Probes in a row without an answer in time: a full engine answers them at once, a busy machine later."""
@@ -54,11 +56,14 @@ class EntryState(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A repository entry: its name, its model's, and whether an engine runs there that answers probes."""
+    """A repository entry."""
 
     name: str
     model: str
     engine: bool
+    """Whether an engine runs there that answers probes."""
+    needs: str | None = None
+    """The entry that must be loaded before this one can be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +164,8 @@ class EntryWatcher:
                 around.loading.release()
             self._await_first_token()
         else:
+            if entry.needs is not None:
+                self._await_ready(entry.needs, _NEEDED_INTERVAL_S)
             self._await_load()
         self._stubs = around.server.stubs(entry.name)
 
@@ -246,15 +253,18 @@ class EntryWatcher:
         """Wait until an entry that somebody unloaded is ready again."""
         self.state = EntryState.UNLOADED
         logger.info("%s was unloaded by somebody", self._entry.name)
+        self._await_ready(self._entry.name, _INTERVAL_S)
+        self._stubs = self._around.server.stubs(self._entry.name)
+        self.state = EntryState.UP
+
+    def _await_ready(self, name: str, interval_s: float) -> None:
         while True:
-            self._pause(_INTERVAL_S)
+            self._pause(interval_s)
             try:
-                state = self._around.client.state(self._entry.name, _CALL_TIMEOUT_S)
+                state = self._around.client.state(name, _CALL_TIMEOUT_S)
             except CallError:  # the server's death; its supervisor will end this life
                 continue
             if state.state == "READY":
-                self._stubs = self._around.server.stubs(self._entry.name)
-                self.state = EntryState.UP
                 return
 
     def _clear(self) -> None:

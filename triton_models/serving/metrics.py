@@ -2,7 +2,7 @@
 
 Triton's custom metrics must be touched by one thread only (two crash the whole server) and cost some 15
 microseconds a call. So the other threads only note what happened, and one thread writes it down every quarter
-of a second; nothing is noted per token.
+of a second; nothing is noted per token, only per step and per request.
 """
 
 import threading

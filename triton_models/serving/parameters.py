@@ -10,6 +10,8 @@ from typing import Any
 from triton_models.errors import EntryError
 from wire import names
 
+_VERSION = "{version}"
+
 TRITONS_OWN = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
 
 
@@ -22,6 +24,10 @@ class EntryParameters:
     checkpoint: Path
     device: str
     """`cpu` or `cuda:N`: where the entry's instance_group put this instance."""
+    version: int = 1
+    """Of the entry: the name of the folder that `model.py` is in."""
+    own_version: bool = False
+    """Whether the checkpoint is this version's own: `{version}` stood in the parameter."""
     format: str | None = None
     dtype: str = "auto"
     max_context: int | None = None
@@ -30,6 +36,10 @@ class EntryParameters:
     max_waiting: int | None = None
     max_batched_tokens: int | None = None
     heartbeat_s: float = 2.0
+    contract: str | None = None
+    """What an entry `M` speaks; None: what clients of its checkpoint do."""
+    stream_wait_s: float = 600.0
+    """How long an entry `M` that is being loaded waits for `M-stream`."""
 
 
 _CONVERTERS: dict[str, Callable[[str], Any]] = {
@@ -42,13 +52,16 @@ _CONVERTERS: dict[str, Callable[[str], Any]] = {
     "max_waiting": int,
     "max_batched_tokens": int,
     "heartbeat_s": float,
+    "contract": str,
+    "stream_wait_s": float,
 }
 
 
 def read_parameters(args: dict[str, str]) -> EntryParameters:
     """Read what Triton passes to `initialize`.
 
-    A relative `checkpoint` is relative to the entry's own folder.
+    A relative `checkpoint` is relative to the entry's own folder. `{version}` in it stands for the version
+    that is loaded, so that each version of an entry can have a checkpoint of its own.
 
     Raises:
         EntryError: an unknown parameter, a value of the wrong type, or no checkpoint.
@@ -71,8 +84,17 @@ def read_parameters(args: dict[str, str]) -> EntryParameters:
             raise EntryError(f"config.pbtxt parameter {key!r}: {text!r} is not a number") from error
     if "checkpoint" not in values:
         raise EntryError("config.pbtxt needs the parameter 'checkpoint': the directory of the model")
-    values["checkpoint"] = Path(os.path.normpath(Path(args["model_repository"]) / values["checkpoint"]))
-    return EntryParameters(model=_served_name(args["model_name"]), device=_device(args), **values)
+    version = args["model_version"]
+    asked = str(values.pop("checkpoint"))
+    checkpoint = Path(args["model_repository"]) / asked.replace(_VERSION, version)
+    return EntryParameters(
+        model=_served_name(args["model_name"]),
+        checkpoint=Path(os.path.normpath(checkpoint)),
+        version=int(version),
+        own_version=_VERSION in asked,
+        device=_device(args),
+        **values,
+    )
 
 
 def _served_name(entry: str) -> str:

@@ -25,6 +25,22 @@ class Responder(Protocol):
         """Return True once the client cancelled or went away."""
 
 
+def refusal_response(code: RefusalCode, message: str, pb_utils: Any) -> Any:
+    """Return an error response with the status that fits `code`."""
+    error = pb_utils.TritonError
+    statuses = {
+        RefusalCode.INVALID_REQUEST: error.INVALID_ARG,
+        RefusalCode.CONTEXT_LENGTH_EXCEEDED: error.INVALID_ARG,
+        RefusalCode.QUEUE_FULL: error.UNAVAILABLE,
+        RefusalCode.DEADLINE_EXCEEDED: error.UNAVAILABLE,
+        RefusalCode.CANCELLED: error.CANCELLED,
+        RefusalCode.SHUTTING_DOWN: error.UNAVAILABLE,
+        RefusalCode.UNAVAILABLE: error.UNAVAILABLE,
+        RefusalCode.INTERNAL: error.INTERNAL,
+    }
+    return pb_utils.InferenceResponse(error=error(refusal_text(code, message), statuses[code]))
+
+
 class TritonResponder:
     """The real one, over a decoupled request of Triton's Python backend."""
 
@@ -32,17 +48,6 @@ class TritonResponder:
         self._request = request
         self._sender = request.get_response_sender()
         self._pb_utils = pb_utils
-        error = pb_utils.TritonError
-        self._statuses = {
-            RefusalCode.INVALID_REQUEST: error.INVALID_ARG,
-            RefusalCode.CONTEXT_LENGTH_EXCEEDED: error.INVALID_ARG,
-            RefusalCode.QUEUE_FULL: error.UNAVAILABLE,
-            RefusalCode.DEADLINE_EXCEEDED: error.UNAVAILABLE,
-            RefusalCode.CANCELLED: error.CANCELLED,
-            RefusalCode.SHUTTING_DOWN: error.UNAVAILABLE,
-            RefusalCode.UNAVAILABLE: error.UNAVAILABLE,
-            RefusalCode.INTERNAL: error.INTERNAL,
-        }
 
     def send(self, text: str, meta: Meta, *, final: bool) -> None:
         """Send `response` and `meta`, each BYTES [1, 1]."""
@@ -58,9 +63,8 @@ class TritonResponder:
 
     def refuse(self, code: RefusalCode, message: str) -> None:
         """Send an error with the status that fits `code`, as the final response."""
-        error = self._pb_utils.TritonError(refusal_text(code, message), self._statuses[code])
         try:
-            self._respond(self._pb_utils.InferenceResponse(error=error), final=True)
+            self._respond(refusal_response(code, message, self._pb_utils), final=True)
         except Exception:
             # The boundary to Triton: whoever refuses serves other requests too, and must go on to them.
             log.exception("a refusal could not be sent")

@@ -6,10 +6,12 @@ from typing import Any
 import triton_python_backend_utils as pb_utils  # Only importable inside Triton's stub.
 
 from triton_models.serving.build import build_service
+from triton_models.serving.completion import complete
 from triton_models.serving.parameters import read_parameters
 from triton_models.serving.responder import TritonResponder
 from triton_models.serving.service import Inputs
 from triton_models.serving.stub import start_stub
+from triton_models.signatures import STREAM
 from wire import names
 from wire.refusal import RefusalCode
 
@@ -18,6 +20,11 @@ log = logging.getLogger(__name__)
 
 class TritonPythonModel:
     """Triton calls these; everything is done in `StreamService`."""
+
+    @staticmethod
+    def auto_complete_config(config: Any) -> Any:
+        """Fill in what a configuration leaves out; Triton calls this before `initialize`."""
+        return complete(config, STREAM)
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the model and start its engine. An error here is the load's error, shown to whoever asked."""

@@ -9,9 +9,11 @@ import triton_python_backend_utils as pb_utils  # Only importable inside Triton'
 
 from triton_models.errors import ModelError
 from triton_models.serving.build import load_text
+from triton_models.serving.completion import complete
 from triton_models.serving.parameters import read_parameters
 from triton_models.serving.stub import start_stub
 from triton_models.serving.tokenizing import tokenize
+from triton_models.signatures import TOKENIZER
 from wire import names
 from wire.refusal import RefusalCode, refusal_text
 from wire.tokenizing import decode_tokenizing
@@ -21,6 +23,11 @@ log = logging.getLogger(__name__)
 
 class TritonPythonModel:
     """Tokenises, renders and decodes; loads no weights."""
+
+    @staticmethod
+    def auto_complete_config(config: Any) -> Any:
+        """Fill in what a configuration leaves out; Triton calls this before `initialize`."""
+        return complete(config, TOKENIZER)
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the tokenizer."""

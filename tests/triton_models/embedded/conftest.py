@@ -143,7 +143,8 @@ def write_fake(folder: Path) -> tuple[Path, Path]:
     checkpoint.mkdir()
     write_entries(repository, model=ModelEntry(name="fake", checkpoint=str(checkpoint)))
     shutil.copy(FAKE_STREAM, repository / names.stream_entry("fake") / "1" / "model.py")
-    shutil.rmtree(repository / names.tokenizer_entry("fake"))
+    for needless in (names.tokenizer_entry("fake"), "fake"):
+        shutil.rmtree(repository / needless)
     return repository, checkpoint
 
 

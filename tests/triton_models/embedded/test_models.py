@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from triton_models.embedded.models import (
     read_model_argument,
     write_models,
 )
+
+GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 @pytest.fixture
@@ -53,9 +56,34 @@ def test_entries_are_written_and_found(tmp_path: Path, checkpoint: Path) -> None
         find_models(repository)
     written = write_models(repository, (str(checkpoint), f"b={checkpoint}"), ModelOptions(dtype="float32"))
     assert [model.name for model in written] == ["glm", "b"]
-    assert written[0].entries == ("glm-tokenizer", "glm-stream")
+    assert written[0].entries == ("glm-tokenizer", "glm-stream", "glm")
     assert 'string_value: "float32"' in (repository / "b-stream" / "config.pbtxt").read_text()
     assert {model.name for model in find_models(repository)} == {"glm", "b"}
+
+
+def contract(repository: Path, name: str) -> str:
+    config = (repository / name / "config.pbtxt").read_text()
+    (found,) = re.findall(r'key: "contract"\s+value {\s+string_value: "(\w+)"', config)
+    return str(found)
+
+
+def test_the_contract_is_the_checkpoints_unless_it_is_chosen(tmp_path: Path) -> None:
+    golden = tuple(str(GOLDEN / name) for name in ("chatglm2", "chatglm3"))
+    write_models(tmp_path, golden, ModelOptions())
+    assert (contract(tmp_path, "chatglm2"), contract(tmp_path, "chatglm3")) == ("chatglm2", "batched")
+    write_models(tmp_path, golden, ModelOptions(contracts=("batched", "chatglm3=unbatched")))
+    assert (contract(tmp_path, "chatglm2"), contract(tmp_path, "chatglm3")) == ("batched", "unbatched")
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [("nobody=batched", "no model is named 'nobody'"), ("glm=v2", "batched, unbatched")],
+)
+def test_a_contract_that_cannot_be_is_refused(
+    tmp_path: Path, checkpoint: Path, argument: str, words: str
+) -> None:
+    with pytest.raises(OptionsError, match=words):
+        write_models(tmp_path, (str(checkpoint),), ModelOptions(contracts=(argument,)))
 
 
 def test_the_built_in_model_is_served_where_none_is_named(tmp_path: Path) -> None:

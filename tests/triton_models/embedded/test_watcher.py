@@ -103,8 +103,8 @@ class Watched:
             loading=threading.Lock(),
         )
 
-    def start(self, *, must_load: bool = True, engine: bool = True) -> EntryWatcher:
-        entry = Entry(name="m-stream", model="m", engine=engine)
+    def start(self, *, must_load: bool = True, engine: bool = True, needs: str | None = None) -> EntryWatcher:
+        entry = Entry(name="m-stream", model="m", engine=engine, needs=needs)
         self.watcher = EntryWatcher(entry, self.around, must_load=must_load)
         self.watcher.start()
         return self.watcher
@@ -129,7 +129,7 @@ class Watched:
 
 @pytest.fixture
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    for name in ("_INTERVAL_S", "_SERVER_DEATH_S", "_UNLOAD_TIMEOUT_S"):
+    for name in ("_INTERVAL_S", "_NEEDED_INTERVAL_S", "_SERVER_DEATH_S", "_UNLOAD_TIMEOUT_S"):
         monkeypatch.setattr(watcher, name, 0.01)
     monkeypatch.setattr("triton_models.embedded.backoff._FIRST_S", 0.01)
     made = Watched(tmp_path)
@@ -144,6 +144,15 @@ def test_an_entry_is_loaded_and_must_answer(watched: Watched) -> None:
     watched.start()
     watched.wait_up()
     assert watched.triton.calls == ["load", "generate"]
+
+
+def test_an_entry_that_needs_another_waits_for_it(watched: Watched) -> None:
+    watched.start(engine=False, needs="other")
+    threading.Event().wait(0.1)
+    assert watched.triton.calls == []
+    watched.triton.state_ = EntryState("READY", "")
+    watched.wait_up()
+    assert watched.triton.calls == ["load"]
 
 
 def test_a_first_load_that_fails_ends_the_watcher(watched: Watched) -> None:

@@ -16,6 +16,7 @@ def triton_args(parameters: dict[str, str], **others: str) -> dict[str, str]:
         "model_config": json.dumps(config),
         "model_name": "glm-stream",
         "model_repository": "/models/glm-stream",
+        "model_version": "3",
         "model_instance_kind": "CPU",
         "model_instance_device_id": "0",
     } | others
@@ -32,6 +33,13 @@ def test_only_the_checkpoint_is_needed() -> None:
 def test_a_relative_checkpoint_is_relative_to_the_entry() -> None:
     parameters = read_parameters(triton_args({"checkpoint": "../../weights"}))
     assert parameters.checkpoint == Path("/weights")
+
+
+def test_a_version_can_have_a_checkpoint_of_its_own() -> None:
+    shared = read_parameters(triton_args({"checkpoint": "/weights/glm"}))
+    own = read_parameters(triton_args({"checkpoint": "/weights/{version}/glm"}))
+    assert (shared.version, shared.own_version) == (3, False)
+    assert (own.version, own.own_version, own.checkpoint) == (3, True, Path("/weights/3/glm"))
 
 
 def test_the_instance_group_chooses_the_device() -> None:

@@ -1,0 +1,3 @@
+from triton_models.serving.field import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]

@@ -1,0 +1,125 @@
+"""The Python-backend model of an entry `M`: what the clients of the field call. Imports no torch."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils  # Only importable inside Triton's stub.
+
+from triton_models.directory import detect_format
+from triton_models.errors import EntryError
+from triton_models.serving.client_history import encode_history
+from triton_models.serving.completion import arguments_of, check_configuration, complete
+from triton_models.serving.contracts import Row
+from triton_models.serving.exchange import FieldAnswer
+from triton_models.serving.field_service import FieldService
+from triton_models.serving.inner import LATEST, BlsCaller
+from triton_models.serving.parameters import EntryParameters, read_parameters
+from triton_models.serving.responder import refusal_response
+from triton_models.serving.stub import start_stub
+from triton_models.signatures import Contract, Signature, choose_contract, field_signature
+from wire import names
+from wire.refusal import RefusalCode
+
+log = logging.getLogger(__name__)
+
+
+class TritonPythonModel:
+    """Triton calls these; everything is done in `FieldService`."""
+
+    @staticmethod
+    def auto_complete_config(config: Any) -> Any:
+        """Fill in what a configuration leaves out; Triton calls this before `initialize`."""
+        parameters = read_parameters(arguments_of(config, pb_utils))
+        return complete(config, field_signature(_contract(parameters)[0]))
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Find out what to speak. An error here is the load's error, shown to whoever asked."""
+        start_stub()
+        parameters = read_parameters(args)
+        contract, chat_format = _contract(parameters)
+        self._signature = field_signature(contract)
+        check_configuration(args["model_config"], self._signature)
+        caller = BlsCaller(
+            names.stream_entry(parameters.model),
+            parameters.version if parameters.own_version else LATEST,
+            pb_utils,
+            startup_wait_s=parameters.stream_wait_s,
+        )
+        self._service = FieldService(contract, chat_format, caller)
+        self._service.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take a batch and return at once; each answer follows through its request's own response sender."""
+        for request in requests:
+            responder = TritonFieldResponder(request, self._signature)
+            try:
+                self._service.handle(responder, _rows(request, self._signature))
+            except Exception:
+                # The boundary of one request: an exception out of `execute` would fail the whole batch and
+                # send its traceback to every client.
+                log.exception("a request failed in execute")
+                responder.refuse(RefusalCode.INTERNAL, "the request could not be taken")
+
+    def finalize(self) -> None:
+        """Stop; Triton has waited for what was open."""
+        self._service.close()
+
+
+class TritonFieldResponder:
+    """Sends the one response to a request that is not decoupled, later than `execute`."""
+
+    def __init__(self, request: Any, signature: Signature) -> None:
+        self._request = request
+        self._sender = request.get_response_sender()
+        self._signature = signature
+
+    def send(self, answers: Sequence[FieldAnswer]) -> None:
+        """Send `response` and `history`: BYTES [rows, 1], or without rows [1] and [any]."""
+        values = {
+            names.RESPONSE: [[answer.response.encode()] for answer in answers],
+            names.HISTORY: [encode_history(answer.history) for answer in answers],
+        }
+        batched = self._signature.max_batch_size > 0
+        tensors = [
+            pb_utils.Tensor(name, np.array(rows if batched else rows[0], dtype=np.object_))
+            for name, rows in values.items()
+        ]
+        self._respond(pb_utils.InferenceResponse(output_tensors=tensors))
+
+    def refuse(self, code: RefusalCode, message: str) -> None:
+        """Send an error with the status that fits `code`."""
+        try:
+            self._respond(refusal_response(code, message, pb_utils))
+        except Exception:
+            # The boundary to Triton: whoever refuses serves other requests too, and must go on to them.
+            log.exception("a refusal could not be sent")
+
+    def cancelled(self) -> bool:
+        """Ask Triton; costs some 50 microseconds."""
+        return bool(self._request.is_cancelled())
+
+    def _respond(self, response: Any) -> None:
+        self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+
+def _contract(parameters: EntryParameters) -> tuple[Contract, str]:
+    """Return the contract to speak and the checkpoint's chat format."""
+    chat_format = parameters.format or detect_format(parameters.checkpoint)
+    try:
+        return choose_contract(parameters.contract, chat_format), chat_format
+    except ValueError as error:
+        raise EntryError(f"config.pbtxt parameter 'contract': {error}") from error
+
+
+def _rows(request: Any, signature: Signature) -> list[Row]:
+    """Return a request's rows; without a batch dimension it has one."""
+    arrays = {}
+    for tensor in signature.inputs:
+        found = pb_utils.get_input_tensor_by_name(request, tensor.name)
+        if found is not None:
+            array = found.as_numpy()
+            arrays[tensor.name] = array if signature.max_batch_size else array[np.newaxis]
+    count = len(arrays[names.PROMPT])
+    return [{name: array[row].ravel().tolist() for name, array in arrays.items()} for row in range(count)]

@@ -1,0 +1,94 @@
+"""What the field's clients are told of an answer: the text, and the turns that their history gains.
+
+The original code (`process_response` of the published `modeling_chatglm.py`) takes the answer apart at its
+segments, evaluates tool calls, and answers with the last segment. Here nothing is evaluated, and the first
+line of a segment names a tool only where such a tool was offered; otherwise the answer reads as it does
+everywhere else (`wire/answer.py`).
+"""
+
+import ast
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+from wire.answer import AnswerText
+from wire.history import Turn
+from wire.meta import Segment
+
+INTERPRETER: Final = "interpreter"
+"""What ChatGLM3 writes in a tool's place before code of its own."""
+
+_FENCED = re.compile(r"\s*```[^\n]*\n(.*?)\n?```\s*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to one question."""
+
+    response: str
+    turns: tuple[Turn, ...]
+    """Of the assistant, one for each segment where tools are in play."""
+
+
+def read_reply(text: str, segments: Sequence[Segment], conversation: Sequence[Turn]) -> Reply:
+    """Read the raw answer `text` to `conversation`.
+
+    A call answers with JSON, `{"name", "parameters"}`, or `{"name", "content"}` where it cannot be parsed or
+    is code.
+
+    Raises:
+        ValueError: a segment begins outside the text.
+    """
+    callable_names = _callable_names(conversation)
+    bounds = [0, *(segment.at for segment in segments), len(text)]
+    parts = [_part(text[start:end], callable_names) for start, end in pairwise(bounds)]
+    if not any(part.metadata for part in parts):
+        answer = AnswerText()
+        response = answer.push(text, segments) + answer.finish()
+        return Reply(response, (Turn("assistant", response),))
+    last = parts[-1]
+    return Reply(_call(last) if last.metadata else last.content, tuple(parts))
+
+
+def _callable_names(conversation: Sequence[Turn]) -> set[str]:
+    """Return what may stand on a segment's first line; without a system turn nothing may."""
+    system = [turn for turn in conversation if turn.role == "system"]
+    if not system:
+        return set()
+    offered = {str(tool.get("name")) for turn in system for tool in turn.tools or ()}
+    return offered | {INTERPRETER}
+
+
+def _part(text: str, callable_names: set[str]) -> Turn:
+    first, newline, rest = text.partition("\n")
+    if newline and first.strip() in callable_names:
+        return Turn("assistant", rest, metadata=first.strip())
+    answer = AnswerText()
+    return Turn("assistant", answer.push(text) + answer.finish())
+
+
+def _call(turn: Turn) -> str:
+    said: dict[str, Any] = {"name": turn.metadata}
+    parameters = None if turn.metadata == INTERPRETER else _parameters(turn.content)
+    if parameters is None:
+        said["content"] = turn.content
+    else:
+        said["parameters"] = parameters
+    return json.dumps(said, ensure_ascii=False)
+
+
+def _parameters(content: str) -> dict[str, Any] | None:
+    """Read the arguments of a fenced `tool_call(k=v, ...)`, each a Python literal; None: it is none."""
+    fenced = _FENCED.fullmatch(content)
+    try:
+        call = ast.parse((fenced[1] if fenced else content).strip(), mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            return None
+        parameters = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
+        json.dumps(parameters)
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        return None
+    return parameters if len(parameters) == len(call.keywords) else None
