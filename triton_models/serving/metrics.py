@@ -5,6 +5,7 @@ microseconds a call. So the other threads only note what happened, and one threa
 of a second; nothing is noted per token, only per step and per request.
 """
 
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -13,8 +14,12 @@ from typing import Any, Protocol
 
 from triton_models.engine.stats import EngineStats, StepStats
 
+log = logging.getLogger(__name__)
+
 PREFIX = "tritongate_engine_"
 FLUSH_INTERVAL_S = 0.25
+
+_OBSERVATIONS_LIMIT = 100_000
 
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _STEP_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 4)
@@ -42,7 +47,9 @@ class EngineMetrics:
         self._pb_utils = pb_utils
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._observations: deque[tuple[str, float]] = deque()
+        self._preemptions = 0
+        # Bounded: where Triton takes them too slowly, the oldest are lost instead of memory.
+        self._observations: deque[tuple[str, float]] = deque(maxlen=_OBSERVATIONS_LIMIT)
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -83,31 +90,36 @@ class EngineMetrics:
 
     def _run(self, source: StatsSource) -> None:
         families = _Families(self._model, self._pb_utils)
-        preemptions = 0
-        while True:
+        last = False
+        while not last:
             last = self._stopping.wait(FLUSH_INTERVAL_S)
-            stats = source.stats()
-            with self._lock:
-                counts, self._counts = self._counts, Counter()
-            counts["preemptions_total"] = stats.preemptions - preemptions
-            preemptions = stats.preemptions
-            for name, amount in counts.items():
-                if amount:
-                    families.counters[name].increment(amount)
-            while self._observations:
-                name, value = self._observations.popleft()
-                families.histograms[name].observe(value)
-            gauges = {
-                "requests_running": stats.running,
-                "requests_waiting": stats.waiting,
-                "kv_blocks_used": stats.kv_blocks_used,
-                "kv_blocks": stats.kv_blocks,
-                "heartbeat_timestamp_seconds": time.time() - (time.monotonic() - source.heartbeat),
-            }
-            for name, value in gauges.items():
-                families.gauges[name].set(0 if last else value)
-            if last:
-                return
+            try:
+                self._write(families, source, last=last)
+            except Exception:
+                # The thread's outermost frame: one failed call must not freeze every metric from then on.
+                log.exception("the engine's metrics could not be written")
+
+    def _write(self, families: "_Families", source: StatsSource, *, last: bool) -> None:
+        stats = source.stats()
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        counts["preemptions_total"] = stats.preemptions - self._preemptions
+        self._preemptions = stats.preemptions
+        for name, amount in counts.items():
+            if amount:
+                families.counters[name].increment(amount)
+        while self._observations:
+            name, value = self._observations.popleft()
+            families.histograms[name].observe(value)
+        gauges = {
+            "requests_running": stats.running,
+            "requests_waiting": stats.waiting,
+            "kv_blocks_used": stats.kv_blocks_used,
+            "kv_blocks": stats.kv_blocks,
+            "heartbeat_timestamp_seconds": time.time() - (time.monotonic() - source.heartbeat),
+        }
+        for name, value in gauges.items():
+            families.gauges[name].set(0 if last else value)
 
 
 class _Families:

@@ -144,6 +144,8 @@ class StreamService:
         if request.cancelled:
             request.refuse(RefusalCode.CANCELLED, "the request was cancelled")
             return
+        if self._closing.is_set():
+            raise EngineStoppedError("the model is being unloaded")
         prompt_ids = self._prompt_ids(generation, inputs)
         max_tokens = self._max_tokens(generation, len(prompt_ids))
         deadline_ms = generation.deadline_ms
@@ -177,14 +179,15 @@ class StreamService:
         self._metrics.accepted(len(prompt_ids))
 
     def _prompt_ids(self, generation: Generation, inputs: Inputs) -> list[int]:
-        if generation.prompt_token_ids is not None and (inputs.prompt or inputs.history):
-            raise ModelError("prompt_token_ids excludes prompt and history")
         size = len(inputs.prompt) + len(inputs.history)
         if size > self._max_context * MAX_BYTES_PER_TOKEN:
             raise PromptTooLongError(
                 f"a prompt of {size} bytes cannot fit the context of {self._max_context} tokens"
             )
-        return self._text.prompt_ids(generation, inputs.prompt.decode(), decode_history(inputs.history))
+        prompt, history = inputs.prompt.decode(), decode_history(inputs.history)
+        if generation.prompt_token_ids is not None and (prompt or history):
+            raise ModelError("prompt_token_ids excludes prompt and history")
+        return self._text.prompt_ids(generation, prompt, history)
 
     def _max_tokens(self, generation: Generation, prompt_tokens: int) -> int | None:
         """Return the bound on new tokens, given bounds on them and on all tokens; None: the context's."""
