@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from gateway.check import check as check_upstreams
+from gateway.cli_clients import bench, load, unload
 from gateway.server import ListenError, bind
 from gateway.server import run as run_server
 from gateway.settings import (
@@ -69,6 +70,10 @@ def settings_options(*, without: frozenset[str] = frozenset()) -> Callable[[F], 
 @click.version_option(version(), prog_name="tritongate", message="%(prog)s %(version)s")
 def main() -> None:
     """OpenAI-compatible gateway for ChatGLM on NVIDIA Triton."""
+
+
+for _client in (load, unload, bench):
+    main.add_command(_client)
 
 
 @main.command()

@@ -74,6 +74,8 @@ class FakeModel:
 
     inputs: tuple[str, ...] = ("prompt", "history", "sampling")
     shape: tuple[int, ...] = (-1, 1)
+    declared: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Datatype and shape of inputs that differ from the others."""
     predict: Predict = repeat
     state: str = "READY"
     reason: str = ""
@@ -171,7 +173,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         model = await self._ready(request.name, context)
         answer = service_pb2.ModelMetadataResponse(name=request.name, versions=["1"], platform="python")
         for name in model.inputs:
-            answer.inputs.add(name=name, datatype="BYTES", shape=model.shape)
+            datatype, shape = model.declared.get(name, ("BYTES", model.shape))
+            answer.inputs.add(name=name, datatype=datatype, shape=shape)
         for name in ("response", "meta"):
             answer.outputs.add(name=name, datatype="BYTES", shape=(-1, 1))
         return answer
