@@ -1,0 +1,64 @@
+"""`python -m demo`: dialogues, tokenizer, training, export, evaluation; on a GPU if there is one."""
+
+import argparse
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import triton_models
+from demo.encoding import make_samples
+from demo.evaluation import Responder, evaluate, expected_text, table
+from demo.export import CONTEXT, write_config, write_weights
+from demo.mixture import cases
+from demo.tokenizer import train_tokenizer
+from demo.training import Recipe, train
+
+CHECKPOINT = Path(triton_models.__file__).parent / "checkpoints" / "chatglm3-demo"
+SEED = 20_240_601
+DIALOGUES = 400_000
+CASES_PER_KIND = 100
+
+log = logging.getLogger("demo")
+
+
+def main() -> None:
+    """Make the checkpoint, then ask it the held-back questions."""
+    options = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
+    options.add_argument("--to", type=Path, default=CHECKPOINT, help="the checkpoint's directory")
+    options.add_argument("--only", choices=("make", "evaluate"), help="do one half; default: both")
+    options.add_argument("--steps", type=int, default=Recipe().steps)
+    options.add_argument("--dialogues", type=int, default=DIALOGUES)
+    options.add_argument("--cases", type=int, default=CASES_PER_KIND, help="cases of each generated kind")
+    options.add_argument("--mistakes", type=int, default=20, help="how many wrong answers to show")
+    chosen = options.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if chosen.only != "evaluate":
+        _make(chosen.to, chosen.steps, chosen.dialogues)
+    if chosen.only != "make":
+        _evaluate(chosen.to, chosen.cases, chosen.mistakes)
+
+
+def _make(directory: Path, steps: int, dialogues: int) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    write_config(directory)
+    train_tokenizer(directory / "tokenizer.model", SEED)
+    samples = make_samples(directory, SEED, dialogues, CONTEXT, os.cpu_count() or 1)
+    log.info("%d dialogues, %d tokens", len(samples), sum(len(sample.ids) for sample in samples))
+    recipe = replace(Recipe(), steps=steps)
+    log.info("training on %s: %s", device, recipe)
+    write_weights(train(directory, samples, recipe, device), directory)
+
+
+def _evaluate(directory: Path, per_kind: int, mistakes: int) -> None:
+    scores, wrong = evaluate(Responder(directory), cases(SEED, per_kind))
+    for case, given in wrong[:mistakes]:
+        question, expected = case.turns[-1].content, expected_text(case.expected)
+        log.info("%s\n  asked    %r\n  expected %r\n  got      %r", case.kind, question, expected, given)
+    log.info("%s", table(scores))
+
+
+if __name__ == "__main__":
+    main()

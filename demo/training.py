@@ -1,0 +1,161 @@
+"""Trains the model: plain PyTorch over the very forward pass that serves it."""
+
+import logging
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from demo.encoding import Sample
+from triton_models.checkpoint import read_config, tensor_places
+from triton_models.engine.models.chatglm import ChatGLM
+
+log = logging.getLogger(__name__)
+
+_LOG_EVERY = 100
+_INIT = 0.02
+"""Standard deviation of the first weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How long and how fast to learn."""
+
+    steps: int = 8_500
+    tokens_per_step: int = 49_152
+    warm_up_steps: int = 300
+    learning_rate: float = 2e-3
+    last_learning_rate: float = 2e-5
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 20_240_601
+
+
+class _Causal:
+    """Attention of whole dialogues side by side: the `Attention` that training needs.
+
+    Padding stands at the right of each, so a causal mask keeps it from everything that counts.
+    """
+
+    def __init__(self, rows: int, length: int) -> None:
+        self._rows, self._length = rows, length
+
+    def __call__(
+        self,
+        layer: int,  # noqa: ARG002 - there is no cache, so every layer is alike
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        """See `Attention`."""
+        queries, keys, values = (
+            each.view(self._rows, self._length, *each.shape[1:]).transpose(1, 2)
+            for each in (queries, keys, values)
+        )
+        attended = scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        return attended.transpose(1, 2).flatten(0, 1)
+
+
+def train(directory: Path, samples: Sequence[Sample], recipe: Recipe, device: torch.device) -> ChatGLM:
+    """Train a new model of the configuration in `directory`; float32 weights, bfloat16 products on a GPU."""
+    torch.manual_seed(recipe.seed)
+    model = ChatGLM(read_config(directory), dtype=torch.float32, device=device)
+    places = _initialise(model)
+    matrices = [tensor for tensor in places.values() if tensor.ndim > 1]
+    vectors = [tensor for tensor in places.values() if tensor.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": recipe.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=recipe.learning_rate,
+        betas=(0.9, 0.98),
+        fused=True,
+    )
+    batches = _batches(samples, recipe)
+    started = time.monotonic()
+    for step in range(recipe.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(recipe, step)
+        ids, learned = (tensor.to(device, non_blocking=True) for tensor in next(batches))
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = _loss(model, ids, learned)
+        optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_([*matrices, *vectors], recipe.clip)
+        optimizer.step()
+        if step % _LOG_EVERY == 0 or step + 1 == recipe.steps:
+            log.info("step %d: loss %.4f, %.0f s", step, loss.item(), time.monotonic() - started)
+    for tensor in places.values():
+        tensor.requires_grad = False
+    return model
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """Return the rate of a step: a linear rise, then half a cosine."""
+    if step < recipe.warm_up_steps:
+        return recipe.learning_rate * (step + 1) / recipe.warm_up_steps
+    done = (step - recipe.warm_up_steps) / max(1, recipe.steps - recipe.warm_up_steps)
+    half = 0.5 * (1 + math.cos(math.pi * done))
+    return recipe.last_learning_rate + (recipe.learning_rate - recipe.last_learning_rate) * half
+
+
+def _initialise(model: ChatGLM) -> dict[str, Tensor]:
+    """Fill the weights, those that write to the residual smaller; return them by their names."""
+    places = tensor_places(model)
+    residual = _INIT / math.sqrt(2 * model.config.num_layers)
+    for name, tensor in places.items():
+        if name.endswith("layernorm.weight"):
+            tensor.fill_(1.0)
+        elif name.endswith("bias"):
+            tensor.zero_()
+        else:
+            writes = name.endswith(("self_attention.dense.weight", "dense_4h_to_h.weight"))
+            tensor.normal_(0.0, residual if writes else _INIT)
+        tensor.requires_grad_()
+    return places
+
+
+def _loss(model: ChatGLM, ids: Tensor, learned: Tensor) -> Tensor:
+    """Return the mean loss over what is learned of `ids`, both [rows, length]."""
+    rows, length = ids.shape
+    positions = torch.arange(length, device=ids.device).repeat(rows)
+    wanted = learned[:, 1:].nonzero()
+    targets = ids[wanted[:, 0], wanted[:, 1] + 1]
+    logits = model.forward(
+        ids.flatten(), positions, _Causal(rows, length), wanted[:, 0] * length + wanted[:, 1]
+    )
+    return cross_entropy(logits.float(), targets)
+
+
+def _batches(samples: Sequence[Sample], recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield batches of dialogues of about one length without end, in an order of their own every epoch."""
+    rng = random.Random(recipe.seed)
+    while True:
+        order = sorted(range(len(samples)), key=lambda at: (len(samples[at].ids) // 16, rng.random()))
+        batches: list[list[Sample]] = [[]]
+        for at in order:
+            # Sorted by length, so the one to come is the longest of its batch.
+            if (len(batches[-1]) + 1) * len(samples[at].ids) > recipe.tokens_per_step:
+                batches.append([])
+            batches[-1].append(samples[at])
+        rng.shuffle(batches)
+        for batch in batches:
+            yield _pad(batch)
+
+
+def _pad(batch: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    """Return ids and learned flags, [rows, length]; behind a dialogue's end nothing is learned."""
+    shape = len(batch), max(len(sample.ids) for sample in batch)
+    ids, learned = np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
+    for row, sample in enumerate(batch):
+        ids[row, : len(sample.ids)] = sample.ids
+        learned[row, : len(sample.ids)] = sample.learned
+    return torch.from_numpy(ids), torch.from_numpy(learned)
