@@ -112,7 +112,7 @@ def load_model(
     config = read_config(directory)
     shards = find_shards(directory)
     model = ChatGLM(config, dtype=dtype, device=device)
-    missing = _destinations(model)
+    missing = tensor_places(model)
     total = sum(tensor.nbytes for tensor in missing.values())
     filled = 0
     for path, expected in shards.items():
@@ -126,6 +126,26 @@ def load_model(
         where = next(iter(shards)) if len(shards) == 1 else directory
         raise CheckpointError(f"{where}: tensor {min(missing)!r} is missing ({len(missing)} in all)")
     return model
+
+
+def tensor_places(model: ChatGLM) -> dict[str, Tensor]:
+    """Return the model's tensor for each tensor of a checkpoint, by the checkpoint's names."""
+    places = {
+        "transformer.embedding.word_embeddings.weight": model.embedding,
+        "transformer.encoder.final_layernorm.weight": model.final_norm,
+        "transformer.output_layer.weight": model.head,
+    }
+    for number, layer in enumerate(model.layers):
+        prefix = f"transformer.encoder.layers.{number}."
+        places[prefix + "input_layernorm.weight"] = layer.input_norm
+        places[prefix + "self_attention.query_key_value.weight"] = layer.qkv
+        if layer.qkv_bias is not None:
+            places[prefix + "self_attention.query_key_value.bias"] = layer.qkv_bias
+        places[prefix + "self_attention.dense.weight"] = layer.attention_out
+        places[prefix + "post_attention_layernorm.weight"] = layer.post_attention_norm
+        places[prefix + "mlp.dense_h_to_4h.weight"] = layer.gate_up
+        places[prefix + "mlp.dense_4h_to_h.weight"] = layer.down
+    return places
 
 
 @contextmanager
@@ -158,26 +178,6 @@ def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
         # JSON's null stands for the default in the original, and 0 for "no".
         if value is not None and bool(value) != bool(implemented):
             raise UnsupportedArchitectureError(f"{path}: {key} {value!r} is not supported")
-
-
-def _destinations(model: ChatGLM) -> dict[str, Tensor]:
-    """Return where each tensor of the checkpoint goes, by the checkpoint's names."""
-    places = {
-        "transformer.embedding.word_embeddings.weight": model.embedding,
-        "transformer.encoder.final_layernorm.weight": model.final_norm,
-        "transformer.output_layer.weight": model.head,
-    }
-    for number, layer in enumerate(model.layers):
-        prefix = f"transformer.encoder.layers.{number}."
-        places[prefix + "input_layernorm.weight"] = layer.input_norm
-        places[prefix + "self_attention.query_key_value.weight"] = layer.qkv
-        if layer.qkv_bias is not None:
-            places[prefix + "self_attention.query_key_value.bias"] = layer.qkv_bias
-        places[prefix + "self_attention.dense.weight"] = layer.attention_out
-        places[prefix + "post_attention_layernorm.weight"] = layer.post_attention_norm
-        places[prefix + "mlp.dense_h_to_4h.weight"] = layer.gate_up
-        places[prefix + "mlp.dense_4h_to_h.weight"] = layer.down
-    return places
 
 
 def _check_names(path: Path, shard: Shard, expected: set[str] | None) -> None:
