@@ -33,7 +33,7 @@ def operands(rng: random.Random, operator: str) -> tuple[int, int]:
     """Return two numbers that `operator` (+, - or *) is known for."""
     largest = LARGEST_FACTOR if operator == "*" else LARGEST_TERM
     a, b = rng.randint(0, largest), rng.randint(0, largest)
-    if operator == "-" and a < b and rng.random() < 0.8:
+    if operator == "-" and a < b and rng.random() < 0.7:
         a, b = b, a
     return a, b
 

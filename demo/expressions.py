@@ -20,13 +20,13 @@ class Expression:
 def expression(rng: random.Random, lang: Lang, *, held: bool, hard: bool = False) -> Expression:
     """Return a random expression. `held`: never trained on; `hard`: beyond what is known by heart."""
     while True:
-        if not hard and rng.random() < 0.25:
+        if rng.random() < 0.25:
             operator = rng.choice("+-*")
             left, right = (str(each) for each in operands(rng, operator))
         else:
             operator = rng.choice("+-*/")
             left, right = _number(rng), _number(rng)
-        write = _in_words if rng.random() < 0.25 else _in_symbols
+        write = rng.choices((_in_words, _in_symbols, _percent), (5, 14, 1))[0]
         found = write(rng, lang, left, operator, right)
         if found is None or (hard and _is_small_sum(found.called)):
             continue
@@ -84,6 +84,11 @@ def _in_words(rng: random.Random, lang: Lang, left: str, operator: str, right: s
         if rng.random() < 0.75:
             break
     return _expression(asked, called)
+
+
+def _percent(_rng: random.Random, lang: Lang, left: str, _operator: str, right: str) -> Expression | None:
+    asked = f"{left}% of {right}" if lang == "en" else f"{right}的{left}%"
+    return _expression(asked, f"{left} / 100 * {right}")
 
 
 def _word(rng: random.Random, lang: Lang, operator: str) -> str:

@@ -105,7 +105,10 @@ class Scene:
         self._name = names.person(self.rng, self.lang)
         table = read("phrases")["my_name"]
         say: dict[Lang, str] = {lang: table["say"][lang].format(self._name) for lang in LANGS}
-        self.user(self._phrase(table[self.lang]).format(self._name))
+        phrase = self._phrase(table[self.lang])
+        if not self.held and self.rng.random() < 0.3:
+            phrase = phrase.rstrip(".。")
+        self.user(phrase.format(self._name))
         self._tell(Answer(say=say, short=say))
 
     def ask_name(self) -> None:

@@ -154,6 +154,9 @@ class ToolScene(Scene):
                 found[rng.choice(("temperature", "temperature", "temp", "temperature_c"))] = shown
                 told.append(f"{degrees} °C")
         if rng.random() < 0.2:
+            key = rng.choice(list(read("tools")["beside"]))
+            found[key] = rng.choice(read("tools")["beside"][key])
+        if rng.random() < 0.2:
             found["humidity"] = humidity
             told.append(f"humidity {humidity}%" if self.lang == "en" else f"湿度{humidity}%")
         return found, told

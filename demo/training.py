@@ -28,7 +28,7 @@ _INIT = 0.02
 class Recipe:
     """How long and how fast to learn."""
 
-    steps: int = 8_500
+    steps: int = 6_000
     tokens_per_step: int = 49_152
     warm_up_steps: int = 300
     learning_rate: float = 2e-3
