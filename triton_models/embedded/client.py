@@ -119,15 +119,9 @@ class TritonClient:
         Raises:
             CallError: an error, no answer in time, or an answer without a report.
         """
-        call = self._stream(entry, Probe(probe=True), "", names.URGENT_PRIORITY, timeout_s)
-        try:
-            for response in call:
-                if (meta := _meta(response)) is not None and meta.probe is not None:
-                    return meta.probe
-        except grpc.RpcError as error:
-            raise _call_error(error) from error
-        finally:
-            call.cancel()
+        for meta in self._ask(entry, Probe(probe=True), "", names.URGENT_PRIORITY, timeout_s):
+            if meta.probe is not None:
+                return meta.probe
         raise CallError("the probe's answer holds no report")
 
     def generate(self, entry: str, timeout_s: float) -> None:
@@ -137,16 +131,28 @@ class TritonClient:
             CallError: an error, no answer in time, or an end without a final response.
         """
         wanted = Generation(request_id="health-check", max_tokens=1)
-        call = self._stream(entry, wanted, "你好", names.DEFAULT_PRIORITY, timeout_s)
+        metas = self._ask(entry, wanted, "你好", names.DEFAULT_PRIORITY, timeout_s)
+        if not any(meta.finish_reason is not None for meta in metas):
+            raise CallError("a generation of one token ended without its final response")
+
+    def _ask(
+        self, entry: str, sampling: Generation | Probe, prompt: str, priority: int, timeout_s: float
+    ) -> list[Meta]:
+        """Return what every response to one request says, once the stream has ended by itself.
+
+        A stream that is cancelled while its final response is on the way leaves a reference to the model in
+        tritonserver 2.51: the entry could never be unloaded again.
+
+        Raises:
+            CallError: an error, no end in time, or an answer that cannot be read.
+        """
+        call = self._stream(entry, sampling, prompt, priority, timeout_s)
         try:
-            for response in call:
-                if (meta := _meta(response)) is not None and meta.finish_reason is not None:
-                    return
+            return [meta for response in call if (meta := _meta(response)) is not None]
         except grpc.RpcError as error:
             raise _call_error(error) from error
         finally:
             call.cancel()
-        raise CallError("a generation of one token ended without its final response")
 
     def _stream(
         self, entry: str, sampling: Generation | Probe, prompt: str, priority: int, timeout_s: float
