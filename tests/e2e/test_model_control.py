@@ -1,0 +1,169 @@
+"""Models come and go while `tritongate up` runs: by the gateway, by command, by curl on Triton."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.e2e.up_process import GOLDEN, UpProcess, wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+ENTRIES = ["chatglm3-tokenizer", "chatglm3-stream", "chatglm3"]
+HELLO: list[Any] = [{"role": "user", "content": "你好"}]
+KEYS = json.dumps(
+    [
+        {"name": "client", "key": "sk-client"},
+        {"name": "operator", "key": "sk-admin", "scopes": ["admin", "inference"]},
+    ]
+)
+
+
+@pytest.fixture(scope="module")
+def up() -> Iterator[UpProcess]:
+    os.environ["TRITONGATE_API_KEYS"] = KEYS
+    try:
+        process = UpProcess("--model", str(GOLDEN / "chatglm3"), "--dtype", "float32")
+    finally:
+        del os.environ["TRITONGATE_API_KEYS"]
+    try:
+        yield process.wait_ready()
+    finally:
+        process.close()
+
+
+def change(up: UpProcess, action: str, key: str = "sk-admin", **options: Any) -> httpx.Response:
+    url = f"{up.base_url}/v1/models/chatglm3/{action}"
+    return httpx.post(url, json=options, headers={"Authorization": f"Bearer {key}"}, timeout=120)
+
+
+def model(up: UpProcess) -> dict[str, Any]:
+    url = up.base_url + "/v1/models/chatglm3"
+    return dict(httpx.get(url, headers={"Authorization": "Bearer sk-client"}).json())
+
+
+def stubs(up: UpProcess) -> list[psutil.Process]:
+    return [
+        process for process in up.tree() if "triton_python_backend_stub" in " ".join(process.cmdline()[:1])
+    ]
+
+
+def client(up: UpProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=up.base_url + "/v1", api_key="sk-client", max_retries=0)
+
+
+def ask(up: UpProcess, **options: Any) -> Any:
+    with client(up) as sdk:
+        return sdk.chat.completions.create(model="chatglm3", messages=HELLO, temperature=0, **options)
+
+
+def test_a_model_is_unloaded_and_its_memory_comes_back(up: UpProcess) -> None:
+    before = ask(up, max_tokens=8).choices[0].message.content
+    assert len(stubs(up)) == len(ENTRIES)
+    memory = sum(process.memory_info().rss for process in stubs(up))
+    answer = change(up, "unload")
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["changes"][0]["entries"] == ENTRIES[::-1]
+    wait_until(lambda: not stubs(up))
+    assert memory > 100 * 2**20
+    assert model(up)["unloaded"]
+    ready = httpx.get(up.base_url + "/health/ready")
+    assert (ready.status_code, ready.json()["models"]) == (200, [])
+    with pytest.raises(openai.APIStatusError) as refused:
+        ask(up)
+    assert (refused.value.status_code, "retry-after" in refused.value.response.headers) == (503, True)
+    assert change(up, "unload").json()["changes"][0]["entries"] == []
+    answer = change(up, "load")
+    assert answer.json()["changes"][0]["entries"] == ENTRIES
+    assert answer.json()["model"]["ready"]
+    assert ask(up, max_tokens=8).choices[0].message.content == before
+
+
+def test_requests_in_flight_finish_and_parallel_changes_conflict(up: UpProcess) -> None:
+    with client(up) as sdk, ThreadPoolExecutor(4) as threads:
+        stream = sdk.chat.completions.create(
+            model="chatglm3", messages=HELLO, stream=True, max_tokens=480, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        reloads = [threads.submit(change, up, "load", reload=True) for _ in range(4)]
+        chunks = list(stream)
+        statuses = sorted(reload.result().status_code for reload in reloads)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert statuses == [200, 409, 409, 409]
+    assert model(up)["ready"]
+    assert len(stubs(up)) == len(ENTRIES)
+
+
+def test_who_may_and_what_may_not(up: UpProcess) -> None:
+    assert change(up, "unload", "sk-client").status_code == 403
+    assert change(up, "unload", "sk-wrong").status_code == 401
+    elsewhere = change(up, "unload", upstream="127.0.0.1:1")
+    assert (elsewhere.status_code, elsewhere.json()["error"]["param"]) == (400, "upstream")
+    for name, status in (("nope", 404), ("chatglm3-stream", 404), ("..%2fx", 400)):
+        url = f"{up.base_url}/v1/models/{name}/load"
+        assert httpx.post(url, json={}, headers={"Authorization": "Bearer sk-admin"}).status_code == status
+    assert model(up)["ready"]
+
+
+def command(up: UpProcess, *words: str, key: str = "sk-admin") -> tuple[int, str]:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("tritongate"), *words, "--url", up.base_url],
+        env=os.environ | {"TRITONGATE_KEY": key},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_by_command(up: UpProcess) -> None:
+    status, said = command(up, "unload", "chatglm3")
+    assert (status, said.splitlines()[-1]) == (0, "chatglm3 is unloaded")
+    status, said = command(up, "load", "chatglm3")
+    assert (status, said.splitlines()[-1]) == (0, "chatglm3 is ready")
+    status, said = command(up, "load", "nope")
+    assert (status, "nope" in said, "Traceback" in said) == (1, True, False)
+    assert command(up, "unload", "chatglm3", key="sk-client")[0] == 1
+
+
+def test_by_curl_on_triton(up: UpProcess) -> None:
+    """The supervisor leaves alone what somebody unloaded, and readiness follows."""
+    repository = up.triton_http + "/v2/repository/models/chatglm3-stream"
+    assert httpx.post(repository + "/unload", json={}).status_code == 200
+    wait_until(lambda: model(up).get("unloaded", False))
+    assert httpx.get(up.base_url + "/health/ready").status_code == 200
+    wait_until(lambda: len(stubs(up)) == len(ENTRIES) - 1)
+    assert httpx.post(repository + "/load", json={}, timeout=120).status_code == 200
+    wait_until(lambda: model(up)["ready"])
+    assert ask(up, max_tokens=2).choices[0].finish_reason == "length"
+
+
+def test_what_cannot_be_loaded_says_why(up: UpProcess) -> None:
+    assert change(up, "unload").status_code == 200
+    config = next(
+        Path(word.partition("=")[2]) / "chatglm3-stream" / "config.pbtxt"
+        for word in up.server().cmdline()
+        if word.startswith("--model-repository=")
+    )
+    good = config.read_text(encoding="utf-8")
+    config.write_text(good.replace(str(GOLDEN / "chatglm3"), "/nowhere/at/all"), encoding="utf-8")
+    answer = change(up, "load")
+    message = answer.json()["error"]["message"]
+    assert (answer.status_code, "/nowhere/at/all" in message) == (502, True)
+    assert "\n" not in message
+    assert "At:" not in message
+    assert httpx.get(up.base_url + "/health/ready").status_code == 503
+    config.write_text(good, encoding="utf-8")
+    assert change(up, "load").status_code == 200
+    assert ask(up, max_tokens=2).choices[0].finish_reason == "length"
+    assert up.stop() == 0
