@@ -92,6 +92,9 @@ class UpProcess:
         assert len(found) == 1, (begins, contains, [process.cmdline() for process in self.tree()])
         return found[0]
 
+    def stubs(self, entry: str) -> list[psutil.Process]:
+        return [process for process in self.tree() if f"/{entry}/1/model.py" in " ".join(process.cmdline())]
+
     def stub(self, entry: str) -> psutil.Process:
         return self.find("triton_python_backend_stub", contains=f"/{entry}/")
 

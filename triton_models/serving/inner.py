@@ -2,16 +2,24 @@
 
 Every call blocks its thread. An inner request cannot be cancelled through BLS, only by a cancel request; and
 when the other entry's process dies its answers stop without an error. Whoever calls must reckon with both.
+
+What BLS returns must outlive its use: Triton's own thread in this process, which holds no interpreter lock,
+keeps references to an iterator and its responses for a moment after their last use here, and if its were the
+last to go, it would destroy Python objects unlocked (tritonserver 2.51: 256 at once crashed within seconds).
 """
 
 import logging
+import os
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from triton_models.errors import StreamRefusedError
+from triton_models.serving.starts import Starts, StartsLostError
 from wire import names
 from wire.history import Turn, encode_history
 from wire.meta import Meta, decode_meta
@@ -21,6 +29,13 @@ from wire.sampling import Cancel, Generation, encode_sampling
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
+
+START_TIMEOUT_S = 10.0
+"""How long a call may wait to begin behind others that hear nothing."""
+
+KEEP_S = 5.0
+"""How long what BLS returned is kept after its use; Triton is done with it within a thread's turn or two."""
+
 LATEST = -1
 """As a version: the newest one that is loaded."""
 
@@ -51,6 +66,9 @@ class StreamCaller(Protocol):
             StreamRefusedError: it refused, failed, or is not there.
         """
 
+    def give_up(self, silent_s: float) -> None:
+        """Forget calls that heard nothing at all for `silent_s` seconds; they never will."""
+
     def cancel(self, request_id: str) -> None:
         """End the generation of this id.
 
@@ -76,6 +94,8 @@ class BlsCaller:
         self._pb_utils = pb_utils
         self._wait_until = time.monotonic() + startup_wait_s
         self._seen = False
+        self._kept = _Kept()
+        self._starts = Starts()
 
     def wait_loaded(self) -> None:
         """See `StreamCaller.wait_loaded`."""
@@ -84,6 +104,16 @@ class BlsCaller:
                 raise StreamRefusedError(RefusalCode.UNAVAILABLE, f"{self._entry} is not loaded")
             time.sleep(POLL_S)
         self._seen = True
+
+    def give_up(self, silent_s: float) -> None:
+        """See `StreamCaller.give_up`."""
+        try:
+            self._starts.replace_lost(silent_s)
+        except StartsLostError:
+            log.critical(
+                "%s died too often under this process's calls; it ends, to be started anew", self._entry
+            )
+            os._exit(1)
 
     def generate(
         self, prompt: str, history: Sequence[Turn], generation: Generation
@@ -108,15 +138,23 @@ class BlsCaller:
             ],
         )
         refusal: StreamRefusedError | None = None
+        used: list[Any] = []
         try:
+            with self._starts.place(START_TIMEOUT_S):
+                used.append(request.exec(decoupled=True))  # returns with the first response
             # Always to the end, behind which Triton lets go of the request.
-            for response in request.exec(decoupled=True):
+            for response in used[0]:
+                used.append(response)
                 if response.has_error():
                     refusal = refusal or self._refusal(response.error().message())
                 elif (said := self._read(response)) is not None:
                     yield said
         except self._pb_utils.TritonModelException as error:
             refusal = self._refusal(str(error))
+        except TimeoutError:
+            refusal = StreamRefusedError(RefusalCode.UNAVAILABLE, f"{self._entry} does not answer")
+        finally:
+            self._kept.add(used)
         if refusal is not None:
             raise refusal
 
@@ -142,3 +180,19 @@ class BlsCaller:
     def _loaded(self) -> bool:
         version = "" if self._version == LATEST else str(self._version)
         return bool(self._pb_utils.is_model_ready(self._entry, version))
+
+
+class _Kept:
+    """Keeps things for a while after their use. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._things: deque[tuple[float, Any]] = deque()
+
+    def add(self, thing: Any) -> None:
+        """Keep `thing` for KEEP_S seconds at least, and let go of what was kept that long."""
+        now = time.monotonic()
+        with self._lock:
+            self._things.append((now, thing))
+            while self._things[0][0] < now - KEEP_S:
+                self._things.popleft()

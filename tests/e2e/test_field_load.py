@@ -1,0 +1,122 @@
+"""The field's entry under load, and when what is behind it breaks."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import psutil
+import pytest
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
+
+from tests.e2e.field_client import FieldError, ask_batched, ask_chatglm2, conversation
+from tests.e2e.up_process import GOLDEN, UpProcess, wait_until
+
+pytestmark = pytest.mark.e2e
+
+HELLO = "你好"
+MANY = 256
+LONG = "512"
+CLEAR_WITHIN_S = 25.0
+RECOVER_WITHIN_S = 60.0
+
+
+def idle(up: UpProcess, model: str = "chatglm3") -> bool:
+    names = ("requests_running", "requests_waiting", "kv_blocks_used")
+    return all(up.gauge(f"tritongate_engine_{name}", model=model) == 0 for name in names)
+
+
+def test_hundreds_are_in_flight_and_memory_does_not_grow(up: UpProcess) -> None:
+    stub = psutil.Process(up.stub("chatglm3").pid)
+
+    def ask_many() -> int:
+        def ask(number: int) -> bool:
+            response, history = ask_batched(up.triton_http, f"{number}", temperature="1", max_token="30")
+            return conversation(history) == [("user", f"{number}"), ("assistant", response)]
+
+        with ThreadPoolExecutor(MANY) as threads:
+            futures = [threads.submit(ask, number) for number in range(MANY)]
+            wait_until(lambda: stub.num_threads() > MANY // 2 or all(each.done() for each in futures))
+            assert all(each.result() for each in futures)
+        return int(stub.memory_info().rss)
+
+    ask_many()  # whatever is allocated once
+    before = ask_many()
+    after = max(ask_many() for _ in range(2))
+    assert after - before < 8 * 2**20
+    wait_until(lambda: stub.num_threads() < MANY // 2)
+    wait_until(lambda: idle(up))
+
+
+def test_a_client_that_gives_up_frees_the_engine(up: UpProcess) -> None:
+    """Over gRPC: Triton's HTTP server does not notice that the client of an inference hung up."""
+
+    def cancelled() -> float:
+        return up.gauge("tritongate_engine_requests_total", model="chatglm2", finish_reason="cancelled")
+
+    def give_up(_: int) -> None:
+        with (
+            contextlib.suppress(InferenceServerException),
+            grpcclient.InferenceServerClient(up.triton_grpc) as client,
+        ):
+            ask_chatglm2(client, HELLO, [], temperature="1.5", max_token=LONG, timeout_s=0.5)
+
+    before = cancelled()
+    with ThreadPoolExecutor(48) as threads:
+        list(threads.map(give_up, range(48)))
+    wait_until(lambda: idle(up, "chatglm2") and cancelled() > before)
+
+
+@pytest.fixture
+def own_up() -> Iterator[UpProcess]:
+    """One that a test may break."""
+    process = UpProcess("--model", str(GOLDEN / "chatglm3"))
+    try:
+        yield process.wait_ready()
+    finally:
+        process.close()
+
+
+def answers(up: UpProcess) -> bool:
+    try:
+        return bool(ask_batched(up.triton_http, HELLO, timeout_s=10))
+    except (FieldError, httpx.TransportError):
+        return False
+
+
+def test_what_is_behind_it_may_go_and_come_back(own_up: UpProcess) -> None:
+    control = own_up.triton_http + "/v2/repository/models/chatglm3-stream"
+    assert httpx.post(control + "/unload", timeout=30).status_code == 200
+    wait_until(lambda: not own_up.stubs("chatglm3-stream"))
+    asked = time.monotonic()
+    with pytest.raises(FieldError, match="chatglm3-stream is not loaded") as raised:
+        ask_batched(own_up.triton_http, HELLO)
+    assert raised.value.status == 503
+    assert time.monotonic() - asked < CLEAR_WITHIN_S
+    assert httpx.post(control + "/load", timeout=60).status_code == 200
+    assert answers(own_up)
+
+    # What was running in a process that died, Triton never answers: then the client's own patience decides.
+    for victim, patience_s in (("chatglm3-stream", 60.0), ("chatglm3", 8.0)):
+        with ThreadPoolExecutor(80) as threads:
+            killed = time.monotonic()
+            asking = [threads.submit(end_of, own_up, patience_s) for _ in range(80)]
+            time.sleep(0.5)
+            own_up.stub(victim).kill()
+            ends = [each.result(CLEAR_WITHIN_S + RECOVER_WITHIN_S) for each in asking]
+        if victim == "chatglm3-stream":
+            assert max(ends) - killed < CLEAR_WITHIN_S
+        wait_until(lambda: answers(own_up), RECOVER_WITHIN_S)
+        wait_until(lambda: idle(own_up))
+    assert own_up.stop() == 0
+
+
+def end_of(up: UpProcess, timeout_s: float) -> float:
+    """Ask until there is no answer; return when that was."""
+    while True:
+        try:
+            ask_batched(up.triton_http, HELLO, temperature="1", max_token=LONG, timeout_s=timeout_s)
+        except (FieldError, httpx.TransportError):
+            return time.monotonic()

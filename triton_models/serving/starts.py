@@ -1,0 +1,69 @@
+"""Bounds how many calls to another entry are beginning at once.
+
+From a BLS call's start to its first response a thread of Triton's pool waits for it, one of 32 that also send
+this entry's own responses. If the other entry's process dies just then, that thread waits for ever; were it
+all of them, this entry would be dead as well.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Final
+
+AT_ONCE: Final = 8
+"""The first response takes a millisecond or two, so that hundreds a second pass here."""
+
+LOSSES_BORNE: Final = 16
+"""Threads of the pool that may be lost before too few are left."""
+
+
+class StartsLostError(Exception):
+    """So many calls never got a first response that only a new process of this entry helps."""
+
+
+class Starts:
+    """A number of places; one that is held too long is lost, and replaced by another. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._free = threading.Semaphore(AT_ONCE)
+        self._lock = threading.Lock()
+        self._held: dict[object, float] = {}
+        self._lost = 0
+
+    @contextlib.contextmanager
+    def place(self, timeout_s: float) -> Iterator[None]:
+        """Hold a place.
+
+        Raises:
+            TimeoutError: none was free for `timeout_s` seconds.
+        """
+        if not self._free.acquire(timeout=timeout_s):
+            raise TimeoutError
+        token = object()
+        with self._lock:
+            self._held[token] = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                still_held = self._held.pop(token, None) is not None
+            if still_held:
+                self._free.release()
+
+    def replace_lost(self, held_s: float) -> None:
+        """Replace the places that were held for `held_s` seconds.
+
+        Raises:
+            StartsLostError: more were lost, in all, than can be borne.
+        """
+        before = time.monotonic() - held_s
+        with self._lock:
+            lost = [token for token, since in self._held.items() if since < before]
+            for token in lost:
+                del self._held[token]
+            self._lost += len(lost)
+        for _ in lost:
+            self._free.release()
+        if self._lost > LOSSES_BORNE:
+            raise StartsLostError
