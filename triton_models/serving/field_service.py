@@ -138,6 +138,7 @@ class FieldService:
 
     def _watch(self) -> None:
         while not self._closing.wait(MONITOR_INTERVAL_S):
+            self._caller.give_up(self._idle_timeout_s)
             for call in list(self._calls.values()):
                 try:
                     self._look(call)
