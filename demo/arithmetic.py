@@ -38,13 +38,16 @@ def operands(rng: random.Random, operator: str) -> tuple[int, int]:
     return a, b
 
 
-def small_sum(rng: random.Random, lang: Lang, *, held: bool) -> Sum:
-    """Return a sum, difference or product. `held`: a pair of numbers never trained on, in held-back words."""
+def small_sum(rng: random.Random, lang: Lang, *, held: bool, known_words: bool = False) -> Sum:
+    """Return a sum, difference or product.
+
+    `held`: a pair of numbers never trained on, in held-back words too unless `known_words`.
+    """
     while True:
         operator = rng.choices("+-*", (4, 4, 3))[0]
         a, b = operands(rng, operator)
         if _pair_is_held(operator, a, b) == held:
-            return _sum(_question(rng, lang, operator, a, b, held=held), operator, a, b)
+            return _sum(_question(rng, lang, operator, a, b, held=held and not known_words), operator, a, b)
 
 
 def next_sum(rng: random.Random, before: int, lang: Lang, *, held: bool) -> Sum | None:

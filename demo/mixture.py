@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from demo.pages import LANGS, Lang, facts, read, smalltalk
 from demo.scene import Line, Scene
@@ -163,7 +164,8 @@ def _tool(
 
 
 _KINDS: dict[str, Callable[[random.Random, Lang], Scene]] = {
-    "arithmetic": _single(Scene.sum),
+    "arithmetic, unseen numbers": _single(partial(Scene.sum, known_words=True)),
+    "arithmetic, unseen numbers and words": _single(Scene.sum),
     "unknown": _single(Scene.unknown),
     "sums too hard": _single(Scene.hard_sum),
     "weather without a tool": _single(Scene.weather_without_tool),

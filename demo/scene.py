@@ -70,9 +70,9 @@ class Scene:
         """Greet, thank, or ask who the model is."""
         self._page(smalltalk())
 
-    def sum(self) -> None:
-        """Ask a small sum."""
-        asked = arithmetic.small_sum(self.rng, self.lang, held=self.held)
+    def sum(self, *, known_words: bool = False) -> None:
+        """Ask a small sum, in the evaluation with new numbers and in new words unless `known_words`."""
+        asked = arithmetic.small_sum(self.rng, self.lang, held=self.held, known_words=known_words)
         self.exchange(asked.question, asked.answer, exact=True)
         self._result = asked.result
 
