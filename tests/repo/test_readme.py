@@ -75,13 +75,20 @@ def test_the_quick_start_answers(quick_start: UpProcess) -> None:
     )
     events = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
-    assert json.loads(events[-2])["choices"][0]["finish_reason"] in {"stop", "length"}
+    choices = [json.loads(event)["choices"][0] for event in events[:-1]]
+    assert choices[-1]["finish_reason"] == "stop"
+    assert "chatglm3-demo" in "".join(choice["delta"].get("content", "") for choice in choices)
     printed = quick_start.output
     assert f"{here}/v1/chat/completions" in printed
-    assert "random weights" in printed
+    assert "a few pages by heart" in printed
     for readme in READMES:
         (program,) = blocks(readme, "python")
-        subprocess.run(
-            [quick_start.python, "-c", program.replace("http://127.0.0.1:8080", here)], check=True, timeout=60
+        answered = subprocess.run(
+            [quick_start.python, "-c", program.replace("http://127.0.0.1:8080", here)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
         )
+        assert "OpenAI" in answered.stdout
     assert quick_start.stop() == 0

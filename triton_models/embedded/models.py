@@ -13,7 +13,7 @@ from wire import names
 BUILT_IN_NAME = "chatglm3-demo"
 BUILT_IN_CHECKPOINT = Path(__file__).parent.parent / "checkpoints" / BUILT_IN_NAME
 BUILT_IN_NOTICE = (
-    f"{BUILT_IN_NAME} is a stand-in with random weights: its answers are noise. "
+    f"{BUILT_IN_NAME} is a demonstration that knows a few pages by heart. "
     "Serve a model of yours with --model DIR"
 )
 
