@@ -62,7 +62,7 @@ class ProbeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """How the engine is, and what it serves."""
 
     heartbeat_age_s: float
-    """Seconds since the engine's loop last went round."""
+    """Seconds since the engine's loop last went round or, if longer, that a response waits to be taken."""
     running: int
     waiting: int
     format: str

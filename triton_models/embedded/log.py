@@ -15,6 +15,12 @@ _INFORMATION = re.compile(rb"[IW]\d{4} [\d:.]+ \d+ ")
 _PROGRESS = re.compile(rb"(\d{1,3})%\|")
 """A tqdm bar, such as the checkpoint reader draws."""
 
+DEAD_STUB = "is not healthy"
+"""What Triton answers for an entry whose stub is gone, while it goes on calling the entry ready."""
+
+_LOAD_FAILURE = re.compile(r"is at UNAVAILABLE state: (?:Internal: )?(.*)", re.DOTALL)
+_TRACEBACK = re.compile(r"\s+At:\n.*", re.DOTALL)
+
 
 class ServerLog:
     """Copies the server's output to a file of bounded size, from a thread of its own.
@@ -93,3 +99,15 @@ class ServerLog:
             self._errors.append(error[1].decode(errors="replace"))
         elif not _INFORMATION.match(text) and bar is None:
             self._other.append(written)
+
+
+def load_failure(message: str, log: ServerLog) -> str:
+    """Return why Triton could not load an entry, in one line without a traceback."""
+    found = _LOAD_FAILURE.search(message)
+    if found is not None:
+        message = found[1]
+    elif errors := log.errors():
+        message = f"{message}: {errors[-1]}"
+    if DEAD_STUB in message:
+        return "its process died while loading; is there enough memory?"
+    return " ".join(_TRACEBACK.sub("", message).split()).rstrip(";")

@@ -157,3 +157,11 @@ def _argument(process: psutil.Process, index: int) -> str:
     except psutil.Error:
         return ""
     return arguments[index] if index < len(arguments) else ""
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether a process lives and is no zombie."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

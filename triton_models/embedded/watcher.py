@@ -3,7 +3,6 @@
 import contextlib
 import enum
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -14,9 +13,9 @@ import psutil
 from triton_models.embedded.backoff import Backoff
 from triton_models.embedded.client import CallError, TritonClient
 from triton_models.embedded.errors import LoadError, ServerError, StoppedError
-from triton_models.embedded.log import ServerLog
+from triton_models.embedded.log import DEAD_STUB, ServerLog, load_failure
 from triton_models.embedded.rundir import RunDirectory
-from triton_models.embedded.server import TritonServer
+from triton_models.embedded.server import TritonServer, runs
 from wire.events import Event, Loading, ModelDown, ModelUp
 from wire.refusal import RefusalCode, parse_refusal
 
@@ -36,11 +35,6 @@ _FIRST_TOKEN_TIMEOUT_S = 300.0
 _UNLOAD_TIMEOUT_S = 2.0
 _SERVER_DEATH_S = 1.5
 """How long a failed call may be the first sign of a dead server, before it is the entry's own failure."""
-
-_DEAD_STUB = "is not healthy"
-"""What Triton answers for an entry whose stub is gone, while it goes on calling the entry ready."""
-_LOAD_FAILURE = re.compile(r"is at UNAVAILABLE state: (?:Internal: )?(.*)", re.DOTALL)
-_TRACEBACK = re.compile(r"\s+At:\n.*", re.DOTALL)
 
 
 class EntryState(enum.Enum):
@@ -113,6 +107,7 @@ class EntryWatcher:
                     self._load()
                     self._came_up()
                     fault = self._watch()
+                    self._end_needed()
                 except LoadError as error:
                     fault = str(error)
                     if not error.by_server:
@@ -145,6 +140,15 @@ class EntryWatcher:
         logger.warning("%s is down: %s", self._entry.name, fault)
         self.state = EntryState.DOWN
         self._around.emit(ModelDown(self._entry.model, f"{self._entry.name}: {fault}"))
+
+    def _end_needed(self) -> None:
+        """End the process that this entry, whose own died, had asked: its watcher then loads it anew.
+
+        Triton waits for the dead process to take each answer that was on its way to it, and holds the other
+        one's sending threads meanwhile, for ever: nobody gets an answer of that one any more.
+        """
+        if self._entry.needs is not None:
+            self._kill_stubs(self._entry.needs)
 
     def _load(self) -> None:
         """Load the entry and have it answer.
@@ -224,7 +228,7 @@ class EntryWatcher:
     def _examine(self) -> tuple[str | None, bool]:
         """Return what is wrong, None for nothing, and whether one look is enough to tell."""
         name = self._entry.name
-        if not any(_runs(stub) for stub in self._stubs):
+        if not any(runs(stub) for stub in self._stubs):
             # Triton restarts the stub of an entry that is not decoupled by itself, on its next request.
             self._stubs = self._around.server.stubs(name)
             if not self._stubs:
@@ -236,7 +240,7 @@ class EntryWatcher:
         except CallError as error:
             if error.timed_out:
                 return f"no answer to a probe within {_CALL_TIMEOUT_S:.0f} s", False
-            return f"a probe was refused: {error}", _DEAD_STUB in str(error)
+            return f"a probe was refused: {error}", DEAD_STUB in str(error)
         if report.heartbeat_age_s > _LONGEST_HEARTBEAT_AGE_S:
             return f"its engine has not moved for {report.heartbeat_age_s:.0f} s", True
         return None, False
@@ -276,9 +280,7 @@ class EntryWatcher:
         """
         name, client = self._entry.name, self._around.client
         # A stuck stub would hold its own unloading up, and hold its memory beside the new one's.
-        for stub in self._around.server.stubs(name):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                stub.kill()
+        self._kill_stubs(name)
         deadline = time.monotonic() + _UNLOAD_TIMEOUT_S
         try:
             client.unload(name, _CALL_TIMEOUT_S)
@@ -287,25 +289,11 @@ class EntryWatcher:
         except CallError as error:
             logger.warning("unloading %s: %s", name, error)
 
+    def _kill_stubs(self, name: str) -> None:
+        for stub in self._around.server.stubs(name):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                stub.kill()
+
     def _pause(self, seconds: float) -> None:
         if self._around.over.wait(seconds):
             raise StoppedError
-
-
-def load_failure(message: str, log: ServerLog) -> str:
-    """Return why Triton could not load an entry, in one line without a traceback."""
-    found = _LOAD_FAILURE.search(message)
-    if found is not None:
-        message = found[1]
-    elif errors := log.errors():
-        message = f"{message}: {errors[-1]}"
-    if _DEAD_STUB in message:
-        return "its process died while loading; is there enough memory?"
-    return " ".join(_TRACEBACK.sub("", message).split()).rstrip(";")
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

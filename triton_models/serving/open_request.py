@@ -45,6 +45,12 @@ class OpenRequest:
         self.received = time.monotonic()
         self._responder = responder
         self._last_sent = self.received
+        self._sending_since: float | None = None
+
+    def sending_s(self, now: float) -> float:
+        """Return for how many seconds a response has been on its way to Triton, 0 if none is."""
+        since = self._sending_since
+        return 0.0 if since is None else now - since
 
     def accept(self, answer: Answer, accepted: Accepted) -> None:
         """Tell the client that the request is queued. The caller holds `lock`."""
@@ -99,5 +105,8 @@ class OpenRequest:
         self.refuse(code, f"{message}: {error}" if error else message)
 
     def _send(self, text: str, meta: Meta, *, final: bool) -> None:
-        self._last_sent = time.monotonic()
-        self._responder.send(text, meta, final=final)
+        self._last_sent = self._sending_since = time.monotonic()
+        try:
+            self._responder.send(text, meta, final=final)
+        finally:
+            self._sending_since = None

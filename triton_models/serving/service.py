@@ -235,8 +235,11 @@ class StreamService:
 
     def _report(self) -> ProbeReport:
         stats = self._loop.stats()
+        now = time.monotonic()
+        # A response that Triton does not take holds its thread; soon none is left to answer anybody.
+        stuck_s = max((request.sending_s(now) for request in self._open_requests()), default=0.0)
         return ProbeReport(
-            heartbeat_age_s=round(time.monotonic() - self._loop.heartbeat, 3),
+            heartbeat_age_s=round(max(now - self._loop.heartbeat, stuck_s), 3),
             running=stats.running,
             waiting=stats.waiting,
             format=self._text.format.name,

@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 
 from triton_models.embedded import log
-from triton_models.embedded.log import ServerLog
-from triton_models.embedded.watcher import load_failure
+from triton_models.embedded.log import ServerLog, load_failure
 
 ERROR = b'E1121 09:55:12.868396 4723 main.cc:535] "failed to start GRPC service"\n'
 LOAD_FAILURE = (

@@ -237,6 +237,18 @@ def test_a_dead_process_is_seen_without_a_request(watched: Watched, engine: bool
     watched.next(events.ModelUp)
 
 
+def test_what_a_dead_entry_had_asked_is_ended_too(watched: Watched) -> None:
+    watched.triton.state_ = EntryState("READY", "")
+    watched.start(engine=False, needs="other")
+    watched.wait_up()
+    asked: list[str] = []
+    find = watched.triton.stubs
+    watched.triton.stubs = lambda name: asked.append(name) or find(name)
+    watched.triton.processes[0].kill()
+    watched.next(events.ModelDown)
+    assert "other" in asked
+
+
 def test_a_stub_that_triton_replaced_is_no_fault(watched: Watched) -> None:
     watched.start(engine=False)
     watched.wait_up()

@@ -274,3 +274,13 @@ def test_a_bound_on_all_tokens_that_leaves_no_room_is_refused(served: Served) ->
         refused = served.ask(prompt, max_total_tokens=total).wait().refusal
         assert refused[0] is RefusalCode.CONTEXT_LENGTH_EXCEEDED
         assert words in refused[1]
+
+
+def test_a_response_that_is_not_taken_shows_in_the_probe(served: Served) -> None:
+    """As an engine that does not move: whoever watches has the model loaded anew."""
+    stuck = threading.Event()
+    answer = served.ask(responder=FakeResponder(on_send=lambda: stuck.wait(20)), max_tokens=2)
+    wait_until(lambda: float(str(probe(served)["heartbeat_age_s"])) > 0.5)
+    stuck.set()
+    answer.wait()
+    wait_until(lambda: float(str(probe(served)["heartbeat_age_s"])) < 0.5)
