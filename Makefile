@@ -1,8 +1,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := .venv-clients
 
-.PHONY: install install-dev up test check bench clean
+.PHONY: install install-dev up test test-clients check bench clean
 
 # A stamp per kind of install, so that repeated `make` calls cost nothing and a changed pyproject reinstalls.
 $(VENV)/.up: pyproject.toml constraints.txt
@@ -12,6 +13,11 @@ $(VENV)/.up: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.up
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[embedded,dev]'
+	touch $@
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
 	touch $@
 
 install: $(VENV)/.up
@@ -29,8 +35,13 @@ check: install-dev
 test: check
 	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
 
+# LangChain in an environment of its own, against the stack of the other. The tests' common conftest needs what
+# only `make test` has.
+test-clients: install $(CLIENTS)/.installed
+	STACK_COMMAND=$(BIN)/tritongate $(CLIENTS)/bin/python -m pytest --confcutdir=tests/clients tests/clients
+
 bench: install-dev
 	$(BIN)/python -m bench
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	rm -rf $(VENV) $(CLIENTS) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

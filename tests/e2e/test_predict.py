@@ -1,12 +1,9 @@
-"""A ModelInferRequest as protobuf JSON to the gateway, as a LangChain LLM of the field sends it."""
+"""A ModelInferRequest as protobuf JSON to the gateway: what fails. For what works see tests/clients."""
 
 import base64
-import json
-import struct
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from tests.e2e.up_process import UpProcess, wait_until
@@ -17,84 +14,18 @@ HELLO = "你好"
 PREDICT = "/MutilBackendService/Predict"
 
 
-def request(model: str, tensors: dict[str, str], shape: tuple[int, ...] = (1,)) -> dict[str, Any]:
+def request(model: str, tensors: dict[str, str]) -> dict[str, Any]:
     inputs = [
         {
             "name": name,
             "datatype": "BYTES",
-            "shape": shape,
+            "shape": [1],
             "contents": {"bytes_contents": [base64.b64encode(text.encode()).decode()]},
         }
         for name, text in tensors.items()
     ]
     outputs = [{"name": "response"}, {"name": "history"}]
     return {"model_name": model, "inputs": inputs, "outputs": outputs}
-
-
-class TritonLLM:
-    """Shaped like the field's subclass of LangChain's `LLM`: fields, `_llm_type` and `_call`."""
-
-    endpoint: str
-    model_name = "chatglm3"
-    temperature = 0.0
-    max_token = 64
-    history: str = ""
-    shape: tuple[int, ...] = (1,)
-
-    def __init__(self, **fields: Any) -> None:
-        for name, value in fields.items():
-            setattr(self, name, value)
-
-    @property
-    def _llm_type(self) -> str:
-        return "chatglm-on-triton"
-
-    def _call(self, prompt: str, stop: list[str] | None = None) -> str:
-        tensors = {
-            "prompt": prompt,
-            "history": self.history,
-            "temperature": str(self.temperature),
-            "max_token": str(self.max_token),
-        }
-        answer = httpx.post(
-            self.endpoint + PREDICT,
-            headers={"Content-Type": "application/json"},
-            content=json.dumps(request(self.model_name, tensors, self.shape)),
-            timeout=100,
-        )
-        answer.raise_for_status()
-        response, self.history = (strings(raw)[0] for raw in answer.json()["raw_output_contents"])
-        return response
-
-
-def strings(raw: str) -> list[str]:
-    data = base64.b64decode(raw)
-    found = []
-    while data:
-        (length,) = struct.unpack_from("<I", data)
-        found.append(data[4 : 4 + length].decode())
-        data = data[4 + length :]
-    return found
-
-
-@pytest.mark.parametrize("shape", [(1,), (-1,)])
-def test_an_llm_of_the_field_says_what_the_openai_api_says(
-    up: UpProcess, sdk: openai.OpenAI, shape: tuple[int, ...]
-) -> None:
-    messages: list[Any] = [{"role": "user", "content": HELLO}]
-    llm = TritonLLM(endpoint=up.base_url, shape=shape)
-    for prompt in (HELLO, "再说一次"):
-        messages = [*messages[:-1], {"role": "user", "content": prompt}]
-        completion = sdk.chat.completions.create(
-            model="chatglm3", messages=messages, temperature=0, max_tokens=20
-        )
-        llm.max_token = completion.usage.prompt_tokens + 20  # that client counts the prompt too
-        expected = completion.choices[0].message.content
-        # What it returns is stripped, as the original `chat` did.
-        assert llm._call(prompt) == expected.strip()
-        spoken = [{"role": turn["role"], "content": turn["content"]} for turn in json.loads(llm.history)]
-        assert [turn["content"] for turn in spoken[-2:]] == [prompt, expected.strip()]
-        messages = [*spoken, {}]
 
 
 def refusal(up: UpProcess, **changes: Any) -> tuple[int, Any, str]:

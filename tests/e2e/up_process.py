@@ -17,6 +17,7 @@ import psutil
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
+TRITONGATE = Path(sys.executable).with_name("tritongate")
 READY_TIMEOUT_S = 100.0
 STOP_TIMEOUT_S = 10.0
 
@@ -34,7 +35,7 @@ class UpProcess:
 
     python = sys.executable
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, command: Path = TRITONGATE) -> None:
         self.port, http, grpc, metrics = free_ports(4)
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.triton_http = f"http://127.0.0.1:{http}"
@@ -46,7 +47,7 @@ class UpProcess:
         self._known: dict[int, psutil.Process] = {}
         self.output = ""
         self.process = subprocess.Popen(
-            [str(Path(sys.executable).with_name("tritongate")), "up", *flags, *arguments],
+            [str(command), "up", *flags, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

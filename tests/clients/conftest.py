@@ -1,0 +1,23 @@
+"""The real stack for clients that live in an environment of their own: `make test-clients`."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# `make test` has no LangChain. Where it should be and is missing, no test runs, and pytest's exit status says so.
+collect_ignore_glob = [] if importlib.util.find_spec("langchain_openai") else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def base_url() -> Iterator[str]:
+    from tests.e2e.up_process import GOLDEN, UpProcess  # noqa: PLC0415 - needs what only that environment has
+
+    command = Path(os.environ["STACK_COMMAND"])  # `tritongate` of the environment that can serve
+    process = UpProcess("--model", str(GOLDEN / "chatglm3"), "--dtype", "float32", command=command)
+    try:
+        yield process.wait_ready().base_url
+    finally:
+        process.close()
