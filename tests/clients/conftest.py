@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# `make test` has no LangChain. Where it should be and is missing, no test runs, and pytest's exit status says so.
+# `make test` has no LangChain. Where it should be and is not, no test runs: a failure, to pytest.
 collect_ignore_glob = [] if importlib.util.find_spec("langchain_openai") else ["test_*.py"]
 
 
