@@ -2,29 +2,27 @@
 
 from dataclasses import dataclass, field
 
-from triton_models.engine.sequence import Sequence
+from triton_models.engine.sequence import Sequence, SequenceState
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: a frozen dataclass takes three times as long to make, and a step makes one per running sequence.
+@dataclass(slots=True)
 class Chunk:
     """`count` tokens of a sequence, computed in this step, from `start` on.
 
-    `samples`: they reach the sequence's newest token, so the step samples the next one.
+    `samples`: they reach the sequence's newest token, so the step samples the next one. A fact of the moment
+    of scheduling, since the sequence grows.
     """
 
     sequence: Sequence
     start: int
     count: int
+    samples: bool
 
     @property
     def end(self) -> int:
         """Tokens of the sequence that are in the KV cache after the step."""
         return self.start + self.count
-
-    @property
-    def samples(self) -> bool:
-        """True if the step samples a token behind this chunk."""
-        return self.end == len(self.sequence.tokens)
 
 
 @dataclass(slots=True)
@@ -40,3 +38,16 @@ class Batch:
     def chunks(self) -> list[Chunk]:
         """Every chunk, decodes first."""
         return self.decodes + self.prefills
+
+    def advance(self) -> None:
+        """Note that the step was launched: whatever is launched later finds its keys and values."""
+        for chunk in self.decodes:
+            sequence = chunk.sequence
+            sequence.computed += 1
+            sequence.in_flight += 1
+        for chunk in self.prefills:
+            sequence = chunk.sequence
+            sequence.computed = chunk.start + chunk.count
+            if chunk.samples:
+                sequence.in_flight += 1
+                sequence.move_to(SequenceState.DECODE)

@@ -104,8 +104,7 @@ class Engine:
             if chunk.sequence.scheduled_at is None:
                 chunk.sequence.scheduled_at = now
         sampled = self._runner.run(batch)
-        for chunk in chunks:
-            chunk.sequence.computed = chunk.end
+        batch.advance()
         for each in sampled:
             self._accept(each)
         return StepStats(
@@ -204,10 +203,8 @@ class Engine:
         if sampled.error is not None:
             self._finish(sequence, FinishReason.ERROR, error=sampled.error)
             return
-        if sequence.state is SequenceState.PREFILL:
-            sequence.move_to(SequenceState.DECODE)
         params = sequence.request.sampling
-        sequence.tokens.append(sampled.token_id)
+        sequence.append(sampled.token_id)
         if sampled.token_id in params.stop_token_ids:
             self._finish(sequence, FinishReason.STOP, sampled)
         elif sequence.generated >= sequence.max_tokens:

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections import deque
+from heapq import heappop, heappush
 from operator import attrgetter
 
 from triton_models.engine.batch import Batch, Chunk
@@ -22,6 +23,11 @@ class Scheduler:
     * When a decode finds no block, the running sequence of the worst rank (priority, then arrival) gives up
       its blocks and waits again; its known tokens are computed anew later. The best-ranked one is never the
       victim, and any admitted sequence fits the whole cache alone, so some sequence always comes to its end.
+    * A step may be scheduled while the tokens of the one before are still in flight. What depends on their
+      values waits for them: the mask of the next token, and everything of a sequence that was preempted.
+
+    Blocks and slots are free for others as soon as their holder stops, even if a step that was launched still
+    writes there: the steps launched later run after it on the same stream, and clear or fill them first.
     """
 
     def __init__(self, block_manager: BlockManager, *, max_running: int, max_batched_tokens: int) -> None:
@@ -31,6 +37,8 @@ class Scheduler:
         self.waiting = WaitingList()
         self.running: list[Sequence] = []
         """Sorted by rank."""
+        self._slots = list(range(max_running))
+        """Those nobody holds, as a heap: the lowest go first, so that few sequences stand close together."""
 
     def add(self, sequence: Sequence) -> None:
         """Let a new sequence wait."""
@@ -53,7 +61,7 @@ class Scheduler:
         return late + self.waiting.expired(now)
 
     def schedule(self) -> Batch:
-        """Choose the next step's work, empty only if there is none."""
+        """Choose the next step's work; empty if there is none, or all of it waits for tokens in flight."""
         batch = Batch()
         self._schedule_decodes(batch)
         budget = self._max_batched_tokens - len(batch.decodes)
@@ -69,28 +77,34 @@ class Scheduler:
         return batch
 
     def _schedule_decodes(self, batch: Batch) -> None:
-        decoding = [each for each in self.running if each.state is SequenceState.DECODE]
-        for sequence in decoding:
-            # Victims are taken from the end of the order, so one may be further on in this very list.
-            if sequence.state is SequenceState.DECODE and self._make_room(sequence, batch):
-                batch.decodes.append(Chunk(sequence, sequence.computed, 1))
+        block_size = self._blocks.block_size
+        # Victims are taken from the end of this very list, never before the one that the loop is at.
+        for sequence in self.running:
+            if sequence.state is not SequenceState.DECODE:
+                continue
+            computed = sequence.computed
+            if sequence.in_flight and (sequence.masked or computed + 1 >= sequence.max_length):
+                continue
+            if computed == len(sequence.blocks) * block_size and not self._make_room(sequence, batch):
+                continue
+            batch.decodes.append(Chunk(sequence, computed, 1, samples=True))
 
     def _make_room(self, sequence: Sequence, batch: Batch) -> bool:
         """Give a decoding sequence the block its next token needs; False if it had to give up its own."""
-        missing = self._blocks.blocks_for(sequence.computed + 1) - len(sequence.blocks)
-        while missing > self._blocks.free:
+        while not self._blocks.free:
             victim = self.running[-1]
             self._preempt(victim, batch)
             if victim is sequence:
                 return False
-        if missing:
-            self._take_blocks(sequence, missing, batch)
+        self._take_blocks(sequence, 1, batch)
         return True
 
     def _admit_before(self, started: Sequence | None, batch: Batch) -> Sequence | None:
         """Admit the first waiting sequence if it outranks `started`, has a place and its blocks are free."""
         sequence = self.waiting.first()
         if sequence is None or (started is not None and started.rank < sequence.rank):
+            return None
+        if sequence.in_flight:
             return None
         needed = self._blocks.blocks_for(len(sequence.tokens))
         # A block more for each running sequence keeps the next few steps from preempting what is admitted
@@ -99,6 +113,7 @@ class Scheduler:
             return None
         self.waiting.remove(sequence.request.request_id)
         sequence.move_to(SequenceState.PREFILL)
+        sequence.slot = heappop(self._slots)
         insort(self.running, sequence, key=_rank)
         self._take_blocks(sequence, needed, batch)
         return sequence
@@ -114,6 +129,9 @@ class Scheduler:
         del self.running[bisect_left(self.running, sequence.rank, key=_rank)]
         self._blocks.release(sequence.blocks)
         sequence.blocks = []
+        if sequence.slot is not None:
+            heappush(self._slots, sequence.slot)
+            sequence.slot = None
 
     def _take_blocks(self, sequence: Sequence, count: int, batch: Batch) -> None:
         taken = self._blocks.allocate(count)
@@ -123,6 +141,7 @@ class Scheduler:
 
 def _prefill(sequence: Sequence, budget: int, batch: Batch) -> int:
     """Schedule as much of a prompt as the budget allows; returns the number of tokens."""
-    count = min(len(sequence.tokens) - sequence.computed, budget)
-    batch.prefills.append(Chunk(sequence, sequence.computed, count))
+    start = sequence.computed
+    count = min(len(sequence.tokens) - start, budget)
+    batch.prefills.append(Chunk(sequence, start, count, samples=start + count == sequence.length))
     return count

@@ -26,7 +26,7 @@ class SequenceState(enum.Enum):
     PREFILL = enum.auto()
     """Its known tokens (prompt, and after a preemption what it generated) are being computed."""
     DECODE = enum.auto()
-    """All known tokens but the newest are in the KV cache; each step adds one."""
+    """All tokens but the newest (which may be in flight) are in the KV cache; each step adds one."""
     FINISHED = enum.auto()
 
 
@@ -97,11 +97,15 @@ class Sequence:
         "arrived_at",
         "blocks",
         "computed",
+        "in_flight",
+        "masked",
+        "max_length",
         "max_tokens",
         "rank",
         "request",
         "scheduled_at",
         "seed",
+        "slot",
         "state",
         "tokens",
     )
@@ -111,20 +115,36 @@ class Sequence:
         self.arrival = arrival
         self.arrived_at = arrived_at
         self.max_tokens = max_tokens
+        self.max_length = len(request.prompt_ids) + max_tokens
+        self.masked = request.sampling.mask is not None
         self.rank = (request.priority, arrival)
         seed = request.sampling.seed
         self.seed = secrets.randbits(63) if seed is None else seed
         self.tokens = list(request.prompt_ids)
         self.computed = 0
-        """Tokens whose keys and values are in the cache."""
+        """Tokens whose keys and values are in the cache once every step launched so far has run."""
+        self.in_flight = 0
+        """Tokens that launched steps sample, unknown to the host as yet: 0 or 1 when a step is scheduled."""
         self.blocks: list[int] = []
+        self.slot: int | None = None
+        """Row of the device's state tables, 0 to `max_running` - 1; None unless running."""
         self.scheduled_at: float | None = None
         self.state = SequenceState.WAITING
 
     @property
     def generated(self) -> int:
-        """Number of tokens sampled so far."""
+        """Number of sampled tokens that are known."""
         return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, those in flight included."""
+        return len(self.tokens) + self.in_flight
+
+    def append(self, token_id: int) -> None:
+        """Take the value of the oldest token in flight."""
+        self.tokens.append(token_id)
+        self.in_flight -= 1
 
     def move_to(self, state: SequenceState) -> None:
         """Change the state.

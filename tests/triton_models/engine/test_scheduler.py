@@ -2,11 +2,12 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from torch import Tensor
 
 from tests.triton_models.engine.fake_model import request
 from triton_models.engine.batch import Batch
 from triton_models.engine.block_manager import PADDING_BLOCK, BlockManager
-from triton_models.engine.sampling import SamplingParams
+from triton_models.engine.sampling import SamplingParams, TokenMask
 from triton_models.engine.scheduler import Scheduler
 from triton_models.engine.sequence import Sequence, SequenceState
 
@@ -14,8 +15,20 @@ BLOCKS, BLOCK_SIZE, MAX_RUNNING, BUDGET = 12, 4, 4, 10
 CONTEXT = BLOCKS * BLOCK_SIZE
 
 
-def sequence(name: str, prompt: int, count: int, *, priority: int = 0, arrival: int = 0) -> Sequence:
-    ask = request(name, [1] * prompt, SamplingParams(max_tokens=count), priority=priority)
+class Anything:
+    """A mask; what it says is never asked here."""
+
+    def fill(self, words: Tensor) -> None:
+        raise NotImplementedError
+
+    def accept(self, token_id: int) -> None:
+        raise NotImplementedError
+
+
+def sequence(
+    name: str, prompt: int, count: int, *, priority: int = 0, arrival: int = 0, mask: TokenMask | None = None
+) -> Sequence:
+    ask = request(name, [1] * prompt, SamplingParams(max_tokens=count, mask=mask), priority=priority)
     return Sequence(ask, arrival=arrival, arrived_at=0.0, max_tokens=count)
 
 
@@ -29,14 +42,12 @@ def scheduler(
 def compute(chosen: Scheduler, batch: Batch) -> list[Sequence]:
     """Do what the engine does with a batch; returns the sequences that finished."""
     finished = []
-    sampling = [chunk for chunk in batch.chunks if chunk.samples]
+    batch.advance()
     for chunk in batch.chunks:
-        chunk.sequence.computed = chunk.end
-    for chunk in sampling:
+        if not chunk.samples:
+            continue
         each = chunk.sequence
-        if each.state is SequenceState.PREFILL:
-            each.move_to(SequenceState.DECODE)
-        each.tokens.append(7)
+        each.append(7)
         if each.generated >= each.max_tokens:
             chosen.remove(each)
             each.move_to(SequenceState.FINISHED)
@@ -205,3 +216,75 @@ def test_removing_a_running_sequence_frees_its_blocks(state: SequenceState) -> N
     chosen.remove(each)
     assert manager.used == 0
     assert not chosen.running
+
+
+def names(batch: Batch) -> list[str]:
+    return [chunk.sequence.request.request_id for chunk in batch.chunks]
+
+
+def test_a_step_is_scheduled_while_the_tokens_before_are_in_flight() -> None:
+    chosen, _ = scheduler()
+    each = sequence("a", 3, 5)
+    chosen.add(each)
+    first = chosen.schedule()
+    first.advance()
+    assert (each.in_flight, each.length, each.computed, each.state) == (1, 4, 3, SequenceState.DECODE)
+    second = chosen.schedule()
+    assert [(chunk.start, chunk.count, chunk.samples) for chunk in second.chunks] == [(3, 1, True)]
+    second.advance()
+    each.append(7)
+    assert (each.in_flight, each.length, each.tokens[3:]) == (1, 5, [7])
+    # What was true when the chunk was made stays true.
+    assert first.prefills[0].samples
+
+
+def test_no_step_beyond_the_last_token_even_before_its_value_is_known() -> None:
+    chosen, _ = scheduler()
+    each = sequence("a", 3, 2)
+    chosen.add(each)
+    chosen.schedule().advance()
+    chosen.schedule().advance()
+    each.append(7)
+    assert (each.generated, each.in_flight) == (1, 1)
+    assert names(chosen.schedule()) == []
+
+
+def test_a_masked_sequence_waits_for_its_newest_token() -> None:
+    chosen, _ = scheduler()
+    masked = sequence("masked", 3, 5, arrival=0, mask=Anything())
+    for each in (masked, sequence("free", 3, 5, arrival=1)):
+        chosen.add(each)
+    chosen.schedule().advance()
+    assert names(chosen.schedule()) == ["free"]
+    masked.append(7)
+    assert names(chosen.schedule()) == ["masked", "free"]
+
+
+def test_a_preempted_sequence_waits_for_the_token_it_has_in_flight() -> None:
+    chosen, _ = scheduler(blocks=5, budget=15)
+    older, younger = sequence("older", 8, 8, arrival=0), sequence("younger", 7, 8, arrival=1)
+    for each in (older, younger):
+        chosen.add(each)
+    chosen.schedule().advance()
+    chosen.schedule().advance()
+    for each in (older, younger):
+        each.append(7)
+    assert names(chosen.schedule()) == ["older"]
+    assert (younger.state, younger.in_flight) == (SequenceState.WAITING, 1)
+    chosen.remove(older)
+    assert names(chosen.schedule()) == []
+    younger.append(7)
+    batch = chosen.schedule()
+    assert [(chunk.start, chunk.count, chunk.samples) for chunk in batch.chunks] == [(0, 9, True)]
+
+
+def test_slots_are_the_lowest_free_and_come_back() -> None:
+    chosen, _ = scheduler(max_running=3)
+    members = [sequence(str(number), 1, 5, arrival=number) for number in range(4)]
+    for each in members:
+        chosen.add(each)
+    compute(chosen, chosen.schedule())
+    assert [each.slot for each in members] == [0, 1, 2, None]
+    chosen.remove(members[1])
+    compute(chosen, chosen.schedule())
+    assert [each.slot for each in members] == [0, None, 2, 1]
