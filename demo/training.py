@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from demo.encoding import Sample
 from triton_models.checkpoint import read_config, tensor_places
 from triton_models.engine.models.chatglm import ChatGLM
+from triton_models.engine.operations import PlainMath, Rotary, rotate_in_place, rotation, split_heads
 
 log = logging.getLogger(__name__)
 
@@ -38,29 +39,30 @@ class Recipe:
     seed: int = 20_240_601
 
 
-class _Causal:
-    """Attention of whole dialogues side by side: the `Attention` that training needs.
+class _WholeDialogues(PlainMath):
+    """Operations over whole dialogues side by side, without a cache: what training needs.
 
     Padding stands at the right of each, so a causal mask keeps it from everything that counts.
     """
 
-    def __init__(self, rows: int, length: int) -> None:
-        self._rows, self._length = rows, length
+    def __init__(self, rows: int, length: int, *, kv_heads: int, device: torch.device) -> None:
+        self._rows, self._length, self._kv_heads = rows, length, kv_heads
+        self.positions = torch.arange(length, device=device).repeat(rows)
 
-    def __call__(
+    def attend(
         self,
         layer: int,  # noqa: ARG002 - there is no cache, so every layer is alike
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        projected: Tensor,
+        rotary: Rotary,
     ) -> Tensor:
-        """See `Attention`."""
+        """See `Operations`."""
+        rotate_in_place(projected[:, : -self._kv_heads], *rotation(rotary, self.positions))
         queries, keys, values = (
             each.view(self._rows, self._length, *each.shape[1:]).transpose(1, 2)
-            for each in (queries, keys, values)
+            for each in split_heads(projected, self._kv_heads)
         )
         attended = scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
-        return attended.transpose(1, 2).flatten(0, 1)
+        return attended.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def train(directory: Path, samples: Sequence[Sample], recipe: Recipe, device: torch.device) -> ChatGLM:
@@ -126,12 +128,10 @@ def _initialise(model: ChatGLM) -> dict[str, Tensor]:
 def _loss(model: ChatGLM, ids: Tensor, learned: Tensor) -> Tensor:
     """Return the mean loss over what is learned of `ids`, both [rows, length]."""
     rows, length = ids.shape
-    positions = torch.arange(length, device=ids.device).repeat(rows)
     wanted = learned[:, 1:].nonzero()
     targets = ids[wanted[:, 0], wanted[:, 1] + 1]
-    logits = model.forward(
-        ids.flatten(), positions, _Causal(rows, length), wanted[:, 0] * length + wanted[:, 1]
-    )
+    operations = _WholeDialogues(rows, length, kv_heads=model.kv_shape.heads, device=ids.device)
+    logits = model.forward(ids.flatten(), operations, wanted[:, 0] * length + wanted[:, 1])
     return cross_entropy(logits.float(), targets)
 
 

@@ -3,19 +3,34 @@
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from triton_models.engine.backend import Backend, choose_backend
 from triton_models.engine.block_manager import BlockManager
 from triton_models.engine.intake import Intake
 from triton_models.engine.kv_cache import KVCache
 from triton_models.engine.model import CausalModel
-from triton_models.engine.runner import Runner, Sampled
+from triton_models.engine.runner import Launched, Runner, Sampled
 from triton_models.engine.scheduler import Scheduler
 from triton_models.engine.sequence import FinishReason, Request, Sequence, SequenceState, TokenOutput
 from triton_models.engine.settings import EngineSettings, choose_capacity
+from triton_models.engine.slots import SlotTable
 from triton_models.engine.stats import EngineStats, StepStats
 from triton_models.errors import InvalidRequestError, PromptTooLongError, TokenMaskError
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """A step that was launched and not collected yet."""
+
+    launched: Launched
+    began: float
+    decodes: int
+    prompts: int
+    prompt_tokens: int
+    preemptions: int
 
 
 class Engine:
@@ -26,8 +41,16 @@ class Engine:
     """
 
     def __init__(
-        self, model: CausalModel, settings: EngineSettings, *, clock: Callable[[], float] = time.monotonic
+        self,
+        model: CausalModel,
+        settings: EngineSettings,
+        *,
+        backend: Backend | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        backend = backend or choose_backend(model.device, model.dtype)
+        log.info("%s", backend.reason)
+        self._overlap = backend.overlap
         self.settings = settings
         self._model = model
         self._clock = clock
@@ -42,7 +65,10 @@ class Engine:
             dtype=model.dtype,
             device=model.device,
         )
-        self._runner = Runner(model, cache)
+        slots = SlotTable(settings.max_running, -(-capacity.max_context // settings.block_size), model.device)
+        self._runner = Runner(model, cache, slots, backend)
+        self._launched: _Step | None = None
+        self._collected_at = 0.0
         self._intake = Intake(settings.max_running + settings.max_waiting)
         self._arrivals = 0
         self._preemptions = 0
@@ -50,6 +76,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._outputs: list[TokenOutput] = []
         self._start_scheduler()
+        self._runner.warm_up()
 
     @property
     def max_context(self) -> int:
@@ -91,29 +118,17 @@ class Engine:
         )
 
     def step(self) -> StepStats | None:
-        """Do one step; None if there was nothing to compute."""
-        self._welcome_and_dismiss()
-        started = time.perf_counter()
-        batch = self._scheduler.schedule()
-        chunks = batch.chunks
-        self._preemptions += batch.preemptions
-        if not chunks:
+        """Finish a step; None if there was nothing to compute.
+
+        With overlap, the device has the following step's work before this one's results are waited for.
+        """
+        current = self._launched or self._launch()
+        self._launched = None
+        if current is None:
             return None
-        now = self._clock()
-        for chunk in chunks:
-            if chunk.sequence.scheduled_at is None:
-                chunk.sequence.scheduled_at = now
-        sampled = self._runner.run(batch)
-        batch.advance()
-        for each in sampled:
-            self._accept(each)
-        return StepStats(
-            batch_size=len(chunks),
-            prefill_tokens=sum(chunk.count for chunk in batch.prefills),
-            decode_tokens=len(batch.decodes),
-            seconds=time.perf_counter() - started,
-            preemptions=batch.preemptions,
-        )
+        if self._overlap:
+            self._launched = self._launch()
+        return self._collect(current)
 
     def take_outputs(self) -> list[TokenOutput]:
         """Return the outputs since the last call, oldest first."""
@@ -123,9 +138,11 @@ class Engine:
     def fail_running(self, error: str) -> None:
         """After a step that raised: end what was running, with `error`, and start with an empty cache."""
         self._failed_steps += 1
+        self._launched = None
         # Nothing that the failed step may have left half done is used again but the sequences' states.
         self._start_scheduler()
         for sequence in list(self._sequences.values()):
+            sequence.in_flight = 0
             if sequence.state is SequenceState.WAITING:
                 self._scheduler.add(sequence)
             else:
@@ -135,6 +152,7 @@ class Engine:
     def shut_down(self, reason: FinishReason, error: str) -> None:
         """Take no more requests, and end every open one."""
         self._intake.close()
+        self._launched = None
         self._welcome()
         self._start_scheduler()
         for sequence in list(self._sequences.values()):
@@ -172,6 +190,43 @@ class Engine:
                     f"{name} has an id outside the vocabulary of {self._model.vocab_size}"
                 )
 
+    def _launch(self) -> "_Step | None":
+        """Schedule a step and have the device compute it; None if there is nothing to compute."""
+        self._welcome_and_dismiss()
+        began = time.perf_counter()
+        batch = self._scheduler.schedule()
+        self._preemptions += batch.preemptions
+        if not batch.chunks:
+            return None
+        now = self._clock()
+        for chunk in batch.prefills:
+            if chunk.sequence.scheduled_at is None:
+                chunk.sequence.scheduled_at = now
+        launched = self._runner.launch(batch)
+        batch.advance()
+        return _Step(
+            launched=launched,
+            began=began,
+            decodes=len(batch.decodes),
+            prompts=len(batch.prefills),
+            prompt_tokens=sum(chunk.count for chunk in batch.prefills),
+            preemptions=batch.preemptions,
+        )
+
+    def _collect(self, step: "_Step") -> StepStats:
+        """Wait for a step's results and take them over."""
+        for each in self._runner.collect(step.launched):
+            self._accept(each)
+        now = time.perf_counter()
+        began, self._collected_at = max(step.began, self._collected_at), now
+        return StepStats(
+            batch_size=step.decodes + step.prompts,
+            prefill_tokens=step.prompt_tokens,
+            decode_tokens=step.decodes,
+            seconds=now - began,
+            preemptions=step.preemptions,
+        )
+
     def _welcome_and_dismiss(self) -> None:
         """Let new requests wait; end those that were cancelled or are out of time."""
         for request_id in self._welcome():
@@ -200,6 +255,8 @@ class Engine:
     def _accept(self, sampled: Sampled) -> None:
         """Append a sampled token to its sequence, and end the sequence if that was its last."""
         sequence = sampled.sequence
+        if sequence.state is SequenceState.FINISHED:
+            return  # It ended while the device was already at this token.
         if sampled.error is not None:
             self._finish(sequence, FinishReason.ERROR, error=sampled.error)
             return

@@ -6,6 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from triton_models.engine.operations import Operations
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -18,25 +20,6 @@ class KVShape:
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the size of one token's keys and values."""
         return 2 * self.layers * self.heads * self.head_dim * dtype.itemsize
-
-
-class Attention(Protocol):
-    """One step's attention over each sequence's own past."""
-
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Store the new keys and values, then attend.
-
-        Args:
-            layer: index of the layer.
-            queries: [T, query heads, head_dim]; query heads are a multiple of the KV heads, and consecutive
-                ones share a KV head.
-            keys: [T, KV heads, head_dim], positions already encoded.
-            values: [T, KV heads, head_dim].
-
-        Returns:
-            [T, query heads, head_dim], each token attending to its sequence up to itself.
-        """
-        ...
 
 
 class CausalModel(Protocol):
@@ -58,6 +41,11 @@ class CausalModel(Protocol):
         ...
 
     @property
+    def query_heads(self) -> int:
+        """Query heads of each layer; a multiple of the KV heads."""
+        ...
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of weights, activations and KV cache."""
         ...
@@ -67,13 +55,12 @@ class CausalModel(Protocol):
         """Where the weights are."""
         ...
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, operations: Operations, rows: Tensor) -> Tensor:
         """Compute the logits behind some of the tokens.
 
         Args:
             tokens: [T] int64, the new tokens of every sequence of the step, one after the other.
-            positions: [T] int64, each token's place in its own sequence.
-            attention: stores keys and values and attends, layer by layer.
+            operations: what the step is computed with; they know each token's sequence and position.
             rows: [S] int64, the tokens whose logits are wanted.
 
         Returns:

@@ -1,18 +1,20 @@
 """Runs a scheduled step on the device: sequences become tensors, and tensors tokens."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from triton_models.engine.attention import PagedAttention, PrefillChunk, StepLayout
-from triton_models.engine.batch import Batch, Chunk
-from triton_models.engine.block_manager import PADDING_BLOCK
+from triton_models.engine.backend import Backend
+from triton_models.engine.batch import Batch
+from triton_models.engine.graphs import DecodeGraphs
 from triton_models.engine.kv_cache import KVCache
+from triton_models.engine.layout import ChunkRows, StepLayout
 from triton_models.engine.model import CausalModel
-from triton_models.engine.sampler import MASK_BITS, SamplerInputs, SamplerOutputs, sample
+from triton_models.engine.sampler import MASK_BITS, SamplerOutputs
+from triton_models.engine.sampling_rows import sampler_inputs, stage_sampling
 from triton_models.engine.sequence import Sequence, TokenLogprobs
+from triton_models.engine.slots import SlotTable, slot_of, stage_blocks, stage_sequences
 from triton_models.engine.staging import Staging
 from triton_models.errors import TokenMaskError
 
@@ -27,36 +29,120 @@ class Sampled:
     error: str | None = None
 
 
-class Runner:
-    """Owns the model and its KV cache. A step's indices and parameters go to the device in one copy."""
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that the device may still be computing. `sampling`: the sequences that it samples for."""
 
-    def __init__(self, model: CausalModel, cache: KVCache) -> None:
+    sampling: list[Sequence]
+    outputs: SamplerOutputs | None
+    mask_errors: dict[str, str]
+    done: torch.cuda.Event | None
+    """None: it is done."""
+
+
+class Runner:
+    """Owns the model, its KV cache and the slots.
+
+    `launch` returns as soon as the device has its work, and a step may be launched before the one before it
+    was collected: the device computes them in order, and finds the newest tokens in its own tables. What
+    the host knows goes there in one copy.
+    """
+
+    def __init__(self, model: CausalModel, cache: KVCache, slots: SlotTable, backend: Backend) -> None:
         self._model = model
         self._cache = cache
+        self._slots = slots
+        self._backend = backend
+        self._graphs = (
+            DecodeGraphs(self._forward, slots, longest=slots.tables.shape[1] * cache.block_size)
+            if backend.graphs
+            else None
+        )
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> list[Sampled]:
-        """Compute a step; returns a result for every chunk that samples, in order."""
+    def warm_up(self) -> None:
+        """Compile and capture everything that steps will use, whatever they hold."""
+        if self._graphs is not None:
+            self._graphs.capture()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> Launched:
+        """Have the device compute a step."""
         staging = Staging()
-        chunks = batch.chunks
-        _stage_layout(staging, batch, chunks, self._cache.block_size)
-        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        _stage_sampling(staging, sampling)
+        sampling = [chunk.sequence for chunk in batch.chunks if chunk.samples]
+        self._stage(staging, batch)
+        stage_sampling(staging, sampling)
         masks, mask_errors = self._fill_masks(sampling)
         views = staging.upload(self._model.device)
-        if batch.new_blocks:
+        self._slots.load(views)
+        if self._backend.clears_blocks and batch.new_blocks:
             self._cache.clear(views["new_blocks"])
-        attention = PagedAttention(self._cache, _layout(views, batch))
-        logits = self._model.forward(views["tokens"], views["positions"], attention, views["rows"])
-        if not sampling:
-            return []
-        outputs = sample(logits, _sampler_inputs(views, masks, sampling))
-        return _results(sampling, outputs, mask_errors)
+        slots = views["decode_slots"]
+        prompts = _prompts(batch, views) if batch.prefills else None
+        if self._graphs is not None and prompts is None and self._graphs.holds(len(slots)):
+            logits = self._graphs.replay(slots)
+        else:
+            longest = max((chunk.end for chunk in batch.decodes), default=0)
+            logits = self._forward(slots, longest, prompts)
+        outputs = None
+        if sampling:
+            inputs = sampler_inputs(views, self._slots, masks, sampling)
+            outputs = self._backend.sample(logits[: len(sampling)], inputs)
+            self._slots.advance(slots[: len(batch.decodes)], views["sampling_slots"], outputs.status[0])
+        return self._send_back(sampling, outputs, mask_errors)
 
+    def collect(self, launched: Launched) -> list[Sampled]:
+        """Wait for a step; returns a result for every chunk that samples, in order."""
+        if launched.done is not None:
+            launched.done.synchronize()
+        if launched.outputs is None:
+            return []
+        return _results(launched.sampling, launched.outputs, launched.mask_errors)
+
+    @torch.inference_mode()
     def reset(self) -> None:
         """Forget what a failed step may have left."""
-        with torch.inference_mode():
-            self._cache.reset()
+        self._cache.reset()
+
+    def _stage(self, staging: Staging, batch: Batch) -> None:
+        size = self._cache.block_size
+        entries = [
+            (slot_of(chunk.sequence), chunk.start // size, chunk.sequence.blocks[chunk.start // size])
+            for chunk in batch.decodes
+            if chunk.start % size == 0
+        ]
+        for chunk in batch.prefills:
+            sequence = chunk.sequence
+            entries += [(slot_of(sequence), column, block) for column, block in enumerate(sequence.blocks)]
+        stage_sequences(staging, [(chunk.sequence, chunk.end) for chunk in batch.prefills])
+        stage_blocks(staging, entries)
+        staging.integers("new_blocks", batch.new_blocks if self._backend.clears_blocks else [])
+        slots = [slot_of(chunk.sequence) for chunk in batch.decodes]
+        if self._graphs is not None and not batch.prefills:
+            slots += [self._slots.spare] * self._graphs.padding(len(slots))
+        staging.integers("decode_slots", slots)
+        _stage_prompts(staging, batch)
+
+    def _forward(self, decodes: Tensor, longest_decode: int, prompts: "_Prompts | None" = None) -> Tensor:
+        """Compute a step; returns the logits of what samples: the decodes ([D] int64 slots), then prompts."""
+        tokens, positions = self._slots.tokens[decodes], self._slots.lengths[decodes]
+        slots, rows = decodes, torch.arange(len(decodes), device=decodes.device)
+        chunks: tuple[ChunkRows, ...] = ()
+        if prompts is not None:
+            tokens = torch.cat([tokens, prompts.tokens])
+            positions = torch.cat([positions, prompts.positions])
+            slots = torch.cat([slots, prompts.slots])
+            rows = torch.cat([rows, prompts.rows])
+            chunks = prompts.chunks
+        layout = StepLayout(
+            tables=self._slots.tables,
+            slots=slots.int(),
+            positions=positions,
+            decodes=len(decodes),
+            longest_decode=longest_decode,
+            chunks=chunks,
+        )
+        return self._model.forward(tokens, self._backend.operations(self._cache, layout), rows)
 
     def _fill_masks(self, sampling: list[Sequence]) -> tuple[Tensor | None, dict[str, str]]:
         """Ask every token mask; returns their words on the device, and errors by request."""
@@ -74,109 +160,60 @@ class Runner:
                 errors[sequence.request.request_id] = str(error)
         return words.to(self._model.device), errors
 
+    def _send_back(
+        self, sampling: list[Sequence], outputs: SamplerOutputs | None, mask_errors: dict[str, str]
+    ) -> Launched:
+        """Start what was sampled on its way to the host."""
+        done = None
+        if self._model.device.type == "cuda":
+            outputs = None if outputs is None else outputs.to_host()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return Launched(sampling, outputs, mask_errors, done)
 
-def _stage_layout(staging: Staging, batch: Batch, chunks: list[Chunk], block_size: int) -> None:
+
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    """The prompt tokens of a step, P in all, on the device; their rows come behind the decodes'."""
+
+    slots: Tensor
+    tokens: Tensor
+    positions: Tensor
+    rows: Tensor
+    """[S] int64: the rows of the step that sample."""
+    chunks: tuple[ChunkRows, ...]
+
+
+def _stage_prompts(staging: Staging, batch: Batch) -> None:
+    slots: list[int] = []
     tokens: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
     rows: list[int] = []
-    for chunk in chunks:
+    for chunk in batch.prefills:
         sequence = chunk.sequence
+        slots += [slot_of(sequence)] * chunk.count
         tokens += sequence.tokens[chunk.start : chunk.end]
         positions += range(chunk.start, chunk.end)
-        slots += _slots(sequence.blocks, chunk.start, chunk.end, block_size)
         if chunk.samples:
-            rows.append(len(tokens) - 1)
-    staging.integers("tokens", tokens)
-    staging.integers("positions", positions)
-    staging.integers("slots", slots)
-    staging.integers("rows", rows)
-    staging.integers("new_blocks", batch.new_blocks)
-    staging.integers("decode_blocks", _padded_tables(batch.decodes))
-    staging.integers("decode_lengths", [chunk.end for chunk in batch.decodes])
-    for number, chunk in enumerate(batch.prefills):
-        staging.integers(f"chunk_blocks:{number}", chunk.sequence.blocks[: -(-chunk.end // block_size)])
+            rows.append(len(batch.decodes) + len(tokens) - 1)
+    staging.integers("prompt_slots", slots)
+    staging.integers("prompt_tokens", tokens)
+    staging.integers("prompt_positions", positions)
+    staging.integers("prompt_rows", rows)
 
 
-def _slots(blocks: list[int], start: int, end: int, block_size: int) -> Iterable[int]:
-    for position in range(start, end):
-        yield blocks[position // block_size] * block_size + position % block_size
-
-
-def _padded_tables(decodes: list[Chunk]) -> list[int]:
-    width = max((len(chunk.sequence.blocks) for chunk in decodes), default=0)
-    table: list[int] = []
-    for chunk in decodes:
-        blocks = chunk.sequence.blocks
-        table += blocks
-        table += [PADDING_BLOCK] * (width - len(blocks))
-    return table
-
-
-def _layout(views: dict[str, Tensor], batch: Batch) -> StepLayout:
+def _prompts(batch: Batch, views: dict[str, Tensor]) -> _Prompts:
     chunks = []
     row = len(batch.decodes)
-    for number, chunk in enumerate(batch.prefills):
-        chunks.append(PrefillChunk(row, row + chunk.count, chunk.start, views[f"chunk_blocks:{number}"]))
+    for chunk in batch.prefills:
+        chunks.append(ChunkRows(slot_of(chunk.sequence), row, row + chunk.count, chunk.start))
         row += chunk.count
-    return StepLayout(
-        slots=views["slots"],
-        decode_blocks=views["decode_blocks"].view(len(batch.decodes), -1)
-        if batch.decodes
-        else views["decode_blocks"],
-        decode_lengths=views["decode_lengths"],
+    return _Prompts(
+        slots=views["prompt_slots"],
+        tokens=views["prompt_tokens"],
+        positions=views["prompt_positions"],
+        rows=views["prompt_rows"],
         chunks=tuple(chunks),
-    )
-
-
-def _stage_sampling(staging: Staging, sampling: list[Sequence]) -> None:
-    params = [each.request.sampling for each in sampling]
-    random = [row for row, each in enumerate(params) if not each.greedy]
-    truncated = [place for place, row in enumerate(random) if params[row].truncated]
-    cut = [params[random[place]] for place in truncated]
-    bias = [(row, id_, value) for row, each in enumerate(params) for id_, value in each.logit_bias.items()]
-    banned = [
-        (row, id_)
-        for row, (sequence, each) in enumerate(zip(sampling, params, strict=True))
-        if sequence.generated < each.min_tokens
-        for id_ in each.stop_token_ids
-    ]
-    staging.integers("random_rows", random)
-    staging.integers("seeds", [sampling[row].seed for row in random])
-    staging.integers("counters", [sampling[row].generated for row in random])
-    staging.floats("temperatures", [params[row].temperature for row in random])
-    staging.integers("truncated", truncated)
-    staging.integers("top_k", [each.top_k for each in cut])
-    staging.floats("top_p", [each.top_p for each in cut])
-    staging.integers("bias_rows", [row for row, _, _ in bias])
-    staging.integers("bias_ids", [id_ for _, id_, _ in bias])
-    staging.floats("bias_values", [value for _, _, value in bias])
-    staging.integers("banned_rows", [row for row, _ in banned])
-    staging.integers("banned_ids", [id_ for _, id_ in banned])
-    staging.integers("masked_rows", [row for row, each in enumerate(params) if each.mask is not None])
-    staging.integers("logprob_rows", [row for row, each in enumerate(params) if each.logprobs is not None])
-
-
-def _sampler_inputs(
-    views: dict[str, Tensor], mask_words: Tensor | None, sampling: list[Sequence]
-) -> SamplerInputs:
-    return SamplerInputs(
-        random_rows=views["random_rows"],
-        seeds=views["seeds"],
-        counters=views["counters"],
-        temperatures=views["temperatures"],
-        truncated=views["truncated"],
-        top_k=views["top_k"],
-        top_p=views["top_p"],
-        bias_rows=views["bias_rows"],
-        bias_ids=views["bias_ids"],
-        bias_values=views["bias_values"],
-        banned_rows=views["banned_rows"],
-        banned_ids=views["banned_ids"],
-        masked_rows=views["masked_rows"],
-        mask_words=mask_words,
-        logprob_rows=views["logprob_rows"],
-        top_logprobs=max((each.request.sampling.logprobs or 0 for each in sampling), default=0),
     )
 
 

@@ -9,28 +9,30 @@ import torch
 from torch import Tensor
 
 from triton_models.engine.random_numbers import uniform
+from triton_models.engine.sampling import GREEDY_BELOW
 
 MASK_BITS = 32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerInputs:
-    """The rules of S rows with R that draw, as tensors. Row numbers are int64, and index the S rows.
+    """The rules of S rows, as tensors. Row numbers are int64, and index the S rows.
 
-    `random_*`: rows that are not greedy, with what they need. `truncated`: places among those R whose
-    top_k ([N] int64, 0 keeps all) or top_p ([N] float64) take tokens away. `bias_*`: what is added to single
-    logits ([B] float64). `banned_*`: logits that are taken away. `masked_rows`, `mask_words`: rows with an
-    allowed set, as [M] and [M, ceil(vocab / 32)] int32. `logprob_rows`: rows whose log-probabilities are
-    wanted, `top_logprobs` most likely ones each.
+    `temperatures`: [S] float32, greedy below `GREEDY_BELOW`. `seeds`, `counters`: [S] int64, the random number
+    of each row. `random`: whether any row is not greedy. `truncated`: rows whose top_k ([S] int64, 0 keeps
+    all) or top_p ([S] float64) take tokens away. `bias_*`: what is added to single logits ([B] float64).
+    `banned_*`: logits that are taken away. `masked_rows`, `mask_words`: rows with an allowed set, as [M] and
+    [M, ceil(vocab / 32)] int32. `logprob_rows`: rows whose log-probabilities are wanted, `top_logprobs` most
+    likely ones each.
     """
 
-    random_rows: Tensor
+    temperatures: Tensor
     seeds: Tensor
     counters: Tensor
-    temperatures: Tensor
-    truncated: Tensor
     top_k: Tensor
     top_p: Tensor
+    random: bool
+    truncated: Tensor
     bias_rows: Tensor
     bias_ids: Tensor
     bias_values: Tensor
@@ -53,6 +55,14 @@ class SamplerOutputs:
     logprobs: Tensor | None
     top_ids: Tensor | None
 
+    def to_host(self) -> "SamplerOutputs":
+        """Start copying to pinned host memory; whoever reads the copies waits for the device first."""
+        return SamplerOutputs(
+            self.status.to("cpu", non_blocking=True),
+            None if self.logprobs is None else self.logprobs.to("cpu", non_blocking=True),
+            None if self.top_ids is None else self.top_ids.to("cpu", non_blocking=True),
+        )
+
 
 def sample(logits: Tensor, inputs: SamplerInputs) -> SamplerOutputs:
     """Choose a token per row.
@@ -71,8 +81,8 @@ def sample(logits: Tensor, inputs: SamplerInputs) -> SamplerOutputs:
     raw = logits[inputs.logprob_rows].log_softmax(dim=-1) if wants_logprobs else None
     _apply_constraints(logits, inputs)
     best, tokens = logits.max(dim=-1)
-    if inputs.random_rows.numel():
-        tokens[inputs.random_rows] = _draw(logits[inputs.random_rows], inputs)
+    if inputs.random:
+        tokens = torch.where(inputs.temperatures < GREEDY_BELOW, tokens, _draw(logits, inputs))
     status = torch.stack([tokens, finite.long(), (best > -torch.inf).long()])
     if raw is None:
         return SamplerOutputs(status, None, None)
@@ -94,15 +104,17 @@ def _apply_constraints(logits: Tensor, inputs: SamplerInputs) -> None:
 
 
 def _draw(logits: Tensor, inputs: SamplerInputs) -> Tensor:
-    """Draw from [R, vocab] logits; returns [R] ids.
+    """Draw from [S, vocab] logits; returns [S] ids, which mean nothing for greedy rows.
 
     The inverse of the cumulative distribution in vocabulary order needs no sorting, and its float64 sum
     makes the choice the same however a device orders its additions.
     """
     # With the largest at 0, no temperature can overflow.
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / inputs.temperatures.float()[:, None]
+    temperatures = inputs.temperatures.clamp(min=GREEDY_BELOW)[:, None]
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
     if inputs.truncated.numel():
-        scaled[inputs.truncated] = _truncate(scaled[inputs.truncated], inputs.top_k, inputs.top_p)
+        rows = inputs.truncated
+        scaled[rows] = _truncate(scaled[rows], inputs.top_k[rows], inputs.top_p[rows])
     cumulative = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     targets = uniform(inputs.seeds, inputs.counters)[:, None] * cumulative[:, -1:]
     # The first id whose sum is over the target; ids of no probability leave the sum as it was and are never

@@ -89,5 +89,16 @@ class SamplingParams:
 
     @property
     def truncated(self) -> bool:
-        """True if top_k or top_p take tokens away, which needs the row sorted."""
+        """True if top_k or top_p take tokens away."""
         return self.top_k > 0 or self.top_p < 1
+
+    @property
+    def plain(self) -> bool:
+        """True if a temperature and a seed are all there is to it."""
+        return not (
+            self.truncated
+            or self.logit_bias
+            or self.min_tokens
+            or self.mask is not None
+            or self.logprobs is not None
+        )

@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 
 from triton_models.engine.engine import Engine
-from triton_models.engine.model import Attention, KVShape
+from triton_models.engine.model import KVShape
+from triton_models.engine.operations import Operations, Rotary
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request, TokenOutput
 
 VOCABULARY = 61
 POISON = 60
 """A prompt with this token leaves NaN in its keys and values; it is never generated."""
+
+UNROTATED = Rotary(torch.ones(4096, 1), torch.zeros(4096, 1))
+"""Every angle is zero."""
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
@@ -27,6 +31,7 @@ class FakeModel:
 
     vocab_size = VOCABULARY
     kv_shape = KVShape(layers=1, heads=1, head_dim=2)
+    query_heads = 2
     dtype = torch.float32
     device = torch.device("cpu")
 
@@ -39,7 +44,8 @@ class FakeModel:
         self.gate.set()
         self.entered = threading.Event()
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, operations: Operations, rows: Tensor) -> Tensor:
+        positions = operations.positions
         self.entered.set()
         self.gate.wait(30)
         self.steps.append(positions.tolist())
@@ -51,7 +57,8 @@ class FakeModel:
         values = torch.stack([carried, torch.ones_like(carried)], dim=-1)[:, None, :]
         zeros = torch.zeros_like(values)
         keys = torch.where(values.isnan(), values, zeros)
-        mean = attention(0, torch.zeros(len(tokens), 2, 2), keys, values)[rows, 1, 0]
+        projected = torch.cat([torch.zeros(len(tokens), 2, 2), keys, values], dim=1)
+        mean = operations.attend(0, projected, UNROTATED)[rows, 2]
         return logits_of((mean * (positions[rows] + 1)).round())
 
 

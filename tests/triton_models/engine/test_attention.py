@@ -4,11 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from triton_models.engine.attention import PagedAttention, PrefillChunk, StepLayout
+from triton_models.engine.attention import PlainOperations
 from triton_models.engine.kv_cache import KVCache
+from triton_models.engine.layout import ChunkRows, StepLayout
 from triton_models.engine.model import KVShape
+from triton_models.engine.operations import Rotary
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 8, 4
+
+UNROTATED = Rotary(torch.ones(64, 2), torch.zeros(64, 2))
+"""Every angle is zero; what rotation does is seen by the models' own tests."""
 
 
 def naive(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -33,9 +38,6 @@ class PagedSequence:
         self.blocks = blocks
         self.expected = naive(self.queries, self.keys, self.values)
 
-    def slots(self, start: int, end: int) -> list[int]:
-        return [self.blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(start, end)]
-
 
 def attend(
     cache: KVCache,
@@ -45,27 +47,31 @@ def attend(
 ) -> None:
     """Run a step and compare every row: decodes as (sequence, position), chunks as (sequence, start, end)."""
     parts = [(each, at, at + 1) for each, at in decodes] + chunks
-    width = max((at // BLOCK_SIZE + 1 for _, at in decodes), default=0)
-    table = [(each.blocks[: at // BLOCK_SIZE + 1] + [0] * width)[:width] for each, at in decodes]
+    tables = torch.zeros((len(parts), 8), dtype=torch.int32)
     layout_chunks = []
-    row = len(decodes)
-    for each, start, end in chunks:
-        blocks = torch.tensor(each.blocks[: -(-end // BLOCK_SIZE)])
-        layout_chunks.append(PrefillChunk(row, row + end - start, start, blocks))
+    row = 0
+    for slot, (each, start, end) in enumerate(parts):
+        used = each.blocks[: -(-end // BLOCK_SIZE)]
+        tables[slot, : len(used)] = torch.tensor(used)
+        if slot >= len(decodes):
+            layout_chunks.append(ChunkRows(slot, row, row + end - start, start))
         row += end - start
     layout = StepLayout(
-        slots=torch.tensor([slot for each, start, end in parts for slot in each.slots(start, end)]),
-        decode_blocks=torch.tensor(table, dtype=torch.int64).view(len(decodes), width),
-        decode_lengths=torch.tensor([at + 1 for _, at in decodes], dtype=torch.int64),
+        tables=tables,
+        slots=torch.tensor([slot for slot, (_, start, end) in enumerate(parts) for _ in range(start, end)]),
+        positions=torch.tensor([at for _, start, end in parts for at in range(start, end)]),
+        decodes=len(decodes),
+        longest_decode=max((at + 1 for _, at in decodes), default=0),
         chunks=tuple(layout_chunks),
     )
-    attended = PagedAttention(cache, layout)(
-        layer,
-        torch.cat([each.queries[start:end] for each, start, end in parts]),
-        torch.cat([each.keys[start:end] for each, start, end in parts]),
-        torch.cat([each.values[start:end] for each, start, end in parts]),
+    projected = torch.cat(
+        [
+            torch.cat([each.queries[start:end], each.keys[start:end], each.values[start:end]], dim=1)
+            for each, start, end in parts
+        ]
     )
-    expected = torch.cat([each.expected[start:end] for each, start, end in parts])
+    attended = PlainOperations(cache, layout).attend(layer, projected, UNROTATED)
+    expected = torch.cat([each.expected[start:end] for each, start, end in parts]).flatten(1)
     assert attended.shape == expected.shape
     assert (attended - expected).abs().max() < 1e-5
 

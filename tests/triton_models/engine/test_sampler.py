@@ -14,13 +14,9 @@ VOCABULARY = 40
 
 def inputs(rows: list[dict[str, Any]]) -> SamplerInputs:
     """Build the inputs of `rows`, each given by what is not greedy and plain about it."""
-    random = [row for row, each in enumerate(rows) if each.get("temperature")]
     truncated = [
-        place
-        for place, row in enumerate(random)
-        if rows[row].get("top_k", 0) > 0 or rows[row].get("top_p", 1.0) < 1
+        row for row, each in enumerate(rows) if each.get("top_k", 0) > 0 or each.get("top_p", 1.0) < 1
     ]
-    cut = [rows[random[place]] for place in truncated]
     bias = [(row, key, value) for row, each in enumerate(rows) for key, value in each.get("bias", {}).items()]
     banned = [(row, key) for row, each in enumerate(rows) for key in each.get("banned", ())]
     masked = [row for row, each in enumerate(rows) if "allowed" in each]
@@ -36,13 +32,13 @@ def inputs(rows: list[dict[str, Any]]) -> SamplerInputs:
         return torch.tensor(values, dtype=torch.float64)
 
     return SamplerInputs(
-        random_rows=integers(random),
-        seeds=integers([rows[row].get("seed", 0) for row in random]),
-        counters=integers([rows[row].get("counter", 0) for row in random]),
-        temperatures=floats([rows[row]["temperature"] for row in random]),
+        temperatures=floats([each.get("temperature", 0.0) for each in rows]).float(),
+        seeds=integers([each.get("seed", 0) for each in rows]),
+        counters=integers([each.get("counter", 0) for each in rows]),
+        top_k=integers([each.get("top_k", 0) for each in rows]),
+        top_p=floats([each.get("top_p", 1.0) for each in rows]),
+        random=any(each.get("temperature") for each in rows),
         truncated=integers(truncated),
-        top_k=integers([each.get("top_k", 0) for each in cut]),
-        top_p=floats([each.get("top_p", 1.0) for each in cut]),
         bias_rows=integers([row for row, _, _ in bias]),
         bias_ids=integers([key for _, key, _ in bias]),
         bias_values=floats([value for _, _, value in bias]),

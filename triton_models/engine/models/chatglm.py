@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, rms_norm, silu
+from torch.nn.functional import embedding
 
-from triton_models.engine.model import Attention, KVShape
+from triton_models.engine.model import KVShape
+from triton_models.engine.operations import Operations, Rotary
 
 ROPE_BASE = 10_000.0
 
@@ -91,7 +92,7 @@ class ChatGLM:
         ]
         self.final_norm = norm()
         self.head = weights(config.padded_vocab_size, config.hidden_size)
-        self._cos, self._sin = _rotary_table(config, device)
+        self._rotary = _rotary_table(config, device)
 
     @property
     def vocab_size(self) -> int:
@@ -109,6 +110,11 @@ class ChatGLM:
         return KVShape(self.config.num_layers, self.config.multi_query_group_num, self.config.kv_channels)
 
     @property
+    def query_heads(self) -> int:
+        """Query heads of each layer."""
+        return self.config.num_attention_heads
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of weights, activations and KV cache."""
         return self._dtype
@@ -118,58 +124,29 @@ class ChatGLM:
         """Where the weights are."""
         return self._device
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, operations: Operations, rows: Tensor) -> Tensor:
         """See `CausalModel`."""
-        rotation = self._cos[positions, None, :], self._sin[positions, None, :]
+        epsilon = self.config.layernorm_epsilon
         hidden = embedding(tokens, self.embedding)
+        delta = None
         for index, layer in enumerate(self.layers):
-            hidden = hidden + self._attend(
-                index, layer, self._norm(hidden, layer.input_norm), rotation, attention
-            )
-            gate, up = linear(self._norm(hidden, layer.post_attention_norm), layer.gate_up).chunk(2, dim=-1)
-            hidden = hidden + linear(silu(gate) * up, layer.down)
-        return linear(self._norm(hidden[rows], self.final_norm), self.head)
-
-    def _attend(
-        self,
-        index: int,
-        layer: LayerWeights,
-        normed: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        attention: Attention,
-    ) -> Tensor:
-        config = self.config
-        projected = linear(normed, layer.qkv, layer.qkv_bias).view(len(normed), -1, config.kv_channels)
-        first_key = config.num_attention_heads
-        first_value = first_key + config.multi_query_group_num
-        # Queries and keys stand side by side, so one rotation serves both.
-        _rotate_in_place(projected[:, :first_value], *rotation)
-        queries, keys = projected[:, :first_key], projected[:, first_key:first_value]
-        values = projected[:, first_value:]
-        return linear(attention(index, queries, keys, values).flatten(1), layer.attention_out)
-
-    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        normed = rms_norm(hidden.float(), weight.shape, weight, self.config.layernorm_epsilon)
-        return normed.to(self._dtype)
+            hidden, normed = operations.add_norm(hidden, delta, layer.input_norm, epsilon)
+            projected = operations.linear(normed, layer.qkv, layer.qkv_bias)
+            heads = projected.view(len(tokens), -1, self.config.kv_channels)
+            attended = operations.attend(index, heads, self._rotary)
+            delta = operations.linear(attended, layer.attention_out)
+            hidden, normed = operations.add_norm(hidden, delta, layer.post_attention_norm, epsilon)
+            delta = operations.linear(operations.swiglu(operations.linear(normed, layer.gate_up)), layer.down)
+        delta = None if delta is None else delta[rows]
+        _, normed = operations.add_norm(hidden[rows], delta, self.final_norm, epsilon)
+        return operations.linear(normed, self.head)
 
 
-def _rotary_table(config: ChatGLMConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, each [seq_length, kv_channels / 4] float32: half a head, in pairs."""
+def _rotary_table(config: ChatGLMConfig, device: torch.device) -> Rotary:
+    """Return tables of [seq_length, kv_channels / 4]: half of each head is rotated, in pairs."""
     rotary_width = config.kv_channels // 2
     exponents = torch.arange(0, rotary_width, 2, dtype=torch.float32, device=device) / rotary_width
     frequencies = 1.0 / (ROPE_BASE * config.rope_ratio) ** exponents
     positions = torch.arange(config.seq_length, dtype=torch.float32, device=device)
     angles = torch.outer(positions, frequencies)
-    return angles.cos(), angles.sin()
-
-
-def _rotate_in_place(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the interleaved pairs in the first half of each head.
-
-    `heads`: [T, heads, head_dim]; `cos`, `sin`: [T, 1, head_dim / 4]. The second half carries no position.
-    """
-    rotary = heads[..., : 2 * cos.shape[-1]]
-    even, odd = rotary[..., 0::2].float(), rotary[..., 1::2].float()
-    rotated_even, rotated_odd = even * cos - odd * sin, odd * cos + even * sin
-    rotary[..., 0::2] = rotated_even.to(heads.dtype)
-    rotary[..., 1::2] = rotated_odd.to(heads.dtype)
+    return Rotary(angles.cos(), angles.sin())

@@ -14,6 +14,7 @@ from tests.triton_models.engine.fake_model import ids, request, run
 from triton_models.checkpoint import load_model
 from triton_models.engine.engine import Engine
 from triton_models.engine.models.chatglm import ChatGLM, _rotary_table
+from triton_models.engine.operations import PlainMath, Rotary, rotate_in_place, rotation, split_heads
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
 
@@ -86,29 +87,35 @@ def test_logits_of_the_last_position(golden: Golden) -> None:
 
 def whole_pass(model: ChatGLM, tokens: list[int]) -> torch.Tensor:
     """The logits behind `tokens`, with attention that needs no cache."""
-
-    def attention(
-        layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        repeat = queries.shape[1] // keys.shape[1]
-        keys, values = keys.repeat_interleave(repeat, 1), values.repeat_interleave(repeat, 1)
-        return torch.nn.functional.scaled_dot_product_attention(
-            queries.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), is_causal=True
-        ).transpose(0, 1)
-
+    operations = WholeSequence(len(tokens), model.kv_shape.heads)
     with torch.inference_mode():
-        positions = torch.arange(len(tokens))
-        return model.forward(torch.tensor(tokens), positions, attention, positions[-1:])[0]
+        return model.forward(torch.tensor(tokens), operations, operations.positions[-1:])[0]
+
+
+class WholeSequence(PlainMath):
+    """One sequence without a cache."""
+
+    def __init__(self, length: int, kv_heads: int) -> None:
+        self.positions = torch.arange(length)
+        self._kv_heads = kv_heads
+
+    def attend(self, layer: int, projected: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        rotate_in_place(projected[:, : -self._kv_heads], *rotation(rotary, self.positions))
+        queries, keys, values = (each.transpose(0, 1) for each in split_heads(projected, self._kv_heads))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, enable_gqa=True
+        )
+        return attended.transpose(0, 1).flatten(1)
 
 
 def test_rope_ratio_multiplies_the_base(golden: Golden) -> None:
     config = replace(golden.model.config, rope_ratio=50.0)
-    cos, sin = _rotary_table(config, torch.device("cpu"))
+    rotary = _rotary_table(config, torch.device("cpu"))
     # Half of 16 numbers is rotated, in 4 pairs.
     for pair in range(4):
         angle = 300 / (10_000 * 50) ** (2 * pair / 8)
-        assert cos[300, pair].item() == pytest.approx(math.cos(angle), abs=1e-4)
-        assert sin[300, pair].item() == pytest.approx(math.sin(angle), abs=1e-4)
+        assert rotary.cos[300, pair].item() == pytest.approx(math.cos(angle), abs=1e-4)
+        assert rotary.sin[300, pair].item() == pytest.approx(math.sin(angle), abs=1e-4)
 
 
 def test_64_mixed_requests_get_what_each_gets_alone(golden: Golden) -> None:

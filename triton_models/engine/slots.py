@@ -1,0 +1,92 @@
+"""What the device knows of each running sequence, in rows that a sequence holds while it runs."""
+
+import torch
+from torch import Tensor
+
+from triton_models.engine.block_manager import PADDING_BLOCK
+from triton_models.engine.sequence import Sequence
+from triton_models.engine.staging import Staging
+
+
+class SlotTable:
+    """The state of every slot, on the device, so that a decode step needs hardly anything from the host.
+
+    A step names its sequences by their slots and finds here what to compute and how to sample. Only what
+    changed comes from the host: everything of a sequence with each chunk of its prompt, and a block now and
+    then. One slot more than sequences may run, `spare`, belongs to nobody: rows that only fill a step up use
+    it, and write into the padding block.
+    """
+
+    def __init__(self, slots: int, blocks_per_sequence: int, device: torch.device) -> None:
+        self.spare = slots
+        rows = slots + 1
+        self.tables = torch.full((rows, blocks_per_sequence), PADDING_BLOCK, dtype=torch.int32, device=device)
+        """[slots + 1, blocks] int32: KV blocks in order, then the padding block."""
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        """Tokens whose keys and values are in the cache; the position of the next."""
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        """The newest token, which is not in the cache yet."""
+        self.drawn = torch.zeros(rows, dtype=torch.int64, device=device)
+        """Tokens sampled so far."""
+        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.temperatures = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.top_k = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.top_p = torch.ones(rows, dtype=torch.float64, device=device)
+
+    def load(self, views: dict[str, Tensor]) -> None:
+        """Take over what `stage_sequences` and `stage_blocks` have put into an uploaded step."""
+        slots = views["loaded_slots"]
+        if slots.numel():
+            self.tables.index_fill_(0, slots, PADDING_BLOCK)
+            self.lengths[slots] = views["loaded_lengths"]
+            self.drawn[slots] = views["loaded_drawn"]
+            self.seeds[slots] = views["loaded_seeds"]
+            self.temperatures[slots] = views["loaded_temperatures"].float()
+            self.top_k[slots] = views["loaded_top_k"]
+            self.top_p[slots] = views["loaded_top_p"]
+        if views["table_slots"].numel():
+            places = views["table_slots"], views["table_columns"]
+            self.tables[places] = views["table_blocks"].int()
+
+    def advance(self, decodes: Tensor, sampling: Tensor, tokens: Tensor) -> None:
+        """Note what a step has done: a token more in the cache for each decode, a newest one for each sample.
+
+        Args:
+            decodes: [D] int64 slots.
+            sampling: [S] int64 slots.
+            tokens: [S] int64, what was sampled.
+        """
+        self.lengths[decodes] += 1
+        self.tokens[sampling] = tokens
+        self.drawn[sampling] += 1
+
+
+def slot_of(sequence: Sequence) -> int:
+    """Return the slot of a running sequence.
+
+    Raises:
+        RuntimeError: it does not run; a fault of the engine.
+    """
+    if sequence.slot is None:
+        raise RuntimeError(f"{sequence.request.request_id} holds no slot")
+    return sequence.slot
+
+
+def stage_sequences(staging: Staging, loaded: list[tuple[Sequence, int]]) -> None:
+    """Stage all that the device keeps of some sequences, each with its tokens in the cache after the step."""
+    sequences = [sequence for sequence, _ in loaded]
+    params = [sequence.request.sampling for sequence in sequences]
+    staging.integers("loaded_slots", [slot_of(sequence) for sequence in sequences])
+    staging.integers("loaded_lengths", [length for _, length in loaded])
+    staging.integers("loaded_drawn", [sequence.generated for sequence in sequences])
+    staging.integers("loaded_seeds", [sequence.seed for sequence in sequences])
+    staging.floats("loaded_temperatures", [each.temperature for each in params])
+    staging.integers("loaded_top_k", [each.top_k for each in params])
+    staging.floats("loaded_top_p", [each.top_p for each in params])
+
+
+def stage_blocks(staging: Staging, entries: list[tuple[int, int, int]]) -> None:
+    """Stage block-table entries, each (slot, column, block)."""
+    staging.integers("table_slots", [slot for slot, _, _ in entries])
+    staging.integers("table_columns", [column for _, column, _ in entries])
+    staging.integers("table_blocks", [block for _, _, block in entries])
