@@ -32,7 +32,7 @@ class Operations(Protocol):
         ...
 
     def attend(self, layer: int, projected: Tensor, rotary: Rotary) -> Tensor:
-        """Rotate queries and keys, store keys and values, and attend, each token to its sequence up to itself.
+        """Rotate queries and keys, store keys and values; each token attends to its sequence up to itself.
 
         Args:
             layer: index of the layer.
