@@ -10,13 +10,14 @@ from triton_models.engine.block_manager import BlockManager
 from triton_models.engine.intake import Intake
 from triton_models.engine.kv_cache import KVCache
 from triton_models.engine.model import CausalModel
+from triton_models.engine.request_check import check_request
 from triton_models.engine.runner import Launched, Runner, Sampled
 from triton_models.engine.scheduler import Scheduler
 from triton_models.engine.sequence import FinishReason, Request, Sequence, SequenceState, TokenOutput
 from triton_models.engine.settings import EngineSettings, choose_capacity
 from triton_models.engine.slots import SlotTable
 from triton_models.engine.stats import EngineStats, StepStats
-from triton_models.errors import InvalidRequestError, PromptTooLongError, TokenMaskError
+from triton_models.errors import TokenMaskError
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Engine:
         log.info("%s", backend.reason)
         self._overlap = backend.overlap
         self.settings = settings
-        self._model = model
+        self._vocabulary = model.vocab_size
         self._clock = clock
         capacity = choose_capacity(settings, model)
         log.info("%s", capacity.reason)
@@ -98,7 +99,7 @@ class Engine:
             QueueFullError: `max_running + max_waiting` requests are open.
             EngineStoppedError: the engine has stopped.
         """
-        self._check(request)
+        check_request(request, max_context=self._max_context, vocabulary=self._vocabulary)
         self._intake.add(request, self._clock())
 
     def cancel(self, request_id: str) -> bool:
@@ -164,31 +165,6 @@ class Engine:
         self._scheduler = Scheduler(
             self._blocks, max_running=settings.max_running, max_batched_tokens=settings.max_batched_tokens
         )
-
-    def _check(self, request: Request) -> None:
-        sampling = request.sampling
-        length = len(request.prompt_ids)
-        if length == 0:
-            raise InvalidRequestError("the prompt has no tokens")
-        if length > self._max_context - 1:
-            raise PromptTooLongError(
-                f"the prompt has {length} tokens; the context is {self._max_context}, one for the answer"
-            )
-        if sampling.max_tokens is not None and length + sampling.max_tokens > self._max_context:
-            raise PromptTooLongError(
-                f"the prompt has {length} tokens and max_tokens is {sampling.max_tokens}:"
-                f" together {length + sampling.max_tokens}, and the context is {self._max_context}"
-            )
-        ids = {
-            "prompt": request.prompt_ids,
-            "stop_token_ids": sampling.stop_token_ids,
-            "logit_bias": sampling.logit_bias,
-        }
-        for name, values in ids.items():
-            if values and not (min(values) >= 0 and max(values) < self._model.vocab_size):
-                raise InvalidRequestError(
-                    f"{name} has an id outside the vocabulary of {self._model.vocab_size}"
-                )
 
     def _launch(self) -> "_Step | None":
         """Schedule a step and have the device compute it; None if there is nothing to compute."""

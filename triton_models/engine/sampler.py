@@ -18,8 +18,8 @@ MASK_BITS = 32
 class SamplerInputs:
     """The rules of S rows, as tensors. Row numbers are int64, and index the S rows.
 
-    `temperatures`: [S] float32, greedy below `GREEDY_BELOW`. `seeds`, `counters`: [S] int64, of each row's random
-    number. `random`: whether any row is not greedy. `truncated`: rows whose top_k ([S] int64, 0 keeps
+    `temperatures`: [S] float32, greedy below `GREEDY_BELOW`. `seeds`, `counters`: [S] int64, for random
+    numbers. `random`: whether any row is not greedy. `truncated`: rows whose top_k ([S] int64, 0 keeps
     all) or top_p ([S] float64) take tokens away. `bias_*`: what is added to single logits ([B] float64).
     `banned_*`: logits that are taken away. `masked_rows`, `mask_words`: rows with an allowed set, as [M] and
     [M, ceil(vocab / 32)] int32. `logprob_rows`: rows whose log-probabilities are wanted, `top_logprobs` most
