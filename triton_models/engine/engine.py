@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from triton_models.engine.backend import Backend, choose_backend
 from triton_models.engine.block_manager import BlockManager
 from triton_models.engine.intake import Intake
-from triton_models.engine.kv_cache import KVCache
 from triton_models.engine.model import CausalModel
 from triton_models.engine.request_check import check_request
 from triton_models.engine.runner import Launched, Runner, Sampled
 from triton_models.engine.scheduler import Scheduler
 from triton_models.engine.sequence import FinishReason, Request, Sequence, SequenceState, TokenOutput
 from triton_models.engine.settings import EngineSettings, choose_capacity
-from triton_models.engine.slots import SlotTable
 from triton_models.engine.stats import EngineStats, StepStats
 from triton_models.errors import TokenMaskError
 
@@ -59,15 +57,7 @@ class Engine:
         log.info("%s", capacity.reason)
         self._max_context = capacity.max_context
         self._kv_blocks = capacity.kv_blocks
-        cache = KVCache(
-            model.kv_shape,
-            blocks=capacity.kv_blocks,
-            block_size=settings.block_size,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        slots = SlotTable(settings.max_running, -(-capacity.max_context // settings.block_size), model.device)
-        self._runner = Runner(model, cache, slots, backend)
+        self._runner = Runner(model, backend, settings, capacity)
         self._launched: _Step | None = None
         self._collected_at = 0.0
         self._intake = Intake(settings.max_running + settings.max_waiting)

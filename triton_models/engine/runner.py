@@ -14,6 +14,7 @@ from triton_models.engine.model import CausalModel
 from triton_models.engine.sampler import MASK_BITS, SamplerOutputs
 from triton_models.engine.sampling_rows import sampler_inputs, stage_sampling
 from triton_models.engine.sequence import Sequence, TokenLogprobs
+from triton_models.engine.settings import Capacity, EngineSettings
 from triton_models.engine.slots import SlotTable, slot_of, stage_blocks, stage_sequences
 from triton_models.engine.staging import Staging
 from triton_models.errors import TokenMaskError
@@ -48,15 +49,22 @@ class Runner:
     the host knows goes there in one copy.
     """
 
-    def __init__(self, model: CausalModel, cache: KVCache, slots: SlotTable, backend: Backend) -> None:
+    def __init__(
+        self, model: CausalModel, backend: Backend, settings: EngineSettings, capacity: Capacity
+    ) -> None:
+        size = settings.block_size
         self._model = model
-        self._cache = cache
-        self._slots = slots
         self._backend = backend
+        self._cache = KVCache(
+            model.kv_shape,
+            blocks=capacity.kv_blocks,
+            block_size=size,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self._slots = SlotTable(settings.max_running, -(-capacity.max_context // size), model.device)
         self._graphs = (
-            DecodeGraphs(self._forward, slots, longest=slots.tables.shape[1] * cache.block_size)
-            if backend.graphs
-            else None
+            DecodeGraphs(self._forward, self._slots, longest=capacity.max_context) if backend.graphs else None
         )
 
     @torch.inference_mode()
