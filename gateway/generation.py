@@ -19,13 +19,37 @@ class Message:
     content: str
 
 
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A prompt of messages, for the model's own chat format to arrange."""
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainText:
+    """A prompt to be continued as it stands."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """A prompt of the model's own token ids, at least one, to be continued as they stand."""
+
+    ids: tuple[int, ...]
+
+
+Prompt = Conversation | PlainText | TokenIds
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """A validated request for text. Ranges were checked by the HTTP layer."""
 
     request_id: str
     model: str
-    messages: tuple[Message, ...]
+    prompt: Prompt
     deadline: float
     """Of the event loop's clock, in seconds."""
 
@@ -45,6 +69,8 @@ class Generation:
     """Number of alternatives reported beside each sampled token; None: no log-probabilities at all."""
     stream: bool = False
     """False lets the model send the whole answer at once."""
+    return_token_ids: bool = False
+    """Report the ids of the prompt and of the answer."""
     priority: int = 0
 
 
@@ -53,6 +79,8 @@ class Accepted:
     """The upstream validated and queued the request: from here the client may be told 200."""
 
     prompt_tokens: int
+    prompt_token_ids: tuple[int, ...] | None = None
+    """Where they were asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +126,8 @@ class Delta:
     text: str
     tokens: int
     index: int = 0
+    token_ids: tuple[int, ...] | None = None
+    """Of those tokens, where they were asked for; the one that stopped the answer is among them."""
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None

@@ -76,6 +76,24 @@ class AnswerText:
         return _SEPARATOR + text if opens_later_segment else text
 
 
+class ContinuedText:
+    """The text of a raw answer, which continues plain text: shown as the model wrote it."""
+
+    def push(self, text: str, segments: Sequence[Segment] = ()) -> str:
+        """Take one delta of the answer; return what may be shown, which is all of it.
+
+        Raises:
+            ValueError: a segment begins in it, where there are none.
+        """
+        if segments:
+            raise ValueError("a segment in a raw answer")
+        return text
+
+    def finish(self) -> str:
+        """Return what was held back: nothing."""
+        return ""
+
+
 def _placeholder_begun(text: str) -> int:
     """Return how many characters at the end of `text` may be the beginning of the placeholder."""
     return next(

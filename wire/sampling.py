@@ -27,13 +27,16 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """A request for text.
 
     The prompt is either the tensors `prompt` and `history` (with `role` saying who speaks in `prompt`) or
-    `prompt_token_ids`, never both.
+    `prompt_token_ids`, never both. With `raw` the tensor `prompt` is plain text, and `history` is empty.
     """
 
     v: Literal[1] = 1
     request_id: RequestId | None = None
     role: Role = "user"
     prompt_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None = None
+    raw: bool = False
+    """Continue the prompt as it stands, outside the chat format: text gets the tokenizer's prefix ids and
+    nothing else, and the answer is what follows it, with no segments and its first space kept."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """New tokens; absent: what is left of the context."""

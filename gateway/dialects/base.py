@@ -80,6 +80,6 @@ class Dialect(Protocol):
         """
         ...
 
-    def decoder(self) -> AnswerDecoder:
-        """Return a decoder for one answer."""
+    def decoder(self, generation: Generation) -> AnswerDecoder:
+        """Return a decoder for the answer to `generation`."""
         ...

@@ -5,6 +5,8 @@ with the same set of inputs. Decoding is strict: what is not in the contract is 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import assert_never
 
 import msgspec
 from tritonclient.grpc import service_pb2
@@ -14,10 +16,14 @@ from gateway.dialects.base import ModelReport
 from gateway.errors import UpstreamProtocolError
 from gateway.generation import (
     Accepted,
+    Conversation,
     Delta,
     Event,
     Generation,
     Heartbeat,
+    PlainText,
+    Prompt,
+    TokenIds,
     TokenLogprob,
     TopLogprob,
     Usage,
@@ -25,8 +31,8 @@ from gateway.generation import (
 from wire import meta as wire_meta
 from wire import names
 from wire import sampling as wire_sampling
-from wire.answer import AnswerText
-from wire.history import encode_history
+from wire.answer import AnswerText, ContinuedText
+from wire.history import Role, Turn, encode_history
 from wire.strings import pack_strings, unpack_strings
 
 _FORMATS = frozenset({"chatglm2", "chatglm3"})
@@ -77,10 +83,12 @@ class ChatGLMDialect:
         Raises:
             InvalidRequestError: the chat format cannot express the conversation.
         """
-        chat = to_history(generation.messages, report.chat_format)
+        prompt = _prompt(generation.prompt, report.chat_format)
         sampling = wire_sampling.Generation(
             request_id=generation.request_id,
-            role=chat.role,
+            role=prompt.role,
+            prompt_token_ids=prompt.ids,
+            raw=prompt.raw,
             max_tokens=generation.max_tokens,
             min_tokens=generation.min_tokens,
             temperature=generation.temperature,
@@ -93,26 +101,55 @@ class ChatGLMDialect:
             stop_token_ids=list(generation.stop_token_ids),
             ignore_eos=generation.ignore_eos,
             stream=generation.stream,
+            return_token_ids=generation.return_token_ids,
             priority=generation.priority,
             deadline_ms=max(1, int(remaining_s * 1000)),
         )
         tensors = (
-            chat.prompt.encode(),
-            encode_history(chat.history),
+            prompt.text.encode(),
+            encode_history(prompt.history),
             wire_sampling.encode_sampling(sampling),
         )
         return _infer_request(generation.model, generation.request_id, names.DEFAULT_PRIORITY, tensors)
 
-    def decoder(self) -> "ChatGLMAnswer":
-        """Return a decoder for one answer."""
-        return ChatGLMAnswer()
+    def decoder(self, generation: Generation) -> "ChatGLMAnswer":
+        """Return a decoder for the answer to `generation`."""
+        return ChatGLMAnswer(AnswerText() if isinstance(generation.prompt, Conversation) else ContinuedText())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WirePrompt:
+    """A prompt as the wire has it."""
+
+    text: str = ""
+    role: Role = "user"
+    history: list[Turn] = field(default_factory=list)
+    ids: list[int] | None = None
+    raw: bool = False
+
+
+def _prompt(prompt: Prompt, chat_format: str) -> _WirePrompt:
+    match prompt:
+        case Conversation(messages):
+            chat = to_history(messages, chat_format)
+            return _WirePrompt(text=chat.prompt, role=chat.role, history=chat.history)
+        case PlainText(text):
+            return _WirePrompt(text=text, raw=True)
+        case TokenIds(ids):
+            return _WirePrompt(ids=list(ids), raw=True)
+        case _:
+            assert_never(prompt)
 
 
 class ChatGLMAnswer:
-    """Reads one answer: `accepted`, then deltas and heartbeats, then one final with its reason and usage."""
+    """Reads one answer: `accepted`, then deltas and heartbeats, then one final with its reason and usage.
 
-    def __init__(self) -> None:
-        self._text = AnswerText()
+    Args:
+        text: shows the answer's text.
+    """
+
+    def __init__(self, text: AnswerText | ContinuedText) -> None:
+        self._text = text
         self._accepted = False
         self._finished = False
 
@@ -134,7 +171,14 @@ class ChatGLMAnswer:
         if meta.finish_reason is None:
             if not shown and not meta.tokens:
                 return [Heartbeat()]
-            return [Delta(text=shown, tokens=meta.tokens, logprobs=_logprobs(meta.logprobs))]
+            return [
+                Delta(
+                    text=shown,
+                    tokens=meta.tokens,
+                    token_ids=_ids(meta.token_ids),
+                    logprobs=_logprobs(meta.logprobs),
+                )
+            ]
         if meta.usage is None:
             raise _not_understood("a finish reason without usage")
         self._finished = True
@@ -142,6 +186,7 @@ class ChatGLMAnswer:
             Delta(
                 text=shown + self._text.finish(),
                 tokens=meta.tokens,
+                token_ids=_ids(meta.token_ids),
                 logprobs=_logprobs(meta.logprobs),
                 finish_reason=meta.finish_reason,
                 usage=Usage(
@@ -178,7 +223,13 @@ def _accepted(text: str, meta: wire_meta.Meta) -> Accepted:
     """Read the first response, which says nothing but `accepted`."""
     if meta.accepted is None or text or meta != wire_meta.Meta(accepted=meta.accepted):
         raise _not_understood("it does not begin with accepted alone")
-    return Accepted(prompt_tokens=meta.accepted.prompt_tokens)
+    return Accepted(
+        prompt_tokens=meta.accepted.prompt_tokens, prompt_token_ids=_ids(meta.accepted.prompt_token_ids)
+    )
+
+
+def _ids(ids: list[int] | None) -> tuple[int, ...] | None:
+    return None if ids is None else tuple(ids)
 
 
 def _logprobs(logprobs: list[wire_meta.TokenLogprob] | None) -> tuple[TokenLogprob, ...] | None:

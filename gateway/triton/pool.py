@@ -212,7 +212,7 @@ class TritonUpstream:
         if remaining_s <= 0:
             raise TritonError(Fault.DEADLINE, "the deadline passed before it was sent").to_gateway()
         dialect, report = replica.serving()
-        decoder = dialect.decoder()
+        decoder = dialect.decoder(request)
         responses = replica.channel.stream_infer(
             dialect.request(request, report, remaining_s=remaining_s),
             deadline=request.deadline,

@@ -12,7 +12,7 @@ from gateway.app import create_app
 from gateway.errors import ClientGoneError, DeadlineError, UnavailableError
 from gateway.exchange import Exchange
 from gateway.flight import Flight
-from gateway.generation import Accepted, Generation
+from gateway.generation import Accepted, Generation, PlainText
 from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.serving import settings
 
@@ -37,7 +37,7 @@ class Setup:
         )
         self.flight = Flight(self.gateway, self.exchange)
         self.generation = Generation(
-            request_id="r", model="glm", messages=(), deadline=self.exchange.deadline
+            request_id="r", model="glm", prompt=PlainText(""), deadline=self.exchange.deadline
         )
 
     async def start(self) -> Accepted:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from wire.answer import AnswerText
+from wire.answer import AnswerText, ContinuedText
 from wire.meta import Segment
 
 PLACEHOLDER = "[[训练时间]]"
@@ -110,3 +110,12 @@ def test_an_empty_answer_is_empty() -> None:
 def test_a_segment_outside_its_text_is_an_error(offsets: list[int]) -> None:
     with pytest.raises(ValueError, match="segment"):
         AnswerText().push("ab", [Segment(at, "assistant") for at in offsets])
+
+
+def test_a_raw_answer_is_shown_as_it_stands() -> None:
+    answer = ContinuedText()
+    deltas = [" \n", PLACEHOLDER, "a ", "\n"]
+    assert [answer.push(delta) for delta in deltas] == deltas
+    assert answer.finish() == ""
+    with pytest.raises(ValueError, match="segment"):
+        answer.push("a", [Segment(0, "assistant")])

@@ -12,6 +12,7 @@ FULL = Generation(
     max_tokens=1,
     max_total_tokens=4096,
     min_tokens=1,
+    raw=True,
     temperature=0,
     top_p=0.5,
     top_k=4,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from triton_models.errors import ModelError
 from triton_models.text.answer import AnswerStream
 from triton_models.text.formats import ChatFormat
 from triton_models.text.tokenizer import Tokenizer
@@ -17,10 +18,18 @@ class ChatText:
     format: ChatFormat
 
     def prompt_ids(self, generation: Generation, prompt: str, history: list[Turn]) -> list[int]:
-        """Return the ids to prefill, rendered from the conversation or as the client gave them."""
+        """Return the ids to prefill, rendered from the conversation or text, or as the client gave them.
+
+        Raises:
+            ModelError: the format cannot express it, or it is two things at once.
+        """
         if generation.prompt_token_ids is not None:
             return generation.prompt_token_ids
-        return self.format.render(history, prompt, generation.role)
+        if not generation.raw:
+            return self.format.render(history, prompt, generation.role)
+        if history or generation.role != "user":
+            raise ModelError("raw excludes history and role")
+        return self.format.render_text(prompt)
 
     def stop_ids(self, generation: Generation) -> frozenset[int]:
         """Return the ids that end the answer: the format's unless ignored, and the request's own."""
@@ -29,4 +38,6 @@ class ChatText:
 
     def answer(self, generation: Generation) -> AnswerStream:
         """Return a new stream from token ids to text."""
-        return AnswerStream(self.tokenizer, self.format, generation.stop, generation.min_tokens)
+        return AnswerStream(
+            self.tokenizer, self.format, generation.stop, generation.min_tokens, raw=generation.raw
+        )

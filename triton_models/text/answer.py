@@ -38,12 +38,21 @@ class AnswerStream:
     before it (ChatGLM3's empty first line for a tool's name) is not answer, and a stop string of one newline
     would end every answer before it began. None is found across a boundary.
 
+    A raw answer continues text instead of a conversation: nothing is format there, so that it is one piece
+    from the first character, which may be a space, and stop strings are looked for in all of it.
+
     Attributes:
         tokens: number of tokens taken, up to the one that completed a stop string.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, chat_format: ChatFormat, stops: Iterable[str] = (), min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        chat_format: ChatFormat,
+        stops: Iterable[str] = (),
+        min_tokens: int = 0,
+        *,
+        raw: bool = False,
     ) -> None:
         """Begin an answer in which text that is complete before `min_tokens` tokens never stops it.
 
@@ -51,11 +60,11 @@ class AnswerStream:
             ValueError: a stop string is empty.
         """
         self._tokenizer = tokenizer
-        self._segment_roles = chat_format.segment_roles
-        self._detokenizer = Detokenizer(tokenizer)
+        self._segment_roles = {} if raw else chat_format.segment_roles
+        self._detokenizer = Detokenizer(tokenizer, continues=raw)
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens
-        self._blank = True
+        self._blank = not raw
         self._stopped = False
         self.tokens = 0
 

@@ -19,13 +19,15 @@ class Detokenizer:
 
     What `push` returned, joined, equals `Tokenizer.decode` of all ids, but for an incomplete character at
     the very end: its bytes are never returned, where decoding at one go shows a U+FFFD for each.
+
+    With `continues` the ids go on from text, so that a space which they begin with is theirs and is kept.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, continues: bool = False) -> None:
         self._tokenizer = tokenizer
         self._utf8 = _new_utf8_decoder("surrogateescape")
         self._bytes_waiting = False
-        self._at_start = True
+        self._at_start = not continues
 
     def push(self, token_id: int) -> str:
         """Take the next id and return the text that it completes, often none."""

@@ -58,7 +58,7 @@ async def test_the_answer_can_be_sent_back(served: Served) -> None:
     answer = await served.sdk.chat.completions.create(model="glm", messages=MESSAGES)
     again = [*MESSAGES, answer.choices[0].message, {"role": "user", "content": "more"}]
     await served.sdk.chat.completions.create(model="glm", messages=again)
-    assert [message.content for message in served.upstream.requests[1].messages] == [
+    assert [message.content for message in served.upstream.requests[1].prompt.messages] == [
         "hi",
         "Hello world",
         "more",

@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from gateway.errors import InvalidRequestError
-from gateway.generation import Message
+from gateway.generation import Conversation, Message
 from gateway.openai.chat_request import MESSAGE_NOT_YET, NOT_YET, ChatRequest, read_chat_request
 
 USER = {"role": "user", "content": "hi"}
@@ -19,7 +19,7 @@ def read(**parameters: Any) -> ChatRequest:
 def test_the_minimum_asks_for_the_defaults() -> None:
     generation = read().generation(request_id="r", deadline=1.5)
     assert (generation.request_id, generation.model, generation.deadline) == ("r", "m", 1.5)
-    assert generation.messages == (Message(role="user", content="hi"),)
+    assert generation.prompt == Conversation((Message(role="user", content="hi"),))
     assert (generation.temperature, generation.top_p, generation.top_k) == (1.0, 1.0, 0)
     assert (generation.max_tokens, generation.seed, generation.logprobs, generation.stop) == (
         None,
@@ -64,10 +64,12 @@ def test_roles_and_parts() -> None:
         {"role": "assistant", "content": "", "tool_calls": None, "refusal": None, "annotations": []},
         {"role": "tool", "content": "4", "tool_call_id": "c"},
     ]
-    assert read(messages=messages).generation(request_id="r", deadline=0).messages == (
-        Message(role="system", content="be kind"),
-        Message(role="assistant", content=""),
-        Message(role="tool", content="4"),
+    assert read(messages=messages).generation(request_id="r", deadline=0).prompt == Conversation(
+        (
+            Message(role="system", content="be kind"),
+            Message(role="assistant", content=""),
+            Message(role="tool", content="4"),
+        )
     )
 
 

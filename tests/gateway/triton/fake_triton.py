@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
-from gateway.generation import Generation, Message
+from gateway.generation import Conversation, Generation, Message
 from wire.meta import Accepted, Meta, ProbeReport, Usage, encode_meta
 from wire.sampling import Probe, decode_sampling
 from wire.strings import pack_strings, unpack_strings
@@ -246,7 +246,7 @@ def generation(**changes: Any) -> Generation:
     fields: dict[str, Any] = {
         "request_id": "req-1",
         "model": "m",
-        "messages": (Message(role="user", content="hi"),),
+        "prompt": Conversation((Message(role="user", content="hi"),)),
         "deadline": asyncio.get_running_loop().time() + 30,
         "stream": True,
     }

@@ -15,7 +15,7 @@ from gateway.errors import (
     UnavailableError,
     UpstreamProtocolError,
 )
-from gateway.generation import Accepted, Delta, Event, Heartbeat, Message
+from gateway.generation import Accepted, Conversation, Delta, Event, Heartbeat, Message
 from gateway.triton.pool import TritonUpstream
 from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_triton import (
@@ -201,7 +201,7 @@ async def test_messages_the_chat_format_cannot_hold_are_refused_before_anything_
 ) -> None:
     pool = await serve(triton)
     with pytest.raises(InvalidRequestError):
-        await collect(pool, generation(messages=(Message(role="tool", content="x"),)))
+        await collect(pool, generation(prompt=Conversation((Message(role="tool", content="x"),))))
     assert triton.requests == []
     assert text(await collect(pool, generation())) == "Hello"
 

@@ -136,3 +136,20 @@ def test_segments_are_decoded_and_stopped_each_for_itself(
         assert not any(stop in segment.lstrip() for stop in stops)
     if not stopped:
         assert shown == whole
+
+
+def test_a_raw_answer_keeps_its_first_space_and_has_no_segments() -> None:
+    ids = [*TOKENIZER.encode("The question"), ASSISTANT, *TOKENIZER.encode("The question")]
+    raw = AnswerStream(TOKENIZER, FORMAT, raw=True)
+    deltas = push_all(raw, ids)
+    assert text_of(deltas) == " The question The question"
+    assert not any(delta.segments for delta in deltas)
+
+
+def test_stop_strings_of_a_raw_answer_match_from_its_first_character() -> None:
+    ids = TOKENIZER.encode("\nThe question")
+    raw = AnswerStream(TOKENIZER, FORMAT, ["\n"], raw=True)
+    deltas = push_all(raw, ids)
+    assert [delta.stopped for delta in deltas if delta.stopped] == ["\n"]
+    assert text_of(deltas).strip(" ") == ""
+    assert all(delta.stopped is None for delta in push_all(stream(["\n"]), ids))

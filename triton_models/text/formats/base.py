@@ -50,6 +50,16 @@ class ChatFormat(Protocol):
         """
         ...
 
+    def render_text(self, text: str) -> list[int]:
+        """Return the input ids of plain text to be continued: the ids that begin every prompt, then its own.
+
+        As the published tokenizers encode text (`build_inputs_with_special_tokens`).
+
+        Raises:
+            TextError: `text` is not valid Unicode.
+        """
+        ...
+
 
 def refuse(turns: Sequence[Turn], at: int, why: str) -> TextError:
     """Return the error for turn `at`, counted from 0, the prompt being the last."""

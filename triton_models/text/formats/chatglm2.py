@@ -58,6 +58,10 @@ class ChatGLM2Format:
             text += _ANSWER
         return self._prefix + self._tokenizer.encode(text)
 
+    def render_text(self, text: str) -> list[int]:
+        """See `ChatFormat.render_text`."""
+        return self._prefix + self._tokenizer.encode(text)
+
 
 def _rounds(turns: Sequence[Turn]) -> list[_Round]:
     rounds: list[_Round] = []

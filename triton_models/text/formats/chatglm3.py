@@ -61,6 +61,10 @@ class ChatGLM3Format:
             ids.append(self._roles["assistant"])
         return ids
 
+    def render_text(self, text: str) -> list[int]:
+        """See `ChatFormat.render_text`."""
+        return self._prefix + self._tokenizer.encode(text)
+
 
 def _content(turn: Turn) -> str:
     if turn.tools is None:

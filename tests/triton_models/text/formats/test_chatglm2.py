@@ -98,3 +98,10 @@ def golden_cases(golden: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]
     cases = [case for case in golden("chatglm2")["cases"] if case["kind"] == "chat"]
     assert cases
     return cases
+
+
+def test_plain_text_gets_the_tokenizers_prefix_and_nothing_else() -> None:
+    ids = FORMAT.render_text("a <|user|>\n")
+    assert ids[:2] == [TOKENIZER.special_ids["[gMASK]"], TOKENIZER.special_ids["sop"]]
+    assert ids[2:] == TOKENIZER.encode("a <|user|>\n")
+    assert len(FORMAT.render_text("")) == 2

@@ -90,3 +90,10 @@ def test_stops_and_segments() -> None:
     assert FORMAT.stop_ids == {2, USER, OBSERVATION}
     assert FORMAT.segment_roles == {ASSISTANT: "assistant"}
     assert FORMAT.supports_tools
+
+
+def test_plain_text_gets_the_tokenizers_prefix_and_nothing_else() -> None:
+    ids = FORMAT.render_text("a <|user|>\n")
+    assert ids[:2] == [TOKENIZER.special_ids["[gMASK]"], TOKENIZER.special_ids["sop"]]
+    assert ids[2:] == TOKENIZER.encode("a <|user|>\n")
+    assert len(FORMAT.render_text("")) == 2

@@ -1,0 +1,80 @@
+"""From a read request to its answer, whole or as a stream of events: the same course for every route."""
+
+import logging
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import Depends, Request
+from starlette.responses import Response
+
+from gateway.api.deps import ExchangeDep, FlightDep, GatewayDep
+from gateway.errors import ClientGoneError, GatewayError, InternalError
+from gateway.exchange import Exchange
+from gateway.flight import Flight
+from gateway.openai.answer import Answer, ChunkWriter, encode
+from gateway.openai.generation_request import GenerationRequest
+from gateway.openai.sse import DONE, EventStream, error_event, frame
+from gateway.resources import Gateway
+
+_log = logging.getLogger(__name__)
+
+
+class Answering:
+    """Runs one request's generation and sends what it says."""
+
+    def __init__(self, request: Request, gateway: Gateway, exchange: Exchange, flight: Flight) -> None:
+        self._request = request
+        self._gateway = gateway
+        self._exchange = exchange
+        self._flight = flight
+
+    async def respond(self, asked: GenerationRequest, answer: Answer) -> Response:
+        """Return the answer to `asked`, as `answer` writes it.
+
+        Raises:
+            GatewayError: before the first byte; afterwards errors are part of the stream.
+        """
+        exchange, flight = self._exchange, self._flight
+        self._gateway.upstream.model(asked.model)
+        exchange.model = asked.model
+        exchange.stream = bool(asked.stream)
+        generation = asked.generation(request_id=exchange.request_id, deadline=exchange.deadline)
+        accepted = await flight.start(generation, self._request.receive)
+        if not asked.stream:
+            document = await answer.whole(accepted, flight)
+            return Response(encode(document), media_type="application/json")
+        await flight.stop_watching()  # the event stream does from here
+        settings = self._gateway.settings
+        return EventStream(
+            _events(flight, answer.chunks(accepted), exchange),
+            on_gone=lambda: flight.end(ClientGoneError("The client hung up.")),
+            ping_interval_s=settings.ping_interval_s,
+            send_timeout_s=settings.send_timeout_s,
+        )
+
+
+async def _answering(
+    request: Request, gateway: GatewayDep, exchange: ExchangeDep, flight: FlightDep
+) -> Answering:
+    return Answering(request, gateway, exchange, flight)
+
+
+AnsweringDep = Annotated[Answering, Depends(_answering)]
+
+
+async def _events(flight: Flight, writer: ChunkWriter, exchange: Exchange) -> AsyncIterator[bytes]:
+    """Write the stream after its 200: chunks, or chunks and an error, and always the end mark."""
+    try:
+        async for event in flight:
+            if chunks := writer.write(event):
+                yield frame(chunks)
+        last = frame(writer.close())
+    except GatewayError as error:
+        exchange.fail(error)
+        last = error_event(error)
+    except Exception:  # noqa: BLE001 - the stream's outermost frame: its client is owed an end
+        _log.exception("a stream failed unexpectedly")
+        failure = InternalError("The gateway failed; its log says why under this request's id.")
+        exchange.fail(failure)
+        last = error_event(failure)
+    yield last + DONE

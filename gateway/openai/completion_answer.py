@@ -1,0 +1,121 @@
+"""Text completions as OpenAI writes them, whole and streamed; token ids as vLLM adds them."""
+
+from collections.abc import AsyncIterator
+from typing import Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from gateway.generation import Accepted, Delta, Event, FinishReason
+from gateway.openai.answer import ChunkWriter, Head, Usage, encode, gather
+from gateway.openai.completion_request import CompletionRequest
+from gateway.openai.generation_request import StreamOptions
+
+
+class CompletionChoice(Struct, frozen=True):
+    """One answer, or a chunk's part of it. The prompt's ids are in the first chunk."""
+
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: FinishReason | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(Struct, frozen=True, kw_only=True):
+    """The answer to a request that is not streamed."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunk(Struct, frozen=True, kw_only=True):
+    """One event of a stream. `usage` is there only where the request asked for it, null until its end."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class CompletionAnswer:
+    """Writes the answer to one completion request: see `gateway.openai.answer.Answer`."""
+
+    def __init__(self, asked: CompletionRequest) -> None:
+        self._head = Head.new("cmpl", asked.model)
+        self._wants_ids = bool(asked.return_token_ids)
+        self._options = asked.stream_options
+
+    async def whole(self, accepted: Accepted, events: AsyncIterator[Event]) -> Completion:
+        """Return the whole answer."""
+        answer = await gather(events)
+        return Completion(
+            id=self._head.id,
+            created=self._head.created,
+            model=self._head.model,
+            system_fingerprint=self._head.system_fingerprint,
+            choices=[
+                CompletionChoice(
+                    0,
+                    answer.text,
+                    finish_reason=answer.finish_reason,
+                    prompt_token_ids=_ids(accepted.prompt_token_ids),
+                    token_ids=answer.token_ids if self._wants_ids else UNSET,
+                )
+            ],
+            usage=answer.usage,
+        )
+
+    def chunks(self, accepted: Accepted) -> "CompletionChunkWriter":
+        """Return what writes the answer as a stream."""
+        return CompletionChunkWriter(self._head, accepted, self._options)
+
+
+class CompletionChunkWriter(ChunkWriter):
+    """Writes one chunk for each delta that shows something; the last has the reason of the end as well."""
+
+    def __init__(self, head: Head, accepted: Accepted, options: StreamOptions | None) -> None:
+        super().__init__(accepted, options)
+        self._head = head
+        self._prompt_ids = _ids(accepted.prompt_token_ids)
+
+    def _delta(self, delta: Delta, usage: Usage | UnsetType | None) -> list[bytes]:
+        if not (delta.text or delta.token_ids) and delta.finish_reason is None:
+            return []
+        prompt_ids, self._prompt_ids = self._prompt_ids, UNSET
+        choice = CompletionChoice(
+            delta.index,
+            delta.text,
+            finish_reason=delta.finish_reason,
+            prompt_token_ids=prompt_ids,
+            token_ids=_ids(delta.token_ids),
+        )
+        return [self._encode([choice], usage)]
+
+    def _counts(self, usage: Usage) -> bytes:
+        return self._encode([], usage)
+
+    def _encode(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
+        head = self._head
+        return encode(
+            CompletionChunk(
+                id=head.id,
+                created=head.created,
+                model=head.model,
+                system_fingerprint=head.system_fingerprint,
+                choices=choices,
+                usage=usage,
+            )
+        )
+
+
+def _ids(ids: tuple[int, ...] | None) -> list[int] | UnsetType:
+    return UNSET if ids is None else list(ids)

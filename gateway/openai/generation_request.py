@@ -1,0 +1,181 @@
+"""What every route that generates text takes: names, ranges and defaults shared by their requests.
+
+Source: OpenAI's API reference; extensions: vLLM's sampling parameters, in its spelling.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from gateway.errors import InvalidRequestError
+from gateway.generation import Generation, Prompt
+from gateway.openai.document import without_neutral
+
+NOT_YET: Mapping[str, Any] = MappingProxyType(
+    {
+        "frequency_penalty": 0,
+        "min_p": 0,
+        "n": 1,
+        "presence_penalty": 0,
+        "priority": 0,
+        "repetition_penalty": 1,
+        "response_format": {"type": "text"},
+        "skip_special_tokens": True,
+        "structured_outputs": None,
+    }
+)
+"""Real parameters that are not supported yet, each with the value that asks for nothing."""
+
+STREAM_OPTIONS_NOT_YET: Mapping[str, Any] = MappingProxyType({"include_obfuscation": False})
+
+INT64 = 2**63
+
+ID_LIMIT = 2**32
+"""Ids are below it, in any vocabulary."""
+
+
+def _token_id(text: str) -> str:
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(ID_LIMIT))):
+        raise PydanticCustomError("token_id", "the keys are token ids, decimal numbers")
+    if text != str(int(text)):
+        # "05" beside "5" would be the same id twice, and one of the two ignored.
+        raise PydanticCustomError("token_id", "the keys are token ids, without zeros in front")
+    return text
+
+
+def _few_stops(stop: str | list[str]) -> str | list[str]:
+    if isinstance(stop, list) and len(stop) > 4:  # noqa: PLR2004 - OpenAI's limit
+        raise PydanticCustomError("too_many_stops", "at most 4 stop strings are allowed")
+    return stop
+
+
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""Read up to its first fault: a body has room for millions, and only one is told."""
+
+
+def _at_most(limit: int) -> BeforeValidator:
+    """Refuse a larger object before its items are looked at: a body has room for hundreds of thousands."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            raise PydanticCustomError("too_many", f"at most {limit} entries are allowed")
+        return value
+
+    return BeforeValidator(check)
+
+
+NonEmpty = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, lt=ID_LIMIT)]
+TokenKey = Annotated[str, AfterValidator(_token_id)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+TokenBound = Annotated[int, Field(ge=1, lt=INT64)]
+
+
+class Strict(BaseModel):
+    """An object of a request: its types as JSON has them, and no keys but these."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    """What a stream says of token counts."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @model_validator(mode="after")
+    def _included(self) -> Self:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise PydanticCustomError("usage", "continuous_usage_stats needs include_usage=true")
+        return self
+
+
+class GenerationRequest(Strict, ABC):
+    """The shared part. Null means absent everywhere."""
+
+    model: NonEmpty
+    max_tokens: TokenBound | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
+    stop: Annotated[NonEmpty | Items[NonEmpty], AfterValidator(_few_stops)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias] | None, _at_most(1024)] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    top_k: Annotated[int, Field(ge=-1, lt=INT64, description="-1 and 0 keep every token")] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Items[TokenId] | None = None
+
+    user: Annotated[str | None, Field(description="bookkeeping: accepted, not used")] = None
+    safety_identifier: Annotated[str | None, Field(description="bookkeeping: accepted, not used")] = None
+    prompt_cache_key: Annotated[str | None, Field(description="bookkeeping: accepted, not used")] = None
+    metadata: Annotated[
+        dict[str, str] | None, _at_most(16), Field(description="bookkeeping: accepted, not used")
+    ] = None
+    service_tier: Annotated[str | None, Field(description="bookkeeping: accepted, not used")] = None
+
+    @property
+    def token_bound(self) -> int | None:
+        """The bound on new tokens that the client gave."""
+        return self.max_tokens
+
+    @abstractmethod
+    def prompt_asked(self) -> Prompt:
+        """Return what the answer continues."""
+
+    def generation(self, *, request_id: str, deadline: float) -> Generation:
+        """Return what is asked of the upstream; routes that can ask for more add it."""
+        return Generation(
+            request_id=request_id,
+            model=self.model,
+            prompt=self.prompt_asked(),
+            deadline=deadline,
+            max_tokens=self.token_bound,
+            min_tokens=self.min_tokens or 0,
+            temperature=1.0 if self.temperature is None else float(self.temperature),
+            top_p=1.0 if self.top_p is None else float(self.top_p),
+            top_k=max(self.top_k or 0, 0),
+            seed=self.seed,
+            stop=()
+            if self.stop is None
+            else (self.stop,)
+            if isinstance(self.stop, str)
+            else tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            logit_bias={int(token): float(bias) for token, bias in (self.logit_bias or {}).items()},
+            stream=bool(self.stream),
+        )
+
+    def check_combinations(self) -> None:
+        """Refuse what is right by itself and wrong together.
+
+        Raises:
+            InvalidRequestError: with the field in `param`.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options needs stream=true.", param="stream_options")
+        bound = self.token_bound
+        if bound is not None and (self.min_tokens or 0) > bound:
+            raise InvalidRequestError(
+                f"min_tokens is more than the bound of {bound} new tokens.", param="min_tokens"
+            )
+
+
+def without_neutral_options(document: dict[str, Any]) -> dict[str, Any]:
+    """Drop what asks for nothing from `stream_options`, where a document has them.
+
+    Raises:
+        InvalidRequestError: one of them asks for something that is not supported yet.
+    """
+    options = document.get("stream_options")
+    if not isinstance(options, dict):
+        return document
+    return document | {"stream_options": without_neutral(options, STREAM_OPTIONS_NOT_YET, "stream_options.")}

@@ -1,0 +1,48 @@
+"""The three kinds of prompt, and how their answers are shown."""
+
+import pytest
+
+from gateway.errors import InvalidRequestError
+from gateway.generation import Accepted, Conversation, Message, PlainText, TokenIds
+from tests.gateway.dialects.test_chatglm import (
+    ACCEPTED,
+    CHATGLM2,
+    CHATGLM3,
+    DIALECT,
+    END,
+    generation,
+    response,
+    sampling_of,
+    tensors,
+)
+from wire.history import decode_history
+
+
+def test_what_the_models_chat_format_cannot_hold_is_refused() -> None:
+    messages = (Message(role="user", content="a"), Message(role="assistant", content="b"))
+    with pytest.raises(InvalidRequestError):
+        DIALECT.request(generation(prompt=Conversation(messages)), CHATGLM2, remaining_s=1)
+    assert DIALECT.request(generation(prompt=Conversation(messages)), CHATGLM3, remaining_s=1)
+
+
+def test_plain_text_and_token_ids_go_outside_the_chat_format() -> None:
+    text = DIALECT.request(generation(prompt=PlainText(" 你")), CHATGLM3, remaining_s=1)
+    assert (tensors(text)["prompt"].decode(), decode_history(tensors(text)["history"])) == (" 你", [])
+    assert (sampling_of(text).raw, sampling_of(text).prompt_token_ids) == (True, None)
+    ids = DIALECT.request(generation(prompt=TokenIds((5, 6))), CHATGLM2, remaining_s=1)
+    assert (tensors(ids)["prompt"], decode_history(tensors(ids)["history"])) == (b"", [])
+    assert (sampling_of(ids).raw, sampling_of(ids).prompt_token_ids) == (True, [5, 6])
+    assert not sampling_of(DIALECT.request(generation(), CHATGLM3, remaining_s=1)).raw
+
+
+@pytest.mark.parametrize("prompt", [PlainText("a"), TokenIds((1,))])
+def test_their_answer_is_text_as_it_stands(prompt: PlainText | TokenIds) -> None:
+    answer = DIALECT.decoder(generation(prompt=prompt))
+    accepted = {"accepted": ACCEPTED["accepted"] | {"prompt_token_ids": [5, 6]}}
+    events = [
+        *answer.decode(response(meta=accepted)),
+        *answer.decode(response(" \n", {"tokens": 1, "token_ids": [7]})),
+        *answer.decode(response("a ", END | {"token_ids": [2]})),
+    ]
+    assert events[0] == Accepted(prompt_tokens=7, prompt_token_ids=(5, 6))
+    assert [(event.text, event.token_ids) for event in events[1:]] == [(" \n", (7,)), ("a ", (2,))]

@@ -1,0 +1,110 @@
+import json
+from typing import Any
+
+import pytest
+
+from gateway.errors import InvalidRequestError
+from gateway.generation import PlainText, TokenIds
+from gateway.openai.completion_request import NOT_YET, CompletionRequest, read_completion_request
+
+
+def read(**parameters: Any) -> CompletionRequest:
+    return read_completion_request(json.dumps({"model": "m", "prompt": "hi", **parameters}).encode())
+
+
+def test_the_minimum_asks_for_the_defaults() -> None:
+    generation = read().generation(request_id="r", deadline=1.5)
+    assert (generation.request_id, generation.model, generation.deadline) == ("r", "m", 1.5)
+    assert generation.prompt == PlainText("hi")
+    assert (generation.temperature, generation.top_p, generation.max_tokens) == (1.0, 1.0, None)
+    assert generation.logprobs is None
+    assert not generation.stream
+    assert not generation.return_token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("", PlainText("")), (" a\n", PlainText(" a\n")), ([0, 2**32 - 1], TokenIds((0, 2**32 - 1)))],
+)
+def test_a_prompt_is_text_or_ids(prompt: Any, expected: PlainText | TokenIds) -> None:
+    assert read(prompt=prompt).generation(request_id="r", deadline=0).prompt == expected
+
+
+def test_every_parameter_arrives() -> None:
+    asked = read(
+        max_tokens=7,
+        temperature=0,
+        top_p=0.5,
+        seed=-1,
+        stop="x",
+        logit_bias={"5": -100},
+        stream=True,
+        stream_options={"include_usage": True, "include_obfuscation": False},
+        top_k=3,
+        min_tokens=7,
+        ignore_eos=True,
+        stop_token_ids=[2],
+        return_token_ids=True,
+        user="u",
+        metadata={"a": "b"},
+    )
+    generation = asked.generation(request_id="r", deadline=0)
+    assert (generation.max_tokens, generation.min_tokens, generation.top_k) == (7, 7, 3)
+    assert (generation.temperature, generation.top_p, generation.seed) == (0.0, 0.5, -1)
+    assert (generation.stop, generation.stop_token_ids) == (("x",), (2,))
+    assert generation.logit_bias == {5: -100.0}
+    assert generation.ignore_eos
+    assert generation.stream
+    assert generation.return_token_ids
+    assert asked.stream_options is not None
+    assert asked.stream_options.include_usage
+
+
+@pytest.mark.parametrize(
+    ("parameters", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": {}}, "prompt"),
+        ({"prompt": ["a"]}, "prompt"),
+        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt.1"),
+        ({"prompt": [1, True]}, "prompt.1"),
+        ({"prompt": [1.5]}, "prompt.0"),
+        ({"prompt": [1, -1]}, "prompt.1"),
+        ({"prompt": [2**32]}, "prompt.0"),
+        ({"messages": []}, "messages"),
+        ({"max_completion_tokens": 3}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"stop": list("abcde")}, "stop"),
+        ({"stream_options": {}}, "stream_options"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
+        ({"max_tokens": 3, "min_tokens": 4}, "min_tokens"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"echo": True}, "echo"),
+        ({"suffix": ""}, "suffix"),
+        ({"n": 2}, "n"),
+        ({"best_of": 2}, "best_of"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"add_special_tokens": False}, "add_special_tokens"),
+        ({"nonsense": 1}, "nonsense"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(parameters: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        read(**parameters)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize("name", NOT_YET)
+def test_neutral_values_are_accepted(name: str) -> None:
+    assert read(**{name: NOT_YET[name]}) == read() == read(**{name: None})
+
+
+def test_several_prompts_are_told_so() -> None:
+    with pytest.raises(InvalidRequestError, match="several prompts"):
+        read(prompt=["a", "b"])
