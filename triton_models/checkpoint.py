@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from triton_models.directory import format_evidence, read_json, read_optional_json
+from triton_models.engine.memory import GIB, total_bytes
 from triton_models.engine.models.chatglm import ChatGLM, ChatGLMConfig
 from triton_models.errors import CheckpointError, UnsupportedArchitectureError
 from triton_models.shards import Shard, find_shards, open_shard
@@ -107,10 +108,15 @@ def load_model(
     holds about one shard beside the model.
 
     Raises:
-        CheckpointError: naming the file, and the tensor where one is at fault.
+        CheckpointError: naming the file, and the tensor where one is at fault; or the device cannot hold it.
     """
     config = read_config(directory)
     shards = find_shards(directory)
+    if (needed := config.nbytes(dtype)) > (there := total_bytes(device)):
+        raise CheckpointError(
+            f"{directory / 'config.json'}: a model of this shape takes {needed / GIB:,.1f} GiB in {dtype},"
+            f" and {device} has {there / GIB:,.1f}"
+        )
     model = ChatGLM(config, dtype=dtype, device=device)
     missing = tensor_places(model)
     total = sum(tensor.nbytes for tensor in missing.values())

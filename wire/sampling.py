@@ -15,11 +15,17 @@ from wire.history import Role
 WIRE_VERSION = 1
 
 TOP_LOGPROBS_LIMIT = 20
+STOPS_LIMIT = 16
+STOP_LENGTH_LIMIT = 1024
+"""Code points in a stop string: that much of an answer may have to be held back."""
+LOGIT_BIAS_LIMIT = 1024
 
 INT64_MAX = 2**63 - 1
 """Larger numbers fit no tensor, and no clock."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
+StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=STOP_LENGTH_LIMIT)]
+Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 
 
@@ -50,11 +56,11 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
     """0 keeps every token."""
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=INT64_MAX)] | None = None
-    logit_bias: dict[TokenId, Annotated[float, msgspec.Meta(ge=-100, le=100)]] = {}
+    logit_bias: Annotated[dict[TokenId, Bias], msgspec.Meta(max_length=LOGIT_BIAS_LIMIT)] = {}
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
     """Log-probabilities of each sampled token and of this many most likely ones; absent: none."""
 
-    stop: Annotated[list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(max_length=16)] = []
+    stop: Annotated[list[StopString], msgspec.Meta(max_length=STOPS_LIMIT)] = []
     stop_token_ids: list[TokenId] = []
     ignore_eos: bool = False
     """Go on past the model's own stop ids (`stop_token_ids` still stop)."""

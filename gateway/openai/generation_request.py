@@ -70,6 +70,7 @@ def _at_most(limit: int) -> BeforeValidator:
 
 
 NonEmpty = Annotated[str, Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, lt=ID_LIMIT)]
 TokenKey = Annotated[str, AfterValidator(_token_id)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -103,7 +104,7 @@ class GenerationRequest(Strict, ABC):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
-    stop: Annotated[NonEmpty | Items[NonEmpty], AfterValidator(_few_stops)] | None = None
+    stop: Annotated[StopString | Items[StopString], AfterValidator(_few_stops)] | None = None
     logit_bias: Annotated[dict[TokenKey, Bias] | None, _at_most(1024)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.field_client import FieldError, ask_unbatched, conversation
 from tests.e2e.stream_client import StreamClient
-from tests.e2e.up_process import GOLDEN
+from tests.e2e.up_process import GOLDEN, metric, wait_until
 from triton_models.entries import ModelEntry, write_entries
 from wire.events import Ready, decode_event
 
@@ -104,6 +104,19 @@ def test_the_unbatched_contracts_refusals(by_hand: Ready, changes: dict[str, int
     with pytest.raises(FieldError, match=words) as raised:
         ask_unbatched(url(by_hand, 1), HELLO, **changes)
     assert raised.value.status == 400
+
+
+def test_each_version_has_its_own_metrics(by_hand: Ready) -> None:
+    """Both are loaded; Triton itself would let them overwrite each other's gauges."""
+    before = gauge(by_hand, "prompt_tokens_total", version="2")
+    ask_unbatched(url(by_hand, 2), HELLO)
+    wait_until(lambda: gauge(by_hand, "prompt_tokens_total", version="2") > before)
+    assert all(gauge(by_hand, "kv_blocks", model="glm", version=version) > 0 for version in "12")
+
+
+def gauge(ready: Ready, name: str, **labels: str) -> float:
+    exposition = httpx.get(f"http://{ready.metrics}/metrics", timeout=30).text
+    return metric(exposition, f"tritongate_engine_{name}", **labels)
 
 
 def test_each_version_has_its_own_checkpoint(by_hand: Ready) -> None:

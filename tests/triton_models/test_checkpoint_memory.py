@@ -1,4 +1,4 @@
-"""Loading needs little more memory than the model: measured in a process of its own."""
+"""Loading needs little more memory than the model (measured in a process of its own), or is refused."""
 
 import json
 import subprocess
@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from triton_models.checkpoint import read_config
+from triton_models.checkpoint import load_model, read_config
+from triton_models.errors import CheckpointError
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HEAD = "transformer.output_layer.weight"
@@ -28,6 +29,18 @@ before = resident("VmRSS")
 model = load_model(Path(sys.argv[1]), torch.float32, torch.device("cpu"))
 print(resident("VmHWM") - before)
 """
+
+
+@pytest.mark.parametrize("key", ["num_layers", "hidden_size", "padded_vocab_size", "seq_length"])
+@pytest.mark.parametrize("value", [10**12, 10**30])
+def test_a_model_that_no_machine_holds_is_refused_before_it_is_allocated(
+    tmp_path: Path, key: str, value: int
+) -> None:
+    config = json.loads((GOLDEN / "chatglm3" / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}), encoding="utf-8")
+    (tmp_path / "model.safetensors").symlink_to(GOLDEN / "chatglm3" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"config\.json: a model of this shape takes .* GiB"):
+        load_model(tmp_path, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])

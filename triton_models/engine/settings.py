@@ -1,17 +1,13 @@
 """What the engine may use, and how much KV cache that comes to."""
 
 from dataclasses import dataclass, fields
-from pathlib import Path
+from math import inf
 
 import torch
 
+from triton_models.engine.memory import GIB, free_bytes, total_bytes
 from triton_models.engine.model import CausalModel
 from triton_models.errors import SettingsError
-
-GIB = 2**30
-
-_CGROUP = Path("/sys/fs/cgroup")
-"""Of this process, as a container sees it (cgroup v2)."""
 
 GPU_SHARE = 0.9
 """Of the device memory that is free once the weights are loaded; the rest is for activations."""
@@ -54,8 +50,8 @@ class EngineSettings:
                 continue
             if value < lowest.get(field.name, 1):
                 raise SettingsError(f"{field.name} must be at least {lowest.get(field.name, 1)}, not {value}")
-        if self.kv_memory_gib is not None and not self.kv_memory_gib > 0:
-            raise SettingsError(f"kv_memory_gib must be over 0, not {self.kv_memory_gib}")
+        if self.kv_memory_gib is not None and not 0 < self.kv_memory_gib < inf:
+            raise SettingsError(f"kv_memory_gib must be over 0 and finite, not {self.kv_memory_gib}")
         if self.kv_blocks is not None and self.kv_memory_gib is not None:
             raise SettingsError("kv_blocks and kv_memory_gib exclude each other")
         if self.max_batched_tokens < self.max_running:
@@ -80,12 +76,19 @@ def choose_capacity(settings: EngineSettings, model: CausalModel) -> Capacity:
     """Choose the number of KV blocks and the longest sequence they and the model allow.
 
     Raises:
-        SettingsError: the context exceeds the model's, or not even one block fits.
+        SettingsError: the context exceeds the model's, not even one block fits, or the device has no room for
+            what was asked.
     """
     context = settings.max_context or model.max_positions
     if context > model.max_positions:
         raise SettingsError(f"max_context {context} exceeds the {model.max_positions} positions of the model")
     blocks, reason = _choose_blocks(settings, model, context)
+    needed = blocks * settings.block_size * model.kv_shape.bytes_per_token(model.dtype)
+    if needed > (there := total_bytes(model.device)):
+        raise SettingsError(
+            f"{blocks} KV blocks ({reason}) take {needed / GIB:,.1f} GiB,"
+            f" and {model.device} has {there / GIB:,.1f}"
+        )
     held = blocks * settings.block_size
     if held < context:
         reason += f"; the context is {held} instead of {context} tokens, which is all the blocks hold"
@@ -101,7 +104,7 @@ def _choose_blocks(settings: EngineSettings, model: CausalModel, context: int) -
         memory = int(settings.kv_memory_gib * GIB)
         reason = f"{settings.kv_memory_gib} GiB were set"
     else:
-        memory, reason = _free_memory(model.device)
+        memory, reason = _usable_memory(model.device)
     fitting = memory // block_bytes
     if fitting < 1:
         raise SettingsError(f"a KV block takes {block_bytes} bytes and {memory} are there ({reason})")
@@ -111,20 +114,9 @@ def _choose_blocks(settings: EngineSettings, model: CausalModel, context: int) -
     return fitting, reason
 
 
-def _free_memory(device: torch.device) -> tuple[int, str]:
+def _usable_memory(device: torch.device) -> tuple[int, str]:
     """Return the bytes that KV blocks may take, and why."""
+    free = free_bytes(device)
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
         return int(free * GPU_SHARE), f"{GPU_SHARE:.0%} of {free / GIB:.1f} GiB free on {device}"
-    available = _available_main_memory()
-    return int(available * CPU_SHARE), f"{CPU_SHARE:.0%} of {available / GIB:.1f} GiB of main memory left"
-
-
-def _available_main_memory() -> int:
-    """Return the bytes that this process may still take: the machine's, or what its container leaves."""
-    with Path("/proc/meminfo").open(encoding="ascii") as lines:
-        machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
-    if not limit.is_file() or (limit_text := limit.read_text(encoding="ascii").strip()) == "max":
-        return machine
-    return min(machine, max(0, int(limit_text) - int(used.read_text(encoding="ascii"))))
+    return int(free * CPU_SHARE), f"{CPU_SHARE:.0%} of {free / GIB:.1f} GiB of main memory left"

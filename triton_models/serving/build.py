@@ -61,7 +61,7 @@ def build_service(parameters: EntryParameters, pb_utils: Any) -> StreamService:
         )
     asked = {name: getattr(parameters, name) for name in _ENGINE_PARAMETERS}
     settings = EngineSettings(**{name: value for name, value in asked.items() if value is not None})
-    metrics = EngineMetrics(parameters.model, pb_utils)
+    metrics = EngineMetrics(parameters.model, parameters.version, pb_utils)
     return StreamService(Engine(model, settings), text, metrics, heartbeat_s=parameters.heartbeat_s)
 
 

@@ -42,8 +42,9 @@ class StatsSource(Protocol):
 class EngineMetrics:
     """Collects from any thread, writes from its own."""
 
-    def __init__(self, model: str, pb_utils: Any) -> None:
-        self._model = model
+    def __init__(self, model: str, version: int, pb_utils: Any) -> None:
+        # Triton adds no labels: without the version, two of them would write into the same gauges.
+        self._labels = {"model": model, "version": str(version)}
         self._pb_utils = pb_utils
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -89,7 +90,7 @@ class EngineMetrics:
             self._counts[name] += amount
 
     def _run(self, source: StatsSource) -> None:
-        families = _Families(self._model, self._pb_utils)
+        families = _Families(self._labels, self._pb_utils)
         last = False
         while not last:
             last = self._stopping.wait(FLUSH_INTERVAL_S)
@@ -125,8 +126,8 @@ class EngineMetrics:
 class _Families:
     """Triton's metric objects. The families are kept: Triton drops a family nobody refers to."""
 
-    def __init__(self, model: str, pb_utils: Any) -> None:
-        self._labels = {"model": model}
+    def __init__(self, labels: dict[str, str], pb_utils: Any) -> None:
+        self._labels = labels
         self._kinds = pb_utils.MetricFamily
         self._kept: list[Any] = []
         self.counters = {

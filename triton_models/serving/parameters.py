@@ -36,6 +36,7 @@ class EntryParameters:
     max_waiting: int | None = None
     max_batched_tokens: int | None = None
     heartbeat_s: float = 2.0
+    """Longest silence of a request at work; at most 10, since whoever waits takes more for a dead engine."""
     contract: str | None = None
     """What an entry `M` speaks; None: what clients of its checkpoint do."""
     stream_wait_s: float = 600.0
@@ -56,6 +57,9 @@ _CONVERTERS: dict[str, Callable[[str], Any]] = {
     "stream_wait_s": float,
 }
 
+_MOST: dict[str, float] = {"kv_memory_gib": 2**20, "heartbeat_s": 10, "stream_wait_s": 24 * 60 * 60}
+"""The largest value of each parameter that need not be a whole number."""
+
 
 def read_parameters(args: dict[str, str]) -> EntryParameters:
     """Read what Triton passes to `initialize`.
@@ -64,7 +68,7 @@ def read_parameters(args: dict[str, str]) -> EntryParameters:
     that is loaded, so that each version of an entry can have a checkpoint of its own.
 
     Raises:
-        EntryError: an unknown parameter, a value of the wrong type, or no checkpoint.
+        EntryError: an unknown parameter, a value of the wrong type or out of range, or no checkpoint.
     """
     declared = json.loads(args["model_config"]).get("parameters", {})
     values: dict[str, Any] = {}
@@ -82,6 +86,10 @@ def read_parameters(args: dict[str, str]) -> EntryParameters:
             values[key] = _CONVERTERS[key](text)
         except ValueError as error:
             raise EntryError(f"config.pbtxt parameter {key!r}: {text!r} is not a number") from error
+        if isinstance(values[key], float) and not 0 < values[key] <= _MOST[key]:  # nan is not, either
+            raise EntryError(
+                f"config.pbtxt parameter {key!r} must be over 0 and at most {_MOST[key]:,}, not {text}"
+            )
     if "checkpoint" not in values:
         raise EntryError("config.pbtxt needs the parameter 'checkpoint': the directory of the model")
     version = args["model_version"]

@@ -132,6 +132,8 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop.1"),
         ({"stop": [1]}, "stop.0"),
+        ({"stop": "a" * 1025}, "stop"),
+        ({"stop": ["a", "a" * 1025]}, "stop.1"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x"),
         ({"logit_bias": {"-1": 1}}, "logit_bias.-1"),

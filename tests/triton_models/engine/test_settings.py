@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from tests.triton_models.engine.fake_model import FakeModel
+from triton_models.engine.memory import GIB
 from triton_models.engine.model import KVShape
-from triton_models.engine.settings import GIB, EngineSettings, choose_capacity
+from triton_models.engine.settings import EngineSettings, choose_capacity
 from triton_models.errors import SettingsError
 
 
@@ -21,6 +22,7 @@ from triton_models.errors import SettingsError
         {"kv_blocks": 0},
         {"kv_memory_gib": 0.0},
         {"kv_memory_gib": float("nan")},
+        {"kv_memory_gib": float("inf")},
         {"failure_limit": 0},
         {"kv_blocks": 1, "kv_memory_gib": 1.0},
         {"max_batched_tokens": 100, "max_running": 128},
@@ -70,9 +72,18 @@ def test_a_containers_limit_is_heeded(
 ) -> None:
     (tmp_path / "memory.max").write_text(f"{limit}\n", encoding="ascii")
     (tmp_path / "memory.current").write_text("64\n", encoding="ascii")
-    monkeypatch.setattr("triton_models.engine.settings._CGROUP", tmp_path)
+    monkeypatch.setattr("triton_models.engine.memory._CGROUP", tmp_path)
     # A quarter of 7936 bytes, in blocks of 256.
     assert choose_capacity(EngineSettings(max_running=2), FakeModel()).kv_blocks == blocks
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"kv_blocks": 10**12}, {"kv_memory_gib": 1e9, "max_running": 10**9, "max_batched_tokens": 10**9}],
+)
+def test_more_than_the_machine_has_is_refused_before_it_is_taken(asked: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=r"KV blocks .* take [\d,.]+ GiB, and cpu has "):
+        choose_capacity(EngineSettings(**asked), FakeModel())
 
 
 def test_what_cannot_be_is_refused() -> None:

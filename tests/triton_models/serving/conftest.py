@@ -82,7 +82,7 @@ def serve(model: ChatGLM, text: ChatText, pb_utils: FakePbUtils) -> Iterator[Cal
 
     def start(*, slow: bool = False, **settings: Any) -> Served:
         engine = Engine(Slow(model) if slow else model, EngineSettings(**settings))
-        metrics = EngineMetrics("glm", pb_utils)
+        metrics = EngineMetrics("glm", 1, pb_utils)
         services.append(StreamService(engine, text, metrics, heartbeat_s=HEARTBEAT_S))
         services[-1].start()
         return Served(services[-1])

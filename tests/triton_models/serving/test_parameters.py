@@ -59,6 +59,11 @@ def test_tritons_own_parameters_are_left_alone() -> None:
         ({"checkpoint": "x", "max_contxt": "5"}, "max_contxt"),
         ({"checkpoint": "x", "max_context": "many"}, "max_context"),
         ({"checkpoint": "x", "kv_memory_gib": "1,5"}, "kv_memory_gib"),
+        *(
+            ({"checkpoint": "x", name: value}, f"{name}' must be over 0 and at most .*, not {value}")
+            for name in ("kv_memory_gib", "heartbeat_s", "stream_wait_s")
+            for value in ("nan", "inf", "-inf", "0", "-2", "1e9")
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(parameters: dict[str, str], words: str) -> None:

@@ -247,7 +247,7 @@ def test_metrics_say_what_happened_and_only_one_thread_touches_them(
     assert pb_utils.metric("heartbeat_timestamp_seconds").value > 0
     assert pb_utils.metric("kv_blocks").value > 0
     served.service.close()
-    assert pb_utils.metric("prompt_tokens_total", model="glm").value == 27
+    assert pb_utils.metric("prompt_tokens_total", model="glm", version="1").value == 27
     assert pb_utils.metric("generated_tokens_total").value == 15
     assert len(pb_utils.metric("time_to_first_token_seconds").observations) == 3
     assert len(pb_utils.metric("queue_seconds").observations) == 3

@@ -41,6 +41,16 @@ class ChatGLMConfig:
         """Numbers in all key heads of one token."""
         return self.multi_query_group_num * self.kv_channels
 
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of all that a model of this shape allocates."""
+        qkv_width = self.query_width + 2 * self.kv_width
+        layer = self.hidden_size * (qkv_width + self.query_width + 3 * self.ffn_hidden_size)
+        biases = qkv_width if self.add_qkv_bias else 0
+        weights = 2 * self.padded_vocab_size * self.hidden_size + self.num_layers * (layer + biases)
+        norms = (2 * self.num_layers + 1) * self.hidden_size
+        rotary = 2 * self.seq_length * (self.kv_channels // 4)
+        return weights * dtype.itemsize + (norms + rotary) * torch.float32.itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.triton_models.engine.fake_model import ids, request, run
-from triton_models.checkpoint import load_model
+from triton_models.checkpoint import load_model, tensor_places
 from triton_models.engine.engine import Engine
 from triton_models.engine.models.chatglm import ChatGLM, _rotary_table
 from triton_models.engine.operations import PlainMath, Rotary, rotate_in_place, rotation, split_heads
@@ -34,6 +34,13 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     cases = json.loads((directory / "golden.json").read_text(encoding="utf-8"))["cases"]
     assert len(cases) >= 6
     return Golden(model, cases)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_models_size_is_known_before_it_is_allocated(golden: Golden, dtype: torch.dtype) -> None:
+    model = ChatGLM(golden.model.config, dtype=dtype, device=torch.device("cpu"))
+    tensors = [*tensor_places(model).values(), model._rotary.cos, model._rotary.sin]
+    assert model.config.nbytes(dtype) == sum(tensor.nbytes for tensor in tensors)
 
 
 def check(golden: Golden, engine: Engine, order: list[int]) -> None:
