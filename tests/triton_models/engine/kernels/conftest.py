@@ -1,0 +1,69 @@
+"""Runs the kernels under the Triton interpreter where there is no GPU, and compiled where there is one."""
+
+import os
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+ON_GPU = torch.cuda.is_available()
+
+if not ON_GPU:
+    # Read when triton is first imported, so it has to come before any test module of a kernel.
+    if "triton" in sys.modules:
+        raise pytest.UsageError("triton was imported before its interpreter was asked for")
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton.language as tl  # noqa: E402 - after the choice above
+from triton.runtime import interpreter  # noqa: E402
+
+
+def _correct_bfloat16(patch: pytest.MonkeyPatch) -> None:
+    """Give the interpreter bfloat16 arithmetic.
+
+    It keeps the raw 16 bits, multiplies them as integers in `dot`, and cuts conversions off instead of
+    rounding them.
+    """
+    convert: Any = interpreter._convert_float
+    builder = interpreter.InterpreterBuilder
+    dot: Any = builder.create_dot
+
+    def widen(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        bits = handle.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    def corrected_convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(data, source, target, rounding)
+        rounded = torch.from_numpy(np.ascontiguousarray(data)).bfloat16()
+        return rounded.view(torch.int16).numpy().view(np.uint16)
+
+    def corrected_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        return dot(self, widen(a), widen(b), *others)
+
+    patch.setattr(interpreter, "_convert_float", corrected_convert)
+    patch.setattr(builder, "create_dot", corrected_dot)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter_arithmetic() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        if not ON_GPU:
+            _correct_bfloat16(patch)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def quiet_arithmetic() -> Any:
+    """Let numpy compute what a kernel masks later, as a GPU does, without a warning."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if ON_GPU else "cpu")

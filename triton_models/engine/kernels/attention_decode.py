@@ -1,0 +1,256 @@
+"""Paged attention of one new token per sequence, split over its keys (flash-decoding)."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triton_models.engine.kernels.decode_plan import (
+    SEGMENTS,
+    DecodeConfig,
+    DecodeWorkspace,
+    decode_config,
+    padded_group,
+)
+
+_MERGE_STEP: tl.constexpr = tl.constexpr(4)
+"""Segments whose loads are in flight together while the last program merges."""
+
+
+def decode_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    out: Tensor,
+    *,
+    splits: int,
+    workspace: DecodeWorkspace | None = None,
+    config: DecodeConfig | None = None,
+) -> None:
+    """Attend one token of each sequence to the whole sequence, scaled by head_dim ** -0.5.
+
+    A sequence is cut into at most `SEGMENTS` segments of whole tiles, by its own length alone. `splits`
+    programs share the segments; where there is more than one, each leaves its segments in the workspace and
+    the last to finish merges all of them in order. A single program merges in registers, by the same
+    operations in the same order. So a row's result is the same bits whatever the batch and `splits` are.
+
+    Nothing is read beyond a sequence's length: entries of `tables` there may be anything, and what other
+    tokens left in a sequence's last block reaches no result. `lengths` and `rows` are read on the device,
+    so the launch can be captured in a CUDA graph.
+
+    Compiled once for each dtype, number of heads, head_dim, block_size, config, and whether `splits` is 1;
+    no other argument makes a variant, provided that the addresses of `queries`, `keys`, `values` and `out`
+    and the bytes between the tokens of `queries` are multiples of 16.
+
+    Args:
+        queries: [B, query heads, head_dim]; only the batch may be strided.
+        keys: [blocks, block_size, KV heads, head_dim], contiguous, of the same dtype as the queries.
+        values: like `keys`.
+        tables: [S, W] int32, block numbers.
+        rows: [B] int32, each token's row in `tables`.
+        lengths: [B] int32, tokens of each sequence with the new one; 0 marks padding: its result is 0.
+        out: [B, query heads, head_dim], contiguous, written.
+        splits: programs per sequence and KV head, see `choose_splits`.
+        workspace: needed where `splits` is more than 1.
+        config: `decode_config`'s choice where None.
+
+    Raises:
+        ValueError: `splits` asks for a workspace that is missing or too small.
+    """
+    batch, query_heads, head_dim = queries.shape
+    _, block_size, kv_heads, _ = keys.shape
+    split = splits > 1
+    if split and (workspace is None or workspace.rows < batch):
+        raise ValueError(f"splitting {batch} rows needs a workspace of as many")
+    config = config or decode_config(head_dim, queries.dtype)
+    _decode[kv_heads, batch, splits](
+        queries,
+        keys,
+        values,
+        tables,
+        rows,
+        lengths,
+        out,
+        workspace.sums if workspace and split else out,
+        workspace.scales if workspace and split else out,
+        workspace.arrivals if workspace and split else lengths,
+        queries.stride(0),
+        tables.stride(0),
+        GROUP=query_heads // kv_heads,
+        LANES=padded_group(query_heads, kv_heads),
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        TILE=config.tile,
+        MAX_SEGMENTS=SEGMENTS,
+        SPLIT=split,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+
+
+@triton.jit
+def _merge(high, weights, sums, other_high, other_weights, other_sums, log2_scale):
+    """Add a segment to what came before it; scores are unscaled, and -inf for nothing.
+
+    Each multiplication that feeds an addition is an explicit fma, so that the compiler cannot contract the
+    two places that merge differently.
+    """
+    new = tl.maximum(high, other_high)
+    keep = tl.exp2((high - new) * log2_scale)
+    add = tl.exp2((other_high - new) * log2_scale)
+    weights = tl.fma(weights, keep, other_weights * add)
+    sums = tl.fma(sums, tl.broadcast_to(keep[:, None], sums.shape), other_sums * add[:, None])
+    return new, weights, sums
+
+
+@triton.jit
+def _merge_all(
+    sums_in,
+    scales_in,
+    first,
+    segments,
+    real,
+    log2_scale,
+    LANES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Merge a sequence's segments in order; those that a step of the loop has too many change nothing."""
+    lanes = tl.arange(0, LANES)
+    dims = tl.arange(0, HEAD_DIM)
+    high = tl.full([LANES], -float("inf"), tl.float32)
+    weights = tl.zeros([LANES], tl.float32)
+    sums = tl.zeros([LANES, HEAD_DIM], tl.float32)
+    for begin in range(0, segments, _MERGE_STEP):
+        for step in tl.static_range(_MERGE_STEP):
+            exists = begin + step + tl.zeros_like(lanes) < segments
+            at = first + begin + step
+            # Past the first cache, which is not kept coherent.
+            scales = scales_in + at * (2 * LANES) + lanes
+            other_high = tl.load(scales, mask=exists, other=-float("inf"), cache_modifier=".cg")
+            other_weights = tl.load(scales + LANES, mask=exists, other=0.0, cache_modifier=".cg")
+            other_sums = tl.load(
+                sums_in + at * (LANES * HEAD_DIM) + lanes[:, None] * HEAD_DIM + dims[None, :],
+                mask=real & exists[:, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            high, weights, sums = _merge(
+                high, weights, sums, other_high, other_weights, other_sums, log2_scale
+            )
+    return high, weights, sums
+
+
+@triton.jit(
+    do_not_specialize=["query_stride", "table_stride"],
+    do_not_specialize_on_alignment=["tables", "rows", "lengths", "arrivals"],
+)
+def _decode(
+    queries,
+    keys,
+    values,
+    tables,
+    rows,
+    lengths,
+    out,
+    sums_out,
+    scales_out,
+    arrivals,
+    query_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    LANES: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    MAX_SEGMENTS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    kv_head, batch_row, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + batch_row)
+    # Padding goes through as one empty tile, and its result is replaced at the end.
+    tiles = tl.maximum(tl.cdiv(length, TILE), 1)
+    segment_tiles = tl.cdiv(tiles, MAX_SEGMENTS)
+    segments = tl.cdiv(tiles, segment_tiles)
+    share = tl.cdiv(segments, tl.num_programs(2))
+    if part * share >= segments:
+        return
+    first = part * share * segment_tiles
+    last = tl.minimum(first + share * segment_tiles, tiles)
+
+    log2_scale: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
+    lanes = tl.arange(0, LANES)
+    dims = tl.arange(0, HEAD_DIM)
+    steps = tl.arange(0, TILE)
+    heads = kv_head * GROUP + lanes
+    real = (lanes < GROUP)[:, None]
+    query = tl.load(
+        queries + batch_row.to(tl.int64) * query_stride + heads[:, None] * HEAD_DIM + dims[None, :],
+        mask=real,
+        other=0.0,
+    )
+    table = tables + tl.load(rows + batch_row).to(tl.int64) * table_stride
+    keys += kv_head * HEAD_DIM
+    values += kv_head * HEAD_DIM
+    pair = batch_row * KV_HEADS + kv_head
+    partial = pair.to(tl.int64) * MAX_SEGMENTS
+
+    high = tl.full([LANES], -float("inf"), tl.float32)
+    weights = tl.zeros([LANES], tl.float32)
+    sums = tl.zeros([LANES, HEAD_DIM], tl.float32)
+    all_high, all_weights, all_sums = high, weights, sums
+    for tile in range(first, last):
+        positions = tile * TILE + steps
+        inside = positions < length
+        # Places beyond the length are looked up in block 0, which exists: their keys are masked below.
+        blocks = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0)
+        places = (blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
+        key = tl.load(keys + places[:, None] + dims[None, :])
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        scores = tl.where(inside[None, :], scores, -float("inf"))
+        starts = tile % segment_tiles == 0
+        high = tl.where(starts, -float("inf"), high)
+        new = tl.maximum(high, tl.max(scores, 1))
+        keep = tl.exp2((high - new) * log2_scale)
+        weight = tl.exp2(
+            tl.fma(scores, log2_scale, tl.broadcast_to((-new * log2_scale)[:, None], scores.shape))
+        )
+        weights = tl.fma(weights, keep, tl.sum(weight, 1))
+        # Zeros, not whatever the block holds: a weight of 0 would not silence a NaN.
+        value = tl.load(values + places[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
+        sums = tl.dot(weight.to(value.dtype), value, sums * keep[:, None], input_precision="ieee")
+        high = new
+        if ((tile + 1) % segment_tiles == 0) | (tile + 1 == tiles):
+            if SPLIT:
+                at = partial + tile // segment_tiles
+                tl.store(scales_out + at * (2 * LANES) + lanes, high)
+                tl.store(scales_out + at * (2 * LANES) + LANES + lanes, weights)
+                tl.store(
+                    sums_out + at * (LANES * HEAD_DIM) + lanes[:, None] * HEAD_DIM + dims[None, :],
+                    sums,
+                    mask=real,
+                )
+            else:
+                all_high, all_weights, all_sums = _merge(
+                    all_high, all_weights, all_sums, high, weights, sums, log2_scale
+                )
+    if SPLIT:
+        # Every thread's stores come before the barrier, and the barrier before the atomic, which publishes
+        # them (release) and shows the last program those of the others (acquire).
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu")
+        if arrived + 1 < tl.cdiv(segments, share):
+            return
+        tl.store(arrivals + pair, 0)
+        all_high, all_weights, all_sums = _merge_all(
+            sums_out, scales_out, partial, segments, real, log2_scale, LANES, HEAD_DIM
+        )
+    result = tl.where(length > 0, all_sums / all_weights[:, None], 0.0)
+    tl.store(
+        out + (batch_row.to(tl.int64) * (KV_HEADS * GROUP) + heads[:, None]) * HEAD_DIM + dims[None, :],
+        result.to(out.dtype.element_ty),
+        mask=real,
+    )

@@ -1,0 +1,234 @@
+"""Paged causal attention of several new tokens per sequence: prompts and chunks of prompts."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig:
+    """How the kernel is cut up.
+
+    `rows`: rows of the matrix products, each a query of one head, a power of two of at least 16; `keys`: keys
+    loaded at once, likewise. `warps`, `stages`: as Triton's launch options `num_warps` and `num_stages`.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRange:
+    """New tokens of one sequence: `count` rows of the step from `start`, positions from `offset`."""
+
+    table_row: int
+    start: int
+    offset: int
+    count: int
+
+
+def prefill_config(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
+    """Return the constants for a head's shape.
+
+    With 16 bits, 64 rows are one warp group's matrix instruction, and small enough that a prompt of some
+    250 tokens fills a Hopper device. float32 has no matrix unit of its own precision: its tiles are small for
+    the registers' sake.
+    """
+    if dtype in (torch.float16, torch.bfloat16):
+        return PrefillConfig(rows=64, keys=64, warps=4, stages=3)
+    return PrefillConfig(rows=16, keys=max(16, min(64, 4096 // head_dim)), warps=8, stages=2)
+
+
+def queries_per_tile(query_heads: int, kv_heads: int, config: PrefillConfig) -> int:
+    """Return how many tokens one program takes: all query heads of a KV head, so that keys are read once."""
+    return max(1, config.rows // (query_heads // kv_heads))
+
+
+def make_tiles(ranges: Iterable[PrefillRange], tile: int) -> list[tuple[int, int, int, int]]:
+    """Cut the new tokens of a step into what programs do.
+
+    Args:
+        ranges: the step's chunks.
+        tile: tokens in one tile at most, from `queries_per_tile`.
+
+    Returns:
+        (table row, first row of the step, first position, tokens) of each tile, the longest past first:
+        programs start in this order, and short work fills the gaps at the end best.
+    """
+    tiles = [
+        (each.table_row, each.start + done, each.offset + done, min(tile, each.count - done))
+        for each in ranges
+        for done in range(0, each.count, tile)
+    ]
+    return sorted(tiles, key=lambda each: -each[2])
+
+
+def prefill_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    *,
+    config: PrefillConfig | None = None,
+) -> None:
+    """Attend each new token to its sequence up to itself, scaled by head_dim ** -0.5.
+
+    The keys and values of the new tokens are in the cache already. Nothing is read beyond a tile's last
+    token: entries of `tables` there may be anything, and what other tokens left in a block reaches no result.
+    A row's result does not depend on what else is in the step.
+
+    Compiled once for each dtype, number of heads, head_dim, block_size and config; no other argument makes a
+    variant, provided that the addresses of `queries`, `keys`, `values` and `out` and the bytes between the
+    tokens of `queries` are multiples of 16.
+
+    Args:
+        queries: [T, query heads, head_dim], every row of the step; only tokens may be strided.
+        keys: [blocks, block_size, KV heads, head_dim], contiguous, of the same dtype as the queries.
+        values: like `keys`.
+        tables: [S, W] int32, block numbers.
+        tiles: [N, 4] int32, contiguous, from `make_tiles` with `queries_per_tile` of the same config.
+        out: [T, query heads, head_dim], contiguous; the rows that tiles name are written.
+        config: `prefill_config`'s choice where None.
+    """
+    _, query_heads, head_dim = queries.shape
+    _, block_size, kv_heads, _ = keys.shape
+    config = config or prefill_config(head_dim, queries.dtype)
+    group = query_heads // kv_heads
+    _prefill[kv_heads, tiles.shape[0]](
+        queries,
+        keys,
+        values,
+        tables,
+        tiles,
+        out,
+        queries.stride(0),
+        tables.stride(0),
+        GROUP=group,
+        ROWS=max(config.rows, triton.next_power_of_2(group)),
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        KEYS=config.keys,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+
+
+@triton.jit
+def _attend(
+    query,
+    query_positions,
+    high,
+    weights,
+    sums,
+    keys,
+    values,
+    table,
+    first,
+    last,
+    end,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Attend to the key tiles `first` to `last`: an online softmax, unnormalised.
+
+    Unmasked tiles are seen whole by every query.
+    """
+    log2_scale: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
+    steps = tl.arange(0, KEYS)
+    dims = tl.arange(0, HEAD_DIM)
+    for tile in range(first, last):
+        positions = tile * KEYS + steps
+        if MASKED:
+            inside = positions < end
+            # Places beyond the end are looked up in block 0, which exists: their keys are masked below.
+            blocks = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0)
+        else:
+            blocks = tl.load(table + positions // BLOCK_SIZE)
+        places = (blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
+        key = tl.load(keys + places[:, None] + dims[None, :])
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if MASKED:
+            scores = tl.where(positions[None, :] <= query_positions[:, None], scores, -float("inf"))
+            # Zeros, not whatever the block holds: a weight of 0 would not silence a NaN.
+            value = tl.load(values + places[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
+        else:
+            value = tl.load(values + places[:, None] + dims[None, :])
+        new = tl.maximum(high, tl.max(scores, 1))
+        keep = tl.exp2((high - new) * log2_scale)
+        weight = tl.exp2(scores * log2_scale - (new * log2_scale)[:, None])
+        weights = weights * keep + tl.sum(weight, 1)
+        sums = tl.dot(weight.to(value.dtype), value, sums * keep[:, None], input_precision="ieee")
+        high = new
+    return high, weights, sums
+
+
+@triton.jit(
+    do_not_specialize=["query_stride", "table_stride"],
+    do_not_specialize_on_alignment=["tables", "tiles"],
+)
+def _prefill(
+    queries,
+    keys,
+    values,
+    tables,
+    tiles,
+    out,
+    query_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    tiles += tl.program_id(1) * 4
+    table_row, first_row = tl.load(tiles), tl.load(tiles + 1)
+    offset, count = tl.load(tiles + 2), tl.load(tiles + 3)
+
+    # Rows are queries, each with its GROUP heads beside each other.
+    lanes = tl.arange(0, ROWS)
+    tokens = lanes // GROUP
+    heads = kv_head * GROUP + lanes % GROUP
+    dims = tl.arange(0, HEAD_DIM)
+    real = (tokens < count)[:, None]
+    rows = (first_row + tokens).to(tl.int64)
+    query = tl.load(
+        queries + (rows * query_stride + heads * HEAD_DIM)[:, None] + dims[None, :], mask=real, other=0.0
+    )
+    table = tables + table_row.to(tl.int64) * table_stride
+    keys += kv_head * HEAD_DIM
+    values += kv_head * HEAD_DIM
+
+    high = tl.full([ROWS], -float("inf"), tl.float32)
+    weights = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    query_positions = offset + tokens
+    end = offset + count
+    whole = (offset + 1) // KEYS
+    high, weights, sums = _attend(
+        query, query_positions, high, weights, sums, keys, values, table,
+        0, whole, end, KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS, MASKED=False,
+    )  # fmt: skip
+    high, weights, sums = _attend(
+        query, query_positions, high, weights, sums, keys, values, table,
+        whole, tl.cdiv(end, KEYS), end, KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS, MASKED=True,
+    )  # fmt: skip
+    tl.store(
+        out + (rows * (KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :],
+        (sums / weights[:, None]).to(out.dtype.element_ty),
+        mask=real,
+    )
