@@ -49,11 +49,28 @@ def _correct_bfloat16(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(builder, "create_dot", corrected_dot)
 
 
+def _prepare_once(patch: pytest.MonkeyPatch) -> None:
+    """Put the interpreter's operations in the language's place once a launch.
+
+    It does so again in every function that a kernel calls, which is most of the time that a kernel takes.
+    """
+    prepare: Any = interpreter._patch_lang
+
+    def prepare_unless_done(function: Any) -> Any:
+        modules = [value for value in function.__globals__.values() if value is tl or value is tl.core]
+        if any(tl.core.is_builtin(module.load) for module in modules):
+            return prepare(function)
+        return interpreter._LangPatchScope()
+
+    patch.setattr(interpreter, "_patch_lang", prepare_unless_done)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def interpreter_arithmetic() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if not ON_GPU:
             _correct_bfloat16(patch)
+            _prepare_once(patch)
         yield
 
 

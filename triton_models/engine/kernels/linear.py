@@ -1,0 +1,264 @@
+"""Products of few rows with a weight matrix, bound by the reading of the weights.
+
+Every program streams a tile of weight rows past the padded rows of `x`. Where the tiles alone would not keep
+every multiprocessor loading, the sum's keys are split among programs: each leaves its partial sum, and the
+one that arrives last adds them up in the order of the keys. So there are no floating-point atomics, and a
+result is the same whoever comes last.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triton_models.engine.kernels.swiglu import silu_times
+
+MAX_ROWS = 32
+"""Of `x`; above, the arithmetic starts to count, and a library's products are the better ones."""
+
+_MAX_TILES = 4096
+_MIN_ROWS = 16
+"""The least that the matrix units take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """How a product is cut up. Results of different tilings differ by rounding.
+
+    `block_n` weight rows by `block_k` keys are loaded at once, both powers of two of at least 16; `splits`
+    programs share the keys. `warps`, `stages`: as Triton's launch options `num_warps` and `num_stages`.
+    """
+
+    block_n: int
+    block_k: int
+    splits: int
+    warps: int
+    stages: int
+
+
+_TILINGS: dict[tuple[int, int, bool], Tiling] = {
+    # ChatGLM3-6B by outputs, keys, gated.
+    (4608, 4096, False): Tiling(block_n=32, block_k=256, splits=4, warps=4, stages=4),
+    (4096, 4096, False): Tiling(block_n=32, block_k=256, splits=4, warps=4, stages=4),
+    (27392, 4096, False): Tiling(block_n=64, block_k=128, splits=1, warps=4, stages=4),
+    (13696, 4096, True): Tiling(block_n=32, block_k=128, splits=1, warps=4, stages=4),
+    (4096, 13696, False): Tiling(block_n=32, block_k=256, splits=4, warps=4, stages=4),
+    (65024, 4096, False): Tiling(block_n=64, block_k=128, splits=1, warps=4, stages=4),
+}
+
+_PROGRAMS = 3 * 132
+"""What a large GPU runs at once."""
+
+
+def tiling_for(outputs: int, keys: int, *, gated: bool, dtype: torch.dtype) -> Tiling:
+    """Return the constants of a product by its shape: never by the number of rows, whose results they shape.
+
+    Shapes that nobody measured get enough splits to occupy a large GPU. float32 has no matrix unit of its own
+    precision: its tiles are small for the registers' sake.
+    """
+    wide = dtype == torch.float32
+    measured = _TILINGS.get((outputs, keys, gated))
+    if measured is not None and not wide:
+        return measured
+    block_n, block_k = (16, 32) if wide else (32, 128)
+    block_k = min(block_k, max(16, triton.next_power_of_2(keys)))
+    tiles, steps = triton.cdiv(outputs, block_n), triton.cdiv(keys, block_k)
+    splits = max(1, min(8, _PROGRAMS // tiles, steps))
+    return Tiling(block_n=block_n, block_k=block_k, splits=splits, warps=4, stages=3)
+
+
+def new_arrivals(device: torch.device) -> Tensor:
+    """Return counters, by which the programs of a split product find out who is last.
+
+    They are zero between launches. Launches that share them must not overlap: one stream, or events between.
+    """
+    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    arrivals: Tensor,
+    residual: Tensor | None = None,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """Return x @ weight^T + bias, or add it to `residual` in place.
+
+    Sums are float32, and rounded to the dtype before the residual is added. A row's result depends on nothing
+    but the row. Compiled once for each dtype, shape of `weight`, up to 16 or up to 32 rows, and with or
+    without bias and residual.
+
+    Args:
+        x: [M, K], contiguous, M at most `MAX_ROWS`, K a multiple of 8.
+        weight: [N, K], contiguous, in the dtype of `x`.
+        bias: [N] in the dtype of `x`.
+        arrivals: from `new_arrivals`.
+        residual: [M, N], contiguous, in the dtype of `x`.
+        tiling: how to cut it up; None: as `tiling_for` says.
+
+    Returns:
+        [M, N] in the dtype of `x`; `residual` itself where it is given.
+
+    Raises:
+        ValueError: more rows than `MAX_ROWS`, or more split tiles than counters.
+    """
+    outputs = len(weight)
+    out = residual if residual is not None else x.new_empty((len(x), outputs))
+    _launch(x, weight, bias, out, arrivals, tiling, outputs=outputs, gated=False, add=residual is not None)
+    return out
+
+
+def linear_swiglu(x: Tensor, weight: Tensor, *, arrivals: Tensor, tiling: Tiling | None = None) -> Tensor:
+    """Return silu(gate) * up of x @ weight^T, whose first half is the gate: as `linear`, then `swiglu`.
+
+    Args:
+        x: [M, K], as `linear` has it.
+        weight: [2 * F, K], contiguous, in the dtype of `x`.
+        arrivals: from `new_arrivals`.
+        tiling: how to cut it up, `block_n` rows of both halves at once; None: as `tiling_for` says.
+
+    Returns:
+        [M, F] in the dtype of `x`.
+
+    Raises:
+        ValueError: as `linear`.
+    """
+    outputs = len(weight) // 2
+    out = x.new_empty((len(x), outputs))
+    _launch(x, weight, None, out, arrivals, tiling, outputs=outputs, gated=True, add=False)
+    return out
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    arrivals: Tensor,
+    tiling: Tiling | None,
+    *,
+    outputs: int,
+    gated: bool,
+    add: bool,
+) -> None:
+    rows, keys = x.shape
+    if rows > MAX_ROWS:
+        raise ValueError(f"{rows} rows are more than {MAX_ROWS}")
+    tiling = tiling or tiling_for(outputs, keys, gated=gated, dtype=x.dtype)
+    tiles = triton.cdiv(outputs, tiling.block_n)
+    block_m = _MIN_ROWS if rows <= _MIN_ROWS else MAX_ROWS
+    partials = None
+    if tiling.splits > 1:
+        if tiles > len(arrivals):
+            raise ValueError(f"{tiles} split tiles are more than {len(arrivals)} counters")
+        shape = (tiles, tiling.splits, 1 + gated, block_m, tiling.block_n)
+        partials = torch.empty(shape, dtype=torch.float32, device=x.device)
+    _linear[tiles, tiling.splits](
+        x,
+        weight,
+        bias,
+        out,
+        partials,
+        arrivals,
+        rows,
+        OUTPUTS=outputs,
+        KEYS=keys,
+        BLOCK_M=block_m,
+        BLOCK_N=tiling.block_n,
+        BLOCK_K=tiling.block_k,
+        SPLITS=tiling.splits,
+        GATED=gated,
+        ADD=add,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear(
+    x,
+    weight,
+    bias,
+    out,
+    partials,
+    arrivals,
+    rows,
+    OUTPUTS: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    m = tl.arange(0, BLOCK_M)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    steps: tl.constexpr = (KEYS + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)
+    k = split * (steps * BLOCK_K) + tl.arange(0, BLOCK_K)
+    x_tile = x + m[:, None] * KEYS + k[None, :]
+    # Rows past the last read that one again; their sums are not stored.
+    row = tl.minimum(n, OUTPUTS - 1).to(tl.int64)
+    weight_tile = weight + row[:, None] * KEYS + k[None, :]
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    up_sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for step in range(steps):
+        first = step * BLOCK_K
+        inside = (k + first < KEYS)[None, :]
+        x_part = tl.load(x_tile + first, mask=inside & (m < rows)[:, None], other=0.0)
+        part = tl.load(weight_tile + first, mask=inside, other=0.0)
+        sums = tl.dot(x_part, part.T, sums, input_precision="ieee")
+        if GATED:
+            up_tile = weight_tile + OUTPUTS * KEYS
+            up_part = tl.load(up_tile + first, mask=inside, other=0.0)
+            up_sums = tl.dot(x_part, up_part.T, up_sums, input_precision="ieee")
+    if SPLITS == 1:
+        _finish(sums, up_sums, bias, out, m, n, rows, OUTPUTS, GATED, ADD)
+    else:
+        block = m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        stored = (m < rows)[:, None]
+        part_size: tl.constexpr = BLOCK_M * BLOCK_N
+        size: tl.constexpr = part_size * (2 if GATED else 1)
+        partial = partials + tile * (SPLITS * size) + block
+        tl.store(partial + split * size, sums, mask=stored, cache_modifier=".cg")
+        if GATED:
+            tl.store(partial + split * size + part_size, up_sums, mask=stored, cache_modifier=".cg")
+        # One thread counts for all of them: their stores have to come before.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
+        if arrived == SPLITS - 1:
+            tl.store(arrivals + tile, 0)
+            sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            up_sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            for other in tl.static_range(SPLITS):
+                # Past the first-level cache, which knows nothing of other multiprocessors' stores.
+                sums += tl.load(partial + other * size, mask=stored, other=0.0, cache_modifier=".cg")
+                if GATED:
+                    up_partial = partial + other * size + part_size
+                    up_sums += tl.load(up_partial, mask=stored, other=0.0, cache_modifier=".cg")
+            _finish(sums, up_sums, bias, out, m, n, rows, OUTPUTS, GATED, ADD)
+
+
+@triton.jit
+def _finish(
+    sums, up_sums, bias, out, m, n, rows, OUTPUTS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr
+):
+    """Write a tile of `out`: with its bias, gated, or added to what is there."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    here = out + m[:, None] * OUTPUTS + n[None, :]
+    inside = (m < rows)[:, None] & (n < OUTPUTS)[None, :]
+    if bias is not None:
+        sums += tl.load(bias + n, mask=n < OUTPUTS, other=0.0).to(tl.float32)[None, :]
+    result = sums.to(dtype)
+    if GATED:
+        result = silu_times(result, up_sums.to(dtype))
+    if ADD:
+        before = tl.load(here, mask=inside, other=0.0).to(tl.float32)
+        result = (before + result.to(tl.float32)).to(dtype)
+    tl.store(here, result, mask=inside)
