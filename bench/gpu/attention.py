@@ -1,0 +1,203 @@
+"""Checks and times the attention kernels on a CUDA device: `python -m bench.gpu.attention`.
+
+`--interpret` runs the whole flow on CPU, tiny and by Triton's interpreter: its times mean nothing.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+if "--interpret" in sys.argv:
+    # Read when triton is first imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import click
+import torch
+import triton
+from torch.nn.functional import scaled_dot_product_attention
+
+from bench.gpu.attention_cases import (
+    Cache,
+    Decode,
+    Prefill,
+    Rotation,
+    check_decode,
+    check_prefill,
+    check_rotation,
+    compile_kernel,
+)
+from bench.gpu.attention_setup import CHATGLM3, TINY, Setup
+from bench.gpu.timing import microseconds, terabytes_per_second
+from triton_models.engine.kernels.decode_plan import choose_splits
+
+PROGRAMS_PER_SM = (1, 2, 4, 8)
+
+Results = dict[str, str]
+"""Measured text by label."""
+
+
+def guarded(results: Results, label: str, measure: Callable[[], object]) -> str:
+    """Keep and return the measurement as text; an error is printed and does not end the run."""
+    try:
+        value = measure()
+    except Exception as error:  # noqa: BLE001 - device time is scarce: go on with the next
+        print(f"! {label}: {type(error).__name__}: {str(error)[:300]}")
+        traceback.print_exc(limit=-2)
+        value = "err"
+    results[label] = f"{value:.1f}" if isinstance(value, float) else str(value)
+    return results[label]
+
+
+def print_table(title: str, header: Iterable[str], rows: Iterable[list[str]]) -> None:
+    """Print one Markdown table."""
+    print(f"\n{title}\n| " + " | ".join(header) + " |")
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+
+
+def compile_all(setup: Setup) -> None:
+    """Fill the compiler's cache from several processes: each kernel keeps a core busy for seconds."""
+    kernels = [*setup.decode_configs, *setup.prefill_configs, None]
+    with ProcessPoolExecutor(min(8, os.cpu_count() or 1), get_context("spawn")) as pool:
+        for kernel, outcome in [(each, pool.submit(compile_kernel, setup, each)) for each in kernels]:
+            if outcome.exception() is not None:
+                print(f"! compiling {kernel}: {outcome.exception()}")
+
+
+def check(setup: Setup, cache: Cache, results: Results) -> None:
+    """Print how far each kernel is from float64, or whether it has the plain operation's bits."""
+    print("\nchecks (relative error by norms)")
+    for decode in setup.decode_configs:
+        label = f"decode {decode.tile}/{decode.warps}/{decode.stages}"
+        print(label, guarded(results, label, partial(check_decode, setup, cache, decode)))
+    for prefill in setup.prefill_configs:
+        label = f"prefill {prefill.rows}x{prefill.keys}/{prefill.warps}/{prefill.stages}"
+        print(label, guarded(results, label, partial(check_prefill, setup, cache, prefill)))
+    print("rotate_store", guarded(results, "rotate_store", partial(check_rotation, setup, cache)))
+
+
+def time_launches(step: Decode | Prefill | Rotation, *constants: Any) -> float:
+    """Return microseconds of one launch of the step."""
+    return microseconds(step.launches(*constants), step.device)
+
+
+def time_decode(setup: Setup, cache: Cache, results: Results, sm_count: int, rate: float) -> None:
+    """Print microseconds of one layer, by how a sequence is split and by constants."""
+    first, *others = setup.decode_configs
+    columns = [(first, programs) for programs in PROGRAMS_PER_SM] + [(each, 4) for each in others]
+    names = [f"{each.tile}/{each.warps}/{each.stages} x{programs}" for each, programs in columns]
+    rows = []
+    for batch in setup.batches:
+        for context in setup.contexts:
+            case = f"{batch} x {context}"
+            step = Decode(setup, cache, [context] * batch)
+            known: dict[tuple[object, int], str] = {}
+            row = [case, f"{setup.token_bytes * batch * context / rate / 1e6:.1f}"]
+            for name, (config, programs) in zip(names, columns, strict=True):
+                splits = choose_splits(
+                    batch, setup.kv_heads, sm_count, context, tile=config.tile, programs_per_sm=programs
+                )
+                if (config, splits) not in known:
+                    known[config, splits] = guarded(
+                        results, f"decode {case} {name}", partial(time_launches, step, config, splits)
+                    )
+                row.append(f"{known[config, splits]} ({splits})")
+            rows.append(row)
+    print_table(
+        "decode, us a layer (splits); columns: tile/warps/stages x programs per multiprocessor",
+        ["batch x context", "floor", *names],
+        rows,
+    )
+
+
+def time_prefill(setup: Setup, cache: Cache, results: Results) -> None:
+    """Print microseconds of one layer and TFLOP/s."""
+    rows = []
+    for case in setup.prompts:
+        sequences, offset, count = case
+        step = Prefill(setup, cache, case)
+        pairs = sequences * sum(range(offset + 1, offset + count + 1))
+        flops = 4 * setup.head_dim * setup.query_heads * pairs
+        row = [f"{sequences} x {count} after {offset}"]
+        for config in setup.prefill_configs:
+            label = f"prefill {row[0]} {config.rows}x{config.keys}/{config.warps}/{config.stages}"
+            text = guarded(results, label, partial(time_launches, step, config))
+            row.append(text if text == "err" else f"{text} ({flops / float(text) / 1e6:.0f})")
+        row.append(guarded(results, f"sdpa {row[0]}", partial(time_sdpa, setup, case)))
+        rows.append(row)
+    names = [f"{each.rows}x{each.keys}/{each.warps}/{each.stages}" for each in setup.prefill_configs]
+    print_table(
+        "prefill, us a layer (TFLOP/s); columns: rows x keys/warps/stages", ["prompts", *names, "SDPA"], rows
+    )
+
+
+def time_sdpa(setup: Setup, case: tuple[int, int, int]) -> float | str:
+    """Return microseconds of torch's own attention over contiguous keys, for comparison."""
+    sequences, offset, count = case
+    if offset:
+        return "-"
+    shape = (sequences, setup.query_heads, count, setup.head_dim)
+    queries, keys, values = (
+        torch.empty(shape, dtype=setup.dtype, device=setup.device).normal_() for _ in range(3)
+    )
+
+    def launch() -> None:
+        scaled_dot_product_attention(queries, keys, values, is_causal=True)
+
+    return microseconds([launch] * setup.layers, setup.device)
+
+
+def time_rotation(setup: Setup, cache: Cache, results: Results) -> None:
+    """Print microseconds of one layer and the rate."""
+    rows = []
+    for tokens in setup.rotated:
+        step = Rotation(setup, cache, tokens)
+        label = f"rotate {tokens}"
+        text = guarded(results, label, partial(time_launches, step))
+        rows.append([str(tokens), text, "-" if text == "err" else f"{step.bytes / float(text) / 1e3:.0f}"])
+    print_table("rotate_store, us a layer", ["tokens", "us", "GB/s"], rows)
+
+
+@click.command()
+@click.option("--interpret", is_flag=True, help="tiny, on CPU, by Triton's interpreter")
+@click.option("--only", type=click.Choice(["check", "decode", "prefill", "rotate"]), multiple=True)
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="where to keep all figures")
+def main(*, interpret: bool, only: tuple[str, ...], output: Path | None) -> None:
+    """Check the kernels against float64, then time them."""
+    began = time.monotonic()
+    setup = TINY if interpret else CHATGLM3
+    torch.manual_seed(0)
+    results: Results = {}
+    compile_all(setup)
+    sm_count, name, copied = 4, "interpreter", 2**20
+    if not interpret:
+        properties = torch.cuda.get_device_properties(setup.device)
+        sm_count, name, copied = properties.multi_processor_count, properties.name, 2**31
+    rate = terabytes_per_second(setup.device, copied)
+    print(f"{name}, torch {torch.__version__}, triton {triton.__version__}, copy {rate:.2f} TB/s")
+    blocks = max(setup.batches) * -(-max(setup.contexts) // setup.block_size) + 1
+    cache = Cache(setup, max(blocks, 256))
+    parts: dict[str, Callable[[], None]] = {
+        "check": partial(check, setup, cache, results),
+        "decode": partial(time_decode, setup, cache, results, sm_count, rate),
+        "prefill": partial(time_prefill, setup, cache, results),
+        "rotate": partial(time_rotation, setup, cache, results),
+    }
+    for part, run in parts.items():
+        if not only or part in only:
+            guarded({}, part, run)
+            print(f"[{part} done after {time.monotonic() - began:.0f} s]", flush=True)
+    if output is not None:
+        output.write_text(json.dumps(results, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

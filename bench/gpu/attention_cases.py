@@ -1,0 +1,238 @@
+"""What the attention kernels are checked and timed on: a random paged cache, and steps over it."""
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bench.gpu.attention_setup import Setup
+from bench.gpu.timing import Launch
+from triton_models.engine.kernels.attention_decode import decode_attention
+from triton_models.engine.kernels.attention_prefill import (
+    PrefillConfig,
+    PrefillRange,
+    make_tiles,
+    prefill_attention,
+    queries_per_tile,
+)
+from triton_models.engine.kernels.decode_plan import DecodeConfig, DecodeWorkspace
+from triton_models.engine.kernels.rotate_store import rotate_store
+from triton_models.engine.operations import rotate_in_place
+
+FLUSH_BYTES = 2**28
+"""Several times a Hopper's L2 cache."""
+
+
+class Cache:
+    """A random cache of every layer, NaN in the last block; block tables take random blocks of it."""
+
+    def __init__(self, setup: Setup, blocks: int) -> None:
+        size = (setup.layers, blocks, setup.block_size, setup.kv_heads, setup.head_dim)
+        self.keys = torch.empty(size, dtype=setup.dtype, device=setup.device).normal_()
+        self.values = torch.empty_like(self.keys).normal_()
+        self.keys[:, -1] = torch.nan
+        self.values[:, -1] = torch.nan
+        self.blocks = blocks
+
+    def tables(self, sequences: int, width: int) -> Tensor:
+        """Return [sequences, width + 1] int32 of different blocks; the last column is the spoilt block."""
+        device = self.keys.device
+        blocks = torch.randperm(self.blocks - 1, device=device)[: sequences * width].view(sequences, width)
+        spoilt = torch.full((sequences, 1), self.blocks - 1, device=device)
+        return torch.cat([blocks, spoilt], 1).int()
+
+
+def integers(setup: Setup, numbers: Iterable[int]) -> Tensor:
+    """Return int32 numbers on the device."""
+    return torch.tensor(list(numbers), dtype=torch.int32, device=setup.device)
+
+
+def direct(setup: Setup, cache: Cache, table: Tensor, queries: Tensor, offset: int) -> Tensor:
+    """Attend the queries of one sequence in layer 0, in float64."""
+    length = offset + len(queries)
+    blocks = table[: -(-length // setup.block_size)].long()
+    group = setup.query_heads // setup.kv_heads
+    keys, values = (
+        each[0, blocks].flatten(0, 1)[:length].double().repeat_interleave(group, 1)
+        for each in (cache.keys, cache.values)
+    )
+    scores = torch.einsum("qhd,khd->hqk", queries.double(), keys) * setup.head_dim**-0.5
+    positions = torch.arange(length, device=setup.device)
+    hidden = positions[None] > positions[offset:, None]
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Return the relative error by norms; NaN where either holds one."""
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+class Decode:
+    """Decode steps of one batch size and context length over every layer, several sets of sequences."""
+
+    def __init__(self, setup: Setup, cache: Cache, lengths: list[int]) -> None:
+        batch = len(lengths)
+        width = -(-max(lengths) // setup.block_size)
+        flushed = FLUSH_BYTES // (setup.token_bytes * sum(lengths) * setup.layers) + 1
+        self.sets = min(flushed, setup.most_launches // setup.layers, (cache.blocks - 1) // (batch * width))
+        self.device = setup.device
+        self._setup, self._cache = setup, cache
+        self._shape = (batch, setup.query_heads, setup.head_dim)
+        self.queries = torch.empty(self._shape, dtype=setup.dtype, device=setup.device).normal_()
+        self.out = torch.full_like(self.queries, torch.nan)
+        self.tables = cache.tables(self.sets * batch, width)
+        self._rows = [integers(setup, range(at * batch, (at + 1) * batch)) for at in range(self.sets)]
+        self._lengths = integers(setup, lengths)
+
+    def launches(self, config: DecodeConfig, splits: int) -> list[Launch]:
+        """Return one launch per layer and set."""
+        setup, cache = self._setup, self._cache
+        workspace = workspace_for(setup, self._shape[0]) if splits > 1 else None
+
+        def launch(layer: int, rows: Tensor) -> None:
+            decode_attention(
+                self.queries, cache.keys[layer], cache.values[layer], self.tables, rows, self._lengths,
+                self.out, splits=splits, workspace=workspace, config=config,
+            )  # fmt: skip
+
+        return [partial(launch, layer, rows) for rows in self._rows for layer in range(setup.layers)]
+
+
+def workspace_for(setup: Setup, rows: int) -> DecodeWorkspace:
+    """Return a workspace of this size."""
+    return DecodeWorkspace(
+        rows=rows,
+        query_heads=setup.query_heads,
+        kv_heads=setup.kv_heads,
+        head_dim=setup.head_dim,
+        device=setup.device,
+    )
+
+
+def check_decode(setup: Setup, cache: Cache, config: DecodeConfig) -> str:
+    """Compare with float64, and the bits of every way to split."""
+    longest = max(setup.contexts)
+    lengths = [1, 15, 16, 17, 33, longest // 2 + 3, longest]
+    step = Decode(setup, cache, lengths)
+    expected = torch.cat(
+        [
+            direct(setup, cache, step.tables[row], step.queries[row, None], length - 1)
+            for row, length in enumerate(lengths)
+        ]
+    )
+    errors, results = [], []
+    for splits in (1, 2, 3, 8, 32, 40):
+        step.out.fill_(torch.nan)
+        step.launches(config, splits)[0]()
+        errors.append(error(step.out, expected))
+        results.append(step.out.clone())
+    same = all(torch.equal(each, results[0]) for each in results)
+    return f"error {max(errors):.2e}, bits {'equal' if same else 'DIFFER'} over splits"
+
+
+class Prefill:
+    """Prompts of some sequences over every layer."""
+
+    def __init__(self, setup: Setup, cache: Cache, case: tuple[int, int, int]) -> None:
+        sequences, self.offset, self.count = case
+        self.device = setup.device
+        self._setup, self._cache = setup, cache
+        self.tables = cache.tables(sequences, -(-(self.offset + self.count) // setup.block_size))
+        self._ranges = [
+            PrefillRange(table_row=row, start=row * self.count, offset=self.offset, count=self.count)
+            for row in range(sequences)
+        ]
+        shape = (sequences * self.count, setup.query_heads, setup.head_dim)
+        self.queries = torch.empty(shape, dtype=setup.dtype, device=setup.device).normal_()
+        self.out = torch.full_like(self.queries, torch.nan)
+
+    def launches(self, config: PrefillConfig) -> list[Launch]:
+        """Return one launch per layer."""
+        setup, cache = self._setup, self._cache
+        tile = queries_per_tile(setup.query_heads, setup.kv_heads, config)
+        tiles = torch.tensor(make_tiles(self._ranges, tile), dtype=torch.int32, device=setup.device)
+
+        def launch(layer: int) -> None:
+            prefill_attention(
+                self.queries, cache.keys[layer], cache.values[layer], self.tables, tiles, self.out,
+                config=config,
+            )  # fmt: skip
+
+        return [partial(launch, layer) for layer in range(setup.layers)]
+
+
+def check_prefill(setup: Setup, cache: Cache, config: PrefillConfig) -> str:
+    """Compare each case with float64."""
+    errors = []
+    for case in setup.prompts:
+        step = Prefill(setup, cache, case)
+        step.launches(config)[0]()
+        last = (case[0] - 1) * step.count
+        expected = direct(setup, cache, step.tables[-1], step.queries[last:], step.offset)
+        errors.append(error(step.out[last:], expected))
+        if step.out.isnan().any():
+            return f"NaN in {case}"
+    return f"error {max(errors):.2e}"
+
+
+class Rotation:
+    """Tokens of one sequence over every layer, from position 5."""
+
+    def __init__(self, setup: Setup, cache: Cache, tokens: int) -> None:
+        self.device = setup.device
+        self._setup, self._cache = setup, cache
+        heads = setup.query_heads + 2 * setup.kv_heads
+        shape = (setup.layers, tokens, heads, setup.head_dim)
+        self.projected = torch.empty(shape, dtype=setup.dtype, device=setup.device).normal_()
+        self.positions = torch.arange(5, tokens + 5, device=setup.device)
+        angles = torch.rand(tokens + 5, setup.pairs, device=setup.device) * 100
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.tables = cache.tables(1, (tokens + 5) // setup.block_size + 1)
+        self._rows = integers(setup, [0] * tokens)
+        # Both ways for the queries' rotated numbers and for the keys and values; one way only for the rest.
+        rotated = setup.query_heads * 2 * setup.pairs + 2 * setup.kv_heads * setup.head_dim
+        self.bytes = tokens * (heads * setup.head_dim + rotated) * setup.dtype.itemsize
+
+    def launches(self) -> list[Launch]:
+        """Return one launch per layer."""
+        setup, cache = self._setup, self._cache
+        positions = self.positions.int()
+
+        def launch(layer: int) -> None:
+            rotate_store(
+                self.projected[layer], self.cos, self.sin, positions, self.tables, self._rows,
+                cache.keys[layer], cache.values[layer], query_heads=setup.query_heads,
+            )  # fmt: skip
+
+        return [partial(launch, layer) for layer in range(setup.layers)]
+
+
+def check_rotation(setup: Setup, cache: Cache) -> str:
+    """Compare the bits with the plain operation's."""
+    step = Rotation(setup, cache, max(setup.rotated))
+    expected = step.projected[0].clone()
+    cos, sin = (each[step.positions, None, :] for each in (step.cos, step.sin))
+    rotate_in_place(expected[:, : -setup.kv_heads], cos, sin)
+    step.launches()[0]()
+    blocks = step.tables[0, step.positions // setup.block_size].long()
+    places = blocks * setup.block_size + step.positions % setup.block_size
+    keys = expected[:, setup.query_heads : -setup.kv_heads]
+    right = (
+        torch.equal(step.projected[0, :, : setup.query_heads], expected[:, : setup.query_heads])
+        and torch.equal(cache.keys[0].flatten(0, 1)[places], keys)
+        and torch.equal(cache.values[0].flatten(0, 1)[places], expected[:, -setup.kv_heads :])
+    )
+    return "bits equal" if right else "bits DIFFER"
+
+
+def compile_kernel(setup: Setup, what: DecodeConfig | PrefillConfig | None) -> None:
+    """Launch one kernel in every variant, on little data, for what it leaves in the compiler's cache."""
+    cache = Cache(setup, 64)
+    if isinstance(what, DecodeConfig):
+        for splits in (1, 2):
+            Decode(setup, cache, [20]).launches(what, splits)[0]()
+    elif isinstance(what, PrefillConfig):
+        Prefill(setup, cache, (1, 0, 20)).launches(what)[0]()
+    else:
+        Rotation(setup, cache, 1).launches()[0]()

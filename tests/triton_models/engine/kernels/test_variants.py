@@ -1,0 +1,19 @@
+import json
+import os
+import subprocess
+import sys
+
+
+def test_neither_sizes_nor_addresses_compile_a_kernel_again() -> None:
+    # A fresh process: this one interprets the kernels, or may.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.triton_models.engine.kernels.variants"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # Two of the decode kernel: with and without splitting.
+    assert json.loads(done.stdout) == {"_decode": 2, "_prefill": 1, "_rotate_store": 1}
