@@ -1,5 +1,6 @@
 """Runs a scheduled step on the device: sequences become tensors, and tensors tokens."""
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from triton_models.engine.graphs import DecodeGraphs
 from triton_models.engine.kv_cache import KVCache
 from triton_models.engine.layout import ChunkRows, StepLayout
 from triton_models.engine.model import CausalModel
+from triton_models.engine.penalties import PenaltyTable, stage_penalties
 from triton_models.engine.sampler import MASK_BITS, SamplerOutputs
 from triton_models.engine.sampling_rows import sampler_inputs, stage_sampling
 from triton_models.engine.sequence import Sequence, TokenLogprobs
@@ -18,6 +20,8 @@ from triton_models.engine.settings import Capacity, EngineSettings
 from triton_models.engine.slots import SlotTable, slot_of, stage_blocks, stage_sequences
 from triton_models.engine.staging import Staging
 from triton_models.errors import TokenMaskError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,12 @@ class Runner:
             device=model.device,
         )
         self._slots = SlotTable(settings.max_running, -(-capacity.max_context // size), model.device)
+        self._penalties = PenaltyTable(settings.max_running, model.vocab_size, model.device)
+        log.info(
+            "counts for penalties: %.1f MB, %d sequences by %d tokens",
+            self._penalties.size_bytes / 1e6,
+            *self._penalties.seen.shape,
+        )
         self._graphs = (
             DecodeGraphs(self._forward, self._slots, longest=capacity.max_context) if backend.graphs else None
         )
@@ -83,6 +93,7 @@ class Runner:
         masks, mask_errors = self._fill_masks(sampling)
         views = staging.upload(self._model.device)
         self._slots.load(views)
+        self._penalties.load(views)
         if self._backend.clears_blocks and batch.new_blocks:
             self._cache.clear(views["new_blocks"])
         slots = views["decode_slots"]
@@ -94,9 +105,11 @@ class Runner:
             logits = self._forward(slots, longest, prompts)
         outputs = None
         if sampling:
-            inputs = sampler_inputs(views, self._slots, masks, sampling)
+            inputs = sampler_inputs(views, self._slots, self._penalties, masks, sampling)
             outputs = self._backend.sample(logits[: len(sampling)], inputs)
             self._slots.advance(slots[: len(batch.decodes)], views["sampling_slots"], outputs.status[0])
+            if inputs.penalties is not None:
+                inputs.penalties.count(outputs.status[0])
         return self._send_back(sampling, outputs, mask_errors)
 
     def collect(self, launched: Launched) -> list[Sampled]:
@@ -124,6 +137,8 @@ class Runner:
             entries += [(slot_of(sequence), column, block) for column, block in enumerate(sequence.blocks)]
         stage_sequences(staging, [(chunk.sequence, chunk.end) for chunk in batch.prefills])
         stage_blocks(staging, entries)
+        begun = [chunk.sequence for chunk in batch.prefills if chunk.samples]
+        stage_penalties(staging, [each for each in begun if each.request.sampling.penalised])
         staging.integers("new_blocks", batch.new_blocks if self._backend.clears_blocks else [])
         slots = [slot_of(chunk.sequence) for chunk in batch.decodes]
         if self._graphs is not None and not batch.prefills:

@@ -1,6 +1,12 @@
 """From logits to tokens, for every row by its own rules, on the device the logits are on.
 
-No row's result depends on another's: each operation works along the vocabulary only.
+In order: log-probabilities of the raw logits; penalties (repetition, frequency, presence); biases; bans and
+masks; temperature; min_p, top_k, top_p; the draw. Divergence 12 says where vLLM's order differs.
+
+No row's result depends on another's: each operation works along the vocabulary only. None waits for the
+device: rows are chosen by indices from the host, never by boolean masks, whose sizes the host would have to
+learn first, and which features a step uses is known from the requests. What is left (`index_put_`, `where`,
+`topk`, `cumsum`, `searchsorted` and the like) only launches kernels.
 """
 
 from dataclasses import dataclass
@@ -8,8 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from triton_models.engine.penalties import PenalisedRows
 from triton_models.engine.random_numbers import uniform
 from triton_models.engine.sampling import GREEDY_BELOW
+from triton_models.engine.truncation import truncate
 
 MASK_BITS = 32
 
@@ -20,7 +28,8 @@ class SamplerInputs:
 
     `temperatures`: [S] float32, greedy below `GREEDY_BELOW`. `seeds`, `counters`: [S] int64, for random
     numbers. `random`: whether any row is not greedy. `truncated`: rows whose top_k ([S] int64, 0 keeps
-    all) or top_p ([S] float64) take tokens away. `bias_*`: what is added to single logits ([B] float64).
+    all), top_p or min_p ([S] float64) take tokens away. `penalties`: rows whose earlier tokens count, None
+    without any. `bias_*`: what is added to single logits ([B] float64).
     `banned_*`: logits that are taken away. `masked_rows`, `mask_words`: rows with an allowed set, as [M] and
     [M, ceil(vocab / 32)] int32. `logprob_rows`: rows whose log-probabilities are wanted, `top_logprobs` most
     likely ones each.
@@ -31,8 +40,10 @@ class SamplerInputs:
     counters: Tensor
     top_k: Tensor
     top_p: Tensor
+    min_p: Tensor
     random: bool
     truncated: Tensor
+    penalties: PenalisedRows | None
     bias_rows: Tensor
     bias_ids: Tensor
     bias_values: Tensor
@@ -92,7 +103,9 @@ def sample(logits: Tensor, inputs: SamplerInputs) -> SamplerOutputs:
 
 
 def _apply_constraints(logits: Tensor, inputs: SamplerInputs) -> None:
-    """Add biases and take away what is banned or not allowed, in place."""
+    """Apply penalties, add biases, and take away what is banned or not allowed, in place."""
+    if inputs.penalties is not None:
+        inputs.penalties.apply(logits)
     if inputs.bias_rows.numel():
         logits.index_put_((inputs.bias_rows, inputs.bias_ids), inputs.bias_values.float(), accumulate=True)
     if inputs.banned_rows.numel():
@@ -114,21 +127,10 @@ def _draw(logits: Tensor, inputs: SamplerInputs) -> Tensor:
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
     if inputs.truncated.numel():
         rows = inputs.truncated
-        scaled[rows] = _truncate(scaled[rows], inputs.top_k[rows], inputs.top_p[rows])
+        scaled[rows] = truncate(scaled[rows], inputs.top_k[rows], inputs.top_p[rows], inputs.min_p[rows])
     cumulative = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     targets = uniform(inputs.seeds, inputs.counters)[:, None] * cumulative[:, -1:]
     # The first id whose sum is over the target; ids of no probability leave the sum as it was and are never
     # it.
     drawn = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
     return drawn.clamp_(max=logits.shape[1] - 1)  # A row of NaN finds none; its token is not used.
-
-
-def _truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the top_k most likely, and of these the fewest that make up top_p; equal ones in order of id."""
-    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(scaled.shape[1], device=scaled.device)
-    ordered.masked_fill_((top_k[:, None] > 0) & (ranks >= top_k[:, None]), -torch.inf)
-    probabilities = ordered.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1, dtype=torch.float64) - probabilities
-    ordered.masked_fill_(before >= top_p[:, None], -torch.inf)
-    return torch.empty_like(scaled).scatter_(1, ids, ordered)

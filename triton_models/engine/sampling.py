@@ -1,7 +1,9 @@
 """What a request asks of the sampler."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 from torch import Tensor
@@ -17,6 +19,22 @@ TOP_K_LIMIT = 2**31 - 1
 
 GREEDY_BELOW = 1e-5
 """A temperature under this is greedy: dividing by it would only turn rounding noise into a choice."""
+
+_RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "temperature": (0, LARGEST),
+        "top_k": (0, TOP_K_LIMIT),
+        "min_p": (0, 1),
+        # vLLM takes anything over 0; further from 1 only brings logits to where float32 ends.
+        "repetition_penalty": (0.01, 100),
+        "presence_penalty": (-2, 2),  # OpenAI's, as the next one
+        "frequency_penalty": (-2, 2),
+        "seed": (-(2**63), 2**63 - 1),
+        "max_tokens": (1, math.inf),
+        "min_tokens": (0, math.inf),
+        "logprobs": (0, TOP_LOGPROBS_LIMIT),
+    }
+)
 
 
 class TokenMask(Protocol):
@@ -49,6 +67,14 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps every token."""
+    min_p: float = 0.0
+    """The least probability of a token, as a share of the most likely one's; 0 keeps every token."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens in prompt or answer, and multiplies negative ones; 1 does nothing."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the answer."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the answer, once for each time."""
     seed: int | None = None
     """64 bits; None: drawn for the request. The same seed and logits give the same tokens in any batch."""
     max_tokens: int | None = None
@@ -61,44 +87,36 @@ class SamplingParams:
     """Log-probabilities of the sampled token and of this many most likely ones; None: none at all."""
     mask: TokenMask | None = None
 
+    greedy: bool = field(init=False, repr=False, compare=False)
+    """True if the most likely token is taken."""
+    truncated: bool = field(init=False, repr=False, compare=False)
+    """True if min_p, top_k or top_p take tokens away."""
+    penalised: bool = field(init=False, repr=False, compare=False)
+    """True if what was there before lowers or raises logits."""
+    plain: bool = field(init=False, repr=False, compare=False)
+    """True if a temperature and a seed are all there is to it."""
+
     def __post_init__(self) -> None:
         """Check ranges."""
-        if not 0 <= self.temperature <= LARGEST:
-            raise InvalidRequestError(f"temperature must be 0 to {LARGEST:g}, not {self.temperature}")
+        self._check()
+        # Found once: every step asks every sequence.
+        penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
+        object.__setattr__(self, "greedy", self.temperature < GREEDY_BELOW)
+        object.__setattr__(self, "truncated", self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        object.__setattr__(self, "penalised", any(penalties))
+        asks_more = self.truncated or self.penalised or self.logit_bias or self.min_tokens
+        reports = self.mask is not None or self.logprobs is not None
+        object.__setattr__(self, "plain", not (asks_more or reports))
+
+    def _check(self) -> None:
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                allowed = f"at least {least}" if most == math.inf else f"{least} to {most}"
+                raise InvalidRequestError(f"{name} must be {allowed}, not {value}")
         if not 0 < self.top_p <= 1:
             raise InvalidRequestError(f"top_p must be over 0 and at most 1, not {self.top_p}")
-        if not 0 <= self.top_k <= TOP_K_LIMIT:
-            raise InvalidRequestError(f"top_k must be 0 to {TOP_K_LIMIT}, not {self.top_k}")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise InvalidRequestError(f"seed must fit 64 bits, not {self.seed}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidRequestError(f"max_tokens must be at least 1, not {self.max_tokens}")
-        if self.min_tokens < 0:
-            raise InvalidRequestError(f"min_tokens must be at least 0, not {self.min_tokens}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= TOP_LOGPROBS_LIMIT:
-            raise InvalidRequestError(f"logprobs must be 0 to {TOP_LOGPROBS_LIMIT}, not {self.logprobs}")
         if not all(abs(value) <= LARGEST for value in self.logit_bias.values()):
             raise InvalidRequestError(f"logit_bias values must be within {LARGEST:g} of 0")
-
-    @property
-    def greedy(self) -> bool:
-        """True if the most likely token is taken."""
-        return self.temperature < GREEDY_BELOW
-
-    @property
-    def truncated(self) -> bool:
-        """True if top_k or top_p take tokens away."""
-        return self.top_k > 0 or self.top_p < 1
-
-    @property
-    def plain(self) -> bool:
-        """True if a temperature and a seed are all there is to it."""
-        return not (
-            self.truncated
-            or self.logit_bias
-            or self.min_tokens
-            or self.mask is not None
-            or self.logprobs is not None
-        )

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from triton_models.engine.penalties import PenalisedRows, PenaltyTable
 from triton_models.engine.sampler import SamplerInputs
 from triton_models.engine.sequence import Sequence
 from triton_models.engine.slots import SlotTable, slot_of
@@ -11,6 +12,7 @@ from triton_models.engine.staging import Staging
 def stage_sampling(staging: Staging, sampling: list[Sequence]) -> None:
     """Stage what the rows of a step need beyond their slots: most need nothing."""
     truncated: list[int] = []
+    penalised: list[int] = []
     bias: list[tuple[int, int, float]] = []
     banned: list[tuple[int, int]] = []
     masked: list[int] = []
@@ -21,6 +23,8 @@ def stage_sampling(staging: Staging, sampling: list[Sequence]) -> None:
             continue
         if params.truncated and not params.greedy:
             truncated.append(row)
+        if params.penalised:
+            penalised.append(row)
         bias += [(row, id_, value) for id_, value in params.logit_bias.items()]
         if sequence.length - len(sequence.request.prompt_ids) < params.min_tokens:
             banned += [(row, id_) for id_ in params.stop_token_ids]
@@ -30,6 +34,7 @@ def stage_sampling(staging: Staging, sampling: list[Sequence]) -> None:
             logprobs.append(row)
     staging.integers("sampling_slots", [slot_of(sequence) for sequence in sampling])
     staging.integers("truncated", truncated)
+    staging.integers("penalised", penalised)
     staging.integers("bias_rows", [row for row, _, _ in bias])
     staging.integers("bias_ids", [id_ for _, id_, _ in bias])
     staging.floats("bias_values", [value for _, _, value in bias])
@@ -40,10 +45,14 @@ def stage_sampling(staging: Staging, sampling: list[Sequence]) -> None:
 
 
 def sampler_inputs(
-    views: dict[str, Tensor], slots: SlotTable, mask_words: Tensor | None, sampling: list[Sequence]
+    views: dict[str, Tensor],
+    slots: SlotTable,
+    penalties: PenaltyTable,
+    mask_words: Tensor | None,
+    sampling: list[Sequence],
 ) -> SamplerInputs:
     """Put a step's sampler inputs together from what was uploaded and what the slots hold."""
-    rows = views["sampling_slots"]
+    rows, penalised = views["sampling_slots"], views["penalised"]
     logprobs = views["logprob_rows"].numel() > 0
     return SamplerInputs(
         temperatures=slots.temperatures[rows],
@@ -51,8 +60,10 @@ def sampler_inputs(
         counters=slots.drawn[rows],
         top_k=slots.top_k[rows],
         top_p=slots.top_p[rows],
+        min_p=slots.min_p[rows],
         random=any(not each.request.sampling.greedy for each in sampling),
         truncated=views["truncated"],
+        penalties=PenalisedRows(penalties, penalised, rows[penalised]) if penalised.numel() else None,
         bias_rows=views["bias_rows"],
         bias_ids=views["bias_ids"],
         bias_values=views["bias_values"],

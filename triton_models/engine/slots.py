@@ -32,6 +32,7 @@ class SlotTable:
         self.temperatures = torch.zeros(rows, dtype=torch.float32, device=device)
         self.top_k = torch.zeros(rows, dtype=torch.int64, device=device)
         self.top_p = torch.ones(rows, dtype=torch.float64, device=device)
+        self.min_p = torch.zeros(rows, dtype=torch.float64, device=device)
 
     def load(self, views: dict[str, Tensor]) -> None:
         """Take over what `stage_sequences` and `stage_blocks` have put into an uploaded step."""
@@ -44,6 +45,7 @@ class SlotTable:
             self.temperatures[slots] = views["loaded_temperatures"].float()
             self.top_k[slots] = views["loaded_top_k"]
             self.top_p[slots] = views["loaded_top_p"]
+            self.min_p[slots] = views["loaded_min_p"]
         if views["table_slots"].numel():
             places = views["table_slots"], views["table_columns"]
             self.tables[places] = views["table_blocks"].int()
@@ -83,6 +85,7 @@ def stage_sequences(staging: Staging, loaded: list[tuple[Sequence, int]]) -> Non
     staging.floats("loaded_temperatures", [each.temperature for each in params])
     staging.integers("loaded_top_k", [each.top_k for each in params])
     staging.floats("loaded_top_p", [each.top_p for each in params])
+    staging.floats("loaded_min_p", [each.min_p for each in params])
 
 
 def stage_blocks(staging: Staging, entries: list[tuple[int, int, int]]) -> None:

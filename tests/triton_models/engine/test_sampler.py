@@ -7,105 +7,69 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, sample
+from tests.triton_models.engine.sampler_rows import (
+    VOCABULARY,
+    chi_square_holds,
+    distribution,
+    run,
+    some_logits,
+    tokens,
+)
 
-VOCABULARY = 40
+DRAWS = 20_000
 
-
-def inputs(rows: list[dict[str, Any]]) -> SamplerInputs:
-    """Build the inputs of `rows`, each given by what is not greedy and plain about it."""
-    truncated = [
-        row for row, each in enumerate(rows) if each.get("top_k", 0) > 0 or each.get("top_p", 1.0) < 1
-    ]
-    bias = [(row, key, value) for row, each in enumerate(rows) for key, value in each.get("bias", {}).items()]
-    banned = [(row, key) for row, each in enumerate(rows) for key in each.get("banned", ())]
-    masked = [row for row, each in enumerate(rows) if "allowed" in each]
-    words = torch.zeros((len(masked), -(-VOCABULARY // 32)), dtype=torch.int32)
-    for place, row in enumerate(masked):
-        for key in rows[row]["allowed"]:
-            words[place, key // 32] |= torch.tensor(1 << key % 32).to(torch.int32)
-
-    def integers(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64)
-
-    def floats(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64)
-
-    return SamplerInputs(
-        temperatures=floats([each.get("temperature", 0.0) for each in rows]).float(),
-        seeds=integers([each.get("seed", 0) for each in rows]),
-        counters=integers([each.get("counter", 0) for each in rows]),
-        top_k=integers([each.get("top_k", 0) for each in rows]),
-        top_p=floats([each.get("top_p", 1.0) for each in rows]),
-        random=any(each.get("temperature") for each in rows),
-        truncated=integers(truncated),
-        bias_rows=integers([row for row, _, _ in bias]),
-        bias_ids=integers([key for _, key, _ in bias]),
-        bias_values=floats([value for _, _, value in bias]),
-        banned_rows=integers([row for row, _ in banned]),
-        banned_ids=integers([key for _, key in banned]),
-        masked_rows=integers(masked),
-        mask_words=words if masked else None,
-        logprob_rows=integers([row for row, each in enumerate(rows) if "logprobs" in each]),
-        top_logprobs=max((each.get("logprobs", 0) for each in rows), default=0),
-    )
-
-
-def run(logits: Tensor, *rows: dict[str, Any]) -> SamplerOutputs:
-    return sample(logits.clone(), inputs(list(rows)))
-
-
-def tokens(logits: Tensor, *rows: dict[str, Any]) -> list[int]:
-    return run(logits, *rows).status[0].tolist()
-
-
-def some_logits(rows: int = 1, seed: int = 0) -> Tensor:
-    return torch.randn((rows, VOCABULARY), generator=torch.Generator().manual_seed(seed)) * 2
-
-
-def reference(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
-    """The distribution, as its definition says, without a tensor."""
-    weights = [math.exp(value / temperature) for value in logits]
-    order = sorted(range(len(weights)), key=lambda key: (-weights[key], key))
-    kept = order[:top_k] if top_k else order
-    whole = sum(weights[key] for key in kept)
-    nucleus: list[int] = []
-    for key in kept:
-        if sum(weights[each] for each in nucleus) / whole >= top_p:
-            break
-        nucleus.append(key)
-    total = sum(weights[key] for key in nucleus)
-    return [weights[key] / total if key in nucleus else 0.0 for key in range(len(weights))]
+HISTORY = {"prompt": [2, 3, 5, 8], "answer": [3, 3, 13, 21, 21, 21]}
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
+    "row",
     [
-        (1.0, 0, 1.0),
-        (0.6, 0, 1.0),
-        (1.8, 0, 1.0),
-        (1.0, 7, 1.0),
-        (1.0, 0, 0.7),
-        (0.8, 12, 0.8),
-        (1.5, 1, 0.5),
+        {"temperature": 1.0},
+        {"temperature": 0.6},
+        {"temperature": 1.8},
+        {"top_k": 7},
+        {"top_p": 0.7},
+        {"min_p": 0.1},
+        {"temperature": 0.8, "top_k": 12, "top_p": 0.8},
+        {"temperature": 1.5, "top_k": 1, "top_p": 0.5},
+        {"temperature": 1.7, "top_k": 9, "top_p": 0.9, "min_p": 0.05},
+        {"min_p": 0.02, "top_p": 0.6},
+        {"repetition": 1.4, **HISTORY},
+        {"repetition": 0.7, **HISTORY},
+        {"presence": 1.5, **HISTORY},
+        {"frequency": 0.9, **HISTORY},
+        {"frequency": -0.5, "presence": -1.0, **HISTORY},
+        {"repetition": 1.2, "presence": 0.5, "frequency": 0.3, **HISTORY},
+        {"repetition": 1.3, "bias": {3: 2.5, 21: -4.0, 30: 3.0}, **HISTORY},
+        {
+            "temperature": 1.3,
+            "repetition": 1.2,
+            "frequency": 0.4,
+            "bias": {13: 3.0},
+            "banned": [1, 3],
+            "min_p": 0.02,
+            "top_k": 20,
+            "top_p": 0.95,
+            **HISTORY,
+        },
+        {"presence": 1.0, "allowed": [*range(2, 30)], "top_p": 0.8, **HISTORY},
     ],
 )
-def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: float) -> None:
+def test_draws_follow_the_distribution(row: dict[str, Any]) -> None:
+    row = {"temperature": 1.0, "seed": 11, **row}
     logits = some_logits()
-    draws = 20_000
-    row = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": 11}
-    chosen = tokens(logits.repeat(draws, 1), *({**row, "counter": number} for number in range(draws)))
+    chosen = tokens(logits.repeat(DRAWS, 1), *({**row, "counter": number} for number in range(DRAWS)))
     counts = torch.bincount(torch.tensor(chosen), minlength=VOCABULARY).tolist()
-    expected = [draws * each for each in reference(logits[0].tolist(), temperature, top_k, top_p)]
-    assert all(count == 0 for count, wanted in zip(counts, expected, strict=True) if wanted == 0)
-    # Rare tokens are counted together, as the chi-square test wants.
-    common = [(count, wanted) for count, wanted in zip(counts, expected, strict=True) if wanted >= 10]
-    rare = [(count, wanted) for count, wanted in zip(counts, expected, strict=True) if 0 < wanted < 10]
-    if rare:
-        common.append((sum(count for count, _ in rare), sum(wanted for _, wanted in rare)))
-    freedom = max(1, len(common) - 1)
-    chi_square = sum((count - wanted) ** 2 / wanted for count, wanted in common)
-    assert chi_square < freedom + 4 * math.sqrt(2 * freedom)
+    assert chi_square_holds(counts, distribution(logits[0].tolist(), row))
+
+
+@pytest.mark.parametrize("row", [{"repetition": 1.4, **HISTORY}, {"frequency": 0.9, **HISTORY}])
+def test_the_distribution_test_sees_a_penalty_that_is_not_there(row: dict[str, Any]) -> None:
+    logits = some_logits()
+    plain = {"temperature": 1.0, "seed": 11}
+    chosen = tokens(logits.repeat(DRAWS, 1), *({**plain, "counter": number} for number in range(DRAWS)))
+    counts = torch.bincount(torch.tensor(chosen), minlength=VOCABULARY).tolist()
+    assert not chi_square_holds(counts, distribution(logits[0].tolist(), {**plain, **row}))
 
 
 ROWS = st.fixed_dictionaries(
@@ -117,6 +81,12 @@ ROWS = st.fixed_dictionaries(
     optional={
         "top_k": st.integers(0, 50),
         "top_p": st.floats(0.01, 1.0),
+        "min_p": st.floats(0.0, 1.0),
+        "repetition": st.floats(0.1, 10.0),
+        "presence": st.floats(-2.0, 2.0),
+        "frequency": st.floats(-2.0, 2.0),
+        "prompt": st.lists(st.integers(0, 39), max_size=6),
+        "answer": st.lists(st.integers(0, 39), max_size=6),
         "bias": st.dictionaries(st.integers(0, 39), st.floats(-100, 100), max_size=4),
         "banned": st.sets(st.integers(0, 39), max_size=4),
         "allowed": st.sets(st.integers(0, 39), min_size=5),
@@ -149,7 +119,7 @@ def test_greedy_takes_the_largest_and_the_first_of_equals() -> None:
     assert tokens(logits, {}, {}) == [3, 17]
 
 
-@pytest.mark.parametrize("row", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-4}])
+@pytest.mark.parametrize("row", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-4}])
 def test_what_leaves_one_token_draws_it(row: dict[str, Any]) -> None:
     logits = some_logits(50)
     rows = [{"temperature": 2.0, "seed": number, **row} for number in range(50)]
@@ -200,7 +170,7 @@ def test_bias_bans_and_masks_decide() -> None:
 def test_log_probabilities_are_those_of_the_raw_logits() -> None:
     logits = some_logits(2)
     expected = logits.double().log_softmax(dim=-1)
-    row = {"temperature": 0.2, "top_k": 3, "bias": {7: 50.0}, "logprobs": 20}
+    row = {"temperature": 0.2, "top_k": 3, "bias": {7: 50.0}, "logprobs": 20, "frequency": 2.0, "answer": [7]}
     outputs = run(logits, {}, row)
     assert outputs.logprobs is not None
     assert outputs.top_ids is not None

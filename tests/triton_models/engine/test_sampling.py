@@ -22,6 +22,17 @@ from triton_models.errors import InvalidRequestError
         {"temperature": 2e6},
         {"top_k": -1},
         {"top_k": 2**31},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"min_p": math.nan},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": -1.0},
+        {"repetition_penalty": 1000.0},
+        {"repetition_penalty": math.nan},
+        {"presence_penalty": 2.1},
+        {"presence_penalty": -2.1},
+        {"frequency_penalty": 2.1},
+        {"frequency_penalty": math.nan},
         {"seed": 2**63},
         {"seed": -(2**63) - 1},
         {"max_tokens": 0},
@@ -50,6 +61,10 @@ def test_the_ends_of_each_range_can_be_sampled() -> None:
             temperature=temperature,
             top_p=1e-12,
             top_k=TOP_K_LIMIT,
+            min_p=1.0,
+            repetition_penalty=0.01 if number else 100.0,
+            presence_penalty=2.0 if number else -2.0,
+            frequency_penalty=2.0 if number else -2.0,
             seed=2**63 - 1,
             max_tokens=3,
             min_tokens=3,
@@ -64,3 +79,26 @@ def test_the_ends_of_each_range_can_be_sampled() -> None:
 @pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (1e-6, True), (1e-5, False), (1, False)])
 def test_greedy(temperature: float, greedy: bool) -> None:
     assert SamplingParams(temperature=temperature).greedy is greedy
+
+
+@pytest.mark.parametrize(
+    ("values", "truncated", "penalised", "plain"),
+    [
+        ({}, False, False, True),
+        ({"temperature": 0.5, "seed": 4}, False, False, True),
+        ({"top_k": 1}, True, False, False),
+        ({"top_p": 0.9}, True, False, False),
+        ({"min_p": 0.1}, True, False, False),
+        ({"repetition_penalty": 1.1}, False, True, False),
+        ({"presence_penalty": -0.1}, False, True, False),
+        ({"frequency_penalty": 0.1}, False, True, False),
+        ({"logit_bias": {1: 1.0}}, False, False, False),
+        ({"min_tokens": 1}, False, False, False),
+        ({"logprobs": 0}, False, False, False),
+    ],
+)
+def test_what_a_request_uses_is_known(
+    values: dict[str, Any], truncated: bool, penalised: bool, plain: bool
+) -> None:
+    params = SamplingParams(**values)
+    assert (params.truncated, params.penalised, params.plain) == (truncated, penalised, plain)

@@ -25,12 +25,13 @@ def load(table: SlotTable, loaded: list[tuple[Sequence, int]], entries: list[tup
 def test_a_loaded_sequence_has_its_whole_state_and_nothing_of_the_last_holder() -> None:
     table = SlotTable(3, 4, CPU)
     load(table, [(sequence(1, SamplingParams(seed=1)), 9)], [(1, 0, 5), (1, 1, 6), (1, 2, 7)])
-    newcomer = sequence(1, SamplingParams(temperature=0.5, top_k=7, top_p=0.25, seed=-3))
+    newcomer = sequence(1, SamplingParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=-3))
     newcomer.tokens.append(11)
     load(table, [(newcomer, 4)], [(1, 0, 8)])
     assert table.tables[1].tolist() == [8, 0, 0, 0]
     assert (table.lengths[1], table.drawn[1], table.seeds[1]) == (4, 1, -3)
-    assert (table.temperatures[1], table.top_k[1], table.top_p[1]) == (0.5, 7, 0.25)
+    assert (table.temperatures[1], table.top_k[1]) == (0.5, 7)
+    assert (table.top_p[1], table.min_p[1]) == (0.25, 0.125)
     assert not table.tables[[0, 2, table.spare]].any()
 
 

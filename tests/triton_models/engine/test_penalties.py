@@ -1,0 +1,84 @@
+import pytest
+import torch
+
+from tests.triton_models.engine.fake_model import request
+from triton_models.engine.penalties import GENERATED, IN_PROMPT, PenalisedRows, PenaltyTable, stage_penalties
+from triton_models.engine.sampling import SamplingParams
+from triton_models.engine.sequence import Sequence
+from triton_models.engine.staging import Staging
+
+CPU = torch.device("cpu")
+
+
+def sequence(slot: int, prompt: list[int], answer: list[int], **penalties: float) -> Sequence:
+    asked = request(f"r{slot}", prompt, SamplingParams(**penalties))
+    made = Sequence(asked, arrival=0, arrived_at=0.0, max_tokens=8)
+    made.slot = slot
+    made.tokens += answer
+    return made
+
+
+def load(table: PenaltyTable, *sequences: Sequence) -> None:
+    staging = Staging()
+    stage_penalties(staging, list(sequences))
+    table.load(staging.upload(CPU))
+
+
+def test_a_row_is_built_from_all_known_tokens_and_nothing_of_the_last_holder() -> None:
+    table = PenaltyTable(3, 9, CPU)
+    load(table, sequence(1, [0, 0, 8], [8, 2, 2], frequency_penalty=1.0, presence_penalty=-0.5))
+    assert table.seen[1].tolist() == [
+        IN_PROMPT, 0, 2 * GENERATED, 0, 0, 0, 0, 0, IN_PROMPT + GENERATED
+    ]  # fmt: skip
+    assert (table.repetition[1], table.presence[1], table.frequency[1]) == (1.0, -0.5, 1.0)
+    load(table, sequence(1, [3], [], repetition_penalty=1.5), sequence(0, [4], [4], presence_penalty=2.0))
+    assert table.seen[1].tolist() == [0, 0, 0, IN_PROMPT, 0, 0, 0, 0, 0]
+    assert (table.repetition[1], table.presence[1], table.frequency[1]) == (1.5, 0.0, 0.0)
+    assert table.seen[0, 4] == IN_PROMPT + GENERATED
+    assert not table.seen[2].any()
+
+
+def test_without_penalties_nothing_is_staged_or_loaded() -> None:
+    staging = Staging()
+    stage_penalties(staging, [])
+    views = staging.upload(CPU)
+    assert not views
+    table = PenaltyTable(3, 9, CPU)
+    table.load(views)
+    assert not table.seen.any()
+
+
+def test_a_step_counts_what_it_sampled_in_rows_with_penalties_alone() -> None:
+    table = PenaltyTable(4, 9, CPU)
+    rows = PenalisedRows(table, torch.tensor([0, 2]), torch.tensor([3, 1]))
+    rows.count(torch.tensor([5, 6, 7]))
+    rows.count(torch.tensor([5, 6, 8]))
+    wanted = torch.zeros(4, 9, dtype=torch.int32)
+    wanted[3, 5] = 2 * GENERATED
+    wanted[1, [7, 8]] = GENERATED
+    assert torch.equal(table.seen, wanted)
+
+
+@pytest.mark.parametrize(
+    ("penalties", "wanted"),
+    [
+        ({"repetition_penalty": 2.0}, [1.0, -4.0, 1.0, 2.0]),
+        ({"frequency_penalty": 0.5}, [2.0, -2.5, 1.0, 2.0]),
+        ({"presence_penalty": 0.5}, [2.0, -2.5, 1.5, 2.0]),
+        # Divided or multiplied first, or 2.0 would become (2.0 - 1.5) / 2.
+        (
+            {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.5},
+            [1.0, -5.0, -0.5, 2.0],
+        ),
+    ],
+)
+def test_penalties_as_they_are_defined(penalties: dict[str, float], wanted: list[float]) -> None:
+    table = PenaltyTable(2, 4, CPU)
+    load(table, sequence(1, [0, 1], [1, 2, 2], **penalties))
+    logits = torch.tensor([[2.0, -2.0, 2.0, 2.0], [2.0, -2.0, 2.0, 2.0]])
+    PenalisedRows(table, torch.tensor([0]), torch.tensor([1])).apply(logits)
+    assert logits.tolist() == [wanted, [2.0, -2.0, 2.0, 2.0]]
+
+
+def test_the_size_is_told() -> None:
+    assert PenaltyTable(128, 65024, torch.device("meta")).size_bytes == 128 * 65024 * 4

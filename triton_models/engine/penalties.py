@@ -1,0 +1,105 @@
+"""Which tokens the running sequences have had, on the device, and what that does to the next ones' logits."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triton_models.engine.sequence import Sequence
+from triton_models.engine.slots import slot_of
+from triton_models.engine.staging import Staging
+
+IN_PROMPT = 1
+"""The lowest bit of an entry of `PenaltyTable.seen`."""
+
+GENERATED = 2
+"""What each generated token adds to its entry: the bits above the lowest count them."""
+
+
+class PenaltyTable:
+    """A row of counts for every slot; only sequences that ask for penalties ever touch theirs.
+
+    The host rebuilds a row from the known tokens in the step that ends a prompt, which is the first to sample
+    after an admission or a preemption, and the only way into a slot. From then on the steps that sample
+    count by themselves: the host may be a token behind. Nothing here waits for the device.
+    """
+
+    def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
+        self.seen = torch.zeros((slots, vocabulary), dtype=torch.int32, device=device)
+        """[slots, vocabulary] int32: `IN_PROMPT`, and how often generated times `GENERATED`."""
+        self.repetition = torch.ones(slots, dtype=torch.float32, device=device)
+        self.presence = torch.zeros(slots, dtype=torch.float32, device=device)
+        self.frequency = torch.zeros(slots, dtype=torch.float32, device=device)
+
+    @property
+    def size_bytes(self) -> int:
+        """Device memory of the counts."""
+        return self.seen.nbytes
+
+    def load(self, views: dict[str, Tensor]) -> None:
+        """Take over what `stage_penalties` has put into an uploaded step, if anything."""
+        if "penalty_slots" not in views:
+            return
+        slots = views["penalty_slots"]
+        self.repetition[slots] = views["penalty_repetition"].float()
+        self.presence[slots] = views["penalty_presence"].float()
+        self.frequency[slots] = views["penalty_frequency"].float()
+        self.seen.index_fill_(0, slots, 0)
+        prompts = views["seen_prompt_slots"], views["seen_prompt_ids"]
+        self.seen.index_put_(prompts, torch.full_like(prompts[0], IN_PROMPT, dtype=torch.int32))
+        answers = views["seen_answer_slots"], views["seen_answer_ids"]
+        added = torch.full_like(answers[0], GENERATED, dtype=torch.int32)
+        self.seen.index_put_(answers, added, accumulate=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PenalisedRows:
+    """The rows of a step that have penalties, P of its S. `rows`, `slots`: [P] int64."""
+
+    table: PenaltyTable
+    rows: Tensor
+    slots: Tensor
+
+    def apply(self, logits: Tensor) -> None:
+        """Lower the logits of what was there before, in place: repetition, then frequency, then presence.
+
+        Repetition divides positive logits and multiplies negative ones, of prompt and answer alike (Keskar et
+        al., "CTRL", 2019, with the sign of transformers and vLLM). Frequency is subtracted for each time a
+        token was generated, presence once if it was (OpenAI's API reference).
+
+        Args:
+            logits: [S, vocab] float32.
+        """
+        values, seen = logits[self.rows], self.table.seen[self.slots]
+        repetition = self.table.repetition[self.slots, None]
+        repeated = torch.where(values > 0, values / repetition, values * repetition)
+        values = torch.where(seen > 0, repeated, values)
+        counts = seen >> 1
+        values -= self.table.frequency[self.slots, None] * counts
+        values -= self.table.presence[self.slots, None] * (counts > 0)
+        logits[self.rows] = values
+
+    def count(self, tokens: Tensor) -> None:
+        """Count what was sampled: [S] int64, a valid id even in a row that failed."""
+        self.table.seen[self.slots, tokens[self.rows]] += GENERATED
+
+
+def stage_penalties(staging: Staging, loaded: list[Sequence]) -> None:
+    """Stage what sequences with penalties have had so far, all of it known; nothing if there are none."""
+    if not loaded:
+        return
+    prompts: list[tuple[int, int]] = []
+    answers: list[tuple[int, int]] = []
+    for sequence in loaded:
+        slot, prompt = slot_of(sequence), sequence.request.prompt_ids
+        prompts += [(slot, id_) for id_ in prompt]
+        answers += [(slot, id_) for id_ in sequence.tokens[len(prompt) :]]
+    params = [sequence.request.sampling for sequence in loaded]
+    staging.integers("penalty_slots", [slot_of(sequence) for sequence in loaded])
+    staging.floats("penalty_repetition", [each.repetition_penalty for each in params])
+    staging.floats("penalty_presence", [each.presence_penalty for each in params])
+    staging.floats("penalty_frequency", [each.frequency_penalty for each in params])
+    staging.integers("seen_prompt_slots", [slot for slot, _ in prompts])
+    staging.integers("seen_prompt_ids", [id_ for _, id_ in prompts])
+    staging.integers("seen_answer_slots", [slot for slot, _ in answers])
+    staging.integers("seen_answer_ids", [id_ for _, id_ in answers])
