@@ -60,6 +60,12 @@ class Generation:
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps every token."""
+    min_p: float = 0.0
+    """0 keeps every token."""
+    repetition_penalty: float = 1.0
+    """Of tokens in prompt or answer; 1 does nothing."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

@@ -55,6 +55,14 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
     """0 keeps every token."""
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """The least probability of a token, as a share of the most likely one's."""
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] = 1.0
+    """Divides positive logits of tokens in prompt or answer, and multiplies negative ones."""
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
+    """Subtracted from the logits of tokens in the answer."""
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
+    """Subtracted from the logits of tokens in the answer, once for each time."""
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=INT64_MAX)] | None = None
     logit_bias: Annotated[dict[TokenId, Bias], msgspec.Meta(max_length=LOGIT_BIAS_LIMIT)] = {}
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None

@@ -17,12 +17,8 @@ from gateway.openai.document import without_neutral
 
 NOT_YET: Mapping[str, Any] = MappingProxyType(
     {
-        "frequency_penalty": 0,
-        "min_p": 0,
         "n": 1,
-        "presence_penalty": 0,
         "priority": 0,
-        "repetition_penalty": 1,
         "response_format": {"type": "text"},
         "skip_special_tokens": True,
         "structured_outputs": None,
@@ -74,6 +70,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, lt=ID_LIMIT)]
 TokenKey = Annotated[str, AfterValidator(_token_id)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenBound = Annotated[int, Field(ge=1, lt=INT64)]
 
 
@@ -103,6 +100,8 @@ class GenerationRequest(Strict, ABC):
     max_tokens: TokenBound | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     stop: Annotated[StopString | Items[StopString], AfterValidator(_few_stops)] | None = None
     logit_bias: Annotated[dict[TokenKey, Bias] | None, _at_most(1024)] = None
@@ -110,6 +109,8 @@ class GenerationRequest(Strict, ABC):
     stream_options: StreamOptions | None = None
 
     top_k: Annotated[int, Field(ge=-1, lt=INT64, description="-1 and 0 keep every token")] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Items[TokenId] | None = None
@@ -143,6 +144,10 @@ class GenerationRequest(Strict, ABC):
             temperature=1.0 if self.temperature is None else float(self.temperature),
             top_p=1.0 if self.top_p is None else float(self.top_p),
             top_k=max(self.top_k or 0, 0),
+            min_p=float(self.min_p or 0),
+            repetition_penalty=1.0 if self.repetition_penalty is None else float(self.repetition_penalty),
+            presence_penalty=float(self.presence_penalty or 0),
+            frequency_penalty=float(self.frequency_penalty or 0),
             seed=self.seed,
             stop=()
             if self.stop is None

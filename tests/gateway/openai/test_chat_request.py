@@ -44,6 +44,10 @@ def test_every_parameter_arrives() -> None:
         stream=True,
         stream_options={"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False},
         top_k=3,
+        min_p=1,
+        repetition_penalty=1.5,
+        presence_penalty=-2,
+        frequency_penalty=0.5,
         min_tokens=7,
         ignore_eos=True,
         stop_token_ids=[2, 3],
@@ -52,6 +56,8 @@ def test_every_parameter_arrives() -> None:
     assert (generation.max_tokens, generation.min_tokens) == (7, 7)
     assert (generation.temperature, generation.top_p, generation.top_k) == (0.0, 0.5, 3)
     assert (generation.seed, generation.stop, generation.stop_token_ids) == (-(2**63), ("a", "b"), (2, 3))
+    assert (generation.min_p, generation.repetition_penalty) == (1.0, 1.5)
+    assert (generation.presence_penalty, generation.frequency_penalty) == (-2.0, 0.5)
     assert generation.logit_bias == {5: -100.0, 7: 1.5}
     assert generation.logprobs == 20
     assert generation.ignore_eos
@@ -162,7 +168,13 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"n": 2}, "n"),
         ({"n": True}, "n"),
         ({"store": True}, "store"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty"),
+        ({"frequency_penalty": "1"}, "frequency_penalty"),
+        ({"presence_penalty": -2.1}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 101}, "repetition_penalty"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_p": 1.1}, "min_p"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),

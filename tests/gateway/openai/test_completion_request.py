@@ -41,6 +41,10 @@ def test_every_parameter_arrives() -> None:
         stream=True,
         stream_options={"include_usage": True, "include_obfuscation": False},
         top_k=3,
+        min_p=0.5,
+        repetition_penalty=2,
+        presence_penalty=1,
+        frequency_penalty=-1,
         min_tokens=7,
         ignore_eos=True,
         stop_token_ids=[2],
@@ -52,6 +56,8 @@ def test_every_parameter_arrives() -> None:
     assert (generation.max_tokens, generation.min_tokens, generation.top_k) == (7, 7, 3)
     assert (generation.temperature, generation.top_p, generation.seed) == (0.0, 0.5, -1)
     assert (generation.stop, generation.stop_token_ids) == (("x",), (2,))
+    assert (generation.min_p, generation.repetition_penalty) == (0.5, 2.0)
+    assert (generation.presence_penalty, generation.frequency_penalty) == (1.0, -1.0)
     assert generation.logit_bias == {5: -100.0}
     assert generation.ignore_eos
     assert generation.stream
@@ -89,7 +95,7 @@ def test_every_parameter_arrives() -> None:
         ({"suffix": ""}, "suffix"),
         ({"n": 2}, "n"),
         ({"best_of": 2}, "best_of"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"add_special_tokens": False}, "add_special_tokens"),
         ({"nonsense": 1}, "nonsense"),
     ],

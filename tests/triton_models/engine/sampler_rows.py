@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -136,3 +137,16 @@ def chi_square_holds(counts: Sequence[int], probabilities: Sequence[float]) -> b
     return sum((count - wanted) ** 2 / wanted for count, wanted in common) < freedom + 4 * math.sqrt(
         2 * freedom
     )
+
+
+def on_meta(value: Any) -> Any:
+    """Copy inputs to the device "meta", with all the tensors in them."""
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    if isinstance(value, PenaltyTable):
+        moved = PenaltyTable(*value.seen.shape, torch.device("meta"))
+        assert vars(moved).keys() == vars(value).keys()
+        return moved
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{each.name: on_meta(getattr(value, each.name)) for each in fields(value)})
+    return value

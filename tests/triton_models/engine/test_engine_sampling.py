@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -136,7 +137,7 @@ def test_stops_wait_for_the_least_number_of_tokens(backend: object) -> None:
         engine.add(request(str(least), (5, 6), params))
     for least, outputs in run(engine).items():
         *before, last = ids(outputs)
-        assert len(before) >= int(least)
+        assert len(before) == int(least)
         assert set(before) <= {0, 1}
         assert last in stops
         assert outputs[-1].finish_reason is FinishReason.STOP
@@ -164,6 +165,17 @@ def test_a_row_that_is_not_finite_fails_alone_and_leaves_its_slot_clean(backend:
     assert ids(outputs["healthy"]) == ids(expected)
     engine.add(request("next", (4, 5), params))
     assert ids(run(engine)["next"]) == ids(expected)
+
+
+@backends
+@pytest.mark.parametrize("cut", [{"min_p": 1.0}, {"top_k": 1}, {"top_p": 1e-9}])
+def test_what_leaves_one_token_is_greedy(backend: object, cut: dict[str, Any]) -> None:
+    engine = Engine(FakeModel(), SMALL, backend=backend)
+    for number in range(6):
+        params = SamplingParams(temperature=2.0, seed=number, max_tokens=10, **cut)
+        engine.add(request(str(number), (number, 7), params))
+    for number, outputs in run(engine).items():
+        assert ids(outputs) == continuation((int(number), 7), 10)
 
 
 @backends

@@ -82,3 +82,11 @@ def test_penalties_as_they_are_defined(penalties: dict[str, float], wanted: list
 
 def test_the_size_is_told() -> None:
     assert PenaltyTable(128, 65024, torch.device("meta")).size_bytes == 128 * 65024 * 4
+
+
+def test_loading_does_not_wait_for_the_device() -> None:
+    staging = Staging()
+    stage_penalties(staging, [sequence(1, [0, 1], [1, 2, 2], repetition_penalty=2.0)])
+    meta = torch.device("meta")
+    views = {name: view.to(meta) for name, view in staging.upload(CPU).items()}
+    PenaltyTable(2, 4, meta).load(views)

@@ -11,10 +11,13 @@ from tests.triton_models.engine.sampler_rows import (
     VOCABULARY,
     chi_square_holds,
     distribution,
+    inputs,
+    on_meta,
     run,
     some_logits,
     tokens,
 )
+from triton_models.engine.sampler import sample
 
 DRAWS = 20_000
 
@@ -205,3 +208,16 @@ def test_half_precision_logits_are_sampled_in_single() -> None:
     assert outputs.logprobs[0, 1].item() == pytest.approx(
         logits.float().log_softmax(-1).max().item(), abs=1e-6
     )
+
+
+def test_nothing_waits_for_the_device() -> None:
+    # Tensors of the device "meta" have no values: an operation that needs one on the host fails.
+    rows = [
+        {"temperature": 1.0, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "allowed": [1, 2], "logprobs": 3},
+        {"repetition": 1.1, "frequency": 1.0, **HISTORY, "bias": {5: 1.0}, "banned": [4], "logprobs": 20},
+    ]
+    made = on_meta(inputs(rows))
+    outputs = sample(torch.empty((2, VOCABULARY), device="meta"), made)
+    assert made.penalties is not None
+    made.penalties.count(outputs.status[0])
+    assert outputs.status.device.type == "meta"
