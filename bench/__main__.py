@@ -1,31 +1,16 @@
 """Runs the benchmarks and prints their rows as Markdown tables, for LOG.md."""
 
 import platform
-from collections.abc import Iterable
-from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
 
 from bench import engine, serving
-from bench.load import LoadRow
+from bench.load_rows import LoadRow, table
 
 BUILT_IN = Path(__file__).parent.parent / "triton_models" / "checkpoints" / "chatglm3-demo"
-
-
-def print_table(kind: type[Any], rows: Iterable[Any]) -> None:
-    """Print dataclass rows as they come."""
-    names = [field.name for field in fields(kind)]
-    click.echo("| " + " | ".join(names) + " |")
-    click.echo("| " + " | ".join("---" for _ in names) + " |")
-    for row in rows:
-        values = [
-            f"{value:.2f}" if isinstance(value, float) else str(value) for value in asdict(row).values()
-        ]
-        click.echo("| " + " | ".join(values) + " |")
 
 
 @click.command()
@@ -38,11 +23,11 @@ def main(what: str, model: Path, rounds: int) -> None:
     click.echo(f"{now}, {platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
     if what in ("engine", "all"):
         rows = engine.measure(model, (1, 8, 32), prompt=64, new_tokens=64, rounds=rounds)
-        print_table(engine.EngineRow, rows)
+        click.echo(table(engine.EngineRow, rows))
         click.echo()
     if what in ("serving", "all"):
         served = serving.measure("--model", str(model), clients=(1, 8, 32, 64), new_tokens=128, rounds=rounds)
-        print_table(LoadRow, served)
+        click.echo(table(LoadRow, served, leave_out={"rate", "within"}))
 
 
 if __name__ == "__main__":

@@ -1,94 +1,197 @@
-"""Closed-loop load on an OpenAI endpoint: so many clients, each asking again as soon as it was answered."""
+"""Load on any OpenAI endpoint, from several processes.
+
+Closed loop: so many clients, each asking again as soon as it was answered. Open loop: requests begin at
+random moments, so many a second on average, whatever became of those before (a Poisson process). Prompts are
+token ids at `/v1/completions`, the same for every server, or one question at `/v1/chat/completions`.
+
+Requests, rows and seeds are the same for the same options. The clients are spread over processes, so that the
+server and not Python is what is measured.
+"""
 
 import asyncio
 import json
-import statistics
+import multiprocessing
+import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import chain, count
+from typing import Any, Self
 
-import httpx
+import uvloop
 
-_TIMEOUT_S = 300.0
+from bench.http_client import Client, HttpError
+from bench.load_answer import Answer
+from bench.load_rows import LoadRow, summarise
 
+_START_S = 0.5
+"""Between asking the processes to begin and their beginning, which is together."""
 
-@dataclass(slots=True)
-class _Answer:
-    """When its pieces came, in `time.perf_counter` seconds."""
+_TEXT_IDS = range(300, 60_000)
+"""Ids that are text in every vocabulary of this size: no byte, no special one."""
 
-    asked: float
-    pieces: list[float] = field(default_factory=list)
-    tokens: int = 0
+_QUESTION = "你好，请介绍一下自己。"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadRow:
-    """One measurement. Times in milliseconds."""
+class Workload:
+    """What is asked."""
 
+    url: str
+    model: str
+    ids: int | None = None
+    """Length of a prompt of random ids; None: a question in words."""
+    shared: int = 0
+    """Ids that all prompts begin with, the same in each, within that length."""
+    ids_below: int = _TEXT_IDS.stop
+    out: int = 256
+    """Tokens of each answer, exactly: `ignore_eos` is set."""
+    temperature: float = 1.0
+    stream: bool = True
+    timeout_s: float = 300.0
+
+    @property
+    def path(self) -> str:
+        """The route."""
+        return "/v1/chat/completions" if self.ids is None else "/v1/completions"
+
+    def body(self, name: str) -> bytes:
+        """Return the request called `name`: the same name gives the same prompt."""
+        asked: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": self.out,
+            "ignore_eos": True,
+            "temperature": self.temperature,
+            "stream": self.stream,
+        }
+        if self.stream:
+            asked["stream_options"] = {"include_usage": True}
+        if self.ids is None:
+            asked["messages"] = [{"role": "user", "content": _QUESTION}]
+        else:
+            asked["prompt"] = self._ids("shared", self.shared) + self._ids(name, self.ids - self.shared)
+        return json.dumps(asked).encode()
+
+    def _ids(self, name: str, length: int) -> list[int]:
+        dice = random.Random(name)  # noqa: S311 - a prompt is no secret
+        return [dice.randrange(_TEXT_IDS.start, self.ids_below) for _ in range(length)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """One process's share of a row."""
+
+    workload: Workload
+    name: str
     clients: int
-    tokens_per_second: float
-    ttft_p50: float
-    ttft_p99: float
-    per_token_p50: float
-    """Mean time per output token after the first, the median over requests."""
-    gap_p99: float
-    """Between two pieces of one answer."""
+    requests: int
+    rate: float
+    """Requests a second; 0: closed loop."""
+    seconds: float
+    begin: float
+    """Of `time.monotonic`, which all processes of a machine share."""
 
 
-async def run_load(url: str, body: dict[str, Any], *, clients: int, rounds: int) -> LoadRow:
-    """Have `clients` clients stream `rounds` answers each to `body`.
-
-    Raises:
-        httpx.HTTPError: a request failed; a benchmark with failures measures nothing.
-    """
-    limits = httpx.Limits(max_connections=clients)
-    async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, limits=limits) as http:
-        began = time.perf_counter()
-        answers = await asyncio.gather(*(_client(http, body, rounds) for _ in range(clients)))
-        taken = time.perf_counter() - began
-    return _row(clients, taken, [answer for each in answers for answer in each])
+def closed_loop(pool: "LoadPool", workload: Workload, name: str, *, clients: int, requests: int) -> LoadRow:
+    """Have `clients` clients ask `requests` times in all."""
+    shares = min(pool.processes, clients)
+    parts = [
+        {"clients": _share(clients, shares, number), "requests": _share(requests, shares, number)}
+        for number in range(shares)
+    ]
+    return pool.run(workload, name, parts)
 
 
-async def _client(http: httpx.AsyncClient, body: dict[str, Any], rounds: int) -> list[_Answer]:
-    return [await _ask(http, body) for _ in range(rounds)]
+def open_loop(pool: "LoadPool", workload: Workload, name: str, *, rate: float, seconds: float) -> LoadRow:
+    """Begin `rate` requests a second on average, for `seconds`, and wait for the last answer."""
+    parts = [{"rate": rate / pool.processes, "seconds": seconds} for _ in range(pool.processes)]
+    return pool.run(workload, name, parts)
 
 
-async def _ask(http: httpx.AsyncClient, body: dict[str, Any]) -> _Answer:
-    answer = _Answer(time.perf_counter())
-    async with http.stream("POST", "/v1/chat/completions", json=body) as response:
-        if response.is_error:
-            await response.aread()
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            if chunk.get("usage"):
-                answer.tokens = chunk["usage"]["completion_tokens"]
-            if any(choice["delta"].get("content") for choice in chunk["choices"]):
-                answer.pieces.append(time.perf_counter())
+class LoadPool:
+    """Processes that ask, kept over many rows."""
+
+    def __init__(self, processes: int) -> None:
+        self.processes = processes
+        self._executor = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+
+    def __enter__(self) -> Self:
+        # All of them are there before the first row, which begins at one moment.
+        list(self._executor.map(time.sleep, [_START_S] * self.processes))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._executor.shutdown()
+
+    def run(self, workload: Workload, name: str, parts: Sequence[dict[str, Any]]) -> LoadRow:
+        """Run one row, a part in each process."""
+        begin = time.monotonic() + _START_S
+        rate = sum(part.get("rate", 0.0) for part in parts)
+        clients = sum(part.get("clients", 0) for part in parts)
+        shares = [
+            _Part(
+                workload=workload,
+                name=f"{name}/{number}",
+                begin=begin,
+                **({"clients": 0, "requests": 0, "rate": 0.0, "seconds": 0.0} | part),
+            )
+            for number, part in enumerate(parts)
+        ]
+        answers = [answer for done in self._executor.map(_work, shares) for answer in done]
+        return summarise(answers, clients=clients, rate=rate)
+
+
+def _work(part: _Part) -> list[Answer]:
+    return uvloop.run(_closed(part) if part.clients else _open(part))
+
+
+async def _closed(part: _Part) -> list[Answer]:
+    names = iter(range(part.requests))
+    client = Client(part.workload.url)
+
+    async def keep_asking() -> list[Answer]:
+        # All of a process's clients take from the same names: whoever was answered asks the next.
+        return [await _ask(client, part.workload, f"{part.name}/{number}") for number in names]
+
+    await asyncio.sleep(part.begin - time.monotonic())
+    answers = await asyncio.gather(*(keep_asking() for _ in range(part.clients)))
+    client.close()
+    return list(chain.from_iterable(answers))
+
+
+async def _open(part: _Part) -> list[Answer]:
+    client = Client(part.workload.url)
+    due = part.begin
+    asking = []
+    for number, gap_s in zip(count(), _gaps(part.name, part.rate), strict=False):
+        due += gap_s
+        if due > part.begin + part.seconds:
+            break
+        await asyncio.sleep(due - time.monotonic())
+        asking.append(asyncio.create_task(_ask(client, part.workload, f"{part.name}/{number}", due)))
+    answers = [await task for task in asking]
+    client.close()
+    return answers
+
+
+def _gaps(name: str, rate: float) -> Iterator[float]:
+    dice = random.Random(name)  # noqa: S311 - arrivals are no secret
+    while True:
+        yield dice.expovariate(rate)
+
+
+async def _ask(client: Client, workload: Workload, name: str, due: float | None = None) -> Answer:
+    """Ask once. What counts as its begin is when it was due, however late this process was."""
+    body = workload.body(name)
+    answer = Answer(asked=time.monotonic() if due is None else due)
+    try:
+        rest = await client.post(workload.path, body, answer.take_event, timeout_s=workload.timeout_s)
+        answer.finish(None if workload.stream else rest)
+    except (HttpError, ValueError) as error:
+        answer.error = str(error)
     return answer
 
 
-def _row(clients: int, taken: float, answers: Sequence[_Answer]) -> LoadRow:
-    first = [1000 * (answer.pieces[0] - answer.asked) for answer in answers]
-    gaps = [
-        1000 * (b - a) for answer in answers for a, b in zip(answer.pieces, answer.pieces[1:], strict=False)
-    ]
-    per_token = [
-        1000 * (answer.pieces[-1] - answer.pieces[0]) / max(1, answer.tokens - 1) for answer in answers
-    ]
-    return LoadRow(
-        clients=clients,
-        tokens_per_second=sum(answer.tokens for answer in answers) / taken,
-        ttft_p50=statistics.median(first),
-        ttft_p99=_percentile(first, 99),
-        per_token_p50=statistics.median(per_token),
-        gap_p99=_percentile(gaps, 99),
-    )
-
-
-def _percentile(values: Sequence[float], percent: int) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
+def _share(whole: int, parts: int, number: int) -> int:
+    return whole // parts + (number < whole % parts)

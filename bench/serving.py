@@ -1,6 +1,5 @@
 """The whole path on this machine: load -> gateway -> gRPC -> Triton -> engine, by `tritongate up`."""
 
-import asyncio
 import contextlib
 import signal
 import socket
@@ -12,7 +11,8 @@ from pathlib import Path
 
 import httpx
 
-from bench.load import LoadRow, run_load
+from bench.load import LoadPool, Workload, closed_loop
+from bench.load_rows import LoadRow
 
 _READY_S = 120.0
 _STOP_S = 15.0
@@ -54,17 +54,9 @@ def _await_ready(process: "subprocess.Popen[bytes]", url: str) -> None:
 
 def measure(*arguments: str, clients: tuple[int, ...], new_tokens: int, rounds: int) -> Iterator[LoadRow]:
     """Start a server and put each number of clients on it in turn."""
-    with running(*arguments) as url:
+    with running(*arguments) as url, LoadPool(1) as pool:
         model = httpx.get(url + "/v1/models").json()["data"][0]["id"]
-        body = {
-            "model": model,
-            "messages": [{"role": "user", "content": "你好，请介绍一下自己。"}],
-            "max_tokens": new_tokens,
-            "ignore_eos": True,
-            "temperature": 1.0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        asyncio.run(run_load(url, body, clients=2, rounds=1))
+        workload = Workload(url=url, model=model, out=new_tokens)
+        closed_loop(pool, workload, "warm-up", clients=2, requests=2)
         for number in clients:
-            yield asyncio.run(run_load(url, body, clients=number, rounds=rounds))
+            yield closed_loop(pool, workload, f"clients {number}", clients=number, requests=number * rounds)

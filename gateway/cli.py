@@ -96,6 +96,12 @@ for _client in (load, unload, bench):
 @click.option("--triton-metrics-port", type=click.IntRange(0, 65535), default=8002, show_default=True)
 @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda:N")
 @click.option("--dtype", type=click.Choice(_DTYPES + _LATER_DTYPES), default="auto", show_default=True)
+@click.option("--max-context", type=click.IntRange(2), help="tokens of prompt and answer together")
+@click.option("--max-running", type=click.IntRange(1), help="sequences in one step of an engine")
+@click.option("--max-batched-tokens", type=click.IntRange(1), help="tokens in one step of an engine")
+@click.option(
+    "--kv-memory-gib", type=click.FloatRange(0, min_open=True), help="an engine's memory for its KV cache"
+)
 @settings_options(without=frozenset({"upstreams", "models"}))
 def up(
     *,
@@ -107,6 +113,10 @@ def up(
     triton_metrics_port: int,
     device: str,
     dtype: str,
+    max_context: int | None,
+    max_running: int | None,
+    max_batched_tokens: int | None,
+    kv_memory_gib: float | None,
     **flags: Any,
 ) -> None:
     """Start a Triton on this machine and serve its models.
@@ -126,6 +136,10 @@ def up(
         metrics_port=triton_metrics_port,
         device=device,
         dtype=dtype,
+        max_context=max_context,
+        max_running=max_running,
+        max_batched_tokens=max_batched_tokens,
+        kv_memory_gib=kv_memory_gib,
         contracts=contracts,
     )
     try:

@@ -91,9 +91,11 @@ def test_up(served: list[Any]) -> None:
         "--port",
         "0",
     ]
-    assert run("up", *arguments, "--device", "cpu", "--max-waiting", "3")[0] == 0
+    assert run("up", *arguments, "--device", "cpu", "--max-waiting", "3", "--max-batched-tokens", "9")[0] == 0
     options, settings = served
-    assert options == TritonOptions(models=("a=/x", "/y"), grpc_port=0, device="cpu", dtype="float32")
+    assert options == TritonOptions(
+        models=("a=/x", "/y"), grpc_port=0, device="cpu", dtype="float32", max_batched_tokens=9
+    )
     assert (settings.upstreams, settings.models, settings.max_waiting) == (("127.0.0.1:1",), ("m", "n"), 3)
     assert (settings.drain_s, settings.log_level) == (5.0, "warning")
 

@@ -30,13 +30,20 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 def test_command_line() -> None:
     options = TritonOptions(
-        models=("a=/x", "/y"), http_port=0, device="cuda:1", dtype="float32", contracts=("a=unbatched",)
+        models=("a=/x", "/y"),
+        http_port=0,
+        device="cuda:1",
+        dtype="float32",
+        contracts=("a=unbatched",),
+        max_running=512,
+        kv_memory_gib=1.5,
     )
     command = options.command()
     assert command[:4] == [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin"]
     assert " ".join(command[4:]) == (
         "--log-level critical --device cuda:1 --dtype float32 --http-port 0 --grpc-port 8001 "
-        "--metrics-port 8002 --model a=/x --model /y --contract a=unbatched"
+        "--metrics-port 8002 --max-running 512 --kv-memory-gib 1.5 "
+        "--model a=/x --model /y --contract a=unbatched"
     )
 
 

@@ -50,6 +50,8 @@ class Emitter:
 @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda:N")
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--max-context", type=click.IntRange(min=1), help="Tokens of prompt and answer together.")
+@click.option("--max-running", type=click.IntRange(min=1), help="Sequences in one step of an engine.")
+@click.option("--max-batched-tokens", type=click.IntRange(min=1), help="Tokens in one step of an engine.")
 @click.option("--kv-memory-gib", type=click.FloatRange(min=0, min_open=True), help="Memory for the KV cache.")
 @click.option(
     "--contract",
@@ -77,6 +79,8 @@ def main(
     device: str,
     dtype: str,
     max_context: int | None,
+    max_running: int | None,
+    max_batched_tokens: int | None,
     kv_memory_gib: float | None,
     contracts: tuple[str, ...],
     exit_with_stdin: bool,
@@ -103,6 +107,8 @@ def main(
             device=device,
             dtype=None if dtype == "auto" else dtype,
             max_context=max_context,
+            max_running=max_running,
+            max_batched_tokens=max_batched_tokens,
             kv_memory_gib=kv_memory_gib,
             contracts=contracts,
         )

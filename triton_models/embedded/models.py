@@ -42,6 +42,8 @@ class ModelOptions:
     device: str = "cpu"
     dtype: str | None = None
     max_context: int | None = None
+    max_running: int | None = None
+    max_batched_tokens: int | None = None
     kv_memory_gib: float | None = None
     contracts: tuple[str, ...] = ()
     """`[NAME=]CONTRACT` of entries `M`; without a name it holds for all that are not named."""
@@ -88,6 +90,8 @@ def write_models(repository: Path, arguments: tuple[str, ...], options: ModelOpt
                 device=options.device,
                 dtype=options.dtype,
                 max_context=options.max_context,
+                max_running=options.max_running,
+                max_batched_tokens=options.max_batched_tokens,
                 kv_memory_gib=options.kv_memory_gib,
                 contract=contracts.get(name, contracts.get("")) or _contract_of(path),
             )

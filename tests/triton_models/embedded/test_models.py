@@ -54,10 +54,12 @@ def test_entries_are_written_and_found(tmp_path: Path, checkpoint: Path) -> None
     repository.mkdir()
     with pytest.raises(OptionsError, match="holds no entry"):
         find_models(repository)
-    written = write_models(repository, (str(checkpoint), f"b={checkpoint}"), ModelOptions(dtype="float32"))
+    options = ModelOptions(dtype="float32", max_running=7, max_batched_tokens=99)
+    written = write_models(repository, (str(checkpoint), f"b={checkpoint}"), options)
     assert [model.name for model in written] == ["glm", "b"]
     assert written[0].entries == ("glm-tokenizer", "glm-stream", "glm")
-    assert 'string_value: "float32"' in (repository / "b-stream" / "config.pbtxt").read_text()
+    config = (repository / "b-stream" / "config.pbtxt").read_text()
+    assert all(f'string_value: "{value}"' in config for value in ("float32", 7, 99))
     assert {model.name for model in find_models(repository)} == {"glm", "b"}
 
 

@@ -1,0 +1,151 @@
+"""Measures this project and another OpenAI server on one machine with the same load, one after the other.
+
+Prints one table, and writes every row to FOLDER/compare.json, the servers' output beside it. What no time is
+left for is left out and said so. The other server is given by a script (`--other`) that starts it and returns
+when it answers, and ends it when called with the one argument `stop`.
+"""
+
+import json
+import platform
+import shlex
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+import torch
+
+from bench.gpu import servers
+from bench.gpu.comparison import ComparedRow, Comparison, Plan, compared
+from bench.gpu.engine_steps import StepRow, measure_steps
+from bench.load_rows import table
+from bench.openai_load import Numbers
+
+_PARTS = ("other", "ours", "engine")
+
+
+@click.command(help=__doc__)
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--checkpoint", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--only", default=",".join(_PARTS), show_default=True, help="parts to run, with commas between")
+@click.option("--device", default="cuda:0", show_default=True)
+@click.option("--dtype", default="bfloat16", show_default=True)
+@click.option("--ours-arguments", default="--max-running 512 --max-batched-tokens 2048", show_default=True)
+@click.option("--other", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="its script")
+@click.option("--other-name", default="vllm", show_default=True)
+@click.option("--other-url", default="http://127.0.0.1:8100", show_default=True)
+@click.option("--other-model", default="glm", show_default=True)
+@click.option("--other-arguments", multiple=True, help="for its script; repeated: measured with each")
+@click.option("--other-python", default="python3", show_default=True, help="the interpreter that has it")
+@click.option("--conc", type=Numbers(), default="1,8,32,64,128,256,512", show_default=True)
+@click.option("--rounds", default=2, show_default=True, help="requests of each client, one after the other")
+@click.option(
+    "--repeats", default=3, show_default=True, help="measurements of each setting: the median counts"
+)
+@click.option("--ids", default=259, show_default=True, help="tokens of each prompt")
+@click.option("--shared", default=0, show_default=True, help="of them the same in every prompt")
+@click.option("--out", default=256, show_default=True, help="tokens of each answer")
+@click.option("--open-s", default=0.0, show_default=True, help="seconds of each open loop; 0: none")
+@click.option(
+    "--rates", type=Numbers(), default="", help="of the open loops; default: 50, 70, 90 % of the first's peak"
+)
+@click.option(
+    "--batches", type=Numbers(), default="1,32,128,256,512", show_default=True, help="of the engine alone"
+)
+@click.option("--processes", default=8, show_default=True)
+@click.option("--limit-s", default=460.0, show_default=True, help="begin nothing after so many seconds")
+def main(
+    *,
+    folder: Path,
+    checkpoint: Path,
+    only: str,
+    device: str,
+    dtype: str,
+    ours_arguments: str,
+    other: Path | None,
+    other_name: str,
+    other_url: str,
+    other_model: str,
+    other_arguments: tuple[str, ...],
+    other_python: str,
+    conc: tuple[float, ...],
+    rounds: int,
+    repeats: int,
+    ids: int,
+    shared: int,
+    out: int,
+    open_s: float,
+    rates: tuple[float, ...],
+    batches: tuple[float, ...],
+    processes: int,
+    limit_s: float,
+) -> None:
+    """Measure, print, write."""
+    parts = only.split(",")
+    if unknown := set(parts) - set(_PARTS):
+        raise click.UsageError(f"--only knows {', '.join(_PARTS)}, not {', '.join(sorted(unknown))}")
+    folder.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    plan = Plan(
+        clients=tuple(map(int, conc)),
+        rounds=rounds,
+        repeats=repeats,
+        ids=ids,
+        out=out,
+        shared=shared,
+        open_s=open_s,
+        rates=rates,
+        processes=processes,
+        ends=began + limit_s,
+    )
+    comparison = Comparison(plan)
+    if "other" in parts and other is not None:
+        for number, arguments in enumerate(other_arguments or ("",)):
+            program = servers.Program(
+                script=other,
+                arguments=tuple(shlex.split(arguments)),
+                url=other_url,
+                model=other_model,
+                python=other_python,
+                log=folder / f"other-{number}.log",
+            )
+            comparison.run(f"{other_name} {arguments}".strip(), servers.other(program))
+    if "ours" in parts:
+        flags = ["--device", device, "--dtype", dtype, *shlex.split(ours_arguments)]
+        comparison.run("ours", servers.ours(checkpoint, folder / "ours.log", flags))
+    steps: list[StepRow] = []
+    if "engine" in parts:
+        for step in measure_steps(checkpoint, tuple(map(int, batches)), device=device, dtype=dtype):
+            steps.append(step)
+            if not plan.in_time:
+                comparison.note(f"the engine alone: nothing beyond batch {step.batch}: no time left")
+                break
+    machine = f"{describe()}; {time.monotonic() - began:.0f} s in all"
+    click.echo(report(machine, comparison, steps))
+    document = {
+        "machine": machine,
+        "rows": comparison.rows,
+        "steps": [asdict(step) for step in steps],
+        "notes": comparison.notes,
+    }
+    (folder / "compare.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def report(machine: str, comparison: Comparison, steps: list[StepRow]) -> str:
+    """Return what is read by people."""
+    parts = [machine, table(ComparedRow, compared(comparison.medians))]
+    if steps:
+        parts.append("The engine alone:\n\n" + table(StepRow, steps))
+    return "\n\n".join(["", *parts, *comparison.notes])
+
+
+def describe() -> str:
+    """Return when and on what this is measured."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else f"no GPU, {platform.machine()}"
+    now = datetime.now(UTC)
+    return f"{now:%Y-%m-%d %H:%M} UTC, {gpu}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+if __name__ == "__main__":
+    main()

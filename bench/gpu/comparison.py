@@ -1,0 +1,168 @@
+"""One load on several servers in turn, and their rows side by side."""
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import click
+
+from bench.gpu.servers import Server, ServerError
+from bench.load import LoadPool, Workload, closed_loop, open_loop
+from bench.load_rows import LoadRow, median_row
+
+_FEWEST_REQUESTS = 4
+"""Of a closed loop, so that one client gives a median too."""
+_WARM_UP_TOKENS = 32
+_PEAK_SHARES = (0.5, 0.7, 0.9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is measured of each server."""
+
+    clients: tuple[int, ...]
+    rounds: int
+    repeats: int
+    ids: int
+    out: int
+    shared: int
+    open_s: float
+    rates: tuple[float, ...]
+    processes: int
+    ends: float
+    """Of `time.monotonic`: nothing is begun after it."""
+
+    @property
+    def in_time(self) -> bool:
+        """Whether another measurement may begin."""
+        return time.monotonic() < self.ends
+
+
+class Comparison:
+    """Measures servers by one plan. What no time is left for is left out, with a note."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.medians: dict[str, list[LoadRow]] = {}
+        """Of each server, in the order of the plan's settings."""
+        self.rows: list[dict[str, Any]] = []
+        """Every single measurement."""
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        """Keep a remark, and show it."""
+        self.notes.append(text)
+        click.echo(f"note: {text}", err=True)
+
+    def run(self, name: str, starting: AbstractContextManager[Server]) -> None:
+        """Start a server, measure it, stop it; one that fails is noted."""
+        if not self._plan.in_time:
+            self.note(f"{name} not started: no time left")
+            return
+        plan = self._plan
+        rates = plan.rates or peak_rates(next(iter(self.medians.values()), []))
+        try:
+            with starting as server, LoadPool(plan.processes) as pool:
+                self.note(f"{name} was ready after {server.started_s:.0f} s")
+                self.medians[name] = []
+                workload = Workload(
+                    url=server.url, model=server.model, ids=plan.ids, shared=plan.shared, out=plan.out
+                )
+                for row in self._closed_loops(name, pool, workload):
+                    self.medians[name].append(row)
+                if plan.open_s:
+                    rates = rates or peak_rates(self.medians[name])
+                    self._open_loops(name, pool, workload, rates)
+        except (ServerError, RuntimeError) as error:
+            self.note(f"{name}: {error}")
+
+    def _closed_loops(self, name: str, pool: LoadPool, workload: Workload) -> Iterator[LoadRow]:
+        plan = self._plan
+        # Every number of clients once before any counts: shapes, caches and connections of all kinds.
+        short = replace(workload, out=min(workload.out, _WARM_UP_TOKENS))
+        for clients in plan.clients:
+            closed_loop(pool, short, f"warm-up {clients}", clients=clients, requests=clients)
+        for clients in plan.clients:
+            rows = []
+            for repeat in range(plan.repeats):
+                if plan.in_time:
+                    requests = max(_FEWEST_REQUESTS, plan.rounds * clients)
+                    label = f"clients {clients}, repeat {repeat}"
+                    rows.append(closed_loop(pool, workload, label, clients=clients, requests=requests))
+                    self._keep(name, rows[-1], repeat)
+            if len(rows) < plan.repeats:
+                self.note(f"{name}: {clients} clients measured {len(rows)} times: no time left")
+            if rows:
+                yield median_row(rows)
+
+    def _open_loops(self, name: str, pool: LoadPool, workload: Workload, rates: tuple[float, ...]) -> None:
+        for rate in rates:
+            if not self._plan.in_time:
+                self.note(f"{name}: {rate:.1f} requests a second not measured: no time left")
+                continue
+            row = open_loop(pool, workload, f"rate {rate}", rate=rate, seconds=self._plan.open_s)
+            self._keep(name, row, 0)
+            self.medians[name].append(row)
+
+    def _keep(self, name: str, row: LoadRow, repeat: int) -> None:
+        self.rows.append({"server": name, "repeat": repeat} | asdict(row))
+        click.echo(
+            f"{name}: {_setting(row)}: {row.tokens_per_second:,.0f} tok/s, TTFT {row.ttft_p50:.1f}, "
+            f"token {row.per_token_p50:.2f}, gap p99 {row.gap_p99:.1f} ms, failed {row.failed}",
+            err=True,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRow:
+    """One server at one setting. Times are milliseconds."""
+
+    setting: str
+    server: str
+    tok_s: float
+    to_first: str
+    ttft_p50: float
+    ttft_p99: float
+    token_p50: float
+    token_p99: float
+    gap_p99: float
+    within: str
+    failed: int
+
+
+def compared(measured: dict[str, list[LoadRow]]) -> list[ComparedRow]:
+    """Return all rows, setting by setting; `to_first` is throughput over that of the first server."""
+    first = next(iter(measured.values()), [])
+    baseline = {_setting(row): row.tokens_per_second for row in first}
+    order = list(dict.fromkeys(_setting(row) for rows in measured.values() for row in rows))
+    return [
+        ComparedRow(
+            setting=setting,
+            server=name,
+            tok_s=row.tokens_per_second,
+            to_first=f"{row.tokens_per_second / baseline[setting]:.2f}x" if setting in baseline else "",
+            ttft_p50=row.ttft_p50,
+            ttft_p99=row.ttft_p99,
+            token_p50=row.per_token_p50,
+            token_p99=row.per_token_p99,
+            gap_p99=row.gap_p99,
+            within=f"{row.within:.1%}" if row.rate else "",
+            failed=row.failed,
+        )
+        for setting in order
+        for name, rows in measured.items()
+        for row in rows
+        if _setting(row) == setting
+    ]
+
+
+def _setting(row: LoadRow) -> str:
+    return f"{row.rate:.1f} requests/s" if row.rate else f"{row.clients} clients"
+
+
+def peak_rates(rows: list[LoadRow]) -> tuple[float, ...]:
+    """Return the open loop's rates: shares of the requests a second that a closed loop came to at best."""
+    best = max((row.tokens_per_second / row.output_tokens for row in rows if not row.rate), default=0.0)
+    return tuple(round(share * best, 1) for share in _PEAK_SHARES) if best else ()

@@ -1,0 +1,87 @@
+"""The engine alone, in this process: milliseconds of one decode step by batch size, in one context."""
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench.engine import random_model
+from bench.load_rows import percentile
+from triton_models.checkpoint import read_config
+from triton_models.engine.engine import Engine
+from triton_models.engine.sampling import SamplingParams
+from triton_models.engine.sequence import Request
+from triton_models.engine.settings import EngineSettings
+
+_STEPS = 64
+_MAX_BATCHED_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """One batch size. Times are milliseconds; the context is the mean one of the steps that count."""
+
+    batch: int
+    context: int
+    step_ms_p50: float
+    step_ms_p99: float
+    decode_tok_s: float
+    prefill_tok_s: float
+    """Of all prompts, from the first step to the last that computed any of them."""
+
+
+def measure_steps(
+    checkpoint: Path, batches: tuple[int, ...], *, device: str, dtype: str, context: int = 512
+) -> Iterator[StepRow]:
+    """Run a model of the checkpoint's shape, its weights random, at each batch size."""
+    model = random_model(read_config(checkpoint), dtype=getattr(torch, dtype), device=torch.device(device))
+    settings = EngineSettings(
+        max_running=max(batches),
+        max_context=context + _STEPS,
+        max_batched_tokens=max(_MAX_BATCHED_TOKENS, *batches),
+    )
+    engine = Engine(model, settings)
+    for batch in batches:
+        _decode(engine, model.vocab_size, batch, prompt=context - _STEPS // 2, steps=4)  # not counted
+        yield _row(batch, context, *_decode(engine, model.vocab_size, batch, prompt=context - _STEPS // 2))
+
+
+def _row(batch: int, context: int, prefill_s: float, steps_s: list[float]) -> StepRow:
+    milliseconds = [1000 * each for each in steps_s]
+    return StepRow(
+        batch=batch,
+        context=context,
+        step_ms_p50=statistics.median(milliseconds),
+        step_ms_p99=percentile(milliseconds, 99),
+        decode_tok_s=batch / statistics.median(steps_s),
+        prefill_tok_s=batch * (context - _STEPS // 2) / prefill_s,
+    )
+
+
+def _decode(
+    engine: Engine, vocabulary: int, batch: int, *, prompt: int, steps: int = _STEPS
+) -> tuple[float, list[float]]:
+    """Return the seconds of all prompts, and of each step that only decoded, `steps` or a few less."""
+    dice = torch.Generator().manual_seed(batch)
+    for number in range(batch):
+        ids = torch.randint(vocabulary, (prompt,), generator=dice).tolist()
+        sampling = SamplingParams(temperature=1.0, seed=number, max_tokens=steps)
+        engine.add(Request(request_id=str(number), prompt_ids=tuple(ids), sampling=sampling))
+    began = time.perf_counter()
+    prefill_s = 0.0
+    decodes: list[float] = []
+    while True:
+        before = time.perf_counter()
+        stats = engine.step()
+        now = time.perf_counter()
+        if stats is None:
+            break
+        if stats.prefill_tokens:
+            prefill_s = now - began
+        elif engine.open_requests == batch:
+            decodes.append(now - before)
+    engine.take_outputs()
+    return prefill_s, decodes[1:]  # the first waits for what the prompts left

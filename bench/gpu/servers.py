@@ -1,0 +1,109 @@
+"""The servers that are compared: started, waited for, stopped. Each runs alone on the GPU."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+READY_S = 420.0
+_STOP_S = 20.0
+
+
+class ServerError(Exception):
+    """A server did not become ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Where a running server is, and what its model is called there."""
+
+    url: str
+    model: str
+    started_s: float
+    """What it took to become ready."""
+
+
+@contextlib.contextmanager
+def ours(checkpoint: Path, log: Path, arguments: Sequence[str], port: int = 8080) -> Iterator[Server]:
+    """Run `tritongate up` on the checkpoint; `arguments` are added.
+
+    Raises:
+        ServerError: with the end of its output.
+    """
+    command = [str(Path(sys.executable).with_name("tritongate")), "up", "--model", f"glm={checkpoint}"]
+    for name, number in (("", port), ("triton-http-", 0), ("triton-grpc-", 0), ("triton-metrics-", 0)):
+        command += [f"--{name}port", str(number)]
+    began = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen([*command, *arguments], stdout=output, stderr=output)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while not _answers(url + "/health/ready"):
+            if process.poll() is not None or time.monotonic() - began > READY_S:
+                raise ServerError(f"tritongate up is not ready:\n{_end_of(log)}")
+            time.sleep(0.2)
+        yield Server(url=url, model="glm", started_s=time.monotonic() - began)
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Another server: its script starts it and returns when it answers; called with `stop` it ends it."""
+
+    script: Path
+    arguments: tuple[str, ...]
+    url: str
+    model: str
+    python: str
+    """The interpreter that has it, given to the script as `PY`."""
+    log: Path
+
+
+@contextlib.contextmanager
+def other(program: Program) -> Iterator[Server]:
+    """Run it.
+
+    Raises:
+        ServerError: with the end of the script's output.
+    """
+    environment = os.environ | {"PY": program.python}
+    began = time.monotonic()
+    try:
+        with program.log.open("wb") as output:
+            done = subprocess.run(
+                [program.script, *program.arguments],
+                stdout=output,
+                stderr=output,
+                env=environment,
+                check=False,
+            )
+        if done.returncode:
+            raise ServerError(f"{program.script.name} failed:\n{_end_of(program.log)}")
+        yield Server(url=program.url, model=program.model, started_s=time.monotonic() - began)
+    finally:
+        subprocess.run([program.script, "stop"], env=environment, check=False, stdout=subprocess.DEVNULL)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310 - our own address
+            return bool(answer.status == 200)  # noqa: PLR2004 - HTTP's OK
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")[-3000:]

@@ -1,0 +1,79 @@
+"""Which wheels a GPU host without a network is brought: one requirement a line, for pip.
+
+They are what `tritongate[embedded]` needs on that host's Python, in the versions of `constraints.txt`,
+without what the host has and must keep (torch, and with it the CUDA libraries), and without what
+`nvidia-pytriton` needs for its own Python API: only its tritonserver is used. Run it where the project is
+installed.
+"""
+
+import importlib.metadata
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import NormalizedName, canonicalize_name
+
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
+
+HOSTS = frozenset({"torch"})
+"""Of the host."""
+BINARIES = frozenset({"nvidia-pytriton"})
+"""Used without their Python dependencies."""
+TOOLS = ("aiohttp",)
+"""What the measuring itself needs."""
+
+
+def needed(python: str) -> set[NormalizedName]:
+    """Return the canonical names of all distributions that Python version `python` ("3.12") needs."""
+    environment = {key: str(value) for key, value in default_environment().items()}
+    environment |= {"python_version": python, "python_full_version": python + ".0"}
+    found: set[NormalizedName] = set()
+    queue = [Requirement("tritongate[embedded]"), *map(Requirement, TOOLS)]
+    expanded: set[tuple[str, str]] = set()
+    while queue:
+        requirement = queue.pop()
+        name = canonicalize_name(requirement.name)
+        if name in HOSTS:
+            continue
+        found.add(name)
+        if name in BINARIES:
+            continue
+        for extra in ("", *requirement.extras):
+            if (name, extra) not in expanded:
+                expanded.add((name, extra))
+                queue += _dependencies(name, environment | {"extra": extra})
+    return found - {canonicalize_name("tritongate")}
+
+
+def _dependencies(name: str, environment: dict[str, str]) -> Iterator[Requirement]:
+    for text in importlib.metadata.requires(name) or ():
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate(environment):
+            yield requirement
+
+
+def pinned(names: set[NormalizedName]) -> list[str]:
+    """Return `name==version` of each, from the constraints.
+
+    Raises:
+        KeyError: one is not among them.
+    """
+    versions = {}
+    for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines():
+        if match := re.fullmatch(r"([\w.-]+)==(\S+)", line):
+            versions[canonicalize_name(match[1])] = match[2]
+    return [f"{name}=={versions[name]}" for name in sorted(names)]
+
+
+@click.command(help=__doc__)
+@click.option("--python", default="3.12", show_default=True, help="version of the host's Python")
+def main(python: str) -> None:
+    """Print the requirements."""
+    click.echo("\n".join(pinned(needed(python))))
+
+
+if __name__ == "__main__":
+    main()
