@@ -67,7 +67,7 @@ def chosen(logits: Tensor, rows: list[Row], *, padding: int = 0) -> Tensor:
 
 
 def plainly(logits: Tensor, rows: list[Row]) -> Tensor:
-    """Return the status of the plain sampler, for rows without min_p."""
+    """Return the status of the plain sampler."""
     asked = columns(rows, logits.device)
     none = asked.truncated[:0]
     inputs = SamplerInputs(
@@ -76,8 +76,10 @@ def plainly(logits: Tensor, rows: list[Row]) -> Tensor:
         counters=asked.counters,
         top_k=asked.top_k,
         top_p=asked.top_p,
+        min_p=asked.min_p,
         random=any(row.temperature > 0 for row in rows),
         truncated=asked.truncated,
+        penalties=None,
         bias_rows=none,
         bias_ids=none,
         bias_values=none.double(),

@@ -94,6 +94,7 @@ def test_agrees_with_the_plain_sampler_beside_rows_without_limits(device: torch.
         Row(temperature=0.6, seed=3, top_k=50, top_p=0.9),
         Row(),
         Row(temperature=1.2, seed=4, top_k=9),
+        Row(temperature=0.9, seed=5, min_p=0.02, top_p=0.95),
     ]
     logits = random(len(rows), torch.bfloat16, device, seed=6)
     assert torch.equal(chosen(logits, rows, padding=3), plainly(logits, rows))
