@@ -52,6 +52,9 @@ class ModelEntry:
     max_batched_tokens: int | None = None
     """Tokens in one engine step, prefill and decode together."""
     heartbeat_s: float | None = None
+    environment: str | None = None
+    """The archive or folder of the Python environment that the stubs run in (see environment.py); None: the
+    server's own. `$$TRITON_MODEL_DIRECTORY` in it stands for the entry's folder."""
     contract: Contract | None = None
     """What `M` speaks; None: what clients of its chat format do, as far as `format` says."""
 
@@ -76,6 +79,7 @@ _ENGINE_PARAMETERS = frozenset(field.name for field in fields(ModelEntry)) - {
     "device",
     "format",
     "contract",
+    "environment",
     "max_queue_size",
     "queue_timeout_s",
 }
@@ -106,14 +110,14 @@ def stream_config(model: ModelEntry) -> Any:
     )
     config.model_warmup.append(_warmup(signatures.STREAM, warmup.stream_tensors()))
     values = {name: getattr(model, name) for name in sorted(_ENGINE_PARAMETERS)}
-    _set_parameters(config, {"checkpoint": model.checkpoint, "format": model.format} | values)
+    _set_parameters(config, _common_parameters(model) | values)
     return config
 
 
 def tokenizer_config(model: ModelEntry) -> Any:
     """Return the `ModelConfig` message of `M-tokenizer`: one request, one answer, on the CPU."""
     config = _config(names.tokenizer_entry(model.name), signatures.TOKENIZER, "cpu")
-    _set_parameters(config, {"checkpoint": model.checkpoint, "format": model.format})
+    _set_parameters(config, _common_parameters(model))
     return config
 
 
@@ -123,7 +127,7 @@ def field_config(model: ModelEntry, contract: Contract) -> Any:
     if config.max_batch_size:
         config.dynamic_batching.CopyFrom(_batching(model))
     config.model_warmup.append(_warmup(field_signature(contract), warmup.field_tensors(contract)))
-    _set_parameters(config, {"checkpoint": model.checkpoint, "contract": contract, "format": model.format})
+    _set_parameters(config, _common_parameters(model) | {"contract": contract})
     return config
 
 
@@ -187,6 +191,10 @@ def _warmup(signature: Signature, tensors: dict[str, bytes]) -> Any:
         if each.name in tensors
     }
     return pb.ModelWarmup(name="short generation", batch_size=1, inputs=inputs)
+
+
+def _common_parameters(model: ModelEntry) -> dict[str, object]:
+    return {"checkpoint": model.checkpoint, "format": model.format, "EXECUTION_ENV_PATH": model.environment}
 
 
 def _set_parameters(config: Any, values: dict[str, object]) -> None:

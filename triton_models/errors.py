@@ -4,6 +4,7 @@ ModelError
 ├── CheckpointError                  names the file and, where it applies, the tensor
 │   └── UnsupportedArchitectureError
 ├── EntryError                       a repository entry's config.pbtxt asks for what there is not
+├── EnvironmentPackError             a Python environment that cannot be packed for Triton
 ├── TextError                        a text or conversation that tokenizer or chat format cannot express
 ├── ClientInputError                 an input of the request/response entry that cannot be read
 ├── StreamRefusedError               `M-stream` refused what `M` asked of it, or is not there
@@ -34,6 +35,10 @@ class UnsupportedArchitectureError(CheckpointError):
 
 class EntryError(ModelError):
     """A repository entry with an unknown or unusable parameter."""
+
+
+class EnvironmentPackError(ModelError):
+    """A Python environment that cannot be built or packed."""
 
 
 class TextError(ModelError):

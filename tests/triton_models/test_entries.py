@@ -162,6 +162,13 @@ def test_the_model_reads_every_parameter_that_is_written(tmp_path: Path) -> None
     assert (read_back.model, read_back.checkpoint) == ("m", Path("/c"))
 
 
+def test_every_entry_runs_in_the_environment_that_was_named(tmp_path: Path) -> None:
+    place = "$$TRITON_MODEL_DIRECTORY/../x.tar.gz"
+    write_entries(tmp_path, model=ModelEntry(name="m", checkpoint="c", environment=place))
+    for name in ("m", "m-stream", "m-tokenizer"):
+        assert read(tmp_path / name).parameters["EXECUTION_ENV_PATH"].string_value == place
+
+
 def test_only_the_checkpoint_is_written_by_default(tmp_path: Path) -> None:
     write_entries(tmp_path, model=ModelEntry(name="m", checkpoint="/c"))
     assert set(read(tmp_path / "m-stream").parameters) == {"checkpoint"}

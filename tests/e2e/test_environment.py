@@ -1,0 +1,147 @@
+"""A packed environment on the real tritonserver: every place that `EXECUTION_ENV_PATH` can name."""
+
+import json
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from triton_models.embedded.client import CallError, TritonClient
+from triton_models.embedded.installation import find_installation
+from triton_models.embedded.log import ServerLog
+from triton_models.embedded.ports import Ports, choose
+from triton_models.embedded.rundir import RunDirectory
+from triton_models.embedded.server import TritonServer
+from triton_models.environment import build_environment, pack_environment
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+TIMEOUT_S = 100.0
+ROOT = Path(__file__).parents[2]
+
+MODEL = """
+import json, sys
+from importlib.util import find_spec
+import numpy, triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        seen = {"prefix": sys.prefix, "numpy": numpy.__file__, "msgspec": bool(find_spec("msgspec"))}
+        tensor = pb_utils.Tensor("seen", numpy.array([json.dumps(seen).encode()], dtype=object))
+        return [pb_utils.InferenceResponse([tensor]) for _ in requests]
+"""
+CONFIG = """
+backend: "python"
+input {{ name: "any" data_type: TYPE_INT32 dims: 1 }}
+output {{ name: "seen" data_type: TYPE_STRING dims: 1 }}
+instance_group {{ kind: KIND_CPU }}
+parameters {{ key: "EXECUTION_ENV_PATH" value {{ string_value: "{place}" }} }}
+"""
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """No more than the stub itself needs, from pip: the engine's packages take minutes."""
+    folder = tmp_path_factory.mktemp("pack")
+    build_environment(
+        folder / "environment",
+        python=sys.executable,
+        requirements=["numpy<2"],
+        constraints=[ROOT / "constraints.txt"],
+    )
+    return pack_environment(folder / "environment", folder / "x.tar.gz").path
+
+
+@dataclass
+class Bare:
+    """A tritonserver without models, and without a supervisor."""
+
+    repository: Path
+    client: TritonClient
+    http: str
+
+    def add(self, name: str, place: str) -> None:
+        (self.repository / name / "1").mkdir(parents=True)
+        (self.repository / name / "config.pbtxt").write_text(CONFIG.format(place=place))
+        (self.repository / name / "1" / "model.py").write_text(MODEL)
+
+    def load(self, name: str) -> None:
+        assert self.client.load(name).wait(TIMEOUT_S)
+
+    def ask(self, name: str) -> dict[str, str]:
+        body = {"inputs": [{"name": "any", "shape": [1], "datatype": "INT32", "data": [1]}]}
+        answer = httpx.post(f"{self.http}/v2/models/{name}/infer", json=body, timeout=TIMEOUT_S)
+        seen: dict[str, str] = json.loads(answer.json()["outputs"][0]["data"][0])
+        return seen
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bare]:
+    repository = tmp_path_factory.mktemp("repository")
+    run = RunDirectory.create()
+    installation = find_installation()
+    installation.link_backends(run.backends)
+    log = ServerLog(run.log)
+    ports = choose(Ports())
+    server = TritonServer(installation, run, repository, ports, log)
+    before = unpacked()
+    try:
+        with server.start(threading.Event()) as client:
+            yield Bare(repository, client, f"http://127.0.0.1:{ports.http}")
+    finally:
+        server.stop()
+        log.close()
+        run.remove()
+        for folder in unpacked() - before:  # a server that is stopped early leaves them
+            shutil.rmtree(folder)
+
+
+def unpacked() -> set[Path]:
+    return {path for path in Path("/tmp").glob("python_env_*") if path.stat().st_uid == os.getuid()}  # noqa: S108
+
+
+def test_every_place_that_triton_documents(bare: Bare, archive: Path) -> None:
+    places = {
+        "beside": ("$$TRITON_MODEL_DIRECTORY/../x.tar.gz", bare.repository),
+        "absolute": (str(archive), archive.parent),
+        "within": ("$$TRITON_MODEL_DIRECTORY/1/x.tar.gz", bare.repository / "within" / "1"),
+    }
+    seen = {}
+    for name, (place, folder) in places.items():
+        bare.add(name, place)
+        if folder != archive.parent:
+            shutil.copy(archive, folder / "x.tar.gz")
+        bare.load(name)
+        seen[name] = bare.ask(name)
+    for answer in seen.values():
+        assert answer["prefix"].startswith("/tmp/python_env_")  # noqa: S108 - where Triton unpacks it
+        assert answer["numpy"].startswith(answer["prefix"])
+        # What runs the server and these tests has it; the archive has not.
+        assert answer["msgspec"] is False
+    assert len({answer["prefix"] for answer in seen.values()}) == len(places)
+
+
+def test_entries_with_the_same_archive_share_what_was_unpacked(bare: Bare, archive: Path) -> None:
+    for name in ("one", "other"):
+        bare.add(name, str(archive))
+        bare.load(name)
+    assert bare.ask("one")["prefix"] == bare.ask("other")["prefix"]
+
+
+def test_an_archive_that_is_not_there_is_the_loads_error(bare: Bare) -> None:
+    bare.add("absent", "$$TRITON_MODEL_DIRECTORY/nowhere.tar.gz")
+    with pytest.raises(CallError, match=r"nowhere\.tar\.gz"):
+        bare.load("absent")
+
+
+def test_without_a_place_the_servers_own_environment_runs(bare: Bare) -> None:
+    """So that the others prove something."""
+    bare.add("own", "")
+    bare.load("own")
+    assert bare.ask("own")["msgspec"] is True
