@@ -6,14 +6,14 @@ one that arrives last adds them up in the order of the keys. So there are no flo
 result is the same whoever comes last.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_models.engine.kernels.overlap import fetch_to_cache, release_next, wait_for_previous
 from triton_models.engine.kernels.swiglu import silu_times
+from triton_models.engine.kernels.tilings import Tiling, tiling_for
 
 MAX_ROWS = 32
 """Of `x`; above, the arithmetic starts to count, and a library's products are the better ones."""
@@ -21,52 +21,6 @@ MAX_ROWS = 32
 _MAX_TILES = 4096
 _MIN_ROWS = 16
 """The least that the matrix units take."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiling:
-    """How a product is cut up. Results of different tilings differ by rounding.
-
-    `block_n` weight rows by `block_k` keys are loaded at once, both powers of two of at least 16; `splits`
-    programs share the keys. `warps`, `stages`: as Triton's launch options `num_warps` and `num_stages`.
-    """
-
-    block_n: int
-    block_k: int
-    splits: int
-    warps: int
-    stages: int
-
-
-_TILINGS: dict[tuple[int, int, bool], Tiling] = {
-    # ChatGLM3-6B by outputs, keys, gated.
-    (4608, 4096, False): Tiling(block_n=32, block_k=256, splits=4, warps=4, stages=4),
-    (4096, 4096, False): Tiling(block_n=32, block_k=256, splits=4, warps=4, stages=4),
-    (27392, 4096, False): Tiling(block_n=64, block_k=128, splits=1, warps=4, stages=4),
-    (13696, 4096, True): Tiling(block_n=32, block_k=128, splits=1, warps=4, stages=4),
-    (4096, 13696, False): Tiling(block_n=32, block_k=256, splits=4, warps=4, stages=4),
-    (65024, 4096, False): Tiling(block_n=64, block_k=128, splits=1, warps=4, stages=4),
-}
-
-_PROGRAMS = 3 * 132
-"""What a large GPU runs at once."""
-
-
-def tiling_for(outputs: int, keys: int, *, gated: bool, dtype: torch.dtype) -> Tiling:
-    """Return the constants of a product by its shape: never by the number of rows, whose results they shape.
-
-    Shapes that nobody measured get enough splits to occupy a large GPU. float32 has no matrix unit of its own
-    precision: its tiles are small for the registers' sake.
-    """
-    wide = dtype == torch.float32
-    measured = _TILINGS.get((outputs, keys, gated))
-    if measured is not None and not wide:
-        return measured
-    block_n, block_k = (16, 32) if wide else (32, 128)
-    block_k = min(block_k, max(16, triton.next_power_of_2(keys)))
-    tiles, steps = triton.cdiv(outputs, block_n), triton.cdiv(keys, block_k)
-    splits = max(1, min(8, _PROGRAMS // tiles, steps))
-    return Tiling(block_n=block_n, block_k=block_k, splits=splits, warps=4, stages=3)
 
 
 def new_arrivals(device: torch.device) -> Tensor:
@@ -85,12 +39,13 @@ def linear(
     arrivals: Tensor,
     residual: Tensor | None = None,
     tiling: Tiling | None = None,
+    overlap: bool = False,
 ) -> Tensor:
     """Return x @ weight^T + bias, or add it to `residual` in place.
 
     Sums are float32, and rounded to the dtype before the residual is added. A row's result depends on nothing
     but the row. Compiled once for each dtype, shape of `weight`, up to 16 or up to 32 rows, and with or
-    without bias and residual.
+    without bias, residual and `overlap`.
 
     Args:
         x: [M, K], contiguous, M at most `MAX_ROWS`, K a multiple of 8.
@@ -99,6 +54,7 @@ def linear(
         arrivals: from `new_arrivals`.
         residual: [M, N], contiguous, in the dtype of `x`.
         tiling: how to cut it up; None: as `tiling_for` says.
+        overlap: start before the kernel in front has ended; see `overlap`.
 
     Returns:
         [M, N] in the dtype of `x`; `residual` itself where it is given.
@@ -108,11 +64,14 @@ def linear(
     """
     outputs = len(weight)
     out = residual if residual is not None else x.new_empty((len(x), outputs))
-    _launch(x, weight, bias, out, arrivals, tiling, outputs=outputs, gated=False, add=residual is not None)
+    add = residual is not None
+    _launch(x, weight, bias, out, arrivals, tiling, outputs=outputs, gated=False, add=add, overlap=overlap)
     return out
 
 
-def linear_swiglu(x: Tensor, weight: Tensor, *, arrivals: Tensor, tiling: Tiling | None = None) -> Tensor:
+def linear_swiglu(
+    x: Tensor, weight: Tensor, *, arrivals: Tensor, tiling: Tiling | None = None, overlap: bool = False
+) -> Tensor:
     """Return silu(gate) * up of x @ weight^T, whose first half is the gate: as `linear`, then `swiglu`.
 
     Args:
@@ -120,6 +79,7 @@ def linear_swiglu(x: Tensor, weight: Tensor, *, arrivals: Tensor, tiling: Tiling
         weight: [2 * F, K], contiguous, in the dtype of `x`.
         arrivals: from `new_arrivals`.
         tiling: how to cut it up, `block_n` rows of both halves at once; None: as `tiling_for` says.
+        overlap: start before the kernel in front has ended; see `overlap`.
 
     Returns:
         [M, F] in the dtype of `x`.
@@ -129,7 +89,7 @@ def linear_swiglu(x: Tensor, weight: Tensor, *, arrivals: Tensor, tiling: Tiling
     """
     outputs = len(weight) // 2
     out = x.new_empty((len(x), outputs))
-    _launch(x, weight, None, out, arrivals, tiling, outputs=outputs, gated=True, add=False)
+    _launch(x, weight, None, out, arrivals, tiling, outputs=outputs, gated=True, add=False, overlap=overlap)
     return out
 
 
@@ -144,6 +104,7 @@ def _launch(
     outputs: int,
     gated: bool,
     add: bool,
+    overlap: bool,
 ) -> None:
     rows, keys = x.shape
     if rows > MAX_ROWS:
@@ -173,6 +134,9 @@ def _launch(
         SPLITS=tiling.splits,
         GATED=gated,
         ADD=add,
+        AHEAD=tiling.ahead if overlap else 0,
+        OVERLAP=overlap,
+        launch_pdl=overlap,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )
@@ -195,6 +159,8 @@ def _linear(
     SPLITS: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
+    AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -206,6 +172,12 @@ def _linear(
     # Rows past the last read that one again; their sums are not stored.
     row = tl.minimum(n, OUTPUTS - 1).to(tl.int64)
     weight_tile = weight + row[:, None] * KEYS + k[None, :]
+    if OVERLAP:
+        release_next()
+        _fetch_ahead(
+            weight + row * KEYS, split * (steps * BLOCK_K), OUTPUTS, KEYS, steps * BLOCK_K, GATED, AHEAD
+        )
+        wait_for_previous()
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up_sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for step in range(steps):
@@ -243,6 +215,27 @@ def _linear(
                     up_partial = partial + other * size + part_size
                     up_sums += tl.load(up_partial, mask=stored, other=0.0, cache_modifier=".cg")
             _finish(sums, up_sums, bias, out, m, n, rows, OUTPUTS, GATED, ADD)
+
+
+@triton.jit
+def _fetch_ahead(
+    weight_rows,
+    first,
+    OUTPUTS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPAN: tl.constexpr,
+    GATED: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Ask for the first keys of a program's weight rows."""
+    count = tl.minimum(min(SPAN, AHEAD), KEYS - first)
+    if count > 0:
+        size = tl.full(weight_rows.shape, 0, tl.int32) + count * (
+            weight_rows.dtype.element_ty.primitive_bitwidth // 8
+        )
+        fetch_to_cache(weight_rows + first, size)
+        if GATED:
+            fetch_to_cache(weight_rows + OUTPUTS * KEYS + first, size)
 
 
 @triton.jit

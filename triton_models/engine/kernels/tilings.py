@@ -1,0 +1,54 @@
+"""How products of few rows are cut up, by their shapes: constants, so nothing is tuned while serving."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """How a product is cut up. Results of different tilings differ by rounding.
+
+    `block_n` weight rows by `block_k` keys are loaded at once, both powers of two of at least 16; `splits`
+    programs share the keys. An overlapped product asks for the first `ahead` keys of each before it waits for
+    the kernel in front. `warps`, `stages`: as Triton's launch options `num_warps` and `num_stages`.
+    """
+
+    block_n: int
+    block_k: int
+    splits: int
+    warps: int
+    stages: int
+    ahead: int = 512
+
+
+_TILINGS: dict[tuple[int, int, bool], Tiling] = {
+    # ChatGLM3-6B by outputs, keys, gated.
+    (4608, 4096, False): Tiling(block_n=32, block_k=256, splits=4, warps=4, stages=4),
+    (4096, 4096, False): Tiling(block_n=32, block_k=256, splits=4, warps=4, stages=4),
+    (27392, 4096, False): Tiling(block_n=64, block_k=128, splits=1, warps=4, stages=4),
+    (13696, 4096, True): Tiling(block_n=32, block_k=128, splits=1, warps=4, stages=4),
+    (4096, 13696, False): Tiling(block_n=32, block_k=256, splits=4, warps=4, stages=4),
+    (65024, 4096, False): Tiling(block_n=64, block_k=128, splits=1, warps=4, stages=4),
+}
+
+_PROGRAMS = 3 * 132
+"""What a large GPU runs at once."""
+
+
+def tiling_for(outputs: int, keys: int, *, gated: bool, dtype: torch.dtype) -> Tiling:
+    """Return the constants of a product by its shape: never by the number of rows, whose results they shape.
+
+    Shapes that nobody measured get enough splits to occupy a large GPU. float32 has no matrix unit of its own
+    precision: its tiles are small for the registers' sake.
+    """
+    wide = dtype == torch.float32
+    measured = _TILINGS.get((outputs, keys, gated))
+    if measured is not None and not wide:
+        return measured
+    block_n, block_k = (16, 32) if wide else (32, 128)
+    block_k = min(block_k, max(16, triton.next_power_of_2(keys)))
+    tiles, steps = triton.cdiv(outputs, block_n), triton.cdiv(keys, block_k)
+    splits = max(1, min(8, _PROGRAMS // tiles, steps))
+    return Tiling(block_n=block_n, block_k=block_k, splits=splits, warps=4, stages=3)
