@@ -9,6 +9,7 @@ ModelError
 ├── ClientInputError                 an input of the request/response entry that cannot be read
 ├── StreamRefusedError               `M-stream` refused what `M` asked of it, or is not there
 ├── SettingsError                    the engine cannot be built as asked
+├── WarmUpError                      the engine fails on requests of our own
 ├── TokenMaskError                   a request's token mask cannot go on; that request fails alone
 └── RequestRefusedError              raised where the request is added, before it costs anything
     ├── InvalidRequestError
@@ -60,6 +61,10 @@ class StreamRefusedError(ModelError):
 
 class SettingsError(ModelError):
     """Engine settings out of range, or that contradict each other, the model or the machine."""
+
+
+class WarmUpError(ModelError):
+    """The engine was built and cannot finish a request."""
 
 
 class TokenMaskError(ModelError):

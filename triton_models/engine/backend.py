@@ -1,7 +1,9 @@
 """How a device computes: which make of each heavy operation is used, chosen once."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -9,15 +11,22 @@ from torch import Tensor
 from triton_models.engine.attention import PlainOperations
 from triton_models.engine.kv_cache import KVCache
 from triton_models.engine.layout import StepLayout
+from triton_models.engine.model import CausalModel
 from triton_models.engine.operations import Operations
 from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, sample
+
+_LEAST_CAPABILITY = (8, 0)
+"""Ampere: the first with bfloat16 in its matrix units."""
+
+StepOperations = Callable[[StepLayout], Operations]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """The makes that fit a device."""
 
-    operations: Callable[[KVCache, StepLayout], Operations]
+    operations: Callable[[CausalModel, KVCache, int], StepOperations]
+    """Takes the model, its cache and the largest number of decodes in a step."""
     sample: Callable[[Tensor, SamplerInputs], SamplerOutputs]
     clears_blocks: bool
     """Whether a block must be zeroed as it is handed out: its attention computes with what it then masks."""
@@ -29,8 +38,12 @@ class Backend:
     """Why these, for the log."""
 
 
+def _plain_operations(model: CausalModel, cache: KVCache, rows: int) -> StepOperations:  # noqa: ARG001 - needs no room
+    return partial(PlainOperations, cache)
+
+
 PLAIN = Backend(
-    operations=PlainOperations,
+    operations=_plain_operations,
     sample=sample,
     clears_blocks=True,
     graphs=False,
@@ -39,6 +52,16 @@ PLAIN = Backend(
 )
 
 
-def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:  # noqa: ARG001 - until kernels are chosen
+def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """Choose what is fast and runs on `device`."""
-    return PLAIN
+    if device.type != "cuda":
+        return PLAIN
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        return replace(PLAIN, reason=f"plain torch operations: {device} has compute capability {capability}")
+    if find_spec("triton") is None:
+        return replace(PLAIN, reason="plain torch operations: the package triton is missing")
+    # Not every build of torch brings that compiler, and without a GPU nobody needs it.
+    from triton_models.engine.kernel_backend import kernel_backend  # noqa: PLC0415
+
+    return kernel_backend(dtype)

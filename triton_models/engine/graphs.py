@@ -13,11 +13,19 @@ from triton_models.engine.slots import SlotTable
 log = logging.getLogger(__name__)
 
 
-class DecodeForward(Protocol):
-    """Computes a step of decodes; everything it reads but `slots` has its place on the device."""
+class DecodeStep(Protocol):
+    """The two halves of a decode step; all that they read but their arguments has its place on the device."""
 
-    def __call__(self, decodes: Tensor, longest_decode: int) -> Tensor:
+    def forward(self, decodes: Tensor, longest_decode: int) -> Tensor:
         """Return [D, vocabulary] logits of `decodes`, [D] int64 slots."""
+        ...
+
+    def finish(self, decodes: Tensor, logits: Tensor) -> Tensor:
+        """Sample for `decodes`, none of which asks for anything special, and note it in their slots.
+
+        Returns:
+            [3, D] int64, as `SamplerOutputs.status`.
+        """
         ...
 
 
@@ -31,49 +39,58 @@ def graph_sizes(largest: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """One graph for each of some batch sizes, in one memory pool; they are replayed one after the other."""
+    """Graphs for some batch sizes, in one memory pool; they are replayed one after the other.
 
-    def __init__(self, forward: DecodeForward, slots: SlotTable, *, longest: int) -> None:
-        self._forward = forward
+    Two for each size: rows that ask for something special are sampled between the forward pass and the next
+    step by other means.
+    """
+
+    def __init__(self, step: DecodeStep, slots: SlotTable, *, longest: int) -> None:
+        self._step = step
         self._longest = longest
-        self._spare = slots.spare
         self._sizes = graph_sizes(slots.spare)
-        self._slots = torch.full(
-            (self._sizes[-1],), self._spare, dtype=torch.int64, device=slots.tables.device
-        )
+        shape, device = (self._sizes[-1],), slots.tables.device
+        self._slots = torch.full(shape, slots.spare, dtype=torch.int64, device=device)
         self._logits = torch.empty(0)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._status = torch.empty((3, *shape), dtype=torch.int64, device=device)
+        self._forward: dict[int, torch.cuda.CUDAGraph] = {}
+        self._finish: dict[int, torch.cuda.CUDAGraph] = {}
 
     def padding(self, decodes: int) -> int:
         """Return how many rows of the spare slot fill a step of so many decodes up to a graph's size."""
-        place = bisect_left(self._sizes, decodes)
-        return self._sizes[place] - decodes if place < len(self._sizes) else 0
-
-    def holds(self, decodes: int) -> bool:
-        """Return whether a step of so many decodes, padding included, was captured."""
-        return decodes in self._graphs
+        return self._sizes[bisect_left(self._sizes, decodes)] - decodes
 
     def capture(self) -> None:
         """Compile and capture every size, the largest first: the smaller ones find room in its memory."""
         began = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):
-            slots = self._slots[:size]
             # Compiles kernels and lets libraries set themselves up, neither of which a capture may do.
-            logits = self._forward(slots, self._longest)
-            if not self._graphs:
+            slots = self._slots[:size]
+            logits = self._step.forward(slots, self._longest)
+            if not self._forward:
                 self._logits = torch.empty_like(logits)
+            self._step.finish(slots, logits)
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._logits[:size].copy_(self._forward(slots, self._longest))
-            self._graphs[size] = graph
+            self._forward[size] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._forward[size], pool=pool):
+                self._logits[:size].copy_(self._step.forward(slots, self._longest))
+            self._finish[size] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._finish[size], pool=pool):
+                self._status[:, :size].copy_(self._step.finish(slots, self._logits[:size]))
         torch.cuda.synchronize()
-        log.info("captured %d decode graphs in %.1f s", len(self._graphs), time.monotonic() - began)
+        log.info(
+            "captured the decode steps of %d sizes in %.1f s", len(self._sizes), time.monotonic() - began
+        )
 
-    def replay(self, slots: Tensor) -> Tensor:
-        """Return the logits of `slots`, [D] int64 for a captured D; the next replay overwrites them."""
+    def forward(self, slots: Tensor) -> Tensor:
+        """Return the logits of `slots`, [D] int64 with padding; the next call overwrites them."""
         size = len(slots)
         self._slots[:size].copy_(slots)
-        self._graphs[size].replay()
+        self._forward[size].replay()
         return self._logits[:size]
+
+    def finish(self, size: int) -> Tensor:
+        """Sample for the slots of the last `forward`; returns their status, overwritten by the next."""
+        self._finish[size].replay()
+        return self._status[:, :size]

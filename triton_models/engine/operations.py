@@ -65,8 +65,8 @@ class Operations(Protocol):
         """Return `inputs @ weight.T + bias`: [T, K] and [N, K] give [T, N]."""
         ...
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        """Return silu(first half) * second half: [T, 2 * F] gives [T, F]."""
+    def linear_swiglu(self, inputs: Tensor, weight: Tensor) -> Tensor:
+        """Return silu(first half) * second half of `inputs @ weight.T`: [T, K] and [2 * F, K] give [T, F]."""
         ...
 
 
@@ -86,9 +86,9 @@ class PlainMath:
         """See `Operations`."""
         return linear(inputs, weight, bias)
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
+    def linear_swiglu(self, inputs: Tensor, weight: Tensor) -> Tensor:
         """See `Operations`."""
-        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = linear(inputs, weight).chunk(2, dim=-1)
         return silu(gate) * up
 
 

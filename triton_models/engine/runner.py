@@ -14,7 +14,7 @@ from triton_models.engine.layout import ChunkRows, StepLayout
 from triton_models.engine.model import CausalModel
 from triton_models.engine.penalties import PenaltyTable, stage_penalties
 from triton_models.engine.sampler import MASK_BITS, SamplerOutputs
-from triton_models.engine.sampling_rows import sampler_inputs, stage_sampling
+from triton_models.engine.sampling_rows import plain_inputs, sampler_inputs, stage_sampling
 from triton_models.engine.sequence import Sequence, TokenLogprobs
 from triton_models.engine.settings import Capacity, EngineSettings
 from triton_models.engine.slots import SlotTable, slot_of, stage_blocks, stage_sequences
@@ -73,8 +73,9 @@ class Runner:
             self._penalties.size_bytes / 1e6,
             *self._penalties.seen.shape,
         )
+        self._operations = backend.operations(model, self._cache, settings.max_running)
         self._graphs = (
-            DecodeGraphs(self._forward, self._slots, longest=capacity.max_context) if backend.graphs else None
+            DecodeGraphs(self, self._slots, longest=capacity.max_context) if backend.graphs else None
         )
 
     @torch.inference_mode()
@@ -97,14 +98,15 @@ class Runner:
         if self._backend.clears_blocks and batch.new_blocks:
             self._cache.clear(views["new_blocks"])
         slots = views["decode_slots"]
-        prompts = _prompts(batch, views) if batch.prefills else None
-        if self._graphs is not None and prompts is None and self._graphs.holds(len(slots)):
-            logits = self._graphs.replay(slots)
-        else:
+        if self._graphs is None or batch.prefills:
             longest = max((chunk.end for chunk in batch.decodes), default=0)
-            logits = self._forward(slots, longest, prompts)
+            logits = self.forward(slots, longest, _prompts(batch, views))
+        else:
+            logits = self._graphs.forward(slots)
         outputs = None
-        if sampling:
+        if self._graphs is not None and not batch.prefills and all(map(_is_plain, sampling)):
+            outputs = SamplerOutputs(self._graphs.finish(len(slots)), None, None)
+        elif sampling:
             inputs = sampler_inputs(views, self._slots, self._penalties, masks, sampling)
             outputs = self._backend.sample(logits[: len(sampling)], inputs)
             self._slots.advance(slots[: len(batch.decodes)], views["sampling_slots"], outputs.status[0])
@@ -146,7 +148,7 @@ class Runner:
         staging.integers("decode_slots", slots)
         _stage_prompts(staging, batch)
 
-    def _forward(self, decodes: Tensor, longest_decode: int, prompts: "_Prompts | None" = None) -> Tensor:
+    def forward(self, decodes: Tensor, longest_decode: int, prompts: "_Prompts | None" = None) -> Tensor:
         """Compute a step; returns the logits of what samples: the decodes ([D] int64 slots), then prompts."""
         tokens, positions = self._slots.tokens[decodes], self._slots.lengths[decodes]
         slots, rows = decodes, torch.arange(len(decodes), device=decodes.device)
@@ -165,7 +167,13 @@ class Runner:
             longest_decode=longest_decode,
             chunks=chunks,
         )
-        return self._model.forward(tokens, self._backend.operations(self._cache, layout), rows)
+        return self._model.forward(tokens, self._operations(layout), rows)
+
+    def finish(self, decodes: Tensor, logits: Tensor) -> Tensor:
+        """Sample for plain rows, [D] int64 slots; returns their status, [3, D]."""
+        status = self._backend.sample(logits, plain_inputs(self._slots, decodes)).status
+        self._slots.advance(decodes, decodes, status[0])
+        return status
 
     def _fill_masks(self, sampling: list[Sequence]) -> tuple[Tensor | None, dict[str, str]]:
         """Ask every token mask; returns their words on the device, and errors by request."""
@@ -205,6 +213,10 @@ class _Prompts:
     rows: Tensor
     """[S] int64: the rows of the step that sample."""
     chunks: tuple[ChunkRows, ...]
+
+
+def _is_plain(sequence: Sequence) -> bool:
+    return sequence.request.sampling.plain
 
 
 def _stage_prompts(staging: Staging, batch: Batch) -> None:

@@ -9,6 +9,7 @@ learn first, and which features a step uses is known from the requests. What is 
 `topk`, `cumsum`, `searchsorted` and the like) only launches kernels.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,16 @@ class SamplerInputs:
     logprob_rows: Tensor
     top_logprobs: int
 
+    @property
+    def constrained(self) -> bool:
+        """Whether any row's logits are changed before a token is chosen."""
+        return (
+            self.penalties is not None
+            or self.bias_rows.numel() > 0
+            or self.banned_rows.numel() > 0
+            or self.mask_words is not None
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutputs:
@@ -75,30 +86,49 @@ class SamplerOutputs:
         )
 
 
-def sample(logits: Tensor, inputs: SamplerInputs) -> SamplerOutputs:
+Chooser = Callable[[Tensor, SamplerInputs], Tensor]
+"""Chooses tokens from logits that are what they should be: only temperatures and truncation are left to do.
+
+Takes [S, vocab] logits of any float dtype, which it may change, and returns a `SamplerOutputs.status`.
+"""
+
+
+def choose(logits: Tensor, inputs: SamplerInputs) -> Tensor:
+    """Choose in plain torch; a `Chooser`."""
+    logits = logits.float()
+    finite = torch.isfinite(logits).all(dim=-1)
+    best, tokens = logits.max(dim=-1)
+    if inputs.random:
+        tokens = torch.where(inputs.temperatures < GREEDY_BELOW, tokens, _draw(logits, inputs))
+    return torch.stack([tokens, finite.long(), (best > -torch.inf).long()])
+
+
+def sample(logits: Tensor, inputs: SamplerInputs, choose: Chooser = choose) -> SamplerOutputs:
     """Choose a token per row.
 
     Args:
-        logits: [S, vocab] of any float dtype; float32 ones are changed in place.
+        logits: [S, vocab] of any float dtype; may be changed in place.
         inputs: the rows' rules.
+        choose: the last part, for which a device may have something faster.
 
     Returns:
         What was chosen. The token of a row that is not finite or allows nothing means nothing.
     """
-    logits = logits.float()
-    finite = torch.isfinite(logits).all(dim=-1)
     wants_logprobs = inputs.logprob_rows.numel() > 0
     # The raw distribution: taken before anything below changes the logits.
-    raw = logits[inputs.logprob_rows].log_softmax(dim=-1) if wants_logprobs else None
-    _apply_constraints(logits, inputs)
-    best, tokens = logits.max(dim=-1)
-    if inputs.random:
-        tokens = torch.where(inputs.temperatures < GREEDY_BELOW, tokens, _draw(logits, inputs))
-    status = torch.stack([tokens, finite.long(), (best > -torch.inf).long()])
+    raw = logits[inputs.logprob_rows].float().log_softmax(dim=-1) if wants_logprobs else None
+    if inputs.constrained:
+        logits = logits.float()
+        finite = torch.isfinite(logits).all(dim=-1)
+        _apply_constraints(logits, inputs)
+        status = choose(logits, inputs)
+        status[1] = finite  # What was taken away is infinite by intent.
+    else:
+        status = choose(logits, inputs)
     if raw is None:
         return SamplerOutputs(status, None, None)
     top, top_ids = raw.topk(inputs.top_logprobs, dim=-1)
-    sampled = raw.gather(1, tokens[inputs.logprob_rows, None])
+    sampled = raw.gather(1, status[0, inputs.logprob_rows, None])
     return SamplerOutputs(status, torch.cat([sampled, top], dim=1), top_ids)
 
 

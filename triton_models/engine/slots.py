@@ -61,6 +61,8 @@ class SlotTable:
         self.lengths[decodes] += 1
         self.tokens[sampling] = tokens
         self.drawn[sampling] += 1
+        # Rows that only fill a step up are always at their first position, which has a block.
+        self.lengths[self.spare] = 0
 
 
 def slot_of(sequence: Sequence) -> int:

@@ -9,6 +9,7 @@ from triton_models.checkpoint import load_model, progress_bar
 from triton_models.directory import detect_format
 from triton_models.engine.engine import Engine
 from triton_models.engine.settings import EngineSettings
+from triton_models.engine.warm_up import warm_up
 from triton_models.errors import CheckpointError, EntryError
 from triton_models.serving.chat_text import ChatText
 from triton_models.serving.metrics import EngineMetrics
@@ -28,6 +29,9 @@ _ENGINE_PARAMETERS: Final = (
     "max_waiting",
     "max_batched_tokens",
 )
+
+_GPU_DEFAULTS: Final = {"max_running": 512, "max_batched_tokens": 2048}
+"""A GPU computes many more tokens in the time that it takes to read the weights once."""
 
 
 def load_text(parameters: EntryParameters) -> ChatText:
@@ -59,10 +63,25 @@ def build_service(parameters: EntryParameters, pb_utils: Any) -> StreamService:
             f"{parameters.checkpoint}: the tokenizer has {text.tokenizer.size} ids and the weights have"
             f" {model.vocab_size}: they do not belong together"
         )
-    asked = {name: getattr(parameters, name) for name in _ENGINE_PARAMETERS}
-    settings = EngineSettings(**{name: value for name, value in asked.items() if value is not None})
+    settings = engine_settings(parameters, device)
     metrics = EngineMetrics(parameters.model, parameters.version, pb_utils)
-    return StreamService(Engine(model, settings), text, metrics, heartbeat_s=parameters.heartbeat_s)
+    engine = Engine(model, settings)
+    if device.type == "cuda":
+        # Kernels are compiled and libraries loaded on first use, which must not be a client's.
+        warm_up(engine)
+    return StreamService(engine, text, metrics, heartbeat_s=parameters.heartbeat_s)
+
+
+def engine_settings(parameters: EntryParameters, device: torch.device) -> EngineSettings:
+    """Return what the entry asks of the engine; for what it does not ask, what fits the device.
+
+    Raises:
+        SettingsError: a value out of range.
+    """
+    asked = {name: getattr(parameters, name) for name in _ENGINE_PARAMETERS}
+    values = dict(_GPU_DEFAULTS) if device.type == "cuda" else {}
+    values |= {name: value for name, value in asked.items() if value is not None}
+    return EngineSettings(**values)
 
 
 def choose_dtype(asked: str, device: torch.device) -> tuple[torch.dtype, str]:

@@ -8,9 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.triton_models.serving.conftest import GOLDEN
 from tests.triton_models.serving.fakes import FakePbUtils
+from triton_models.engine.settings import EngineSettings
 from triton_models.errors import CheckpointError, EntryError
 from triton_models.serving import build
-from triton_models.serving.build import build_service, choose_dtype
+from triton_models.serving.build import build_service, choose_dtype, engine_settings
 from triton_models.serving.parameters import EntryParameters
 
 
@@ -47,3 +48,10 @@ def test_the_format_can_be_given_where_the_files_do_not_say(tmp_path: Path) -> N
         build.load_text(parameters)
     chosen = EntryParameters(model="glm", checkpoint=tmp_path, device="cpu", format="chatglm2")
     assert build.load_text(chosen).format.name == "chatglm2"
+
+
+def test_a_gpu_gets_larger_steps_unless_asked() -> None:
+    parameters = EntryParameters(model="glm", checkpoint=Path(), device="cuda:0", max_running=7)
+    on_gpu = engine_settings(parameters, torch.device("cuda:0"))
+    assert (on_gpu.max_running, on_gpu.max_batched_tokens) == (7, 2048)
+    assert engine_settings(parameters, torch.device("cpu")) == EngineSettings(max_running=7)

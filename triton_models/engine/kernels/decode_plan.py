@@ -30,8 +30,8 @@ def decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
     the registers' sake.
     """
     narrow = dtype in (torch.float16, torch.bfloat16)
-    tile = max(16, min(128, (8192 if narrow else 2048) // head_dim))
-    return DecodeConfig(tile=tile, warps=4 if narrow else 8, stages=5 if narrow else 3)
+    tile = max(16, min(128, (16384 if narrow else 2048) // head_dim))
+    return DecodeConfig(tile=tile, warps=4 if narrow else 8, stages=3)
 
 
 class DecodeWorkspace:
@@ -61,7 +61,7 @@ class DecodeWorkspace:
 
 
 def choose_splits(
-    batch: int, kv_heads: int, sm_count: int, max_length: int, *, tile: int = 64, programs_per_sm: int = 4
+    batch: int, kv_heads: int, sm_count: int, max_length: int, *, tile: int = 128, programs_per_sm: int = 1
 ) -> int:
     """Return how many programs should share a sequence: as many as it takes to fill the device, no more.
 

@@ -146,7 +146,8 @@ class ChatGLM:
             attended = operations.attend(index, heads, self._rotary)
             delta = operations.linear(attended, layer.attention_out)
             hidden, normed = operations.add_norm(hidden, delta, layer.post_attention_norm, epsilon)
-            delta = operations.linear(operations.swiglu(operations.linear(normed, layer.gate_up)), layer.down)
+            gated = operations.linear_swiglu(normed, layer.gate_up)
+            delta = operations.linear(gated, layer.down)
         delta = None if delta is None else delta[rows]
         _, normed = operations.add_norm(hidden[rows], delta, self.final_norm, epsilon)
         return operations.linear(normed, self.head)

@@ -1,0 +1,50 @@
+"""Makes an engine do once whatever it will ever do, so that no request is the first of its kind."""
+
+import logging
+import time
+
+from triton_models.engine.engine import Engine
+from triton_models.engine.sampling import SamplingParams
+from triton_models.engine.sequence import Request
+from triton_models.errors import WarmUpError
+
+log = logging.getLogger(__name__)
+
+_NEW_TOKENS = 4
+
+
+def warm_up(engine: Engine) -> None:
+    """Run requests of every kind to their end; libraries and compilers set themselves up meanwhile.
+
+    Prompts of one token, of some, and of several steps; each way to sample; prompts beside decodes.
+
+    Raises:
+        WarmUpError: a request failed, and so would those to come.
+    """
+    began = time.monotonic()
+    longest = min(2 * engine.settings.max_batched_tokens + 1, engine.max_context - _NEW_TOKENS)
+    samplings = [
+        SamplingParams(temperature=0.0, max_tokens=_NEW_TOKENS),
+        SamplingParams(temperature=1.0, max_tokens=_NEW_TOKENS),
+        SamplingParams(temperature=1.0, top_k=5, top_p=0.5, max_tokens=_NEW_TOKENS),
+        SamplingParams(
+            temperature=1.0,
+            logprobs=3,
+            logit_bias={0: 1.0},
+            stop_token_ids=frozenset({1}),
+            min_tokens=_NEW_TOKENS,
+            max_tokens=_NEW_TOKENS,
+        ),
+    ]
+    together = engine.settings.max_running + engine.settings.max_waiting
+    for length in (1, 23, longest):
+        for number, sampling in enumerate(samplings[:together]):
+            # Of different beginnings, so that none finds another's in a cache.
+            prompt = (number,) * max(1, min(length, longest))
+            engine.add(Request(request_id=f"warm-up {number}", prompt_ids=prompt, sampling=sampling))
+        while engine.open_requests:
+            engine.step()
+            for output in engine.take_outputs():
+                if output.error is not None:
+                    raise WarmUpError(f"the warm-up failed: {output.error}")
+    log.info("warmed up in %.1f s", time.monotonic() - began)
