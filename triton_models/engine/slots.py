@@ -62,7 +62,7 @@ class SlotTable:
         self.tokens[sampling] = tokens
         self.drawn[sampling] += 1
         # Rows that only fill a step up are always at their first position, which has a block.
-        self.lengths[self.spare] = 0
+        self.lengths[self.spare :].zero_()
 
 
 def slot_of(sequence: Sequence) -> int:
