@@ -7,7 +7,6 @@ alone tell how many stay, and the last of them is the threshold for the row as i
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 FIRST_LOOK = 128
 """Largest values that a CPU looks at before it sorts a whole row: they decide most rows of a trained model,
@@ -109,9 +108,8 @@ def _kept(ordered: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor
     whole = torch.where(top_k[:, None] > 0, cumulative.gather(1, limit - 1), mass)
     # Rounding must not cut what nobody asked to: with a top_p of 1 there is no target to reach.
     target = torch.where(top_p < 1, top_p, torch.inf)[:, None] * whole
-    before = pad(cumulative[:, :-1], (1, 0))
-    ranks = torch.arange(length, device=ordered.device)
-    return ((before < target) & (ranks < limit)).sum(dim=-1)
+    # One more than the values whose sum falls short of the target.
+    return torch.minimum(torch.searchsorted(cumulative, target) + 1, limit).squeeze(1)
 
 
 def _threshold(ordered: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
