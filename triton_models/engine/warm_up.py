@@ -26,11 +26,13 @@ def warm_up(engine: Engine) -> None:
     samplings = [
         SamplingParams(temperature=0.0, max_tokens=_NEW_TOKENS),
         SamplingParams(temperature=1.0, max_tokens=_NEW_TOKENS),
-        SamplingParams(temperature=1.0, top_k=5, top_p=0.5, max_tokens=_NEW_TOKENS),
+        SamplingParams(temperature=1.0, top_k=5, top_p=0.5, min_p=0.01, max_tokens=_NEW_TOKENS),
         SamplingParams(
             temperature=1.0,
             logprobs=3,
             logit_bias={0: 1.0},
+            repetition_penalty=1.1,
+            frequency_penalty=0.1,
             stop_token_ids=frozenset({1}),
             min_tokens=_NEW_TOKENS,
             max_tokens=_NEW_TOKENS,
