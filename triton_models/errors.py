@@ -16,6 +16,7 @@ ModelError
     ├── PromptTooLongError
     ├── QueueFullError
     ├── DuplicateRequestError
+    ├── ChannelLostError
     └── EngineStoppedError
 
 Messages are meant for whoever sent the request or started the server: no traceback, no secret.
@@ -89,6 +90,10 @@ class QueueFullError(RequestRefusedError):
 
 class DuplicateRequestError(RequestRefusedError):
     """A request with this id is open already."""
+
+
+class ChannelLostError(RequestRefusedError):
+    """The delta channel that it names is not open, or not any more."""
 
 
 class EngineStoppedError(RequestRefusedError):

@@ -37,6 +37,8 @@ class AnswerText:
         Raises:
             ValueError: a segment begins outside `text`, or before the one ahead of it.
         """
+        if not (segments or self._held or not self._segment_has_text or "[" in text or text[-1:].isspace()):
+            return text  # as nearly always: nothing to strip, nothing to fill in, nothing to wait for
         shown = []
         start = 0
         for segment in segments:

@@ -2,6 +2,9 @@
 
 A generation answers in this order: a refusal (an error, no `meta`), or `accepted`; deltas and heartbeats;
 one final response with `finish_reason` and `usage`. Some response comes at least every heartbeat interval.
+
+Where the generation named a delta channel (`wire.channel`), its deltas go there, and they count as responses
+for the interval.
 """
 
 from typing import Literal
@@ -58,6 +61,15 @@ class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     cached_tokens: int = 0
 
 
+class Delivered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What of an answer went through a delta channel: whoever has fewer deltas by that frame lacks some."""
+
+    deltas: int
+    """Number of the generation's deltas in the channel's frames."""
+    frame: int
+    """A frame that none of them came after."""
+
+
 class ProbeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the engine is, and what it serves."""
 
@@ -69,6 +81,8 @@ class ProbeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The chat format of the checkpoint: `chatglm2` or `chatglm3`."""
     max_context: int
     """Prompt and answer together, in tokens."""
+    delta_channel: bool = False
+    """Whether delta channels can be opened."""
 
 
 class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -87,6 +101,7 @@ class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     stop_reason: int | str | None = None
     """The token id or string that stopped the answer, where one of the request's own did."""
     usage: Usage | None = None
+    delivered: Delivered | None = None
     cancelled: bool | None = None
     probe: ProbeReport | None = None
 

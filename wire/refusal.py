@@ -16,6 +16,8 @@ class RefusalCode(enum.StrEnum):
     QUEUE_FULL = "queue_full"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     CANCELLED = "cancelled"
+    CHANNEL_LOST = "channel_lost"
+    """The delta channel that the request named is not open, or not any more."""
     SHUTTING_DOWN = "shutting_down"
     UNAVAILABLE = "unavailable"
     """Said by an entry that needs another one, while that one is not loaded or does not answer."""

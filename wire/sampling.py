@@ -1,8 +1,8 @@
 """The `sampling` document: what one request to a stream entry asks for, apart from prompt and history.
 
-Three kinds share the tensor, told apart by their keys: a generation, `{"cancel": request_id}` and
-`{"probe": true}`. An unknown key is an error in each, so that nothing is accepted and ignored: a newer
-gateway in front of an older model is refused by name instead of being half obeyed.
+Four kinds share the tensor, told apart by their keys: a generation, `{"cancel": request_id}`,
+`{"probe": true}` and `{"open_channel": id}`. An unknown key is an error in each, so that nothing is accepted
+and ignored: a newer gateway in front of an older model is refused by name instead of being half obeyed.
 """
 
 from typing import Annotated, Literal
@@ -27,6 +27,15 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=STOP_LENGTH_LIMIT)]
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+ChannelId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+
+
+class ChannelStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a generation's deltas go: an open channel, and what its frames call the generation."""
+
+    id: ChannelId
+    stream: Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
+    """Of the client's choice; no two of a channel's open generations have the same."""
 
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -34,6 +43,9 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     The prompt is either the tensors `prompt` and `history` (with `role` saying who speaks in `prompt`) or
     `prompt_token_ids`, never both. With `raw` the tensor `prompt` is plain text, and `history` is empty.
+
+    Raises:
+        ValueError: a channel for an answer that is not streamed (a ValidationError while decoding).
     """
 
     v: Literal[1] = 1
@@ -75,6 +87,8 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     stream: bool = True
     """False: no deltas, the whole answer in the final response."""
+    channel: ChannelStream | None = None
+    """Deltas go to this channel instead of the request's own stream."""
     return_token_ids: bool = False
     """Prompt ids in `accepted`, new ids in every delta."""
 
@@ -82,6 +96,11 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """Place in the engine's waiting list: lower first, equal ones in order of arrival."""
     deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=INT64_MAX)] | None = None
     """Milliseconds from receipt after which the request is given up, waiting or running."""
+
+    def __post_init__(self) -> None:
+        """Check that there are deltas for the channel."""
+        if self.channel is not None and not self.stream:
+            raise ValueError("a channel carries deltas, and an answer that is not streamed has none")
 
 
 class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -98,21 +117,33 @@ class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     v: Literal[1] = 1
 
 
+class OpenChannel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Open a delta channel: it stays open until the client cancels this request (see `wire.channel`)."""
+
+    open_channel: ChannelId
+    v: Literal[1] = 1
+
+
+Sampling = Generation | Cancel | Probe | OpenChannel
+
+
 class _Kind(msgspec.Struct):
-    """Which of the three a document is; strict decoding follows."""
+    """Which of the four a document is; strict decoding follows."""
 
     cancel: msgspec.Raw = msgspec.Raw()
     probe: msgspec.Raw = msgspec.Raw()
+    open_channel: msgspec.Raw = msgspec.Raw()
 
 
 _kind = msgspec.json.Decoder(_Kind)
 _generation = msgspec.json.Decoder(Generation)
 _cancel = msgspec.json.Decoder(Cancel)
 _probe = msgspec.json.Decoder(Probe)
+_open_channel = msgspec.json.Decoder(OpenChannel)
 _encoder = msgspec.json.Encoder()
 
 
-def decode_sampling(document: bytes) -> Generation | Cancel | Probe:
+def decode_sampling(document: bytes) -> Sampling:
     """Read the `sampling` tensor; empty bytes are a generation with every default.
 
     Raises:
@@ -126,9 +157,11 @@ def decode_sampling(document: bytes) -> Generation | Cancel | Probe:
         return decode_bounded(_cancel, document)
     if kind.probe:
         return decode_bounded(_probe, document)
+    if kind.open_channel:
+        return decode_bounded(_open_channel, document)
     return decode_bounded(_generation, document)
 
 
-def encode_sampling(sampling: Generation | Cancel | Probe) -> bytes:
+def encode_sampling(sampling: Sampling) -> bytes:
     """Write the `sampling` tensor; keys at their default are left out."""
     return _encoder.encode(sampling)

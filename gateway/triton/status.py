@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import grpc
 
 from gateway.errors import (
+    ClientGoneError,
     ContextLengthError,
     ControlDisabledError,
     DeadlineError,
@@ -58,6 +59,10 @@ class Fault(enum.StrEnum):
     """Triton itself refused the tensors: names, datatypes or shapes that are not the model's."""
     PROTOCOL = "protocol"
     """The answer cannot be understood."""
+    CHANNEL_LOST = "channel_lost"
+    """The delta channel that the answer came over was lost; the model itself may be well."""
+    UNREAD = "unread"
+    """The client leaves so much unread that no more is kept for it."""
     CLOSED = "closed"
     """The gateway itself is closing its channels."""
 
@@ -72,6 +77,8 @@ class Treatment:
     retry_after_s: int | None = None
     failover: bool = False
     """Another replica may be asked, as long as no token was delivered."""
+    same_replica: bool = False
+    """So may the same one again."""
 
 
 TREATMENTS = {
@@ -104,6 +111,14 @@ TREATMENTS = {
     Fault.INTERNAL: Treatment(UpstreamProtocolError, "The model's server failed to answer the request."),
     Fault.TENSORS_REFUSED: Treatment(UpstreamProtocolError, "The model does not take the gateway's tensors."),
     Fault.PROTOCOL: Treatment(UpstreamProtocolError, "The model's answer could not be understood."),
+    Fault.CHANNEL_LOST: Treatment(
+        UnavailableError,
+        "The connection that the answer came over was lost.",
+        retry_after_s=1,
+        failover=True,
+        same_replica=True,
+    ),
+    Fault.UNREAD: Treatment(ClientGoneError, "The client does not read its answer."),
     Fault.CLOSED: Treatment(UnavailableError, "The gateway is shutting down.", retry_after_s=5),
 }
 
@@ -113,6 +128,7 @@ _REFUSALS = {
     RefusalCode.QUEUE_FULL: Fault.QUEUE_FULL,
     RefusalCode.DEADLINE_EXCEEDED: Fault.DEADLINE,
     RefusalCode.CANCELLED: Fault.CANCELLED,
+    RefusalCode.CHANNEL_LOST: Fault.CHANNEL_LOST,
     RefusalCode.SHUTTING_DOWN: Fault.NOT_READY,
     RefusalCode.UNAVAILABLE: Fault.NOT_READY,
     RefusalCode.INTERNAL: Fault.INTERNAL,
@@ -174,6 +190,11 @@ class TritonError(Exception):
     def failover(self) -> bool:
         """Whether another replica may be asked."""
         return TREATMENTS[self.fault].failover
+
+    @property
+    def same_replica(self) -> bool:
+        """Whether the same replica may be asked again."""
+        return TREATMENTS[self.fault].same_replica
 
     def to_gateway(self) -> GatewayError:
         """Return the error for the client."""

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from wire import names
+from wire.channel import Frame
 from wire.history import Turn
 from wire.meta import Meta
 from wire.refusal import RefusalCode
@@ -23,7 +24,12 @@ def table_after(words: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "document"), [("`wire.sampling.Generation`", Generation), ("`wire.meta.Meta`", Meta)]
+    ("words", "document"),
+    [
+        ("`wire.sampling.Generation`", Generation),
+        ("`wire.meta.Meta`", Meta),
+        ("`wire.channel.Frame`", Frame),
+    ],
 )
 def test_the_tables_list_every_key(words: str, document: type[msgspec.Struct]) -> None:
     assert table_after(words) == list(document.__struct_fields__)
@@ -32,7 +38,7 @@ def test_the_tables_list_every_key(words: str, document: type[msgspec.Struct]) -
 def test_nested_documents_are_described_by_their_keys() -> None:
     rows = CONTRACT.split("`wire.meta.Meta`")[1].splitlines()
     for field in msgspec.structs.fields(Meta):
-        (row,) = [line for line in rows if line.startswith(f"| `{field.name}` |")]
+        row = next(line for line in rows if line.startswith(f"| `{field.name}` |"))
         for struct in structs_within(field.type):
             assert all(re.search(rf"\b{key}\b", row) for key in struct.__struct_fields__), field.name
     sentence = CONTRACT.split("`wire.history.Turn`")[1].split("\n\n")[0]

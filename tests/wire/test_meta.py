@@ -3,6 +3,7 @@ import pytest
 
 from wire.meta import (
     Accepted,
+    Delivered,
     Meta,
     ProbeReport,
     Segment,
@@ -23,8 +24,11 @@ FULL = Meta(
     finish_reason="stop",
     stop_reason="END",
     usage=Usage(prompt_tokens=3, completion_tokens=1, cached_tokens=2),
+    delivered=Delivered(deltas=2, frame=9),
     cancelled=False,
-    probe=ProbeReport(heartbeat_age_s=0.1, running=1, waiting=0, format="chatglm3", max_context=512),
+    probe=ProbeReport(
+        heartbeat_age_s=0.1, running=1, waiting=0, format="chatglm3", max_context=512, delta_channel=True
+    ),
 )
 
 

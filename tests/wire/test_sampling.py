@@ -3,7 +3,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from wire.sampling import Cancel, Generation, Probe, decode_sampling, encode_sampling
+from wire.sampling import (
+    Cancel,
+    ChannelStream,
+    Generation,
+    OpenChannel,
+    Probe,
+    decode_sampling,
+    encode_sampling,
+)
 
 FULL = Generation(
     request_id="r",
@@ -26,7 +34,7 @@ FULL = Generation(
     stop=["\n"],
     stop_token_ids=[7],
     ignore_eos=True,
-    stream=False,
+    channel=ChannelStream(id="c", stream=0),
     return_token_ids=True,
     priority=-100,
     deadline_ms=1,
@@ -36,7 +44,10 @@ FULL = Generation(
 def test_every_field_comes_back() -> None:
     assert decode_sampling(encode_sampling(FULL)) == FULL
     said = msgspec.json.decode(encode_sampling(FULL))
-    assert set(said) == {field.name for field in msgspec.structs.fields(Generation)} - {"v"}
+    assert set(said) == {field.name for field in msgspec.structs.fields(Generation)} - {"v", "stream"}
+    whole = Generation(stream=False)
+    assert decode_sampling(encode_sampling(whole)) == whole
+    assert encode_sampling(whole) == b'{"stream":false}'
 
 
 def test_nothing_is_a_generation_with_every_default() -> None:
@@ -49,6 +60,8 @@ def test_cancels_and_probes_are_told_apart_by_their_keys() -> None:
     assert decode_sampling(b'{"probe":true,"v":1}') == Probe(probe=True)
     assert decode_sampling(encode_sampling(Cancel("r"))) == Cancel("r")
     assert decode_sampling(encode_sampling(Probe(probe=True))) == Probe(probe=True)
+    assert decode_sampling(b'{"open_channel":"c"}') == OpenChannel("c")
+    assert decode_sampling(encode_sampling(OpenChannel("c"))) == OpenChannel("c")
 
 
 @pytest.mark.parametrize(
@@ -59,6 +72,12 @@ def test_cancels_and_probes_are_told_apart_by_their_keys() -> None:
         (b'{"cancel":""}', "cancel"),
         (b'{"probe":false}', "probe"),
         (b'{"probe":true,"stream":true}', "stream"),
+        (b'{"open_channel":""}', "open_channel"),
+        (b'{"open_channel":"c","stream":true}', "stream"),
+        (b'{"channel":"c"}', "channel"),
+        (b'{"channel":{"id":"c"}}', "stream"),
+        (b'{"channel":{"id":"c","stream":-1}}', "stream"),
+        (b'{"channel":{"id":"c","stream":1},"stream":false}', "not streamed"),
         (b'{"n":2}', "n"),
         (b'{"v":2}', r"\$\.v"),
         (b'{"logit_bias":{"x":1}}', "logit_bias"),

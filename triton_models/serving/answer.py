@@ -1,7 +1,5 @@
 """One answer on its way out: engine tokens in, response documents out."""
 
-from dataclasses import dataclass, field
-
 from triton_models.engine.sequence import FinishReason, TokenLogprobs, TokenOutput
 from triton_models.text.answer import AnswerDelta, AnswerStream
 from triton_models.text.tokenizer import Tokenizer
@@ -17,22 +15,14 @@ _WIRE_REASONS: dict[FinishReason | None, wire.FinishReason] = {
 }
 
 
-@dataclass(slots=True)
-class _Pending:
-    """What was sampled since the last response."""
-
-    text: str = ""
-    tokens: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[wire.TokenLogprob] = field(default_factory=list)
-    segments: list[wire.Segment] = field(default_factory=list)
-
-
 class Answer:
     """Collects one request's tokens into the next response.
 
     A stop string ends the answer here, at the token that completed it: the engine may be a few tokens ahead
     by then, and those are dropped, so that counts and text do not depend on how fast anything was delivered.
+
+    `take` and `next_delta` run for every token of every request, beside the engine's own thread and in turn
+    with it: each microsecond here is one that the engine waits.
     """
 
     def __init__(
@@ -42,11 +32,17 @@ class Answer:
         self._tokenizer = tokenizer
         self._stream = stream
         self._prompt_tokens = prompt_tokens
-        self._pending = _Pending()
+        self._wants_ids = generation.return_token_ids
+        self._wants_logprobs = generation.logprobs is not None
         self._stop_reason: int | str | None = None
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.finish: FinishReason | None = None
+        self.error: str | None = None
+        """What the engine said of an end that is not the answer's own."""
+        self._text = ""
+        self._tokens = 0
+        self._begin_details()
 
     @property
     def complete(self) -> bool:
@@ -56,37 +52,67 @@ class Answer:
     @property
     def sendable(self) -> bool:
         """True when there is something that a streaming client would see."""
-        return bool(self._pending.text or self._pending.segments)
+        return bool(self._text or self._segments)
 
     def take(self, output: TokenOutput) -> None:
         """Add one engine output; outputs after the end are dropped."""
         if self.finish is not None:
             return
-        self.cached_tokens = output.cached_tokens
-        if output.token_id is not None:
-            self._count(output.token_id)
-            if output.finish_reason is FinishReason.STOP:
+        reason, token_id = output.finish_reason, output.token_id
+        if token_id is not None:
+            self.completion_tokens += 1
+            self._tokens += 1
+            if self._wants_ids:
+                self._token_ids.append(token_id)
+            if reason is FinishReason.STOP:
                 # The token that stops is counted and reported by id; it is no text.
-                if output.token_id in self._generation.stop_token_ids:
-                    self._stop_reason = output.token_id
+                if token_id in self._generation.stop_token_ids:
+                    self._stop_reason = token_id
             else:
-                self._add_text(output.token_id, output.logprobs)
-        if self.finish is None and output.finish_reason is not None:
-            self.finish = output.finish_reason
+                self._add_text(token_id, output.logprobs)
+        if reason is not None and self.finish is None:
+            self.finish = reason
+            self.error = output.error
             self._append(self._stream.finish())
+        self.cached_tokens = output.cached_tokens
 
-    def next_response(self) -> tuple[str, wire.Meta]:
-        """Return what piled up and begin anew; a complete answer's last has `finish_reason` and `usage`."""
-        pending, self._pending = self._pending, _Pending()
-        return pending.text, wire.Meta(
-            tokens=pending.tokens,
-            token_ids=pending.token_ids if self._generation.return_token_ids else None,
-            logprobs=pending.logprobs if self._generation.logprobs is not None else None,
-            segments=pending.segments or None,
+    def next_delta(self) -> tuple[str, int, wire.Meta | None]:
+        """Return what piled up and begin anew: text, number of tokens, and whatever else there is to say."""
+        text, tokens = self._text, self._tokens
+        self._text, self._tokens = "", 0
+        if not (self._segments or self._wants_ids or self._wants_logprobs):
+            return text, tokens, None
+        meta = wire.Meta(
+            token_ids=self._token_ids if self._wants_ids else None,
+            logprobs=self._logprobs if self._wants_logprobs else None,
+            segments=self._segments or None,
+        )
+        self._begin_details()
+        return text, tokens, meta
+
+    def next_response(self, delivered: wire.Delivered | None = None) -> tuple[str, wire.Meta]:
+        """Return what piled up as a response; a complete answer's last has `finish_reason` and `usage`.
+
+        Args:
+            delivered: what went through a delta channel, for the last response of such an answer.
+        """
+        text, tokens, details = self.next_delta()
+        details = details or wire.Meta()
+        return text, wire.Meta(
+            tokens=tokens,
+            token_ids=details.token_ids,
+            logprobs=details.logprobs,
+            segments=details.segments,
             finish_reason=_WIRE_REASONS.get(self.finish),
             stop_reason=self._stop_reason,
             usage=self._usage() if self.complete else None,
+            delivered=delivered,
         )
+
+    def _begin_details(self) -> None:
+        self._token_ids: list[int] = []
+        self._logprobs: list[wire.TokenLogprob] = []
+        self._segments: list[wire.Segment] = []
 
     def _usage(self) -> wire.Usage:
         return wire.Usage(
@@ -95,14 +121,9 @@ class Answer:
             cached_tokens=self.cached_tokens,
         )
 
-    def _count(self, token_id: int) -> None:
-        self.completion_tokens += 1
-        self._pending.tokens += 1
-        self._pending.token_ids.append(token_id)
-
     def _add_text(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         if logprobs is not None:
-            self._pending.logprobs.append(self._wire_logprob(logprobs))
+            self._logprobs.append(self._wire_logprob(logprobs))
         delta = self._stream.push(token_id)
         self._append(delta)
         if delta.stopped is not None:
@@ -110,9 +131,10 @@ class Answer:
             self.finish = FinishReason.STOP
 
     def _append(self, delta: AnswerDelta) -> None:
-        offset = len(self._pending.text)
-        self._pending.segments += [wire.Segment(offset + at, role) for at, role in delta.segments]
-        self._pending.text += delta.text
+        if delta.segments:
+            offset = len(self._text)
+            self._segments += [wire.Segment(offset + at, role) for at, role in delta.segments]
+        self._text += delta.text
 
     def _wire_logprob(self, logprobs: TokenLogprobs) -> wire.TokenLogprob:
         token, utf8 = self._tokenizer.display(logprobs.id)

@@ -1,4 +1,4 @@
-"""Sender threads: from the engine's outputs to the clients' streams."""
+"""Sender threads: what goes out on requests' own streams."""
 
 import logging
 import queue
@@ -41,8 +41,12 @@ class Delivery:
             thread.join()
 
     def post(self, request: OpenRequest, output: TokenOutput) -> None:
-        """Queue one output; called by the engine's thread, never waits."""
+        """Queue one output of a request without a channel; never waits."""
         request.pending.append(output)
+        self._queue.put(request)
+
+    def finish(self, request: OpenRequest) -> None:
+        """Queue the last response of a request with a channel; never waits."""
         self._queue.put(request)
 
     def _run(self) -> None:

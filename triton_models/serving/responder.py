@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from wire import names
+from wire.channel import Frame, encode_frame
 from wire.meta import Meta, encode_meta
 from wire.refusal import RefusalCode, refusal_text
 
@@ -17,6 +18,9 @@ class Responder(Protocol):
 
     def send(self, text: str, meta: Meta, *, final: bool) -> None:
         """Send one response."""
+
+    def send_frame(self, frame: Frame) -> None:
+        """Send one response of a delta channel; `refuse` is what ends that."""
 
     def refuse(self, code: RefusalCode, message: str) -> None:
         """End the request with an error. Never raises: there is nobody left to tell."""
@@ -34,6 +38,7 @@ def refusal_response(code: RefusalCode, message: str, pb_utils: Any) -> Any:
         RefusalCode.QUEUE_FULL: error.UNAVAILABLE,
         RefusalCode.DEADLINE_EXCEEDED: error.UNAVAILABLE,
         RefusalCode.CANCELLED: error.CANCELLED,
+        RefusalCode.CHANNEL_LOST: error.UNAVAILABLE,
         RefusalCode.SHUTTING_DOWN: error.UNAVAILABLE,
         RefusalCode.UNAVAILABLE: error.UNAVAILABLE,
         RefusalCode.INTERNAL: error.INTERNAL,
@@ -51,15 +56,11 @@ class TritonResponder:
 
     def send(self, text: str, meta: Meta, *, final: bool) -> None:
         """Send `response` and `meta`, each BYTES [1, 1]."""
-        self._respond(
-            self._pb_utils.InferenceResponse(
-                output_tensors=[
-                    self._tensor(names.RESPONSE, text.encode()),
-                    self._tensor(names.META, encode_meta(meta)),
-                ]
-            ),
-            final=final,
-        )
+        self._send(text.encode(), encode_meta(meta), final=final)
+
+    def send_frame(self, frame: Frame) -> None:
+        """Send the frame as `meta`, with an empty `response`."""
+        self._send(b"", encode_frame(frame), final=False)
 
     def refuse(self, code: RefusalCode, message: str) -> None:
         """Send an error with the status that fits `code`, as the final response."""
@@ -72,6 +73,10 @@ class TritonResponder:
     def cancelled(self) -> bool:
         """Ask Triton; costs some 50 microseconds."""
         return bool(self._request.is_cancelled())
+
+    def _send(self, text: bytes, document: bytes, *, final: bool) -> None:
+        tensors = [self._tensor(names.RESPONSE, text), self._tensor(names.META, document)]
+        self._respond(self._pb_utils.InferenceResponse(output_tensors=tensors), final=final)
 
     def _tensor(self, name: str, value: bytes) -> Any:
         return self._pb_utils.Tensor(name, np.array([[value]], dtype=np.object_))

@@ -4,7 +4,6 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -13,24 +12,27 @@ import msgspec
 from triton_models.engine.engine import Engine
 from triton_models.engine.loop import EngineLoop
 from triton_models.engine.sampling import SamplingParams
-from triton_models.engine.sequence import FinishReason, Request, TokenOutput
+from triton_models.engine.sequence import FinishReason, Request
 from triton_models.errors import (
+    ChannelLostError,
     EngineStoppedError,
     ModelError,
     PromptTooLongError,
     QueueFullError,
 )
 from triton_models.serving.answer import Answer
+from triton_models.serving.channel import Channels, DeltaChannel
 from triton_models.serving.chat_text import ChatText
 from triton_models.serving.delivery import Delivery
 from triton_models.serving.metrics import EngineMetrics
 from triton_models.serving.monitor import Monitor
 from triton_models.serving.open_request import OpenRequest, Phase
 from triton_models.serving.responder import Responder
+from triton_models.serving.steps import StepDelivery
 from wire.history import decode_history
 from wire.meta import Accepted, Meta, ProbeReport
 from wire.refusal import RefusalCode
-from wire.sampling import Cancel, Generation, Probe, decode_sampling
+from wire.sampling import Cancel, Generation, OpenChannel, Probe, decode_sampling
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ _REFUSALS: tuple[tuple[type[Exception], RefusalCode], ...] = (
     (PromptTooLongError, RefusalCode.CONTEXT_LENGTH_EXCEEDED),
     (QueueFullError, RefusalCode.QUEUE_FULL),
     (EngineStoppedError, RefusalCode.SHUTTING_DOWN),
+    (ChannelLostError, RefusalCode.CHANNEL_LOST),
     (ModelError, RefusalCode.INVALID_REQUEST),
     (msgspec.MsgspecError, RefusalCode.INVALID_REQUEST),
     (UnicodeDecodeError, RefusalCode.INVALID_REQUEST),
@@ -58,9 +61,9 @@ class Inputs:
 
 
 class StreamService:
-    """Serves generations, cancels and probes of one engine.
+    """Serves generations, delta channels, cancels and probes of one engine.
 
-    `handle` never waits, so cancels and probes pass however full the engine is.
+    `handle` never waits, so all but generations pass however full the engine is.
     """
 
     def __init__(self, engine: Engine, text: ChatText, metrics: EngineMetrics, *, heartbeat_s: float) -> None:
@@ -73,10 +76,16 @@ class StreamService:
         self._requests: dict[str, OpenRequest] = {}
         self._keys = itertools.count()
         self._closing = threading.Event()
-        self._loop = EngineLoop(engine, on_outputs=self._on_outputs, on_step=metrics.step)
+        self._channels = Channels()
+        self._delivery = StepDelivery(
+            self._requests.get,
+            Delivery(on_end=self._on_end),
+            on_first_token=metrics.first_token,
+            on_lost=self._lose,
+        )
+        self._loop = EngineLoop(engine, on_outputs=self._delivery.post, on_step=metrics.step)
         self._intake = ThreadPoolExecutor(max_workers=1, thread_name_prefix="intake")
-        self._delivery = Delivery(on_end=self._on_end)
-        self._monitor = Monitor(self._open_requests, self._cancel, heartbeat_s)
+        self._monitor = Monitor(self._streams, self._on_gone, heartbeat_s)
 
     def start(self) -> None:
         """Start every thread."""
@@ -92,6 +101,8 @@ class StreamService:
         self._loop.stop()
         self._delivery.stop()
         self._monitor.stop()
+        for channel in self._channels.all():
+            channel.end(RefusalCode.SHUTTING_DOWN, "the model is being unloaded")
         self._metrics.stop()
 
     def handle(self, responder: Responder, inputs: Inputs) -> None:
@@ -109,6 +120,8 @@ class StreamService:
                 responder.send("", Meta(probe=self._report()), final=True)
             case Cancel():
                 responder.send("", Meta(cancelled=self._cancel_by_id(sampling.cancel)), final=True)
+            case OpenChannel():
+                self._open_channel(sampling.open_channel, responder)
             case Generation():
                 self._open(OpenRequest(f"{next(self._keys)}", sampling, responder), inputs)
 
@@ -124,6 +137,22 @@ class StreamService:
         with request.lock:
             request.refuse(*refusal)
 
+    def _open_channel(self, channel_id: str, responder: Responder) -> None:
+        try:
+            if self._closing.is_set():
+                raise EngineStoppedError("the model is being unloaded")
+            self._channels.open(channel_id, responder)
+        except ModelError as error:
+            responder.refuse(*_refusal(error))
+
+    def _lose(self, channel: DeltaChannel) -> None:
+        """Close a channel whose client is gone; its generations are cancelled, and say that it was lost."""
+        self._channels.remove(channel)
+        channel.end(RefusalCode.CANCELLED, "the channel was closed")
+        for key in channel.requests:
+            if (request := self._requests.get(key)) is not None:
+                self._cancel(request)
+
     def _prepare(self, request: OpenRequest, inputs: Inputs) -> None:
         """Queue one request in the engine, or refuse it; runs on the intake thread."""
         with request.lock:
@@ -134,12 +163,16 @@ class StreamService:
             refused = request.phase is Phase.CLOSED
         if refused:
             self._requests.pop(request.key, None)
+            request.detach()
         if refused or request.cancelled:
             # The engine may have it: `accepted` could not be sent, or the cancel came just before.
             self._loop.cancel(request.key)
 
     def _admit(self, request: OpenRequest, inputs: Inputs) -> None:
-        """Validate, tokenise, queue, accept. The caller holds the lock, so no output overtakes `accepted`."""
+        """Validate, tokenise, queue, accept. The caller holds the lock, so no response overtakes `accepted`.
+
+        A channel's frames may: outputs of a request with one are taken as soon as it is queued.
+        """
         generation = request.generation
         if request.cancelled:
             request.refuse(RefusalCode.CANCELLED, "the request was cancelled")
@@ -149,6 +182,11 @@ class StreamService:
         prompt_ids = self._prompt_ids(generation, inputs)
         max_tokens = self._max_tokens(generation, len(prompt_ids))
         deadline_ms = generation.deadline_ms
+        if generation.channel is not None:
+            request.attach(self._channels.find(generation.channel.id), generation.channel.stream)
+        request.answer = Answer(
+            generation, self._text.tokenizer, self._text.answer(generation), len(prompt_ids)
+        )
         self._loop.add(
             Request(
                 request_id=request.key,
@@ -173,12 +211,11 @@ class StreamService:
             )
         )
         request.accept(
-            Answer(generation, self._text.tokenizer, self._text.answer(generation), len(prompt_ids)),
             Accepted(
                 request_id=generation.request_id or request.key,
                 prompt_tokens=len(prompt_ids),
                 prompt_token_ids=prompt_ids if generation.return_token_ids else None,
-            ),
+            )
         )
         self._metrics.accepted(len(prompt_ids))
 
@@ -205,19 +242,10 @@ class StreamService:
             )
         return room if generation.max_tokens is None else min(room, generation.max_tokens)
 
-    def _on_outputs(self, outputs: Sequence[TokenOutput]) -> None:
-        """Pass a step's outputs on; runs on the engine's thread."""
-        for output in outputs:
-            request = self._requests.get(output.request_id)
-            if request is None:
-                continue  # Its answer ended with a stop string while this step ran.
-            if output.time_to_first_token is not None:
-                self._metrics.first_token(output.queue_seconds or 0.0, output.time_to_first_token)
-            self._delivery.post(request, output)
-
     def _on_end(self, request: OpenRequest, reason: FinishReason) -> None:
         """Forget a request whose last response was sent; runs on a sender thread."""
         self._requests.pop(request.key, None)
+        request.detach()
         # After a stop string, or a failed delivery, the engine is still at it.
         self._loop.cancel(request.key)
         if request.answer is not None:
@@ -226,6 +254,16 @@ class StreamService:
 
     def _open_requests(self) -> list[OpenRequest]:
         return list(self._requests.values())
+
+    def _streams(self) -> list[OpenRequest | DeltaChannel]:
+        return [*self._requests.values(), *self._channels.all()]
+
+    def _on_gone(self, stream: OpenRequest | DeltaChannel) -> None:
+        """Act on a client's hang-up; runs on the monitor's thread."""
+        if isinstance(stream, DeltaChannel):
+            self._lose(stream)
+        else:
+            self._cancel(stream)
 
     def _cancel(self, request: OpenRequest) -> None:
         request.cancelled = True
@@ -241,13 +279,14 @@ class StreamService:
         stats = self._loop.stats()
         now = time.monotonic()
         # A response that Triton does not take holds its thread; soon none is left to answer anybody.
-        stuck_s = max((request.sending_s(now) for request in self._open_requests()), default=0.0)
+        stuck_s = max((stream.sending_s(now) for stream in self._streams()), default=0.0)
         return ProbeReport(
             heartbeat_age_s=round(max(now - self._loop.heartbeat, stuck_s), 3),
             running=stats.running,
             waiting=stats.waiting,
             format=self._text.format.name,
             max_context=self._max_context,
+            delta_channel=True,
         )
 
 

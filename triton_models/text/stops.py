@@ -49,6 +49,11 @@ class StopStrings:
             raise ValueError("a stop string must not be empty")
         self._held = ""
 
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to look for; without, text only passes through."""
+        return bool(self._matchers)
+
     def push(self, text: str) -> tuple[str, str | None]:
         """Return the text that cannot be part of a stop string any more, and the stop string once found.
 

@@ -138,4 +138,6 @@ def test_a_request_that_may_have_done_harm_or_was_refused_for_itself_is_not_repe
         Fault.UNLOADED,
         Fault.STUB_DEAD,
         Fault.SILENT,
+        Fault.CHANNEL_LOST,
     }
+    assert [fault for fault in Fault if TREATMENTS[fault].same_replica] == [Fault.CHANNEL_LOST]

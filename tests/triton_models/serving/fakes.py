@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from wire.meta import Meta
+from wire.channel import Frame
+from wire.meta import Meta, decode_meta
 from wire.refusal import RefusalCode
 
 TIMEOUT_S = 30.0
@@ -16,9 +17,10 @@ TIMEOUT_S = 30.0
 class FakeResponder:
     """Keeps what it was given; `on_send` runs before each response."""
 
-    on_send: Callable[[], None] = lambda: None
+    on_send: Callable[[], object] = lambda: None
     gone: bool = False
     responses: list[tuple[str, Meta]] = field(default_factory=list)
+    frames: list[Frame] = field(default_factory=list)
     refusal: tuple[RefusalCode, str] | None = None
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -28,6 +30,11 @@ class FakeResponder:
         self.responses.append((text, meta))
         if final:
             self.ended.set()
+
+    def send_frame(self, frame: Frame) -> None:
+        assert not self.ended.is_set(), "a frame after the end"
+        self.on_send()
+        self.frames.append(frame)
 
     def refuse(self, code: RefusalCode, message: str) -> None:
         assert not self.ended.is_set(), "a refusal after the final response"
@@ -48,6 +55,17 @@ class FakeResponder:
     @property
     def metas(self) -> list[Meta]:
         return [meta for _, meta in self.responses]
+
+    def deltas(self, stream: int) -> list[tuple[str, int, Meta | None]]:
+        """Return what the frames hold for one generation."""
+        found = []
+        for frame in self.frames:
+            for place, number in enumerate(frame.streams):
+                if number == stream:
+                    meta = frame.metas.get(place)
+                    details = None if meta is None else decode_meta(bytes(meta))
+                    found.append((frame.texts[place], frame.tokens[place], details))
+        return found
 
     @property
     def token_ids(self) -> list[int]:

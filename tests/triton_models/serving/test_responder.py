@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from triton_models.serving.responder import TritonResponder
+from wire.channel import Frame, decode_frame
 from wire.meta import Meta, decode_meta
 from wire.refusal import RefusalCode, parse_refusal
 
@@ -53,6 +54,16 @@ def test_a_response_holds_text_and_meta_as_one_row(final: bool) -> None:
     assert text[0, 0].decode() == "\N{SNOWMAN}"
     assert decode_meta(meta[0, 0]) == Meta(tokens=2)
     assert flags == int(final)
+
+
+def test_a_frame_is_the_meta_of_a_response_without_text() -> None:
+    request = Request()
+    TritonResponder(request, PB_UTILS).send_frame(Frame(frame=2, streams=[1], tokens=[1], texts=["a"]))
+    ((response, flags),) = request.sent
+    text, meta = (values for _, values in response.output_tensors)
+    assert text[0, 0] == b""
+    assert decode_frame(meta[0, 0]).texts == ["a"]
+    assert flags == 0
 
 
 @pytest.mark.parametrize("code", RefusalCode)

@@ -1,0 +1,48 @@
+import msgspec
+import pytest
+
+from wire.channel import Frame, decode_frame, encode_frame
+from wire.meta import Meta, decode_meta, encode_meta
+
+FULL = Frame(
+    frame=7,
+    streams=[3, 2**40],
+    tokens=[1, 4],
+    texts=["你", ""],
+    metas={1: msgspec.Raw(encode_meta(Meta(token_ids=[5])))},
+)
+
+
+def test_every_field_comes_back() -> None:
+    read = decode_frame(encode_frame(FULL))
+    assert (read.streams, read.tokens, read.texts, read.frame) == (
+        FULL.streams,
+        FULL.tokens,
+        FULL.texts,
+        FULL.frame,
+    )
+    assert {place: decode_meta(bytes(meta)) for place, meta in read.metas.items()} == {1: Meta(token_ids=[5])}
+
+
+def test_a_heartbeat_is_its_number() -> None:
+    assert encode_frame(Frame(frame=3)) == b'{"frame":3}'
+    assert decode_frame(b'{"v":1,"frame":3}') == Frame(frame=3)
+
+
+@pytest.mark.parametrize(
+    ("document", "where"),
+    [
+        (b"{}", "frame"),
+        (b'{"frame":-1}', "frame"),
+        (b'{"frame":1,"v":2}', r"\$\.v"),
+        (b'{"frame":1,"news":[]}', "news"),
+        (b'{"frame":1,"streams":[1]}', "length"),
+        (b'{"frame":1,"streams":[1],"tokens":[1],"texts":[]}', "length"),
+        (b'{"frame":1,"streams":[1],"tokens":[1],"texts":[1]}', "texts"),
+        (b'{"frame":1,"streams":[1],"tokens":[1],"texts":[""],"metas":{"1":{}}}', "metas"),
+        (b'{"frame":1,"streams":[1],"tokens":[1],"texts":[""],"metas":{"-1":{}}}', "metas"),
+    ],
+)
+def test_what_is_no_frame_is_refused(document: bytes, where: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=where):
+        decode_frame(document)

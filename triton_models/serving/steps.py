@@ -1,0 +1,111 @@
+"""From the engine's steps to the streams: one thread takes each step's outputs as a whole.
+
+The engine's thread hands over a list and goes on. What is done here for every token runs in turn with that
+thread, under one interpreter lock, so it is little: plain requests are passed on to the sender threads, and
+those of a delta channel become a row of its next frame.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from triton_models.engine.sequence import TokenOutput
+from triton_models.serving.channel import DeltaChannel
+from triton_models.serving.delivery import Delivery
+from triton_models.serving.open_request import OpenRequest
+
+log = logging.getLogger(__name__)
+
+
+class StepDelivery:
+    """Sends the frames of delta channels, and passes on what goes out on requests' own streams.
+
+    Args:
+        find: returns the open request of that key, None if it has ended.
+        delivery: sends on requests' own streams; started and stopped here.
+        on_first_token: told of each request's first token: seconds in the queue, seconds since its arrival.
+        on_lost: told of a channel that a frame could not be sent on.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[str], OpenRequest | None],
+        delivery: Delivery,
+        *,
+        on_first_token: Callable[[float, float], None],
+        on_lost: Callable[[DeltaChannel], None],
+    ) -> None:
+        self._find = find
+        self._delivery = delivery
+        self._on_first_token = on_first_token
+        self._on_lost = on_lost
+        self._queue: queue.SimpleQueue[Sequence[TokenOutput] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="step-delivery", daemon=True)
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._delivery.start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Send what is queued, then join the threads."""
+        self._queue.put(None)
+        self._thread.join()
+        self._delivery.stop()
+
+    def post(self, outputs: Sequence[TokenOutput]) -> None:
+        """Queue a step's outputs; called by the engine's thread, never waits."""
+        self._queue.put(outputs)
+
+    def _run(self) -> None:
+        stopping = False
+        while not stopping:
+            steps = [self._queue.get()]
+            # Steps that piled up behind a slow send are joined.
+            while not self._queue.empty():
+                steps.append(self._queue.get())
+            stopping = steps[-1] is None
+            rows: dict[OpenRequest, None] = {}
+            for outputs in steps:
+                for output in outputs or ():
+                    self._take(output, rows)
+            self._send(rows)
+
+    def _take(self, output: TokenOutput, rows: dict[OpenRequest, None]) -> None:
+        request = self._find(output.request_id)
+        if request is None:
+            return  # Its answer ended with a stop string while this step ran.
+        if output.time_to_first_token is not None:
+            self._on_first_token(output.queue_seconds or 0.0, output.time_to_first_token)
+        if request.channel is None:
+            self._delivery.post(request, output)
+            return
+        try:
+            if request.take(output):
+                rows[request] = None
+        except Exception:
+            # The boundary of one request on this thread: its failure must not take the others along.
+            log.exception("could not deliver request %s", request.key)
+            request.fail()
+            rows[request] = None
+
+    def _send(self, rows: dict[OpenRequest, None]) -> None:
+        """Send one frame to each channel, and then let the requests that ended say so themselves."""
+        now = time.monotonic()
+        filled = {request.fill_frame(now) for request in rows}
+        for channel in filled:
+            if channel is not None:
+                self._flush(channel)
+        for request in rows:
+            if request.ended:
+                self._delivery.finish(request)
+
+    def _flush(self, channel: DeltaChannel) -> None:
+        try:
+            channel.flush()
+        except Exception:
+            # The boundary of one channel on this thread: the others' frames must go out.
+            log.exception("could not send a frame of channel %s", channel.key)
+            self._on_lost(channel)

@@ -1,0 +1,61 @@
+"""The delta channel: one stream on which a client gets the deltas of all its generations, a frame per step.
+
+A client opens it with `{"open_channel": id}` and names it in the `channel` of its generations. Their own
+streams then carry `accepted` or a refusal, heartbeats where nothing else is said of them, and their last
+response, whose `delivered` says how many deltas went through the channel, so that nothing can be missing
+unnoticed. The document below is the `meta` of every response to `open_channel`.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+
+class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """What one engine step, or several joined ones, added to the generations of a channel.
+
+    Frame 0 says that the channel is open; it and a heartbeat hold no deltas. The deltas stand in columns,
+    since a frame holds hundreds of them: the n-th of each list belongs to the n-th delta. A generation has
+    at most one delta in a frame.
+
+    Raises:
+        ValueError: columns of different lengths, or a `metas` of a delta that there is not.
+    """
+
+    v: Literal[1] = 1
+    frame: Annotated[int, msgspec.Meta(ge=0)]
+    """Counts the channel's responses without a gap."""
+    streams: list[int] = []
+    """The number that the generation's `channel` gave it."""
+    tokens: list[int] = []
+    """Sampled tokens that the delta accounts for."""
+    texts: list[str] = []
+    metas: dict[int, msgspec.Raw] = {}
+    """By a delta's place in the columns: what else there is to say of it, a `wire.meta.Meta` document."""
+
+    def __post_init__(self) -> None:
+        """Check that the columns fit together."""
+        count = len(self.streams)
+        if len(self.tokens) != count or len(self.texts) != count:
+            raise ValueError("the columns of a frame differ in length")
+        if self.metas and not (min(self.metas) >= 0 and max(self.metas) < count):
+            raise ValueError("a frame has metas of a delta that it does not hold")
+
+
+_decoder = msgspec.json.Decoder(Frame)
+_encoder = msgspec.json.Encoder()
+
+
+def decode_frame(document: bytes) -> Frame:
+    """Read the `meta` tensor of a channel's response.
+
+    Raises:
+        msgspec.ValidationError: an unknown key, a wrong type, or columns that do not fit together.
+        msgspec.DecodeError: not JSON.
+    """
+    return _decoder.decode(document)
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """Write the `meta` tensor of a channel's response; keys at their default are left out."""
+    return _encoder.encode(frame)
