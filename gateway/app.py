@@ -77,4 +77,5 @@ def triton_upstream(settings: Settings, metrics: Metrics) -> TritonUpstream:
         idle_timeout_s=settings.idle_timeout_s,
         load_timeout_s=settings.load_timeout_s,
         observer=metrics,
+        delta_channel=settings.delta_channel == "auto",
     )

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from msgspec import Struct
+
 FinishReason = Literal["stop", "length"]
 MessageRole = Literal["system", "user", "assistant", "tool"]
 
@@ -122,9 +124,10 @@ class Usage:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
+class Delta(Struct, frozen=True, kw_only=True):
     """A piece of the answer: `text` may be empty while `tokens` are counted, and is final in format.
+
+    A struct since one is made for nearly every token, in a quarter of a frozen dataclass's time.
 
     The last delta of a choice has `finish_reason`; the last of the request also has `usage`.
     """

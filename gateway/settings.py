@@ -150,6 +150,11 @@ class Settings(BaseSettings):
     idle_timeout_s: float = Field(
         10.0, gt=0, description="seconds without any sign of life from Triton before a request gives it up"
     )
+    delta_channel: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: streamed answers come over one channel per model and Triton, where the model "
+        "offers it; off: each over a stream of its own",
+    )
     ping_interval_s: float = Field(15.0, gt=0, description="seconds between comment pings on open streams")
     load_timeout_s: float = Field(
         600.0,

@@ -11,6 +11,12 @@ from typing import Protocol
 from tritonclient.grpc import service_pb2
 
 from gateway.generation import Event, Generation
+from wire.channel import Frame
+from wire.meta import Delivered
+from wire.sampling import ChannelStream
+
+AnswerDelta = tuple[str, int, bytes | None]
+"""A delta as it came over a channel: text, number of tokens, and a document with what else there is of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +29,8 @@ class ModelReport:
     """Name of the conversation format that the model was trained with."""
     max_context: int
     """Prompt and answer together, in tokens."""
+    delta_channel: bool = False
+    """Whether deltas can come over a channel (see `ChannelDialect`)."""
 
 
 class AnswerDecoder(Protocol):
@@ -81,5 +89,51 @@ class Dialect(Protocol):
         ...
 
     def decoder(self, generation: Generation) -> AnswerDecoder:
+        """Return a decoder for the answer to `generation`."""
+        ...
+
+
+class ChannelDecoder(AnswerDecoder, Protocol):
+    """Reads one answer whose deltas come over a channel."""
+
+    def delivered(self, response: service_pb2.ModelInferResponse) -> Delivered | None:
+        """Return what must have come over the channel before `response` is decoded, if it is the last one.
+
+        Raises:
+            UpstreamProtocolError: it cannot be understood, or is a last one that does not say.
+        """
+        ...
+
+    def deltas(self, deltas: Sequence[AnswerDelta]) -> list[Event]:
+        """Return what the channel brought, in order.
+
+        Raises:
+            UpstreamProtocolError: it cannot be understood.
+        """
+        ...
+
+
+class ChannelDialect(Protocol):
+    """The part of a tensor contract that is about delta channels (`wire.channel`)."""
+
+    def open(self, model: str, channel_id: str) -> service_pb2.ModelInferRequest:
+        """Return the request that opens a channel to `model`."""
+        ...
+
+    def read_frame(self, response: service_pb2.ModelInferResponse) -> Frame:
+        """Read a response to `open`.
+
+        Raises:
+            UpstreamProtocolError: it cannot be understood.
+        """
+        ...
+
+    def request(
+        self, generation: Generation, report: ModelReport, *, remaining_s: float, channel: ChannelStream
+    ) -> service_pb2.ModelInferRequest:
+        """Return `generation` as tensors, its deltas to go to `channel`; else as `Dialect.request`."""
+        ...
+
+    def decoder(self, generation: Generation) -> ChannelDecoder:
         """Return a decoder for the answer to `generation`."""
         ...

@@ -1,10 +1,13 @@
-"""Which dialect a model speaks, told by the names of its inputs."""
+"""Which dialect a model speaks, told by the names of its inputs, and whether it has delta channels."""
 
-from gateway.dialects.base import Dialect
+from gateway.dialects.base import ChannelDialect, Dialect
 from gateway.dialects.chatglm import ChatGLMDialect
+from gateway.dialects.chatglm_channel import ChatGLMChannels
 from gateway.errors import UpstreamProtocolError
 
 _DIALECTS: tuple[Dialect, ...] = (ChatGLMDialect(),)
+
+_CHANNELS: dict[type[Dialect], ChannelDialect] = {ChatGLMDialect: ChatGLMChannels()}
 
 
 def choose(entry: str, inputs: frozenset[str]) -> Dialect:
@@ -20,3 +23,8 @@ def choose(entry: str, inputs: frozenset[str]) -> Dialect:
     raise UpstreamProtocolError(
         f"the model entry {entry!r} speaks no tensor contract known to this gateway; its inputs are: {found}"
     )
+
+
+def choose_channels(dialect: Dialect) -> ChannelDialect | None:
+    """Return how answers over a delta channel are asked for in `dialect`; None: it has no channels."""
+    return _CHANNELS.get(type(dialect))

@@ -10,6 +10,10 @@ from gateway.openai.answer import ChunkWriter, Head, Usage, encode, gather
 from gateway.openai.chat_request import ChatRequest
 from gateway.openai.generation_request import StreamOptions
 
+_CONTENT = b'"content":'
+_NO_CONTENT = _CONTENT + encode("")
+"""As in a chunk; nothing else of that chunk can hold it, since quotes in the model's name are escaped."""
+
 
 class TopLogprob(Struct, frozen=True):
     """One of the most likely tokens at a position."""
@@ -146,8 +150,11 @@ class ChatChunkWriter(ChunkWriter):
         super().__init__(accepted, options)
         self._head = head
         self._begun = False
+        self._templates: dict[int, tuple[bytes, bytes]] = {}
 
     def _delta(self, delta: Delta, usage: Usage | UnsetType | None) -> list[bytes]:
+        if self._begun and delta.text and delta.logprobs is None and delta.finish_reason is None:
+            return [self._text_chunk(delta.index, delta.text, usage)]
         choices: list[ChunkChoice] = []
         if not self._begun:
             self._begun = True
@@ -158,6 +165,17 @@ class ChatChunkWriter(ChunkWriter):
         if delta.finish_reason is not None:
             choices.append(ChunkChoice(delta.index, ChunkDelta(), finish_reason=delta.finish_reason))
         return [self._encode([choice], usage) for choice in choices]
+
+    def _text_chunk(self, index: int, text: str, usage: Usage | UnsetType | None) -> bytes:
+        """Return a chunk of text alone, as nearly all are: without running usage, only the text differs."""
+        if isinstance(usage, Usage):
+            return self._encode([ChunkChoice(index, ChunkDelta(content=text))], usage)
+        if index not in self._templates:
+            empty = self._encode([ChunkChoice(index, ChunkDelta(content=""))], usage)
+            before, _, after = empty.partition(_NO_CONTENT)
+            self._templates[index] = before + _CONTENT, after
+        before, after = self._templates[index]
+        return before + encode(text) + after
 
     def _counts(self, usage: Usage) -> bytes:
         return self._encode([], usage)

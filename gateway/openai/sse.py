@@ -19,7 +19,7 @@ DONE = b"data: [DONE]\n\n"
 
 def frame(documents: Iterable[bytes]) -> bytes:
     """Write JSON documents as events, for one write to the client."""
-    return b"".join(b"data: %b\n\n" % document for document in documents)
+    return b"".join([b"data: %b\n\n" % document for document in documents])
 
 
 def error_event(error: GatewayError) -> bytes:

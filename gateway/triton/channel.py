@@ -109,15 +109,15 @@ class Channel:
 
         Args:
             request: its `id` also travels as the header `x-request-id`, so it is printable ASCII.
-            deadline: of the event loop's clock, in seconds.
-            idle_timeout_s: longest wait for any one response.
+            deadline: of the event loop's clock, in seconds; infinity: none.
+            idle_timeout_s: longest wait for any one response; infinity: as long as the deadline.
 
         Raises:
             TritonError: with any fault; `SILENT` for the idle timeout, `DEADLINE` for the deadline.
         """
         request.parameters[WANT_EMPTY_FINAL].bool_param = True
         stream = self._stub.ModelStreamInfer(
-            timeout=max(0.0, deadline - asyncio.get_running_loop().time()),
+            timeout=None if math.isinf(deadline) else max(0.0, deadline - asyncio.get_running_loop().time()),
             # Never `triton_grpc_error`: asked for statuses in place of texts, tritonserver 2.51 dies of one
             # refusal in some hundreds. A refusal of ours has its code in the text.
             metadata=(("x-request-id", request.id),),

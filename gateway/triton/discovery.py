@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 
 from gateway.dialects.choice import choose
 from gateway.errors import UpstreamProtocolError
+from gateway.triton.backoff import Backoff
 from gateway.triton.channel import Channel
 from gateway.triton.control import Control, EntryState
-from gateway.triton.replicas import Backoff, HealthPolicy
+from gateway.triton.replicas import HealthPolicy
 from gateway.triton.status import TritonError
 from wire.names import STREAM_SUFFIX
 

@@ -8,7 +8,7 @@ from gateway.triton.status import Fault, TritonError
 
 _log = logging.getLogger(__name__)
 
-_NO_FAULT_OF_UPSTREAM = {Fault.INVALID_REQUEST, Fault.CONTEXT_LENGTH, Fault.CLOSED}
+_NO_FAULT_OF_UPSTREAM = {Fault.INVALID_REQUEST, Fault.CONTEXT_LENGTH, Fault.UNREAD, Fault.CLOSED}
 """The client's doing, or our own."""
 
 _LOGGED_LIMIT = 2000
@@ -37,10 +37,12 @@ class Tries:
         self._request_id = request_id
         self._limit = limit
         self._observer = observer
+        self._count = 0
+        self._newest: Replica | None = None
         self._tried: list[Replica] = []
 
     def next(self) -> Replica:
-        """Choose one that was not tried yet.
+        """Choose one that did not fail yet.
 
         Raises:
             GatewayError: none is able, or there can be none.
@@ -50,7 +52,8 @@ class Tries:
         replica = least_outstanding(self._untried(replicas))
         if replica is None:
             raise unable(replicas).to_gateway()
-        self._tried.append(replica)
+        self._newest = replica
+        self._count += 1
         return replica
 
     def failed(self, error: TritonError, *, delivered: bool = False) -> None:
@@ -63,9 +66,13 @@ class Tries:
         Raises:
             GatewayError: it was the last.
         """
-        if error.fault not in _NO_FAULT_OF_UPSTREAM:
-            self._note(self._tried[-1], error)
-        another = len(self._tried) < self._limit and any(
+        replica = self._newest
+        if replica is not None:
+            if error.fault not in _NO_FAULT_OF_UPSTREAM:
+                self._note(replica, error)
+            if not error.same_replica:
+                self._tried.append(replica)
+        another = self._count < self._limit and any(
             replica.state is ReplicaState.READY for replica in self._untried(self._replicas())
         )
         if delivered or not error.failover or not another:

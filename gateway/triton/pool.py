@@ -14,7 +14,10 @@ from gateway.dialects.base import ModelReport
 from gateway.errors import ModelNotFoundError, UpstreamProtocolError
 from gateway.generation import Accepted, Delta, Event, Generation
 from gateway.prediction import Prediction, PredictionAnswer
+from gateway.triton.answering import answer_over_channel, answer_plainly
+from gateway.triton.backoff import Backoff
 from gateway.triton.channel import Channel
+from gateway.triton.delta_link import DeltaLink
 from gateway.triton.discovery import Discovery
 from gateway.triton.failover import Tries
 from gateway.triton.model_control import ModelControl
@@ -72,6 +75,7 @@ class TritonUpstream:
         observer: hears of health and errors.
         max_attempts: replicas that one generation may try.
         health: how the replicas are watched.
+        delta_channel: let streamed answers come over one channel per model and Triton, where that offers it.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class TritonUpstream:
         observer: UpstreamObserver | None = None,
         max_attempts: int = 3,
         health: HealthPolicy | None = None,
+        delta_channel: bool = True,
     ) -> None:
         self._upstreams = tuple(dict.fromkeys(upstreams))
         self._configured = tuple(dict.fromkeys(models))
@@ -91,6 +96,7 @@ class TritonUpstream:
         self._observer = observer
         self._max_attempts = max_attempts
         self._health = health or HealthPolicy()
+        self._delta_channel = delta_channel
         now = int(time.time())
         self._models = {model_id: _Model(model_id, created=now) for model_id in self._configured}
         self._channels: list[Channel] = []
@@ -117,6 +123,9 @@ class TritonUpstream:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
+        for model in self._models.values():
+            for replica in model.replicas:
+                await replica.close()
         for channel in self._channels:
             await channel.close()
 
@@ -208,23 +217,19 @@ class TritonUpstream:
 
     async def _attempt(self, replica: Replica, request: Generation) -> AsyncGenerator[Event, None]:
         """Run `request` on one replica; raises TritonError, or a GatewayError if it was never sent."""
-        remaining_s = request.deadline - asyncio.get_running_loop().time()
-        if remaining_s <= 0:
-            raise TritonError(Fault.DEADLINE, "the deadline passed before it was sent").to_gateway()
         dialect, report = replica.serving()
-        decoder = dialect.decoder(request)
-        responses = replica.channel.stream_infer(
-            dialect.request(request, report, remaining_s=remaining_s),
-            deadline=request.deadline,
-            idle_timeout_s=self._idle_timeout_s,
-        )
         try:
             with replica.in_use():
-                async with contextlib.aclosing(responses):
-                    async for response in responses:
-                        for event in decoder.decode(response):
-                            yield event
-            decoder.end()
+                linked = await replica.open_link() if request.stream else None
+                if linked is None:
+                    answer = answer_plainly(
+                        replica.channel, dialect, request, report, idle_timeout_s=self._idle_timeout_s
+                    )
+                else:
+                    answer = answer_over_channel(replica.channel, *linked, request, report)
+                async with contextlib.aclosing(answer) as events:
+                    async for event in events:
+                        yield event
         except UpstreamProtocolError as error:
             raise TritonError(Fault.PROTOCOL, error.message, message=error.message) from error
 
@@ -252,10 +257,18 @@ class TritonUpstream:
 
     def _add_replica(self, model_id: str, channel: Channel) -> Replica:
         model = self._models.setdefault(model_id, _Model(model_id, created=int(time.time())))
-        replica = Replica(model_id, channel, self._health, self._observer)
+        replica = Replica(
+            model_id, channel, self._health, self._observer, link=self._new_link(model_id, channel)
+        )
         model.replicas.append(replica)
         self._spawn(replica.watch(), f"watch {model_id} on {channel.address}")
         return replica
+
+    def _new_link(self, model_id: str, channel: Channel) -> DeltaLink | None:
+        if not self._delta_channel:
+            return None
+        backoff = Backoff(self._health.backoff_first_s, self._health.backoff_limit_s)
+        return DeltaLink(model_id, channel, idle_timeout_s=self._idle_timeout_s, backoff=backoff)
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
         self._watchers.append(asyncio.create_task(work, name=name))

@@ -15,11 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gateway.dialects.base import Dialect, ModelReport
-from gateway.dialects.choice import choose
+from gateway.dialects.base import ChannelDialect, Dialect, ModelReport
+from gateway.dialects.choice import choose, choose_channels
 from gateway.errors import GatewayError
+from gateway.triton.backoff import Backoff
 from gateway.triton.channel import Channel
 from gateway.triton.control import Control, EntryState
+from gateway.triton.delta_link import DeltaLink
 from gateway.triton.status import Fault, TritonError
 from wire.names import stream_entry
 
@@ -66,25 +68,6 @@ class UpstreamObserver(Protocol):
         ...
 
 
-class Backoff:
-    """Delays that double from `first_s` to `limit_s`."""
-
-    def __init__(self, first_s: float, limit_s: float) -> None:
-        self._first_s = first_s
-        self._limit_s = limit_s
-        self._next_s = first_s
-
-    def next(self) -> float:
-        """Return the delay before the next attempt, in seconds."""
-        delay = self._next_s
-        self._next_s = min(2 * delay, self._limit_s)
-        return delay
-
-    def reset(self) -> None:
-        """Begin again with `first_s`."""
-        self._next_s = self._first_s
-
-
 _STATE_AFTER = {
     Fault.UNREACHABLE: ReplicaState.UNREACHABLE,
     Fault.NOT_READY: ReplicaState.NOT_READY,
@@ -108,13 +91,21 @@ class Replica:
         channel: to the Triton.
         policy: how to watch.
         observer: hears of changes between able and unable.
+        link: its delta channel; None: it is not to have one.
     """
 
     def __init__(
-        self, model: str, channel: Channel, policy: HealthPolicy, observer: UpstreamObserver | None
+        self,
+        model: str,
+        channel: Channel,
+        policy: HealthPolicy,
+        observer: UpstreamObserver | None,
+        *,
+        link: DeltaLink | None = None,
     ) -> None:
         self.model = model
         self.channel = channel
+        self._link = link
         self.state = ReplicaState.UNKNOWN
         self.reason = "not reached yet"
         self.report: ModelReport | None = None
@@ -149,6 +140,20 @@ class Replica:
         if self.state is not ReplicaState.READY or self._dialect is None or self.report is None:
             raise unable([self])
         return self._dialect, self.report
+
+    async def open_link(self) -> tuple[DeltaLink, ChannelDialect] | None:
+        """Return its delta channel, open, and how to speak over it; None where answers come plainly."""
+        if self._link is None or self._dialect is None or self.report is None:
+            return None
+        dialect = choose_channels(self._dialect) if self.report.delta_channel else None
+        if dialect is None or not await self._link.open(dialect):
+            return None
+        return self._link, dialect
+
+    async def close(self) -> None:
+        """Close what it keeps open; `watch` is to be cancelled first."""
+        if self._link is not None:
+            await self._link.close()
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -286,8 +291,10 @@ class Replica:
             self._failed = False
             self._ready.set()
         else:
-            # It may come back as another model.
+            # It may come back as another model, and cannot leave while a channel is open.
             self._dialect = None
+            if self._link is not None:
+                self._link.retire()
             self._ready.clear()
         if state is ReplicaState.STUCK:
             self._failed = True

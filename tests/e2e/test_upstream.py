@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import ContextLengthError, InvalidRequestError
-from gateway.generation import Accepted, Delta, Event, Generation, Message
+from gateway.generation import Accepted, Conversation, Delta, Event, Generation, Message
 from gateway.triton.pool import TritonUpstream
 from tests.e2e.up_process import UpProcess
 
@@ -31,7 +31,7 @@ async def ask(upstream: TritonUpstream, model: str, **changes: Any) -> list[Even
     fields: dict[str, Any] = {
         "request_id": "upstream",
         "model": model,
-        "messages": (Message(role="user", content="你好"),),
+        "prompt": Conversation((Message(role="user", content="你好"),)),
         "deadline": asyncio.get_running_loop().time() + 60,
         "max_tokens": 12,
         "temperature": 0,

@@ -1,7 +1,8 @@
 import pytest
 
 from gateway.dialects.chatglm import ChatGLMDialect
-from gateway.dialects.choice import choose
+from gateway.dialects.chatglm_channel import ChatGLMChannels
+from gateway.dialects.choice import choose, choose_channels
 from gateway.errors import UpstreamProtocolError
 
 
@@ -28,3 +29,8 @@ def test_any_other_contract_is_an_error_that_names_the_inputs(inputs: set[str]) 
 def test_a_model_without_inputs_is_an_error_too() -> None:
     with pytest.raises(UpstreamProtocolError, match="none"):
         choose("m-stream", frozenset())
+
+
+def test_our_own_contract_has_delta_channels_and_one_not_known_has_none() -> None:
+    assert isinstance(choose_channels(ChatGLMDialect()), ChatGLMChannels)
+    assert choose_channels(object()) is None

@@ -12,7 +12,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
 from gateway.generation import Conversation, Generation, Message
 from wire.meta import Accepted, Meta, ProbeReport, Usage, encode_meta
-from wire.sampling import Probe, decode_sampling
+from wire.sampling import OpenChannel, Probe, decode_sampling
 from wire.strings import pack_strings, unpack_strings
 
 Response = service_pb2.ModelStreamInferResponse
@@ -81,6 +81,8 @@ class FakeModel:
     reason: str = ""
     answer: Script = hello
     probe: Script | None = None
+    channel: Script | None = None
+    """What answers the requests that open delta channels."""
     report: ProbeReport = field(
         default_factory=lambda: ProbeReport(
             heartbeat_age_s=0.01, running=0, waiting=0, format="chatglm3", max_context=512
@@ -211,7 +213,10 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield Response(error_message=f"Request for unknown model: '{request.model_name}' {missing}")
             return
         script = model.answer
-        if isinstance(decode_sampling(inputs_of(request)["sampling"]), Probe):
+        sampling = decode_sampling(inputs_of(request)["sampling"])
+        if isinstance(sampling, OpenChannel) and model.channel is not None:
+            script = model.channel
+        elif isinstance(sampling, Probe):
             model.probes += 1
             if model.probe is None:
                 yield reply(meta=Meta(probe=model.report), final=True)

@@ -12,7 +12,6 @@ from tritonclient.grpc import service_pb2
 
 from gateway.triton.channel import Channel
 from gateway.triton.replicas import (
-    Backoff,
     HealthPolicy,
     Replica,
     ReplicaState,
@@ -253,13 +252,6 @@ async def test_a_state_is_logged_when_it_changes_not_at_every_probe(
                 triton.model.report = msgspec.structs.replace(triton.model.report, heartbeat_age_s=age)
                 await until(lambda age=age: f"{age} s" in replica.reason)
     assert [record.getMessage() for record in caplog.records] == ["replica is ready", "replica is stuck"]
-
-
-def test_pauses_double_up_to_their_limit() -> None:
-    backoff = Backoff(0.25, 5.0)
-    assert [backoff.next() for _ in range(7)] == [0.25, 0.5, 1, 2, 4, 5, 5]
-    backoff.reset()
-    assert backoff.next() == 0.25
 
 
 class Somewhere:

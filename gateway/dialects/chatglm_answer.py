@@ -1,0 +1,166 @@
+"""Reading the answers of our own stream contract (package `wire`): outputs response and meta, BYTES [1, 1].
+
+Strict: what is not in the contract is an error, never a guess.
+"""
+
+import msgspec
+from tritonclient.grpc import service_pb2
+
+from gateway.errors import UpstreamProtocolError
+from gateway.generation import (
+    Accepted,
+    Conversation,
+    Delta,
+    Event,
+    Generation,
+    Heartbeat,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from wire import meta as wire_meta
+from wire import names
+from wire.answer import AnswerText, ContinuedText
+from wire.strings import unpack_strings
+
+
+class ChatGLMAnswer:
+    """Reads one answer: `accepted`, then deltas and heartbeats, then one final with its reason and usage.
+
+    Args:
+        text: shows the answer's text.
+    """
+
+    def __init__(self, text: AnswerText | ContinuedText) -> None:
+        self._text = text
+        self._accepted = False
+        self._finished = False
+
+    def decode(self, response: service_pb2.ModelInferResponse) -> list[Event]:
+        """Return the one event that `response` stands for.
+
+        Raises:
+            UpstreamProtocolError: it cannot be understood, or comes out of order.
+        """
+        text, meta = read(response)
+        if not self._accepted:
+            self._accepted = True
+            return [_accepted(text, meta)]
+        self._check_order(meta)
+        return [self._delta(text, meta.tokens, meta)]
+
+    def end(self) -> None:
+        """Check, when no response is left, that the final one was seen.
+
+        Raises:
+            UpstreamProtocolError: it was not.
+        """
+        if not self._finished:
+            raise not_understood("it ended without its final response")
+
+    def _delta(self, text: str, tokens: int, meta: wire_meta.Meta) -> Event:
+        """Return the event for a delta of `tokens` tokens, or for the last; `meta` has the rest of it."""
+        try:
+            shown = self._text.push(text, meta.segments or ())
+        except ValueError as error:
+            raise not_understood(str(error)) from error
+        usage = None
+        if meta.finish_reason is not None:
+            if meta.usage is None:
+                raise not_understood("a finish reason without usage")
+            self._finished = True
+            shown += self._text.finish()
+            usage = Usage(
+                prompt_tokens=meta.usage.prompt_tokens,
+                completion_tokens=meta.usage.completion_tokens,
+                cached_tokens=meta.usage.cached_tokens,
+            )
+        elif not shown and not tokens:
+            return Heartbeat()
+        return Delta(
+            text=shown,
+            tokens=tokens,
+            token_ids=_ids(meta.token_ids),
+            logprobs=_logprobs(meta.logprobs),
+            finish_reason=meta.finish_reason,
+            usage=usage,
+        )
+
+    def _check_order(self, meta: wire_meta.Meta) -> None:
+        if self._finished:
+            raise not_understood("a response after the final one")
+        if meta.accepted is not None:
+            raise not_understood("accepted twice")
+        if meta.index != 0:
+            raise not_understood(f"choice {meta.index} was not asked for")
+        if meta.probe is not None or meta.cancelled is not None:
+            raise not_understood("the answer to another kind of request")
+        if meta.usage is not None and meta.finish_reason is None:
+            raise not_understood("usage before the end")
+
+
+def _accepted(text: str, meta: wire_meta.Meta) -> Accepted:
+    """Read the first response, which says nothing but `accepted`."""
+    if meta.accepted is None or text or meta != wire_meta.Meta(accepted=meta.accepted):
+        raise not_understood("it does not begin with accepted alone")
+    return Accepted(
+        prompt_tokens=meta.accepted.prompt_tokens, prompt_token_ids=_ids(meta.accepted.prompt_token_ids)
+    )
+
+
+def _ids(ids: list[int] | None) -> tuple[int, ...] | None:
+    return None if ids is None else tuple(ids)
+
+
+def _logprobs(logprobs: list[wire_meta.TokenLogprob] | None) -> tuple[TokenLogprob, ...] | None:
+    if logprobs is None:
+        return None
+    return tuple(
+        TokenLogprob(
+            token=sampled.token,
+            utf8=_utf8(sampled.bytes),
+            logprob=sampled.logprob,
+            top=tuple(
+                TopLogprob(token=likely.token, utf8=_utf8(likely.bytes), logprob=likely.logprob)
+                for likely in sampled.top
+            ),
+        )
+        for sampled in logprobs
+    )
+
+
+def _utf8(values: list[int]) -> bytes:
+    try:
+        return bytes(values)
+    except ValueError as error:
+        raise not_understood("a token's bytes are not bytes") from error
+
+
+def shown_text(generation: Generation) -> AnswerText | ContinuedText:
+    """Return what makes the text to be shown of the raw answer to `generation`."""
+    return AnswerText() if isinstance(generation.prompt, Conversation) else ContinuedText()
+
+
+def read(response: service_pb2.ModelInferResponse) -> tuple[str, wire_meta.Meta]:
+    """Return the text and the document of one response.
+
+    Raises:
+        UpstreamProtocolError: it has no such outputs, or they cannot be understood.
+    """
+    tensors = {
+        tensor.name: raw for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False)
+    }
+    try:
+        (text,) = unpack_strings(tensors[names.RESPONSE])
+        (document,) = unpack_strings(tensors[names.META])
+        return text.decode(), wire_meta.decode_meta(document)
+    except KeyError as error:
+        raise not_understood(f"no output {error}") from error
+    except (ValueError, msgspec.MsgspecError) as error:
+        # ValueError: not one string, a cut tensor, not UTF-8.
+        raise not_understood(str(error)) from error
+
+
+def not_understood(what: str) -> UpstreamProtocolError:
+    """Return the error for an answer that is not of this contract."""
+    return UpstreamProtocolError(f"The model's answer could not be understood: {what}.")

@@ -1,0 +1,99 @@
+"""Delta channels of our own stream contract: see `wire.channel`."""
+
+from collections.abc import Sequence
+
+import msgspec
+from tritonclient.grpc import service_pb2
+
+from gateway.dialects.base import AnswerDelta, ModelReport
+from gateway.dialects.chatglm import infer_request, request_tensors
+from gateway.dialects.chatglm_answer import ChatGLMAnswer, not_understood, read, shown_text
+from gateway.generation import Delta, Event, Generation
+from wire import names
+from wire.channel import Frame, decode_frame
+from wire.meta import Delivered, decode_meta
+from wire.sampling import ChannelStream, OpenChannel, encode_sampling
+from wire.strings import unpack_strings
+
+_NOTHING = b""
+
+
+class ChatGLMChannels:
+    """How generations are asked for and read whose deltas come over a channel; stateless."""
+
+    def open(self, model: str, channel_id: str) -> service_pb2.ModelInferRequest:
+        """Return the request that opens a channel to `model`; it overtakes generations in Triton's queue."""
+        sampling = encode_sampling(OpenChannel(channel_id))
+        return infer_request(model, channel_id, names.URGENT_PRIORITY, (_NOTHING, _NOTHING, sampling))
+
+    def read_frame(self, response: service_pb2.ModelInferResponse) -> Frame:
+        """Read a channel's response.
+
+        Raises:
+            UpstreamProtocolError: it is none.
+        """
+        for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False):
+            if tensor.name == names.META:
+                try:
+                    (document,) = unpack_strings(raw)
+                    return decode_frame(document)
+                except (ValueError, msgspec.MsgspecError) as error:
+                    raise not_understood(str(error)) from error
+        raise not_understood("a frame without its document")
+
+    def request(
+        self, generation: Generation, report: ModelReport, *, remaining_s: float, channel: ChannelStream
+    ) -> service_pb2.ModelInferRequest:
+        """Return `generation` as tensors, its deltas to go to `channel`; else as `Dialect.request`."""
+        tensors = request_tensors(generation, report, remaining_s=remaining_s, channel=channel)
+        return infer_request(generation.model, generation.request_id, names.DEFAULT_PRIORITY, tensors)
+
+    def decoder(self, generation: Generation) -> "ChannelledAnswer":
+        """Return a decoder for the answer to `generation`."""
+        return ChannelledAnswer(shown_text(generation))
+
+
+class ChannelledAnswer(ChatGLMAnswer):
+    """Reads one answer from the request's own stream and from its deltas on the channel."""
+
+    def delivered(self, response: service_pb2.ModelInferResponse) -> Delivered | None:
+        """Return what must have come over the channel before `response` is decoded, if it is the last one.
+
+        Raises:
+            UpstreamProtocolError: it cannot be understood, or is a last one that does not say.
+        """
+        _, meta = read(response)
+        if meta.finish_reason is not None and meta.delivered is None:
+            raise not_understood("an end that does not say what came over the channel")
+        return meta.delivered
+
+    def deltas(self, deltas: Sequence[AnswerDelta]) -> list[Event]:
+        """Return what the channel brought, joined where it is text alone.
+
+        Raises:
+            UpstreamProtocolError: it cannot be understood.
+        """
+        events: list[Event] = []
+        text, tokens = "", 0
+        for added, count, document in deltas:
+            if document is None:
+                text += added
+                tokens += count
+                continue
+            if tokens:
+                events.append(Delta(text=self._text.push(text), tokens=tokens))
+                text, tokens = "", 0
+            events.append(self._detailed(added, count, document))
+        if tokens:
+            events.append(Delta(text=self._text.push(text), tokens=tokens))
+        return events
+
+    def _detailed(self, text: str, tokens: int, document: bytes) -> Event:
+        try:
+            meta = decode_meta(document)
+        except msgspec.MsgspecError as error:
+            raise not_understood(str(error)) from error
+        self._check_order(meta)
+        if meta.finish_reason is not None:
+            raise not_understood("an end over the channel")
+        return self._delta(text, tokens, meta)

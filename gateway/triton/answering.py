@@ -1,0 +1,153 @@
+"""One generation on one replica, from the request to its events, by either way of delivery.
+
+Plainly, every response comes on the request's own stream. Over a delta channel that stream brings `accepted`,
+heartbeats and the last response, and the channel what is between; the last response says how much that must
+have been. Knows nothing of which replica is chosen, nor what follows a failure.
+"""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncGenerator
+
+from tritonclient.grpc import service_pb2
+
+from gateway.dialects.base import ChannelDecoder, ChannelDialect, Dialect, ModelReport
+from gateway.generation import Event, Generation
+from gateway.triton.channel import Channel
+from gateway.triton.delta_link import DeltaLink
+from gateway.triton.inbox import Inbox
+from gateway.triton.status import Fault, TritonError
+from wire.meta import Delivered
+from wire.sampling import ChannelStream
+
+
+async def answer_plainly(
+    channel: Channel, dialect: Dialect, generation: Generation, report: ModelReport, *, idle_timeout_s: float
+) -> AsyncGenerator[Event, None]:
+    """Run `generation` with all of its answer on its own stream.
+
+    Raises:
+        TritonError: it failed.
+        UpstreamProtocolError: the answer cannot be understood.
+        InvalidRequestError: the model cannot express the request.
+    """
+    decoder = dialect.decoder(generation)
+    responses = channel.stream_infer(
+        dialect.request(generation, report, remaining_s=_remaining_s(generation)),
+        deadline=generation.deadline,
+        idle_timeout_s=idle_timeout_s,
+    )
+    async with contextlib.aclosing(responses):
+        async for response in responses:
+            for event in decoder.decode(response):
+                yield event
+    decoder.end()
+
+
+async def answer_over_channel(
+    channel: Channel, link: DeltaLink, dialect: ChannelDialect, generation: Generation, report: ModelReport
+) -> AsyncGenerator[Event, None]:
+    """Run `generation` with its deltas on the open channel of `link`.
+
+    Raises:
+        TritonError: it failed; `CHANNEL_LOST` if the channel did.
+        UpstreamProtocolError: the answer cannot be understood.
+        InvalidRequestError: the model cannot express the request.
+    """
+    address = ChannelStream(id=link.id, stream=link.next_number())
+    request = dialect.request(generation, report, remaining_s=_remaining_s(generation), channel=address)
+    inbox = Inbox(asyncio.get_running_loop().time(), lambda: own.cancel())  # noqa: PLW0108 - not begun
+    with link.deliver(address.stream, inbox):
+        own = asyncio.create_task(_read_own_stream(channel, request, generation.deadline, inbox))
+        answer = _Answer(link, address.stream, inbox, dialect.decoder(generation))
+        try:
+            async with contextlib.aclosing(answer.events()) as events:
+                async for event in events:
+                    yield event
+            # The own stream ends by its status: one that is cancelled in the moment of its last response may
+            # keep the model from ever being unloaded.
+            await asyncio.wait({own})
+        except TritonError as error:
+            if error.fault is Fault.CHANNEL_LOST:
+                link.lose(address.id, error)
+            raise
+        finally:
+            own.cancel()
+            await asyncio.wait({own})
+
+
+class _Answer:
+    """Brings deltas and responses into order."""
+
+    def __init__(self, link: DeltaLink, number: int, inbox: Inbox, decoder: ChannelDecoder) -> None:
+        self._link = link
+        self._number = number
+        self._inbox = inbox
+        self._decoder = decoder
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        inbox, decoder = self._inbox, self._decoder
+        while (first := inbox.take_response()) is None and await inbox.more():
+            pass  # Deltas may overtake `accepted`.
+        for event in decoder.decode(first) if first is not None else ():
+            yield event
+        while True:
+            for event in decoder.deltas(inbox.take_deltas()):
+                yield event
+            response = inbox.take_response()
+            if response is None:
+                if not await inbox.more():
+                    break
+                continue
+            delivered = decoder.delivered(response)
+            if delivered is not None:
+                await self._all_delivered(delivered)
+                for event in decoder.deltas(inbox.take_deltas()):
+                    yield event
+            for event in decoder.decode(response):
+                yield event
+        decoder.end()
+
+    async def _all_delivered(self, delivered: Delivered) -> None:
+        """Wait until every delta has come: the last response may overtake some.
+
+        Raises:
+            TritonError: one never will.
+        """
+        inbox, link = self._inbox, self._link
+        link.wake_after(delivered.frame, self._number, inbox)
+        while inbox.received < delivered.deltas and link.last_frame < delivered.frame:
+            await inbox.changed()
+        if inbox.received != delivered.deltas:
+            detail = f"{inbox.received} of {delivered.deltas} deltas came by frame {delivered.frame}"
+            raise TritonError(Fault.PROTOCOL, detail)
+
+
+async def _read_own_stream(
+    channel: Channel, request: service_pb2.ModelInferRequest, deadline: float, inbox: Inbox
+) -> None:
+    """Put the responses of the request's own stream into `inbox`, whatever becomes of them."""
+    loop = asyncio.get_running_loop()
+    # Whether the model is silent, the channel's reader judges: it hears the deltas too.
+    responses = channel.stream_infer(request, deadline=deadline, idle_timeout_s=math.inf)
+    try:
+        async with contextlib.aclosing(responses):
+            async for response in responses:
+                inbox.put_response(response, loop.time())
+    except Exception as error:  # noqa: BLE001 - passed on to whoever waits for this stream
+        inbox.fail(error)
+    else:
+        inbox.end()
+
+
+def _remaining_s(generation: Generation) -> float:
+    """Return the seconds left.
+
+    Raises:
+        GatewayError: none are; the request was never sent.
+    """
+    remaining_s = generation.deadline - asyncio.get_running_loop().time()
+    if remaining_s <= 0:
+        raise TritonError(Fault.DEADLINE, "the deadline passed before it was sent").to_gateway()
+    return remaining_s

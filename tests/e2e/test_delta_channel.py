@@ -1,0 +1,252 @@
+"""Delta channels on the real Triton: the wire itself, and whole gateways over it, by the official SDK."""
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.channel_client import open_channel
+from tests.e2e.meddling_proxy import MeddlingProxy
+from tests.e2e.stream_client import StreamClient
+from tests.e2e.test_load import different, idle, streamed, until
+from tests.e2e.up_process import UpProcess, free_ports, metric, wait_until
+from wire.channel import Frame
+from wire.meta import Meta
+
+pytestmark = pytest.mark.e2e
+
+STREAMS = 64
+LONG: dict[str, Any] = {
+    "model": "chatglm3",
+    "messages": [{"role": "user", "content": "你好"}],
+    "max_tokens": 480,
+    "extra_body": {"ignore_eos": True},
+}
+
+
+class Worker:
+    """A `tritongate serve` of its own in front of the shared Triton."""
+
+    def __init__(self, up: UpProcess, *flags: str) -> None:
+        self.port = free_ports(1)[0]
+        self.base_url = f"http://127.0.0.1:{self.port}"
+        command = [str(Path(sys.executable).with_name("tritongate")), "serve"]
+        upstreams = [] if "--upstreams" in flags else ["--upstreams", up.triton_grpc]
+        self.process = subprocess.Popen(
+            [*command, *upstreams, *flags, "--port", str(self.port), "--log-level", "error"]
+        )
+        wait_until(self.is_ready, 60)
+
+    def is_ready(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(self.base_url + "/health/ready", timeout=20).status_code == 200
+        return False
+
+    def gauge(self, name: str, **labels: str) -> float:
+        return metric(httpx.get(self.base_url + "/metrics", timeout=20).text, name, **labels)
+
+    def sdk(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=self.base_url + "/v1", api_key="unused", max_retries=0, timeout=100, **options
+        )
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def worker(up: UpProcess) -> Iterator[Callable[..., Worker]]:
+    workers = []
+
+    def start(*flags: str) -> Worker:
+        workers.append(Worker(up, *flags))
+        return workers[-1]
+
+    yield start
+    for each in workers:
+        each.close()
+
+
+def test_a_channel_carries_what_a_plain_stream_does(triton: StreamClient) -> None:
+    plain = triton.ask("chatglm3", "你好", max_tokens=60, temperature=0, ignore_eos=True)
+    channel = open_channel(triton, "chatglm3", "by hand")
+    where = {"id": "by hand", "stream": 5}
+    own = triton.ask("chatglm3", "你好", max_tokens=60, temperature=0, ignore_eos=True, channel=where)
+    wait_until(lambda: channel.frames[-1].frame >= own.last.delivered.frame)
+    assert channel.text(5) + own.text == plain.text
+    assert channel.deltas(5) == own.last.delivered.deltas > 5
+    assert own.last.usage == plain.last.usage
+    assert [frame.frame for frame in channel.frames] == list(range(len(channel.frames)))
+    channel.close()
+
+
+def test_a_quiet_channel_beats_and_so_does_a_request_that_waits_for_its_turn(triton: StreamClient) -> None:
+    channel = open_channel(triton, "chatglm3", "quiet")
+    wait_until(lambda: len(channel.frames) > 2)
+    assert channel.frames[:3] == [Frame(frame=number) for number in range(3)]
+    channel.close()
+
+
+def test_closing_a_channel_ends_what_is_on_it(up: UpProcess, triton: StreamClient) -> None:
+    channel = open_channel(triton, "chatglm3", "closed")
+
+    def where(stream: int) -> dict[str, object]:
+        return {"id": "closed", "stream": stream}
+
+    owns = [
+        triton.stream("chatglm3", "你好", max_tokens=480, ignore_eos=True, channel=where(stream))
+        for stream in range(16)  # so that steps take a while
+    ]
+    assert all(next(own)[1].accepted is not None for own in owns)
+    wait_until(lambda: channel.deltas(15) > 0)
+    channel.close()
+    for own in owns:
+        with pytest.raises(RuntimeError, match="tritongate:channel_lost:"):
+            assert all(meta == Meta() for _, meta in own)
+    wait_until(lambda: up.gauge("tritongate_engine_requests_running", model="chatglm3") == 0)
+    with pytest.raises(RuntimeError, match="tritongate:channel_lost:"):
+        next(triton.stream("chatglm3", "你好", channel=where(0)))
+
+
+async def test_plain_and_channel_answer_alike(up: UpProcess, worker: Callable[..., Worker]) -> None:
+    by_channel, plainly = worker(), worker("--delta-channel", "off")
+    asked = [different(number) for number in range(STREAMS)]
+    answers = []
+    for each in (by_channel, plainly):
+        async with each.sdk() as client:
+            answers.append(await asyncio.gather(*(streamed(client, request) for request in asked)))
+    assert answers[0] == answers[1]
+    assert len({text for text, _, _ in answers[0]}) > STREAMS // 2
+    await idle(up)
+
+
+async def test_an_answer_that_is_not_streamed_comes_alike_beside_streams(
+    up: UpProcess, worker: Callable[..., Worker]
+) -> None:
+    by_channel = worker()
+    async with by_channel.sdk() as client:
+        beside = [asyncio.create_task(streamed(client, different(number))) for number in range(8)]
+        whole = await client.chat.completions.create(**different(3))
+        assert whole.choices[0].message.content == (await beside[3])[0]
+        await asyncio.gather(*beside)
+
+
+async def lasting(client: openai.AsyncOpenAI, **changes: Any) -> tuple[str, str]:
+    """Stream a long answer to its end; return how it ended and its text."""
+    text, reason = "", ""
+    try:
+        stream = await client.chat.completions.create(**(LONG | changes), stream=True)
+        async for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+            reason = chunk.choices[0].finish_reason or reason
+    except openai.APIError as error:
+        reason = f"error: {error}"
+    return reason, text
+
+
+@pytest.fixture
+async def proxy(up: UpProcess) -> AsyncIterator[MeddlingProxy]:
+    proxy = MeddlingProxy(up.triton_grpc)
+    await proxy.start()
+    yield proxy
+    await proxy.stop()
+
+
+@pytest.fixture
+async def meddled(proxy: MeddlingProxy, worker: Callable[..., Worker]) -> Worker:
+    """A gateway that reaches Triton through the proxy; awaited on a thread: the proxy needs the loop."""
+    return await asyncio.to_thread(worker, "--upstreams", proxy.address)
+
+
+async def test_a_channel_lost_under_load_leaves_no_stream_silent(
+    up: UpProcess, proxy: MeddlingProxy, meddled: Worker
+) -> None:
+    """The channel alone, again and again; each answer is whole, or ends with an error that says so."""
+    async with meddled.sdk() as client:
+        expected = await lasting(client, temperature=0)
+        assert expected[0] == "length"
+        ends: list[tuple[str, str]] = []
+        for _ in range(4):
+            tasks = [asyncio.create_task(lasting(client, temperature=0)) for _ in range(16)]
+            await until(lambda: up.gauge("tritongate_engine_requests_running", model="chatglm3") >= 8)
+            proxy.reset_channels()
+            ends += await asyncio.wait_for(asyncio.gather(*tasks), 60)
+        await asyncio.sleep(5.5)  # the longest pause after losses
+        opened = proxy.opened
+        assert await lasting(client, temperature=0) == expected
+        assert proxy.opened >= opened, "the channel was not opened anew"
+    assert proxy.opened > 1
+    for reason, text in ends:
+        assert reason == "length" or "was lost" in reason, reason
+        assert text == expected[1] if reason == "length" else expected[1].startswith(text)
+    assert any("was lost" in reason for reason, _ in ends)
+    await until(lambda: up.gauge("tritongate_engine_requests_running", model="chatglm3") == 0)
+    assert await asyncio.to_thread(meddled.gauge, "tritongate_upstream_errors_total", code="channel_lost") > 0
+
+
+async def test_a_missing_delta_is_noticed_by_the_count_in_the_last_response(
+    proxy: MeddlingProxy, meddled: Worker
+) -> None:
+    async with meddled.sdk() as client:
+        assert (await lasting(client, max_tokens=60))[0] == "length"
+        proxy.steal = 1
+        reason, text = await lasting(client, max_tokens=60)
+        assert proxy.steal == 0
+        assert reason.startswith("error: ")
+        assert text
+        assert (await lasting(client, max_tokens=60))[0] == "length", "the channel itself is well"
+    assert await asyncio.to_thread(meddled.gauge, "tritongate_upstream_errors_total", code="protocol") == 1
+    assert proxy.opened == 1
+
+
+async def test_a_killed_worker_frees_its_requests_and_harms_no_other(
+    up: UpProcess, worker: Callable[..., Worker]
+) -> None:
+    doomed, other = worker(), worker()
+    async with doomed.sdk() as dies, other.sdk() as lives:
+        lost = [asyncio.create_task(lasting(dies)) for _ in range(16)]
+        kept = [asyncio.create_task(lasting(lives, temperature=0)) for _ in range(4)]
+        await until(lambda: up.gauge("tritongate_engine_requests_running", model="chatglm3") >= 18)
+        doomed.process.kill()
+        await until(lambda: up.gauge("tritongate_engine_requests_running", model="chatglm3") <= 4)
+        ends = await asyncio.gather(*kept)
+        assert {reason for reason, _ in ends} == {"length"}
+        assert len({text for _, text in ends}) == 1
+        failed = await asyncio.gather(*lost, return_exceptions=True)
+        assert not any(isinstance(each, tuple) and each[0] == "length" for each in failed)
+    await idle(up)
+
+
+async def test_a_client_that_does_not_read_stalls_nobody(
+    up: UpProcess, worker: Callable[..., Worker]
+) -> None:
+    served = worker()
+    body = {**LONG, "stream": True, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
+    del body["extra_body"]
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", served.port))
+        raw = httpx.Request("POST", served.base_url + "/v1/chat/completions", json=body)
+        head = "".join(f"{name}: {value}\r\n" for name, value in raw.headers.items())
+        asked = f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n".encode() + raw.content
+        slow.sendall(asked * 12)  # one after the other, in all more than the kernel keeps for a socket
+        assert slow.recv(12) == b"HTTP/1.1 200"  # and never anything more
+        async with served.sdk() as client:
+            ends = await asyncio.wait_for(
+                asyncio.gather(*(lasting(client, temperature=0) for _ in range(8))), 60
+            )
+        assert {reason for reason, _ in ends} == {"length"}
+        assert len({text for _, text in ends}) == 1
+        await until(lambda: up.gauge("tritongate_engine_requests_running", model="chatglm3") == 0)
+        assert await asyncio.to_thread(served.gauge, "tritongate_requests_in_flight") == 1, "none is stuck"
+    await until(lambda: served.gauge("tritongate_requests_in_flight") == 0)
+    await idle(up)

@@ -1,0 +1,112 @@
+from typing import Any
+
+import pytest
+from tritonclient.grpc import service_pb2
+
+from gateway.dialects.base import ModelReport
+from gateway.dialects.chatglm_channel import ChatGLMChannels
+from gateway.errors import UpstreamProtocolError
+from gateway.generation import Conversation, Delta, Generation, Message, PlainText
+from wire.channel import Frame, encode_frame
+from wire.meta import Delivered, Meta, Usage, encode_meta
+from wire.sampling import ChannelStream, OpenChannel, decode_sampling
+from wire.strings import pack_strings, unpack_strings
+
+DIALECT = ChatGLMChannels()
+REPORT = ModelReport(heartbeat_age_s=0, chat_format="chatglm3", max_context=512)
+END = Meta(
+    tokens=1,
+    finish_reason="stop",
+    usage=Usage(prompt_tokens=1, completion_tokens=3),
+    delivered=Delivered(deltas=2, frame=9),
+)
+
+
+def response(text: str, document: bytes) -> service_pb2.ModelInferResponse:
+    built = service_pb2.ModelInferResponse()
+    for name, value in (("response", text.encode()), ("meta", document)):
+        built.outputs.add(name=name, datatype="BYTES", shape=(1, 1))
+        built.raw_output_contents.append(pack_strings([value]))
+    return built
+
+
+def generation(**changes: Any) -> Generation:
+    fields: dict[str, Any] = {
+        "request_id": "req-1",
+        "model": "m",
+        "prompt": Conversation((Message(role="user", content="hi"),)),
+        "deadline": 0.0,
+        "stream": True,
+    }
+    return Generation(**(fields | changes))
+
+
+def sampling_of(request: service_pb2.ModelInferRequest) -> Any:
+    return decode_sampling(unpack_strings(request.raw_input_contents[2])[0])
+
+
+def test_a_channel_is_opened_ahead_of_generations() -> None:
+    request = DIALECT.open("m", "c")
+    assert request.model_name == "m-stream"
+    assert [tensor.name for tensor in request.inputs] == ["prompt", "history", "sampling"]
+    assert request.parameters["priority"].uint64_param == 1
+    assert sampling_of(request) == OpenChannel("c")
+
+
+def test_a_generation_names_its_channel_and_is_otherwise_what_it_is_without() -> None:
+    channel = ChannelStream(id="c", stream=4)
+    request = DIALECT.request(generation(seed=3), REPORT, remaining_s=2, channel=channel)
+    assert request.parameters["priority"].uint64_param == 2
+    sampling = sampling_of(request)
+    assert sampling.channel == channel
+    assert (sampling.seed, sampling.stream, sampling.deadline_ms) == (3, True, 2000)
+
+
+def test_a_frame_is_read() -> None:
+    frame = Frame(frame=3, streams=[1], tokens=[1], texts=["a"])
+    assert DIALECT.read_frame(response("", encode_frame(frame))) == frame
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        service_pb2.ModelInferResponse(),
+        response("", b"{}"),
+        response("", b'{"frame":1,"streams":[1]}'),
+        response("", encode_meta(Meta(tokens=1))),
+    ],
+)
+def test_what_is_no_frame_is_a_protocol_error(broken: service_pb2.ModelInferResponse) -> None:
+    with pytest.raises(UpstreamProtocolError):
+        DIALECT.read_frame(broken)
+
+
+def test_deltas_are_joined_where_they_are_text_alone() -> None:
+    decoder = DIALECT.decoder(generation())
+    details = encode_meta(Meta(token_ids=[7]))
+    events = decoder.deltas(
+        [("a", 1, None), ("b", 2, None), ("c", 1, details), ("d", 1, None), (" ", 1, None)]
+    )
+    assert events == [
+        Delta(text="ab", tokens=3),
+        Delta(text="c", tokens=1, token_ids=(7,)),
+        Delta(text="d", tokens=2),  # a blank may turn out to be the answer's end
+    ]
+    assert decoder.deltas([]) == []
+
+
+def test_a_continued_text_is_shown_as_it_is() -> None:
+    decoder = DIALECT.decoder(generation(prompt=PlainText("x")))
+    assert decoder.deltas([(" a ", 1, None)]) == [Delta(text=" a ", tokens=1)]
+
+
+def test_the_last_response_says_what_was_delivered() -> None:
+    decoder = DIALECT.decoder(generation())
+    assert decoder.delivered(response("x", encode_meta(END))) == Delivered(deltas=2, frame=9)
+    assert decoder.delivered(response("", encode_meta(Meta()))) is None
+
+
+@pytest.mark.parametrize("document", [b"[", encode_meta(END), encode_meta(Meta(index=1))])
+def test_what_does_not_belong_to_a_delta_is_a_protocol_error(document: bytes) -> None:
+    with pytest.raises(UpstreamProtocolError):
+        DIALECT.decoder(generation()).deltas([("x", 1, document)])
