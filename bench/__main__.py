@@ -7,14 +7,14 @@ from pathlib import Path
 import click
 import torch
 
-from bench import engine, serving
+from bench import delivery, engine, gateway_delivery, serving
 from bench.load_rows import LoadRow, table
 
 BUILT_IN = Path(__file__).parent.parent / "triton_models" / "checkpoints" / "chatglm3-demo"
 
 
 @click.command()
-@click.argument("what", type=click.Choice(["engine", "serving", "all"]), default="all")
+@click.argument("what", type=click.Choice(["engine", "serving", "delivery", "all"]), default="all")
 @click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), default=BUILT_IN)
 @click.option("--rounds", default=3, show_default=True, help="counted runs of each row")
 def main(what: str, model: Path, rounds: int) -> None:
@@ -28,6 +28,12 @@ def main(what: str, model: Path, rounds: int) -> None:
     if what in ("serving", "all"):
         served = serving.measure("--model", str(model), clients=(1, 8, 32, 64), new_tokens=128, rounds=rounds)
         click.echo(table(LoadRow, served, leave_out={"rate", "within"}))
+        click.echo()
+    if what in ("delivery", "all"):
+        click.echo(table(delivery.DeliveryRow, delivery.measure(model, (256,), new_tokens=256)))
+        click.echo()
+        rows_of_gateway = gateway_delivery.measure((256,), new_tokens=100)
+        click.echo(table(gateway_delivery.GatewayDeliveryRow, rows_of_gateway))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,189 @@
+"""What it costs the serving process to get tokens from the engine to Triton: CPU per token.
+
+The engine is all sleep and the responders keep nothing, so that what is left is ours: detokenising, looking
+for stops, joining, encoding. Triton's own `send` (70-90 microseconds a response) comes on top.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from triton_models.engine.sequence import FinishReason, Request, TokenOutput
+from triton_models.engine.settings import EngineSettings
+from triton_models.engine.stats import EngineStats, StepStats
+from triton_models.serving.build import load_text
+from triton_models.serving.parameters import EntryParameters
+from triton_models.serving.service import Inputs, StreamService
+from wire.channel import Frame, encode_frame
+from wire.meta import Meta, encode_meta
+from wire.refusal import RefusalCode
+from wire.sampling import ChannelStream, Generation, OpenChannel, encode_sampling
+
+_STEP_S = 0.005
+_FIRST_PIECE = 300
+"""Behind the control and byte pieces, which text seldom has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeliveryRow:
+    """One measurement of the serving process; the times are microseconds of CPU per token."""
+
+    delivery: str
+    streams: int
+    tokens: int
+    responses: int
+    engine_thread: float
+    """Without making the outputs."""
+    other_threads: float
+
+
+def measure(checkpoint: Path, streams: tuple[int, ...], *, new_tokens: int) -> Iterator[DeliveryRow]:
+    """Run so many streams at a time, plainly and over a delta channel."""
+    for number, over_channel in itertools.product(streams, (False, True)):
+        yield _run(checkpoint, number, new_tokens, over_channel=over_channel)
+
+
+def _run(checkpoint: Path, streams: int, new_tokens: int, *, over_channel: bool) -> DeliveryRow:
+    text = load_text(EntryParameters(model="bench", checkpoint=checkpoint, device="cpu"))
+    engine = _SleepingEngine(text.tokenizer.size, new_tokens)
+    service = StreamService(cast("Any", engine), text, cast("Any", _no_metrics()), heartbeat_s=2.0)
+    service.start()
+    if over_channel:
+        service.handle(_Responder(), Inputs(b"", b"", encode_sampling(OpenChannel("c"))))
+    responders = [_Responder() for _ in range(streams)]
+    for number, responder in enumerate(responders):
+        channel = ChannelStream(id="c", stream=number) if over_channel else None
+        asked = Generation(max_tokens=new_tokens, ignore_eos=True, channel=channel)
+        service.handle(responder, Inputs(b"x", b"", encode_sampling(asked)))
+    while engine.stats().running < streams:
+        time.sleep(0.01)
+    before = _thread_seconds()
+    sent = _Responder.sent
+    engine.started.set()
+    for responder in responders:
+        responder.ended.wait()
+    spent = {name: seconds - before[name] for name, seconds in _thread_seconds().items() if name in before}
+    responses = _Responder.sent - sent
+    service.close()
+    of_engine = spent.pop("engine")
+    tokens = streams * new_tokens
+    return DeliveryRow(
+        delivery="channel" if over_channel else "plain",
+        streams=streams,
+        tokens=tokens,
+        responses=responses,
+        engine_thread=1e6 * (of_engine - engine.making_s) / tokens,
+        other_threads=1e6 * sum(spent.values()) / tokens,
+    )
+
+
+def _thread_seconds() -> dict[str, float]:
+    """Return the CPU time of each thread so far."""
+    return {
+        thread.name: time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+        for thread in threading.enumerate()
+        if thread.ident is not None
+    }
+
+
+def _no_metrics() -> SimpleNamespace:
+    def note(*_: object) -> None:
+        """Write nothing down."""
+
+    hooks = ("start", "stop", "step", "accepted", "first_token", "finished")
+    return SimpleNamespace(**dict.fromkeys(hooks, note))
+
+
+class _Responder:
+    """Encodes what it is given, and forgets it."""
+
+    sent = 0
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def send(self, text: str, meta: Meta, *, final: bool) -> None:
+        text.encode()
+        encode_meta(meta)
+        _Responder.sent += 1
+        if final:
+            self.ended.set()
+
+    def send_frame(self, frame: Frame) -> None:
+        encode_frame(frame)
+        _Responder.sent += 1
+
+    def refuse(self, code: RefusalCode, message: str) -> None:
+        if code is not RefusalCode.SHUTTING_DOWN:
+            raise RuntimeError(message)
+
+    def cancelled(self) -> bool:
+        return False
+
+
+class _SleepingEngine:
+    """Gives every open request a token per step; a step is a sleep. Does as much as the service asks for."""
+
+    def __init__(self, vocabulary: int, new_tokens: int) -> None:
+        self.settings = EngineSettings(max_running=1024, max_batched_tokens=1024)
+        self.max_context = 100_000
+        self.started = threading.Event()
+        self.making_s = 0.0
+        """CPU time spent on making outputs, which is not delivery."""
+        self._vocabulary = vocabulary
+        self._new_tokens = new_tokens
+        self._open: dict[str, int] = {}
+        self._outputs: list[TokenOutput] = []
+
+    def add(self, request: Request) -> None:
+        self._open[request.request_id] = 0
+
+    def cancel(self, request_id: str) -> bool:
+        return self._open.pop(request_id, None) is not None
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._open), waiting=0, kv_blocks_used=0, kv_blocks=0, preemptions=0, failed_steps=0
+        )
+
+    def step(self) -> StepStats | None:
+        if not self._open or not self.started.is_set():
+            time.sleep(_STEP_S)
+            return None
+        time.sleep(_STEP_S)
+        began = time.thread_time()
+        batch = list(self._open)
+        for number, request_id in enumerate(batch):
+            self._outputs.append(self._output(number, request_id))
+        self.making_s += time.thread_time() - began
+        return StepStats(
+            batch_size=len(batch), prefill_tokens=0, decode_tokens=len(batch), seconds=_STEP_S, preemptions=0
+        )
+
+    def _output(self, number: int, request_id: str) -> TokenOutput:
+        self._open[request_id] += 1
+        count = self._open[request_id]
+        last = count == self._new_tokens
+        if last:
+            del self._open[request_id]
+        return TokenOutput(
+            request_id=request_id,
+            prompt_tokens=1,
+            token_id=_FIRST_PIECE + (31 * number + 7 * count) % (self._vocabulary - 2 * _FIRST_PIECE),
+            finish_reason=FinishReason.LENGTH if last else None,
+        )
+
+    def take_outputs(self) -> list[TokenOutput]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def fail_running(self, error: str) -> None:
+        raise RuntimeError(error)
+
+    def shut_down(self, _reason: FinishReason, _error: str) -> None:
+        self._open.clear()

@@ -1,0 +1,229 @@
+"""What it costs the gateway to bring tokens from Triton's responses to a client's socket: CPU per token.
+
+The whole application runs in this process, with a scripted connection in the place of gRPC and nobody behind
+the ASGI `send`, so that what is left is ours and the web framework's. Reading a response from gRPC (some 25
+microseconds each) and the system call of each write come on top.
+"""
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Iterator, MutableMapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import uvloop
+from tritonclient.grpc import service_pb2 as pb
+
+from gateway.app import create_app
+from gateway.settings import load_settings
+from wire.channel import Frame, encode_frame
+from wire.meta import Accepted, Delivered, Meta, ProbeReport, Usage, encode_meta
+from wire.sampling import Generation, OpenChannel, Probe, decode_sampling
+from wire.strings import pack_strings, unpack_strings
+
+_WORDS = ("天气", " hello", "的", ",", " and", "今天", " quick", "好")
+_BODY = json.dumps(
+    {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 1}
+).encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayDeliveryRow:
+    """One measurement of the gateway, without requests' beginnings and ends."""
+
+    delivery: str
+    streams: int
+    tokens: int
+    microseconds: float
+    """Of CPU per token."""
+
+
+def measure(streams: tuple[int, ...], *, new_tokens: int) -> Iterator[GatewayDeliveryRow]:
+    """Run so many streams at a time, plainly and over a delta channel."""
+    for number, over_channel in itertools.product(streams, (False, True)):
+        triton = _ScriptedTriton(number, over_channel=over_channel)
+        with (
+            patch("gateway.triton.pool.Channel", lambda _address, triton=triton: triton),
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            yield runner.run(_run(triton, new_tokens))
+
+
+async def _run(triton: "_ScriptedTriton", new_tokens: int) -> GatewayDeliveryRow:
+    app = create_app(load_settings({"models": ("m",), "max_in_flight": 1024}))
+    gateway = app.state.gateway
+    async with app.router.lifespan_context(app):
+        await _until(gateway.ready)
+        clients = [_Client() for _ in range(triton.streams)]
+        tasks = [asyncio.create_task(app(client.scope(), client.receive, client.send)) for client in clients]
+        await _until(lambda: triton.accepted == triton.streams and all(client.begun for client in clients))
+        triton.step()  # the first token brings the role along
+        await _until(lambda: all(client.written.is_set() for client in clients))
+        await _until_written(clients)
+        steps = [triton.prepare() for _ in range(new_tokens)]
+        began = time.process_time()
+        for responses in steps:
+            triton.send(responses)
+            await _until_written(clients)
+        spent = time.process_time() - began
+        triton.finish()
+        await asyncio.gather(*tasks)
+    return GatewayDeliveryRow(
+        delivery="channel" if triton.over_channel else "plain",
+        streams=triton.streams,
+        tokens=triton.streams * new_tokens,
+        microseconds=1e6 * spent / (triton.streams * new_tokens),
+    )
+
+
+async def _until(holds: Any) -> None:
+    while not holds():  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0.01)
+
+
+async def _until_written(clients: list["_Client"]) -> None:
+    """Wait until each client has one more chunk than at the last call."""
+    for client in clients:
+        await client.written.wait()
+        client.written.clear()
+
+
+class _Client:
+    """One HTTP client as ASGI sees it."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.written = asyncio.Event()
+        self._asked = False
+
+    def scope(self) -> MutableMapping[str, Any]:
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(_BODY)).encode())]
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": "/v1/chat/completions",
+            "raw_path": b"/v1/chat/completions",
+            "query_string": b"",
+            "root_path": "",
+            "headers": headers,
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 80),
+        }
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        if self._asked:
+            await asyncio.Event().wait()
+        self._asked = True
+        return {"type": "http.request", "body": _BODY, "more_body": False}
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        self.begun = True
+        if message.get("body"):
+            self.written.set()
+
+
+class _ScriptedTriton:
+    """Stands where `gateway.triton.channel.Channel` does: responses as gRPC has read them."""
+
+    address = "127.0.0.1:1"
+
+    def __init__(self, streams: int, *, over_channel: bool) -> None:
+        self.streams = streams
+        self.over_channel = over_channel
+        self.accepted = 0
+        self._queues: dict[int, asyncio.Queue[pb.ModelInferResponse]] = {}
+        self._frames: asyncio.Queue[pb.ModelInferResponse] | None = None
+        self._count = 0
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    def end_inference(self, *_: object) -> None:
+        """Nothing dies here."""
+
+    async def unary(self, _method: str, _request: Any, *, timeout_s: float) -> Any:
+        del timeout_s
+        return SimpleNamespace(
+            inputs=[
+                SimpleNamespace(name=name, datatype="BYTES", shape=(-1, 1))
+                for name in ("prompt", "history", "sampling")
+            ],
+            outputs=[],
+            versions=["1"],
+        )
+
+    async def stream_infer(
+        self, request: pb.ModelInferRequest, **_: float
+    ) -> AsyncIterator[pb.ModelInferResponse]:
+        match decode_sampling(unpack_strings(request.raw_input_contents[2])[0]):
+            case Probe():
+                report = ProbeReport(
+                    heartbeat_age_s=0,
+                    running=0,
+                    waiting=0,
+                    format="chatglm3",
+                    max_context=8192,
+                    delta_channel=self.over_channel,
+                )
+                yield _response("", encode_meta(Meta(probe=report)))
+            case OpenChannel():
+                self._frames = asyncio.Queue()
+                yield _response("", encode_frame(Frame(frame=0)))
+                while True:
+                    yield await self._frames.get()
+            case Generation() as asked:
+                number = len(self._queues) if asked.channel is None else asked.channel.stream
+                queue = self._queues[number] = asyncio.Queue()
+                self.accepted += 1
+                yield _response("", encode_meta(Meta(accepted=Accepted(request_id="r", prompt_tokens=1))))
+                while (response := await queue.get()).id != "last":
+                    yield response
+                yield response
+
+    def step(self) -> None:
+        """Make one step's responses and deliver them."""
+        self.send(self.prepare())
+
+    def prepare(self) -> list[pb.ModelInferResponse]:
+        """Return the responses of one step: a token for each stream."""
+        self._count += 1
+        texts = [_WORDS[(self._count + number) % len(_WORDS)] for number in self._queues]
+        if not self.over_channel:
+            meta = encode_meta(Meta(tokens=1))
+            return [_response(text, meta) for text in texts]
+        numbers = list(self._queues)
+        frame = Frame(frame=self._count, streams=numbers, tokens=[1] * len(numbers), texts=texts)
+        return [_response("", encode_frame(frame))]
+
+    def send(self, responses: list[pb.ModelInferResponse]) -> None:
+        """Deliver a step's responses."""
+        if self._frames is not None:
+            self._frames.put_nowait(responses[0])
+            return
+        for queue, response in zip(self._queues.values(), responses, strict=True):
+            queue.put_nowait(response)
+
+    def finish(self) -> None:
+        """End every answer."""
+        meta = Meta(
+            finish_reason="length",
+            usage=Usage(prompt_tokens=1, completion_tokens=self._count),
+            delivered=Delivered(deltas=self._count, frame=self._count) if self.over_channel else None,
+        )
+        for queue in self._queues.values():
+            queue.put_nowait(_response("", encode_meta(meta), name="last"))
+
+
+def _response(text: str, document: bytes, name: str = "") -> pb.ModelInferResponse:
+    response = pb.ModelInferResponse(id=name)
+    for tensor, value in (("response", text.encode()), ("meta", document)):
+        response.outputs.add(name=tensor, datatype="BYTES", shape=(1, 1))
+        response.raw_output_contents.append(pack_strings([value]))
+    return response
