@@ -12,8 +12,8 @@ from triton_models.engine.kernels.decode_plan import (
 
 def test_splits_fill_the_device_and_no_more() -> None:
     assert choose_splits(1, 2, 132, 8192) == SEGMENTS
-    assert choose_splits(1, 2, 132, 259) == 5
-    assert choose_splits(32, 2, 132, 8192) == 8
+    assert choose_splits(1, 2, 132, 259) == 3
+    assert choose_splits(32, 2, 132, 8192) == 2
     assert choose_splits(512, 2, 132, 8192) == 1
 
 
