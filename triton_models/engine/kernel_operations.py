@@ -21,7 +21,7 @@ from triton_models.engine.layout import StepLayout
 from triton_models.engine.model import CausalModel
 from triton_models.engine.operations import Rotary
 
-FEW_ROWS = 16
+FEW_ROWS = 0
 """Up to so many rows our own products are faster than the library's: see bench/LOG.md."""
 
 _MAX_SPLIT_ROWS = 128
