@@ -7,13 +7,11 @@ import json
 import os
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if "--interpret" in sys.argv:
     # Read when triton is first imported.
@@ -35,32 +33,14 @@ from bench.gpu.attention_cases import (
     compile_kernel,
 )
 from bench.gpu.attention_setup import CHATGLM3, TINY, Setup
+from bench.gpu.report import Results, guarded, print_table
 from bench.gpu.timing import microseconds, terabytes_per_second
 from triton_models.engine.kernels.decode_plan import choose_splits
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 PROGRAMS_PER_SM = (1, 2, 4, 8)
-
-Results = dict[str, str]
-"""Measured text by label."""
-
-
-def guarded(results: Results, label: str, measure: Callable[[], object]) -> str:
-    """Keep and return the measurement as text; an error is printed and does not end the run."""
-    try:
-        value = measure()
-    except Exception as error:  # noqa: BLE001 - device time is scarce: go on with the next
-        print(f"! {label}: {type(error).__name__}: {str(error)[:300]}")
-        traceback.print_exc(limit=-2)
-        value = "err"
-    results[label] = f"{value:.1f}" if isinstance(value, float) else str(value)
-    return results[label]
-
-
-def print_table(title: str, header: Iterable[str], rows: Iterable[list[str]]) -> None:
-    """Print one Markdown table."""
-    print(f"\n{title}\n| " + " | ".join(header) + " |")
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
 
 
 def compile_all(setup: Setup) -> None:
