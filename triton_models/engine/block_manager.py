@@ -1,5 +1,8 @@
 """Which KV blocks are in use, and by how many sequences. Knows nothing of what is in them."""
 
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
 PADDING_BLOCK = 0
 """Never handed out and always zero: what a block table is padded with."""
 
@@ -7,26 +10,45 @@ PADDING_BLOCK = 0
 class BlockManager:
     """Hands out blocks numbered 1 to `blocks`, each of `block_size` tokens, with a reference count.
 
+    A block is *used* while it has holders. Without any it is *free*, or *cached* if its contents were
+    declared worth keeping: then it can be held again as it is, until it is needed for something else. Cached
+    blocks are handed out when no free one is left, the one that lost its last holder first, and `on_eviction`
+    is told.
+
     Every operation costs as much as the blocks it names, however large the cache is. Asking for more than is
-    free, or giving back what is not held, is a fault of the caller: RuntimeError.
+    available, or giving back what is not held, is a fault of the caller: RuntimeError.
     """
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self.blocks = blocks
         self.block_size = block_size
+        self.on_eviction: Callable[[int], None] = _ignore
         # A stack: the block freed last is the likeliest to be in a processor cache still.
         self._free = list(range(blocks, PADDING_BLOCK, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        """Oldest first."""
+        self._kept = [False] * (blocks + 1)
         self._references = [0] * (blocks + 1)
 
     @property
     def free(self) -> int:
-        """Number of blocks that nobody holds."""
+        """Number of blocks that nobody holds and whose contents nobody wants."""
         return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Number of blocks that nobody holds and whose contents are kept while there is room."""
+        return len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """Number of blocks that can be handed out."""
+        return len(self._free) + len(self._cached)
 
     @property
     def used(self) -> int:
         """Number of blocks that somebody holds."""
-        return self.blocks - len(self._free)
+        return self.blocks - len(self._free) - len(self._cached)
 
     def blocks_for(self, tokens: int) -> int:
         """Return how many blocks hold `tokens` tokens."""
@@ -37,26 +59,58 @@ class BlockManager:
         return self._references[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, each with one holder."""
-        if count > len(self._free):
-            raise RuntimeError(f"{count} KV blocks were asked for and {len(self._free)} are free")
-        taken = [self._free.pop() for _ in range(count)]
+        """Take `count` available blocks, each with one holder."""
+        if count > self.available:
+            raise RuntimeError(f"{count} KV blocks were asked for and {self.available} are available")
+        taken = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for block in taken:
             self._references[block] = 1
         return taken
 
-    def retain(self, blocks: list[int]) -> None:
-        """Add a holder to each of `blocks`, which must be held already."""
+    def retain(self, blocks: Iterable[int]) -> None:
+        """Add a holder to each of `blocks`, which must be held or cached."""
         for block in blocks:
-            if self._references[block] < 1:
-                raise RuntimeError(f"KV block {block} is not held")
+            if self._references[block] == 0:
+                if block not in self._cached:
+                    raise _not_held(block)
+                del self._cached[block]
             self._references[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """Take a holder from each of `blocks`; a block without one is free."""
-        for block in blocks:
+        """Take a holder from each of `blocks`, the last first: of a chain, the end is evicted first."""
+        for block in reversed(blocks):
             if self._references[block] < 1:
-                raise RuntimeError(f"KV block {block} is not held")
+                raise _not_held(block)
             self._references[block] -= 1
             if self._references[block] == 0:
-                self._free.append(block)
+                if self._kept[block]:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def keep(self, block: int) -> None:
+        """Declare the contents of a held block worth keeping."""
+        if self._references[block] < 1:
+            raise _not_held(block)
+        self._kept[block] = True
+
+    def discard(self, block: int) -> None:
+        """Take `keep` back."""
+        self._kept[block] = False
+        if block in self._cached:
+            del self._cached[block]
+            self._free.append(block)
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        self._kept[block] = False
+        self.on_eviction(block)
+        return block
+
+
+def _not_held(block: int) -> RuntimeError:
+    return RuntimeError(f"KV block {block} is not held")
+
+
+def _ignore(block: int) -> None:
+    """Nobody has told anything of this block."""

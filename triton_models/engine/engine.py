@@ -150,10 +150,12 @@ class Engine:
             self._close(sequence, reason, error=error)
 
     def _start_scheduler(self) -> None:
-        settings = self.settings
-        self._blocks = BlockManager(self._kv_blocks, settings.block_size)
+        self._blocks = BlockManager(self._kv_blocks, self.settings.block_size)
         self._scheduler = Scheduler(
-            self._blocks, max_running=settings.max_running, max_batched_tokens=settings.max_batched_tokens
+            self._blocks,
+            max_running=self.settings.max_running,
+            max_batched_tokens=self.settings.max_batched_tokens,
+            prefix_cache=self.settings.prefix_cache,
         )
 
     def _launch(self) -> "_Step | None":
@@ -224,7 +226,7 @@ class Engine:
         if sequence.state is SequenceState.FINISHED:
             return  # It ended while the device was already at this token.
         if sampled.error is not None:
-            self._finish(sequence, FinishReason.ERROR, error=sampled.error)
+            self._finish(sequence, FinishReason.ERROR, error=sampled.error, spoilt=sampled.spoilt)
             return
         params = sequence.request.sampling
         sequence.append(sampled.token_id)
@@ -251,9 +253,11 @@ class Engine:
         reason: FinishReason,
         sampled: Sampled | None = None,
         error: str | None = None,
+        *,
+        spoilt: bool = False,
     ) -> None:
         """Take a sequence from the scheduler, free its blocks and give it its final output."""
-        self._scheduler.remove(sequence)
+        self._scheduler.remove(sequence, spoilt=spoilt)
         self._close(sequence, reason, sampled, error)
 
     def _close(
@@ -289,6 +293,7 @@ class Engine:
                 logprobs=None if sampled is None else sampled.logprobs,
                 finish_reason=reason,
                 error=error,
+                cached_tokens=sequence.cached_tokens or 0,
                 queue_seconds=queue_seconds,
                 time_to_first_token=time_to_first_token,
             )

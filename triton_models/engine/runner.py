@@ -32,6 +32,8 @@ class Sampled:
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    spoilt: bool = False
+    """The model's output is not finite, so what it left in the KV cache is not to be trusted either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +264,7 @@ def _results(sampling: list[Sequence], outputs: SamplerOutputs, mask_errors: dic
             error = "the model's output is not finite"
         if error is None and not allowed[row]:
             error = "no token is allowed here"
-        results.append(Sampled(sequence, tokens[row], logprobs.get(row), error))
+        results.append(Sampled(sequence, tokens[row], logprobs.get(row), error, spoilt=not finite[row]))
     return results
 
 

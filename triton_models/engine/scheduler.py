@@ -7,6 +7,7 @@ from operator import attrgetter
 
 from triton_models.engine.batch import Batch, Chunk
 from triton_models.engine.block_manager import BlockManager
+from triton_models.engine.prefix_cache import PrefixCache
 from triton_models.engine.sequence import Sequence, SequenceState
 from triton_models.engine.waiting_list import WaitingList
 
@@ -18,6 +19,9 @@ class Scheduler:
 
     * Every running decode has its token in every step, so a long prompt never stops the others. What is left
       goes to prompts by rank: one that outranks a prompt under way overtakes it.
+    * What another sequence computed is not computed again (`PrefixCache`). Nobody has to wait for a beginning
+      that is just being computed: a sequence is admitted when its tokens' turn has come, and by then every
+      token of those before it is scheduled, and can be found.
     * A sequence is admitted when the blocks for all its known tokens are free, and takes them then: no prompt
       runs out of blocks halfway.
     * When a decode finds no block, the running sequence of the worst rank (priority, then arrival) gives up
@@ -30,26 +34,39 @@ class Scheduler:
     writes there: the steps launched later run after it on the same stream, and clear or fill them first.
     """
 
-    def __init__(self, block_manager: BlockManager, *, max_running: int, max_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        *,
+        max_running: int,
+        max_batched_tokens: int,
+        prefix_cache: bool = True,
+    ) -> None:
         self._blocks = block_manager
+        self._prefixes = PrefixCache(block_manager, enabled=prefix_cache)
         self._max_running = max_running
         self._max_batched_tokens = max_batched_tokens
         self.waiting = WaitingList()
         self.running: list[Sequence] = []
         """Sorted by rank."""
         self._slots = list(range(max_running))
-        """Those nobody holds, as a heap: the lowest go first, so that few sequences stand close together."""
+        """Those that nobody holds, as a heap: the lowest go first, so few sequences stand close together."""
 
     def add(self, sequence: Sequence) -> None:
         """Let a new sequence wait."""
         self.waiting.add(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and free its blocks."""
+    def remove(self, sequence: Sequence, *, spoilt: bool = False) -> None:
+        """Take a sequence out, wherever it is, and free its blocks.
+
+        `spoilt`: what it computed is not to be trusted, and nobody shall find it.
+        """
         if sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence.request.request_id)
-        else:
-            self._stop_running(sequence)
+            return
+        if spoilt:
+            self._prefixes.spoil(sequence)
+        self._stop_running(sequence)
 
     def expired(self, now: float) -> list[Sequence]:
         """Return the sequences whose deadline is at or before `now`, in monotonic seconds."""
@@ -73,25 +90,35 @@ class Scheduler:
                 break
             if sequence is started:
                 prefilling.popleft()
-            budget -= _prefill(sequence, budget, batch)
+                self._prefixes.catch_up(sequence)
+            budget -= self._prefill(sequence, budget, batch)
         return batch
 
+    def _prefill(self, sequence: Sequence, budget: int, batch: Batch) -> int:
+        """Schedule as much of a prompt as the budget allows; returns the number of tokens."""
+        start = sequence.computed
+        count = min(len(sequence.tokens) - start, budget)
+        batch.prefills.append(Chunk(sequence, start, count, start + count == sequence.length))
+        self._prefixes.register(sequence, start + count)
+        return count
+
     def _schedule_decodes(self, batch: Batch) -> None:
-        block_size = self._blocks.block_size
+        block_size, decode = self._blocks.block_size, SequenceState.DECODE
         # Victims are taken from the end of this very list, never before the one that the loop is at.
         for sequence in self.running:
-            if sequence.state is not SequenceState.DECODE:
+            if sequence.state is not decode:
                 continue
             computed = sequence.computed
             if sequence.in_flight and (sequence.masked or computed + 1 >= sequence.max_length):
                 continue
             if computed == len(sequence.blocks) * block_size and not self._make_room(sequence, batch):
                 continue
-            batch.decodes.append(Chunk(sequence, computed, 1, samples=True))
+            batch.decodes.append(Chunk(sequence, computed, 1, True))  # noqa: FBT003 - see Chunk
 
     def _make_room(self, sequence: Sequence, batch: Batch) -> bool:
         """Give a decoding sequence the block its next token needs; False if it had to give up its own."""
-        while not self._blocks.free:
+        self._prefixes.register(sequence, sequence.computed)
+        while not self._blocks.available:
             victim = self.running[-1]
             self._preempt(victim, batch)
             if victim is sequence:
@@ -106,15 +133,25 @@ class Scheduler:
             return None
         if sequence.in_flight:
             return None
-        needed = self._blocks.blocks_for(len(sequence.tokens))
+        if len(self.running) >= self._max_running:
+            return None
+        found = self._prefixes.find(sequence)
+        needed = self._blocks.blocks_for(len(sequence.tokens)) - len(found)
+        revived = sum(not self._blocks.references(block) for block in found)
         # A block more for each running sequence keeps the next few steps from preempting what is admitted
-        # now. What this step preempted cannot come straight back: it needs more than it gave.
-        if len(self.running) >= self._max_running or needed + len(self.running) > self._blocks.free:
+        # now. What this step preempted needs more than it gave, and comes straight back only if others hold
+        # what it gave up, too.
+        if needed + revived + len(self.running) > self._blocks.available:
             return None
         self.waiting.remove(sequence.request.request_id)
         sequence.move_to(SequenceState.PREFILL)
         sequence.slot = heappop(self._slots)
         insort(self.running, sequence, key=_rank)
+        self._blocks.retain(found)
+        sequence.blocks = found
+        self._prefixes.start(sequence)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = sequence.computed
         self._take_blocks(sequence, needed, batch)
         return sequence
 
@@ -127,6 +164,9 @@ class Scheduler:
 
     def _stop_running(self, sequence: Sequence) -> None:
         del self.running[bisect_left(self.running, sequence.rank, key=_rank)]
+        # The newest token is known or in flight, and computed or not.
+        self._prefixes.register(sequence, min(sequence.computed, len(sequence.tokens)))
+        self._prefixes.stop(sequence)
         self._blocks.release(sequence.blocks)
         sequence.blocks = []
         if sequence.slot is not None:
@@ -137,11 +177,3 @@ class Scheduler:
         taken = self._blocks.allocate(count)
         sequence.blocks += taken
         batch.new_blocks += taken
-
-
-def _prefill(sequence: Sequence, budget: int, batch: Batch) -> int:
-    """Schedule as much of a prompt as the budget allows; returns the number of tokens."""
-    start = sequence.computed
-    count = min(len(sequence.tokens) - start, budget)
-    batch.prefills.append(Chunk(sequence, start, count, samples=start + count == sequence.length))
-    return count

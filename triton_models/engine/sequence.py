@@ -43,7 +43,8 @@ class Request:
     """Token ids to continue.
 
     `priority`: lower runs first, equal ones in order of arrival. `deadline`: monotonic seconds after which
-    the request is given up, waiting or running; None: never.
+    the request is given up, waiting or running; None: never. `prefix_cache` False: its keys and values are
+    its own alone.
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class Request:
     sampling: SamplingParams
     priority: int = 0
     deadline: float | None = None
+    prefix_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,7 @@ class Sequence:
         "arrival",
         "arrived_at",
         "blocks",
+        "cached_tokens",
         "computed",
         "in_flight",
         "masked",
@@ -126,6 +129,8 @@ class Sequence:
         self.in_flight = 0
         """Tokens that launched steps sample, unknown to the host as yet: 0 or 1 when a step is scheduled."""
         self.blocks: list[int] = []
+        self.cached_tokens: int | None = None
+        """Tokens of the prompt that were found in the cache when it was first admitted."""
         self.slot: int | None = None
         """Row of the device's state tables, 0 to `max_running` - 1; None unless running."""
         self.scheduled_at: float | None = None

@@ -38,6 +38,8 @@ class EngineSettings:
     """KV blocks; None: by memory."""
     kv_memory_gib: float | None = None
     """Memory for KV blocks, in GiB; None: a share of what is free."""
+    prefix_cache: bool = True
+    """Sequences that begin with the same tokens share the KV blocks of these."""
     failure_limit: int = 3
     """Failed steps in a row after which the engine stops."""
 
@@ -46,7 +48,7 @@ class EngineSettings:
         lowest = {"max_waiting": 0, "max_context": 2}
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "kv_memory_gib" or value is None:
+            if field.name in {"kv_memory_gib", "prefix_cache"} or value is None:
                 continue
             if value < lowest.get(field.name, 1):
                 raise SettingsError(f"{field.name} must be at least {lowest.get(field.name, 1)}, not {value}")

@@ -41,9 +41,13 @@ def warm_up(engine: Engine) -> None:
     together = engine.settings.max_running + engine.settings.max_waiting
     for length in (1, 23, longest):
         for number, sampling in enumerate(samplings[:together]):
-            # Of different beginnings, so that none finds another's in a cache.
-            prompt = (number,) * max(1, min(length, longest))
-            engine.add(Request(request_id=f"warm-up {number}", prompt_ids=prompt, sampling=sampling))
+            request = Request(
+                request_id=f"warm-up {number}",
+                prompt_ids=(number,) * max(1, min(length, longest)),
+                sampling=sampling,
+                prefix_cache=False,  # or there would be nothing left to compute
+            )
+            engine.add(request)
         while engine.open_requests:
             engine.step()
             for output in engine.take_outputs():

@@ -79,7 +79,7 @@ def engine_settings(parameters: EntryParameters, device: torch.device) -> Engine
         SettingsError: a value out of range.
     """
     asked = {name: getattr(parameters, name) for name in _ENGINE_PARAMETERS}
-    values = dict(_GPU_DEFAULTS) if device.type == "cuda" else {}
+    values: dict[str, Any] = dict(_GPU_DEFAULTS) if device.type == "cuda" else {}
     values |= {name: value for name, value in asked.items() if value is not None}
     return EngineSettings(**values)
 

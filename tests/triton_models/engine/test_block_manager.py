@@ -9,7 +9,7 @@ def test_blocks_are_handed_out_once_and_never_the_padding() -> None:
     assert sorted(taken) == [1, 2, 3, 4, 5]
     assert PADDING_BLOCK not in taken
     assert (manager.used, manager.free) == (5, 0)
-    with pytest.raises(RuntimeError, match="1 KV blocks were asked for and 0 are free"):
+    with pytest.raises(RuntimeError, match="1 KV blocks were asked for and 0 are available"):
         manager.allocate(1)
 
 
@@ -30,7 +30,65 @@ def test_what_is_not_held_can_be_neither_shared_nor_given_back(block: int) -> No
         manager.release([block])
     with pytest.raises(RuntimeError, match="not held"):
         manager.retain([block])
+    with pytest.raises(RuntimeError, match="not held"):
+        manager.keep(block)
     assert manager.free == 2
+
+
+def test_what_is_kept_is_there_until_nothing_else_is_free() -> None:
+    manager = BlockManager(3, 4)
+    evicted: list[int] = []
+    manager.on_eviction = evicted.append
+    kept = manager.allocate(2)
+    for block in kept:
+        manager.keep(block)
+    manager.release(kept)
+    assert (manager.free, manager.cached, manager.used, manager.available) == (1, 2, 0, 3)
+    other = manager.allocate(1)
+    assert not set(other) & set(kept)
+    assert evicted == []
+    # Of one release, the end goes first.
+    assert manager.allocate(1) == [kept[1]]
+    assert evicted == [kept[1]]
+    manager.retain([kept[0]])
+    assert (manager.references(kept[0]), manager.used, manager.available) == (1, 3, 0)
+
+
+def test_the_first_to_be_released_is_the_first_to_be_evicted() -> None:
+    manager = BlockManager(3, 4)
+    blocks = manager.allocate(3)
+    for block in blocks:
+        manager.keep(block)
+    for block in blocks:
+        manager.release([block])
+    manager.retain([blocks[0]])
+    manager.release([blocks[0]])
+    assert manager.allocate(3) == [blocks[1], blocks[2], blocks[0]]
+
+
+def test_an_evicted_block_is_not_kept_again() -> None:
+    manager = BlockManager(1, 4)
+    for _ in range(2):
+        blocks = manager.allocate(1)
+        manager.keep(blocks[0])
+        manager.release(blocks)
+    blocks = manager.allocate(1)
+    manager.release(blocks)
+    assert (manager.free, manager.cached) == (1, 0)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_what_is_discarded_is_free_as_soon_as_nobody_holds_it(*, held: bool) -> None:
+    manager = BlockManager(1, 4)
+    blocks = manager.allocate(1)
+    manager.keep(blocks[0])
+    if held:
+        manager.discard(blocks[0])
+        manager.release(blocks)
+    else:
+        manager.release(blocks)
+        manager.discard(blocks[0])
+    assert (manager.free, manager.cached) == (1, 0)
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])

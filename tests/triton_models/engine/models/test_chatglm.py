@@ -77,12 +77,20 @@ def test_all_at_once_in_any_order_with_prompts_in_chunks(golden: Golden, seed: i
     check(golden, Engine(golden.model, settings), order)
 
 
-def test_all_at_once_with_too_few_blocks(golden: Golden) -> None:
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_all_at_once_with_too_few_blocks(golden: Golden, *, prefix_cache: bool) -> None:
     longest = max(len(case["input_ids"]) for case in golden.cases) + 24
-    settings = EngineSettings(max_running=16, max_batched_tokens=64, block_size=2, kv_blocks=-(-longest // 2))
+    settings = EngineSettings(
+        max_running=16,
+        max_batched_tokens=64,
+        block_size=2,
+        kv_blocks=-(-longest // 2),
+        prefix_cache=prefix_cache,
+    )
     engine = Engine(golden.model, settings)
     check(golden, engine, list(range(len(golden.cases))))
-    assert engine.stats().preemptions > 0
+    # With what the prompts share held once, the blocks may do.
+    assert prefix_cache or engine.stats().preemptions > 0
 
 
 def test_logits_of_the_last_position(golden: Golden) -> None:
@@ -162,6 +170,44 @@ def test_64_mixed_requests_get_what_each_gets_alone(golden: Golden) -> None:
     for key, wanted in expected.items():
         assert ids(outputs[key]) == ids(wanted)
         assert outputs[key][-1].finish_reason == wanted[-1].finish_reason
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_quarter_of_the_memory_changes_no_greedy_answer(golden: Golden, *, prefix_cache: bool) -> None:
+    numbers = random.Random(4)
+    vocabulary = golden.model.vocab_size
+    common = [numbers.randrange(vocabulary) for _ in range(30)]
+    requests = [
+        request(
+            str(number),
+            common[: numbers.choice([0, 10, 30])] + [numbers.randrange(vocabulary) for _ in range(10)],
+            SamplingParams(temperature=0.0, max_tokens=numbers.randrange(10, 30)),
+        )
+        for number in range(24)
+    ]
+    alone = Engine(golden.model, EngineSettings(prefix_cache=False))
+    expected = {}
+    for each in requests:
+        alone.add(each)
+        expected |= run(alone)
+    wanted = sum(-(-(len(each.prompt_ids) + (each.sampling.max_tokens or 0)) // 4) for each in requests)
+    settings = EngineSettings(
+        max_running=24,
+        max_batched_tokens=64,
+        block_size=4,
+        kv_blocks=wanted // 4,
+        prefix_cache=prefix_cache,
+    )
+    engine = Engine(golden.model, settings)
+    for each in requests:
+        engine.add(each)
+    outputs = run(engine)
+    assert engine.stats().preemptions > 0
+    assert any(each[0].cached_tokens for each in outputs.values()) == prefix_cache
+    assert {key: ids(each) for key, each in outputs.items()} == {
+        key: ids(each) for key, each in expected.items()
+    }
+    assert engine.stats().kv_blocks_used == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

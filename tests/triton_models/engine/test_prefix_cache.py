@@ -1,0 +1,291 @@
+import struct
+from collections.abc import Sequence as Tokens
+
+import pytest
+
+from triton_models.engine.batch import Batch
+from triton_models.engine.block_manager import BlockManager
+from triton_models.engine.prefix_cache import PrefixCache
+from triton_models.engine.sampling import SamplingParams
+from triton_models.engine.scheduler import Scheduler
+from triton_models.engine.sequence import Request, Sequence, SequenceState
+
+SIZE = 4
+
+
+class Table:
+    """A scheduler and its sequences; every step samples what `answer` says."""
+
+    def __init__(
+        self,
+        *,
+        blocks: int = 40,
+        max_running: int = 8,
+        budget: int = 40,
+        enabled: bool = True,
+        answer: int = 9,
+    ) -> None:
+        self.blocks = BlockManager(blocks, SIZE)
+        self.scheduler = Scheduler(
+            self.blocks, max_running=max_running, max_batched_tokens=budget, prefix_cache=enabled
+        )
+        self.answer = answer
+        self.arrivals = 0
+
+    def add(self, prompt: Tokens[int], *, count: int = 4, priority: int = 0, shares: bool = True) -> Sequence:
+        request = Request(
+            request_id=str(self.arrivals),
+            prompt_ids=tuple(prompt),
+            sampling=SamplingParams(max_tokens=count),
+            priority=priority,
+            prefix_cache=shares,
+        )
+        sequence = Sequence(request, arrival=self.arrivals, arrived_at=0.0, max_tokens=count)
+        self.arrivals += 1
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> Batch:
+        batch = self.scheduler.schedule()
+        batch.advance()
+        for chunk in batch.chunks:
+            if chunk.samples:
+                chunk.sequence.append(self.answer)
+                if chunk.sequence.generated >= chunk.sequence.max_tokens:
+                    self.end(chunk.sequence)
+        return batch
+
+    def end(self, sequence: Sequence, *, spoilt: bool = False) -> None:
+        self.scheduler.remove(sequence, spoilt=spoilt)
+        sequence.move_to(SequenceState.FINISHED)
+
+    def finish(self, sequence: Sequence) -> None:
+        while sequence.state is not SequenceState.FINISHED:
+            self.step()
+
+
+def work(batch: Batch) -> dict[str, tuple[int, int]]:
+    """Start and end of what each sequence computes of its prompt."""
+    return {chunk.sequence.request.request_id: (chunk.start, chunk.end) for chunk in batch.prefills}
+
+
+def test_a_later_prompt_computes_only_what_differs() -> None:
+    table = Table()
+    first = table.add(range(14))
+    table.finish(first)
+    second = table.add([*range(10), 50, 51, 52, 53])
+    assert work(table.step()) == {"1": (8, 14)}
+    assert (first.cached_tokens, second.cached_tokens) == (0, 8)
+
+
+def test_two_running_sequences_share_blocks_and_each_holds_them() -> None:
+    table = Table()
+    first, second = table.add(range(9)), table.add(range(9))
+    table.step()
+    assert first.blocks[:2] == second.blocks[:2]
+    assert first.blocks[2] != second.blocks[2]
+    assert [table.blocks.references(block) for block in first.blocks] == [2, 2, 1]
+    table.end(first)
+    assert [table.blocks.references(block) for block in second.blocks] == [1, 1, 1]
+    assert table.blocks.used == 3
+
+
+def test_at_least_the_last_prompt_token_is_computed() -> None:
+    table = Table()
+    table.finish(table.add(range(8)))
+    second = table.add(range(8))
+    assert work(table.step()) == {"1": (4, 8)}
+    assert second.cached_tokens == 4
+
+
+def test_clients_that_arrive_together_compute_a_common_prompt_once() -> None:
+    table = Table(blocks=200, max_running=32, budget=64)
+    members = [table.add([*range(150), 1000 + number]) for number in range(32)]
+    computed = 0
+    while any(each.state in {SequenceState.WAITING, SequenceState.PREFILL} for each in members):
+        batch = table.step()
+        computed += sum(chunk.count for chunk in batch.prefills)
+    # 37 full blocks are common; each but the first has 3 tokens of its own prompt left.
+    assert computed == 151 + 31 * 3
+    assert [each.cached_tokens for each in members] == [0] + [148] * 31
+
+
+def test_siblings_share_the_prompt_and_write_only_their_own_blocks() -> None:
+    table = Table()
+    siblings = [table.add(range(10), count=6) for _ in range(3)]
+    assert work(table.step()) == {"0": (0, 10), "1": (8, 10), "2": (8, 10)}
+    assert table.blocks.used == 2 + 3
+    for _ in range(4):
+        table.step()
+    tails = [set(each.blocks[2:]) for each in siblings]
+    assert len(set.union(*tails)) == sum(map(len, tails)) == 6
+    for each in siblings:
+        table.finish(each)
+    assert table.blocks.used == 0
+
+
+def test_the_next_turn_finds_the_answer_of_the_turn_before() -> None:
+    table = Table()
+    first = table.add(range(6), count=7)
+    table.finish(first)
+    second = table.add([*range(6), *[9] * 7, 1, 2, 3])
+    table.step()
+    # The seventh token of the answer was never computed: 12 tokens are there, 3 blocks.
+    assert second.cached_tokens == 12
+
+
+def test_a_token_in_flight_registers_nothing() -> None:
+    table = Table()
+    first = table.add(range(6), count=7)
+    table.scheduler.schedule().advance()
+    first.append(9)
+    table.scheduler.schedule().advance()
+    table.scheduler.schedule().advance()
+    # 8 tokens will be in the cache, and of these the last is not known.
+    assert (first.computed, len(first.tokens)) == (8, 7)
+    table.end(first)
+    second = table.add([*range(6), 9, 9, 9])
+    table.step()
+    assert second.cached_tokens == 4
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)])
+def test_a_request_may_keep_out(*, first: bool, second: bool) -> None:
+    table = Table()
+    table.finish(table.add(range(9), shares=first))
+    table.add(range(9), shares=second)
+    assert work(table.step()) == {"1": (0, 9)}
+
+
+def test_it_can_be_turned_off() -> None:
+    table = Table(enabled=False)
+    table.finish(table.add(range(9)))
+    table.add(range(9))
+    assert work(table.step()) == {"1": (0, 9)}
+    assert table.blocks.cached == 0
+
+
+def test_what_is_found_is_not_cleared() -> None:
+    table = Table()
+    table.finish(table.add(range(9)))
+    second = table.add(range(9))
+    assert table.step().new_blocks == second.blocks[2:]
+
+
+def test_the_same_tokens_behind_others_are_not_the_same() -> None:
+    table = Table()
+    table.finish(table.add([1, 1, 1, 1, 2, 2, 2, 2, 5]))
+    table.finish(table.add([3, 3, 3, 3, 2, 2, 2, 2, 5]))
+    for number, prompt in enumerate(([2, 2, 2, 2, 5], [3, 3, 3, 3, 1, 1, 1, 1, 5]), 2):
+        table.add(prompt)
+        assert work(table.step())[str(number)] == (0 if number == 2 else 4, len(prompt))
+
+
+class Colliding(bytes):
+    """A key whose hash is every other's."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return 1
+
+
+class CollidingKeys:
+    """Packs keys of one hash."""
+
+    def __init__(self, key: struct.Struct) -> None:
+        self.key = key
+
+    def pack(self, *parts: int) -> bytes:
+        return Colliding(self.key.pack(*parts))
+
+
+def test_a_hash_collision_finds_nothing() -> None:
+    table = Table()
+    table.scheduler._prefixes._key = CollidingKeys(table.scheduler._prefixes._key)
+    table.finish(table.add(range(9)))
+    table.add(range(20, 29))
+    table.add(range(9))
+    assert work(table.step()) == {"1": (0, 9), "2": (8, 9)}
+
+
+def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
+    table = Table(blocks=6)
+    table.add([1] * 8, count=9)
+    younger = table.add([2] * 8, count=6)
+    while not table.step().preemptions:
+        pass
+    while younger.state is SequenceState.WAITING:
+        batch = table.step()
+    start, _ = work(batch)["1"]
+    assert start > 0
+    assert younger.cached_tokens == 0
+
+
+@pytest.mark.parametrize(("token", "found"), [(1, 8), (2, 4), (3, 8)])
+def test_blocks_are_evicted_from_the_end_of_the_text_that_rested_longest(token: int, found: int) -> None:
+    table = Table(blocks=6)
+    table.finish(table.add([1] * 9, count=1))
+    table.finish(table.add([2] * 9, count=1))
+    table.finish(table.add([1] * 9, count=1))
+    assert (table.blocks.cached, table.blocks.free) == (4, 2)
+    table.finish(table.add([3] * 9, count=1))
+    each = table.add([token] * 9)
+    table.step()
+    assert each.cached_tokens == found
+
+
+def test_who_overtakes_shares_with_the_one_that_was_first() -> None:
+    table = Table(budget=8)
+    first = table.add(range(30))
+    assert work(table.step()) == {"0": (0, 8)}
+    table.add(range(30), priority=-1)
+    assert work(table.step()) == {"1": (8, 16)}
+    assert work(table.step()) == {"1": (16, 24)}
+    # The last tokens of the important one, and the first goes on from where that is.
+    assert work(table.step()) == {"1": (24, 30), "0": (28, 30)}
+    assert table.blocks.used == 7 + 2
+    assert [table.blocks.references(block) for block in first.blocks] == [2] * 7 + [1]
+    assert first.cached_tokens == 0
+
+
+def test_who_goes_on_alone_after_the_other_has_gone() -> None:
+    table = Table(budget=8)
+    first = table.add(range(30))
+    second = table.add(range(30))
+    table.step()
+    assert second.state is SequenceState.WAITING
+    table.end(first)
+    assert work(table.step()) == {"1": (8, 16)}
+
+
+@pytest.mark.parametrize("culprit", ["writer", "finder"])
+def test_what_was_spoilt_is_found_by_nobody(culprit: str) -> None:
+    table = Table()
+    writer = table.add(range(9), count=12)
+    finder = table.add([*range(8), 50, 51, 52, 53, 54], count=12)
+    table.finish(table.add([7] * 9))
+    other = writer if culprit == "finder" else finder
+    table.end(writer if culprit == "writer" else finder, spoilt=True)
+    table.finish(other)
+    for prompt, found in ((range(9), 0), ([*range(8), 50, 51, 52, 53, 54], 8), ([7] * 9, 8)):
+        each = table.add(prompt)
+        table.finish(each)
+        assert each.cached_tokens == found
+    assert table.blocks.used == 0
+
+
+def test_what_is_known_is_counted() -> None:
+    manager = BlockManager(8, SIZE)
+    cache = PrefixCache(manager)
+    request = Request(request_id="a", prompt_ids=tuple(range(9)), sampling=SamplingParams())
+    sequence = Sequence(request, arrival=0, arrived_at=0.0, max_tokens=1)
+    sequence.blocks = cache.find(sequence)
+    cache.start(sequence)
+    sequence.blocks += manager.allocate(3)
+    cache.register(sequence, 9)
+    assert len(cache) == 2
+    cache.stop(sequence)
+    manager.release(sequence.blocks)
+    manager.allocate(8)
+    assert len(cache) == 0

@@ -1,0 +1,268 @@
+"""A model check: scheduler, block manager and prefix cache under random histories, on a device of dicts."""
+
+from collections.abc import Sequence as Tokens
+from typing import Any
+
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.triton_models.engine.test_scheduler import Anything
+from triton_models.engine.batch import Batch, Chunk
+from triton_models.engine.block_manager import PADDING_BLOCK, BlockManager
+from triton_models.engine.sampling import SamplingParams
+from triton_models.engine.scheduler import Scheduler
+from triton_models.engine.sequence import Request, Sequence, SequenceState
+
+BLOCK_SIZE, MAX_RUNNING, BUDGET, CONTEXT = 4, 4, 6, 48
+
+
+def next_token(tokens: Tokens[int]) -> int:
+    """Few values, so that answers often go on alike."""
+    return (3 * len(tokens) + sum(tokens)) % 2
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "priority": st.integers(-1, 1),
+        "deadline": st.sampled_from([None, None, None, 3.0, 6.0, 9.0]),
+        "masked": st.booleans(),
+        "prefix_cache": st.sampled_from([True, True, True, False]),
+    }
+)
+
+PROMPTS = st.builds(
+    lambda common, rest: ([0] * common + rest)[: CONTEXT - 1],
+    st.integers(0, CONTEXT - 2) | st.just(30),
+    st.lists(st.integers(0, 1), min_size=1, max_size=5),
+)
+
+STEPS = st.integers(0, 3)
+"""Few enough to leave prompts in their middle."""
+
+
+class Device:
+    """Cells of the KV cache, each with the whole text up to its token: what keys and values depend on."""
+
+    def __init__(self) -> None:
+        self.cells: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.texts: dict[Sequence, list[int]] = {}
+        """What each sequence's tokens are, those in flight included."""
+
+    def compute(self, batch: Batch) -> list[tuple[Sequence, int]]:
+        """Do a step; returns what it samples."""
+        cleared = set(batch.new_blocks)
+        self.cells = {cell: text for cell, text in self.cells.items() if cell[0] not in cleared}
+        for chunk in batch.chunks:
+            text = self.texts[chunk.sequence]
+            for position in range(chunk.start, chunk.end):
+                cell = self.cell(chunk, position)
+                # Cleared and never written since: so nobody writes to what another wrote, or twice.
+                assert cell not in self.cells
+                self.cells[cell] = tuple(text[: position + 1])
+        sampled = []
+        for chunk in batch.chunks:
+            text = self.texts[chunk.sequence]
+            for position in range(chunk.end):
+                assert self.cells[self.cell(chunk, position)] == tuple(text[: position + 1])
+            if chunk.samples:
+                assert chunk.end == len(text)
+                text.append(next_token(text))
+                sampled.append((chunk.sequence, text[-1]))
+        return sampled
+
+    def cell(self, chunk: Chunk, position: int) -> tuple[int, int]:
+        return chunk.sequence.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
+
+
+class SchedulerModel(RuleBasedStateMachine):
+    """Random arrivals, ends and steps over a cache that is far too small."""
+
+    @initialize(
+        blocks=st.sampled_from([12, 14, 18, 60]),
+        overlap=st.booleans(),
+        prefix_cache=st.sampled_from([True, True, False]),
+    )
+    def start(self, blocks: int, *, overlap: bool, prefix_cache: bool) -> None:
+        self.blocks = BlockManager(blocks, BLOCK_SIZE)
+        self.scheduler = Scheduler(
+            self.blocks, max_running=MAX_RUNNING, max_batched_tokens=BUDGET, prefix_cache=prefix_cache
+        )
+        self.overlap = overlap
+        self.device = Device()
+        self.launched: list[tuple[Sequence, int]] | None = None
+        self.open: list[Sequence] = []
+        self.arrivals = 0
+
+    @rule(
+        prompt=PROMPTS,
+        count=st.integers(1, CONTEXT),
+        siblings=st.integers(1, 3),
+        options=OPTIONS,
+        steps=STEPS,
+    )
+    def add(self, prompt: list[int], count: int, siblings: int, options: dict[str, Any], steps: int) -> None:
+        for _ in range(siblings):
+            self.open_request(prompt, count, **options)
+        self.steps(steps)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), count=st.integers(1, 9), options=OPTIONS, steps=STEPS)
+    def fork(self, data: st.DataObject, count: int, options: dict[str, Any], steps: int) -> None:
+        """Go on from what another has so far; one in the middle of its prompt may be overtaken."""
+        prefilling = [each for each in self.open if each.state is SequenceState.PREFILL]
+        other = data.draw(st.sampled_from(prefilling or self.open))
+        priority = other.request.priority + options["priority"]
+        self.open_request(other.tokens[: CONTEXT - 1], count, **{**options, "priority": priority})
+        self.steps(steps)
+
+    def open_request(
+        self,
+        prompt: list[int],
+        count: int,
+        *,
+        priority: int,
+        deadline: float | None,
+        masked: bool,
+        prefix_cache: bool,
+    ) -> None:
+        count = min(count, CONTEXT - len(prompt))
+        request = Request(
+            request_id=str(self.arrivals),
+            prompt_ids=tuple(prompt),
+            sampling=SamplingParams(max_tokens=count, mask=Anything() if masked else None),
+            priority=priority,
+            deadline=deadline,
+            prefix_cache=prefix_cache,
+        )
+        new = Sequence(request, arrival=self.arrivals, arrived_at=0.0, max_tokens=count)
+        self.arrivals += 1
+        self.open.append(new)
+        self.device.texts[new] = list(prompt)
+        self.scheduler.add(new)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), spoilt=st.booleans())
+    def end(self, data: st.DataObject, *, spoilt: bool) -> None:
+        self.close(data.draw(st.sampled_from(self.open)), spoilt=spoilt)
+
+    @rule(now=st.integers(1, 9))
+    def pass_deadlines(self, now: int) -> None:
+        late = {each for each in self.open if each.request.deadline and each.request.deadline <= now}
+        expired = self.scheduler.expired(now)
+        assert set(expired) == late
+        for each in expired:
+            self.close(each)
+
+    def close(self, each: Sequence, *, spoilt: bool = False) -> None:
+        held = list(each.blocks)
+        self.scheduler.remove(each, spoilt=spoilt)
+        each.move_to(SequenceState.FINISHED)
+        self.open.remove(each)
+        assert (each.blocks, each.slot) == ([], None)
+        if spoilt:
+            assert not set(held) & self.scheduler._prefixes._keys.keys()
+
+    @rule(steps=st.integers(1, 20))
+    def more_steps(self, steps: int) -> None:
+        self.steps(steps)
+
+    def steps(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def step(self) -> None:
+        """The engine's step: with overlap, the next one is launched before this one's tokens are known."""
+        current = self.launched or self.launch()
+        self.launched = self.launch() if self.overlap else None
+        for sequence, token in current:
+            if sequence.state is SequenceState.FINISHED:
+                continue
+            sequence.append(token)
+            if sequence.generated >= sequence.max_tokens:
+                self.close(sequence)
+
+    def launch(self) -> list[tuple[Sequence, int]]:
+        running = list(self.scheduler.running)
+        decoding = [
+            each
+            for each in running
+            if each.state is SequenceState.DECODE
+            and not (each.in_flight and (each.masked or each.generated + 1 >= each.max_tokens))
+        ]
+        batch = self.scheduler.schedule()
+        self.check(batch, running, decoding)
+        sampled = self.device.compute(batch)
+        batch.advance()
+        return sampled
+
+    def check(self, batch: Batch, running: list[Sequence], decoding: list[Sequence]) -> None:
+        in_flight = any(each.in_flight for each in self.open)
+        assert batch.chunks or in_flight or not self.open
+        assert sum(chunk.count for chunk in batch.chunks) <= BUDGET
+        scheduled = [chunk.sequence for chunk in batch.chunks]
+        assert len(set(scheduled)) == len(scheduled)
+        for each in decoding:
+            # One that was preempted may be back at once, if others hold what it needs.
+            assert (each in scheduled) == (each.state is not SequenceState.WAITING)
+        for chunk in batch.chunks:
+            assert chunk.start == chunk.sequence.computed
+            assert chunk.count > 0
+            assert chunk.samples == (chunk.end == chunk.sequence.length)
+            assert chunk.sequence.length <= chunk.sequence.max_length
+        # The best-ranked is never a victim, so something always gets on.
+        assert running[0].state is not SequenceState.WAITING if running else True
+        assert len(set(batch.new_blocks)) == len(batch.new_blocks)
+        assert set(batch.new_blocks) <= {block for each in scheduled for block in each.blocks}
+
+    @invariant()
+    def every_block_has_the_holders_that_it_counts(self) -> None:
+        held = [block for each in self.scheduler.running for block in each.blocks]
+        for block in range(self.blocks.blocks + 1):
+            assert self.blocks.references(block) == held.count(block)
+        assert PADDING_BLOCK not in held
+        assert self.blocks.used == len(set(held))
+        assert self.blocks.used + self.blocks.free + self.blocks.cached == self.blocks.blocks
+
+    @invariant()
+    def no_known_block_is_out_of_reach(self) -> None:
+        keys = self.scheduler._prefixes._keys
+        for block, key in keys.items():
+            parent = int.from_bytes(key[:4], "little")
+            assert parent in {PADDING_BLOCK, *keys}
+            assert self.blocks.references(parent) >= self.blocks.references(block) or not parent
+        assert self.blocks.cached == sum(not self.blocks.references(block) for block in keys)
+
+    @invariant()
+    def every_open_sequence_is_in_one_place(self) -> None:
+        running, waiting = self.scheduler.running, self.scheduler.waiting.members()
+        assert {*running, *waiting} == set(self.open)
+        assert len(running) + len(waiting) == len(self.open)
+        assert len(running) <= MAX_RUNNING
+        assert [each.rank for each in running] == sorted(each.rank for each in running)
+        slots = [each.slot for each in running]
+        assert len(set(slots)) == len(slots)
+        assert set(slots) <= set(range(MAX_RUNNING))
+        for each in waiting:
+            assert (each.state, each.blocks, each.computed) == (SequenceState.WAITING, [], 0)
+            assert each.slot is None
+
+    def teardown(self) -> None:
+        # Everyone comes to an end, in fewer steps than if each ran alone and was preempted by all others.
+        bound = 2 * sum(each.max_length for each in self.open) * (len(self.open) + 1) if self.arrivals else 0
+        for _ in range(bound):
+            if not self.open:
+                break
+            self.step()
+        assert not self.open
+        assert self.blocks.used == 0
+        texts = self.device.texts.items()
+        for each, text in texts:
+            for place in range(len(each.request.prompt_ids), len(text)):
+                assert text[place] == next_token(text[:place])
+
+
+SchedulerModel.arrivals = 0
+SchedulerModel.open = []
+TestSchedulerModel = SchedulerModel.TestCase
+TestSchedulerModel.settings = hypothesis_settings(max_examples=200, stateful_step_count=25)

@@ -1,0 +1,137 @@
+"""Finds the beginnings of sequences among KV blocks that are computed already. Knows nothing of tensors."""
+
+import struct
+from collections import defaultdict
+
+from triton_models.engine.block_manager import PADDING_BLOCK, BlockManager
+from triton_models.engine.sequence import Sequence
+
+
+class PrefixCache:
+    """Shares full blocks among sequences that begin with the same tokens.
+
+    * Blocks are found by the hash of their key (`_keys`), and the dict compares the key itself: two texts of
+      one hash are never taken for each other.
+    * A block can be found once the step that computes it is *scheduled*: what is scheduled after that, in the
+      same step or later, reads it after it is written (each layer writes the keys and values of all tokens
+      before any attends). Full blocks are never written again.
+    * A sequence registers a block only behind blocks of its own, so whoever holds a block holds all before
+      it, and as the block manager evicts by time of release, and of one release the end first, a parent
+      outlives its children. Where another sequence was first with the same tokens, the later one's blocks
+      from there on are its own, unregistered.
+    * `enabled` False, or a request's `prefix_cache` False: its blocks are neither looked for nor registered.
+    """
+
+    def __init__(self, blocks: BlockManager, *, enabled: bool = True) -> None:
+        self._blocks = blocks
+        self._enabled = enabled
+        # Bytes and numbers, not tuples or nodes of a tree: there may be hundreds of thousands, and these are
+        # small, and nothing that the garbage collector walks.
+        self._known: dict[bytes, int] = {}
+        self._keys: dict[int, bytes] = {}
+        """Each block's parent (the block before it; the padding before the first) and its tokens, packed.
+
+        Keys and values depend on every token before, so the same tokens behind another parent are another
+        block. A parent is never forgotten before its children: its number stands for all the text up to it.
+        """
+        self._key = struct.Struct(f"<{1 + blocks.block_size}i")
+        self._registered: dict[Sequence, int] = {}
+        """For each running sequence that takes part: how many of its first blocks are registered."""
+        blocks.on_eviction = self._forget
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, sequence: Sequence) -> list[int]:
+        """Return the blocks that a waiting sequence finds, from its beginning; it does not hold them yet.
+
+        At least its newest token is left to compute, because the logits behind it are wanted.
+        """
+        return self._search(sequence, []) if self._takes_part(sequence) else []
+
+    def start(self, sequence: Sequence) -> None:
+        """Take note of a sequence that starts to run and holds just the blocks that `find` returned."""
+        if self._takes_part(sequence):
+            self._registered[sequence] = len(sequence.blocks)
+            sequence.computed = len(sequence.blocks) * self._blocks.block_size
+
+    def catch_up(self, sequence: Sequence) -> None:
+        """Let a sequence in PREFILL skip what others computed since its last chunk, and swap the blocks.
+
+        Such are those that outrank it and came later with the same beginning. Only between chunks: each tells
+        the device the whole of the sequence's blocks.
+        """
+        count = self._registered.get(sequence)
+        if count is None:
+            return
+        found = self._search(sequence, sequence.blocks[:count])
+        if found:
+            end = count + len(found)
+            self._blocks.retain(found)
+            self._blocks.release(sequence.blocks[count:end])
+            sequence.blocks[count:end] = found
+            sequence.computed = end * self._blocks.block_size
+            self._registered[sequence] = end
+
+    def register(self, sequence: Sequence, computed: int) -> None:
+        """Make known the full blocks among the first `computed` tokens of a running sequence.
+
+        Those tokens' values must be known, and the steps that compute them scheduled.
+        """
+        count = self._registered.get(sequence)
+        if count is None:
+            return
+        size, blocks = self._blocks.block_size, sequence.blocks
+        for place in range(count, computed // size):
+            parent = blocks[place - 1] if place else PADDING_BLOCK
+            key = self._key.pack(parent, *sequence.tokens[place * size : (place + 1) * size])
+            if key in self._known:
+                del self._registered[sequence]
+                return
+            block = blocks[place]
+            self._known[key] = block
+            self._keys[block] = key
+            self._blocks.keep(block)
+            self._registered[sequence] = place + 1
+
+    def stop(self, sequence: Sequence) -> None:
+        """Let go of a sequence that stops running; what it registered stays."""
+        self._registered.pop(sequence, None)
+
+    def spoil(self, sequence: Sequence) -> None:
+        """Forget every block of a running sequence, and all that was computed behind them.
+
+        Those that it only found are suspects too: their writer may have left before anybody saw its results.
+        """
+        self._registered.pop(sequence, None)
+        children = defaultdict(list)
+        for block, key in self._keys.items():
+            children[self._key.unpack(key)[0]].append(block)
+        gone = [block for block in sequence.blocks[:1] if block in self._keys]
+        for block in gone:
+            gone += children[block]
+            self._forget(block)
+            self._blocks.discard(block)
+        lost = set(gone)
+        self._registered = {
+            each: count for each, count in self._registered.items() if not count or each.blocks[0] not in lost
+        }
+
+    def _takes_part(self, sequence: Sequence) -> bool:
+        return self._enabled and sequence.request.prefix_cache
+
+    def _search(self, sequence: Sequence, begin: list[int]) -> list[int]:
+        """Return the registered blocks that continue a sequence behind its blocks `begin`."""
+        size, tokens = self._blocks.block_size, sequence.tokens
+        parent = begin[-1] if begin else PADDING_BLOCK
+        found: list[int] = []
+        for start in range(len(begin) * size, len(tokens) - size, size):
+            block = self._known.get(self._key.pack(parent, *tokens[start : start + size]))
+            if block is None:
+                break
+            found.append(block)
+            parent = block
+        return found
+
+    def _forget(self, block: int) -> None:
+        del self._known[self._keys.pop(block)]
