@@ -134,6 +134,16 @@ def test_the_next_turn_finds_the_answer_of_the_turn_before() -> None:
     assert second.cached_tokens == 12
 
 
+def test_an_answer_is_found_while_it_goes_on() -> None:
+    table = Table()
+    table.add(range(6), count=12)
+    for _ in range(8):
+        table.step()
+    second = table.add([*range(6), *[9] * 9])
+    table.step()
+    assert second.cached_tokens == 12
+
+
 def test_a_token_in_flight_registers_nothing() -> None:
     table = Table()
     first = table.add(range(6), count=7)

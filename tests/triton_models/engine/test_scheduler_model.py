@@ -1,11 +1,19 @@
 """A model check: scheduler, block manager and prefix cache under random histories, on a device of dicts."""
 
+from collections import Counter
 from collections.abc import Sequence as Tokens
-from typing import Any
+from typing import Any, ClassVar
 
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tests.triton_models.engine.test_scheduler import Anything
 from triton_models.engine.batch import Batch, Chunk
@@ -77,6 +85,10 @@ class Device:
 
 class SchedulerModel(RuleBasedStateMachine):
     """Random arrivals, ends and steps over a cache that is far too small."""
+
+    arrivals = 0
+    open: tuple[Sequence, ...] | list[Sequence] = ()
+    seen: ClassVar[Counter[str]] = Counter()
 
     @initialize(
         blocks=st.sampled_from([12, 14, 18, 60]),
@@ -156,6 +168,7 @@ class SchedulerModel(RuleBasedStateMachine):
 
     def close(self, each: Sequence, *, spoilt: bool = False) -> None:
         held = list(each.blocks)
+        self.seen["found"] += bool(each.cached_tokens)
         self.scheduler.remove(each, spoilt=spoilt)
         each.move_to(SequenceState.FINISHED)
         self.open.remove(each)
@@ -191,6 +204,8 @@ class SchedulerModel(RuleBasedStateMachine):
             and not (each.in_flight and (each.masked or each.generated + 1 >= each.max_tokens))
         ]
         batch = self.scheduler.schedule()
+        self.seen["steps"] += 1
+        self.seen["preemptions"] += batch.preemptions
         self.check(batch, running, decoding)
         sampled = self.device.compute(batch)
         batch.advance()
@@ -262,7 +277,12 @@ class SchedulerModel(RuleBasedStateMachine):
                 assert text[place] == next_token(text[:place])
 
 
-SchedulerModel.arrivals = 0
-SchedulerModel.open = []
-TestSchedulerModel = SchedulerModel.TestCase
-TestSchedulerModel.settings = hypothesis_settings(max_examples=200, stateful_step_count=25)
+def test_every_history_keeps_the_rules() -> None:
+    SchedulerModel.seen.clear()
+    run_state_machine_as_test(
+        SchedulerModel, settings=hypothesis_settings(max_examples=200, stateful_step_count=25)
+    )
+    # The histories would prove little if the cache were never too small, nor anything ever shared.
+    assert SchedulerModel.seen["steps"] > 1000
+    assert SchedulerModel.seen["preemptions"] > 20
+    assert SchedulerModel.seen["found"] > 100
