@@ -39,9 +39,6 @@ class PrefixCache:
         """For each running sequence that takes part: how many of its first blocks are registered."""
         blocks.on_eviction = self._forget
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
     def find(self, sequence: Sequence) -> list[int]:
         """Return the blocks that a waiting sequence finds, from its beginning; it does not hold them yet.
 

@@ -5,7 +5,6 @@ import pytest
 
 from triton_models.engine.batch import Batch
 from triton_models.engine.block_manager import BlockManager
-from triton_models.engine.prefix_cache import PrefixCache
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.scheduler import Scheduler
 from triton_models.engine.sequence import Request, Sequence, SequenceState
@@ -283,19 +282,3 @@ def test_what_was_spoilt_is_found_by_nobody(culprit: str) -> None:
         table.finish(each)
         assert each.cached_tokens == found
     assert table.blocks.used == 0
-
-
-def test_what_is_known_is_counted() -> None:
-    manager = BlockManager(8, SIZE)
-    cache = PrefixCache(manager)
-    request = Request(request_id="a", prompt_ids=tuple(range(9)), sampling=SamplingParams())
-    sequence = Sequence(request, arrival=0, arrived_at=0.0, max_tokens=1)
-    sequence.blocks = cache.find(sequence)
-    cache.start(sequence)
-    sequence.blocks += manager.allocate(3)
-    cache.register(sequence, 9)
-    assert len(cache) == 2
-    cache.stop(sequence)
-    manager.release(sequence.blocks)
-    manager.allocate(8)
-    assert len(cache) == 0
