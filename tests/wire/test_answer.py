@@ -55,6 +55,7 @@ def streamed(segments: list[str], cuts: list[int]) -> str:
 
 @given(st.lists(texts, min_size=1, max_size=4), st.lists(st.integers(0, 200), max_size=12))
 @example(["a", "b"], [1])
+@example(["a[[训练时间]]"], [1])
 @example(["[[训", "练时间]]"], [1, 2, 3])
 @example(["\n 你好", " \n b "], list(range(20)))
 def test_any_cut_equals_the_whole(segments: list[str], cuts: list[int]) -> None:

@@ -103,6 +103,21 @@ async def test_a_missing_delta_is_noticed_by_the_count(
     assert observer.errors == [("m", triton.address, "protocol")]
 
 
+async def test_a_delta_that_is_missing_from_a_frame_still_to_come_is_noticed_with_that_frame(
+    triton: FakeTriton, fake: FakeChannels, serve: Serve
+) -> None:
+    asking, number = await asked(await serve(triton), fake)
+    fake.accept(number)
+    fake.frame((number, "a"))
+    fake.finish(number, 2, frame=2)
+    await until(lambda: asking.text == "a")
+    await asyncio.sleep(0.05)
+    assert not asking.task.done()
+    fake.frame()
+    with pytest.raises(UpstreamProtocolError):
+        await asyncio.wait_for(asking.task, 10)
+
+
 async def test_a_delta_too_many_is_no_answer_either(
     triton: FakeTriton, fake: FakeChannels, serve: Serve
 ) -> None:
@@ -326,7 +341,7 @@ async def test_what_is_not_streamed_or_not_offered_or_switched_off_is_plain(
 async def test_the_channel_is_closed_when_the_model_takes_no_more_requests_and_with_the_pool(
     triton: FakeTriton, fake: FakeChannels, serve: Serve
 ) -> None:
-    pool = await serve(triton)
+    pool = await serve(triton, idle_timeout_s=100)
     asking, number = await asked(pool, fake)
     triton.model.state = "UNAVAILABLE"
     await until(lambda: not pool.model("m").ready)

@@ -127,7 +127,9 @@ def test_quiet_streams_beat_a_channel_and_a_request_that_waits(serve: Callable[.
     assert Meta() not in busy.metas, "deltas on the channel are signs of life"
 
 
-def test_a_lost_channel_ends_its_requests_and_no_others(serve: Callable[..., Served]) -> None:
+def test_a_lost_channel_ends_its_requests_and_no_others(
+    serve: Callable[..., Served], pb_utils: FakePbUtils
+) -> None:
     served = serve(slow=True)
     lost, kept = open_channel(served, "lost"), open_channel(served, "kept")
     ends = [served.ask(max_tokens=LONG, **GREEDY, **on(n, "lost")) for n in range(4)]
@@ -140,6 +142,7 @@ def test_a_lost_channel_ends_its_requests_and_no_others(serve: Callable[..., Ser
     assert stays.metas[-1].delivered.deltas == len(kept.deltas(0))
     wait_until(lambda: running(served) == 0)
     assert lost.ended.is_set()
+    wait_until(lambda: pb_utils.metric("requests_total", finish_reason="cancelled").value == 4)
     assert served.ask(**on(0, "lost")).wait().refusal[0] is RefusalCode.CHANNEL_LOST
     assert open_channel(served, "lost").frames == [Frame(frame=0)], "its id is free again"
 
