@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
-from sse_starlette.sse import AppStatus
 
 from gateway.admission import Admission
 from gateway.api import admin, chat, completions, health, models, openapi, predict
@@ -29,8 +28,6 @@ def create_app(settings: Settings, upstream: Upstream | None = None) -> FastAPI:
         upstream: serves the models; None: the Tritons that the settings name. Started and closed by the
             application's lifespan.
     """
-    # Its own way of draining would cut running streams; ours is in `gateway.server`.
-    AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     metrics = Metrics()
     gateway = Gateway(
         settings=settings,

@@ -34,6 +34,5 @@ def configure_logging(level: str) -> None:
         )
     )
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # The first logs chunks (text of answers) at debug level; the second repeats what we say ourselves.
-    for name in ("sse_starlette", "uvicorn.error"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    # It repeats what we say ourselves.
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

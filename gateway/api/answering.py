@@ -1,7 +1,7 @@
 """From a read request to its answer, whole or as a stream of events: the same course for every route."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -62,7 +62,7 @@ async def _answering(
 AnsweringDep = Annotated[Answering, Depends(_answering)]
 
 
-async def _events(flight: Flight, writer: ChunkWriter, exchange: Exchange) -> AsyncIterator[bytes]:
+async def _events(flight: Flight, writer: ChunkWriter, exchange: Exchange) -> AsyncGenerator[bytes, None]:
     """Write the stream after its 200: chunks, or chunks and an error, and always the end mark."""
     try:
         async for event in flight:

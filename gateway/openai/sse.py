@@ -4,17 +4,25 @@ Data arrives here encoded. Errors after the first byte are a data chunk with the
 failed or not, ends with `[DONE]`.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
 
 import msgspec
-from sse_starlette import EventSourceResponse, ServerSentEvent
-from sse_starlette.sse import SendTimeoutError
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.errors import GatewayError, render
 
 DONE = b"data: [DONE]\n\n"
+
+_PING = b": ping\n\n"
+
+_HEADERS = {"Cache-Control": "no-store", "Connection": "keep-alive", "X-Accel-Buffering": "no"}
+"""No cache may keep the stream, and no proxy hold it back."""
+
+_LOOKS_PER_TIMEOUT = 8
+"""A write that takes too long is noticed by so much of the limit too late."""
 
 
 def frame(documents: Iterable[bytes]) -> bytes:
@@ -27,44 +35,88 @@ def error_event(error: GatewayError) -> bytes:
     return frame([msgspec.json.encode(render(error))])
 
 
-class EventStream(EventSourceResponse):
+class EventStream(Response):
     """A stream of framed events with comment pings, ended when its client goes away.
+
+    A chunk costs one look at the clock here: what takes time is watched from beside, not by a timer for each.
 
     Args:
         events: bytes made by `frame`.
-        on_gone: called once when the client hung up, or left a piece unread for `send_timeout_s`.
+        on_gone: called when the client hung up, or left a piece unread for `send_timeout_s`.
         ping_interval_s: seconds between comments that keep the connection open.
         send_timeout_s: seconds that one write may take.
     """
 
+    media_type = "text/event-stream"
+
     def __init__(
         self,
-        events: AsyncIterator[bytes],
+        events: AsyncGenerator[bytes, None],
         *,
         on_gone: Callable[[], None],
         ping_interval_s: float,
         send_timeout_s: float,
     ) -> None:
-        async def gone(_message: Any) -> None:
-            on_gone()
-
-        super().__init__(
-            events,
-            ping=ping_interval_s,
-            ping_message_factory=_ping,
-            sep="\n",
-            send_timeout=send_timeout_s,
-            client_close_handler_callable=gone,
-        )
+        # Not Response's own: that would announce a length.
+        self.status_code = 200
+        self.background = None
+        self.init_headers(_HEADERS)
+        self._events = events
         self._on_gone = on_gone
+        self._ping_interval_s = ping_interval_s
+        self._send_timeout_s = send_timeout_s
+        self._writing_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream; a client that does not read is gone, not a fault of ours."""
+        del scope
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            await super().__call__(scope, receive, send)
-        except SendTimeoutError:
+            async with asyncio.timeout(None) as limit:
+                beside = [
+                    asyncio.create_task(self._watch(receive)),
+                    asyncio.create_task(self._keep(send, limit)),
+                ]
+                try:
+                    await self._write(send)
+                finally:
+                    for task in beside:
+                        task.cancel()
+                    await asyncio.gather(*beside, return_exceptions=True)
+        except TimeoutError:
             self._on_gone()
+        else:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _write(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        async with aclosing(self._events) as events:
+            async for data in events:
+                self._writing_since = clock()
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                self._writing_since = None
 
-def _ping() -> ServerSentEvent:
-    return ServerSentEvent(comment="ping", sep="\n")
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._on_gone()
+
+    async def _keep(self, send: Send, limit: asyncio.Timeout) -> None:
+        """Ping; let `limit` expire when a write takes too long."""
+        clock = asyncio.get_running_loop().time
+        next_ping = clock() + self._ping_interval_s
+        while True:
+            await asyncio.sleep(min(next_ping - clock(), self._send_timeout_s / _LOOKS_PER_TIMEOUT))
+            now = clock()
+            since = self._writing_since
+            if since is not None and now - since >= self._send_timeout_s:
+                break
+            if now >= next_ping:
+                next_ping = now + self._ping_interval_s
+                if since is None:  # else what is being written keeps the connection open
+                    try:
+                        async with asyncio.timeout(self._send_timeout_s):
+                            await send({"type": "http.response.body", "body": _PING, "more_body": True})
+                    except TimeoutError:
+                        break
+        limit.reschedule(clock())

@@ -29,9 +29,3 @@ def test_lines_are_json_with_the_request_id(capsys: pytest.CaptureFixture[str]) 
     assert (first["request_id"], first["model"]) == ("r1", "m")
     assert first["time"].endswith("+00:00")
     assert "request_id" not in second
-
-
-@pytest.mark.usefixtures("_restored")
-def test_chunks_of_answers_are_not_logged_even_at_debug_level() -> None:
-    configure_logging("debug")
-    assert not logging.getLogger("sse_starlette.sse").isEnabledFor(logging.DEBUG)

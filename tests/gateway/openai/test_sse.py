@@ -1,0 +1,146 @@
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from gateway.openai.sse import EventStream, frame
+from tests.gateway.serving import until
+
+
+class Client:
+    """One HTTP client as ASGI sees it; `stuck` lets it stop reading, `leave` hangs up."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self.leave = asyncio.Event()
+        self.gone = 0
+
+    async def receive(self) -> Any:
+        await self.leave.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        await self.reads.wait()
+        self.sent.append(message)
+
+    def on_gone(self) -> None:
+        self.gone += 1
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+    @property
+    def ended(self) -> bool:
+        return self.sent[-1].get("more_body") is False
+
+    async def run(
+        self, events: AsyncGenerator[bytes, None], *, ping: float = 60, send_timeout: float = 60
+    ) -> None:
+        stream = EventStream(events, on_gone=self.on_gone, ping_interval_s=ping, send_timeout_s=send_timeout)
+        await asyncio.wait_for(stream({"type": "http"}, self.receive, self.send), 20)
+
+
+class Events:
+    """A stream that says when it was closed."""
+
+    def __init__(self, *data: bytes, hold: asyncio.Event | None = None) -> None:
+        self.closed = False
+        self.data = data
+        self.hold = hold
+
+    async def run(self) -> AsyncGenerator[bytes, None]:
+        try:
+            for piece in self.data:
+                yield piece
+            if self.hold is not None:
+                await self.hold.wait()
+        finally:
+            self.closed = True
+
+
+async def test_a_stream_is_its_head_its_events_and_an_end() -> None:
+    client, events = Client(), Events(frame([b"1"]), frame([b"2", b"3"]))
+    await client.run(events.run())
+    head = client.sent[0]
+    headers = dict(head["headers"])
+    assert head["status"] == 200
+    assert headers[b"content-type"].startswith(b"text/event-stream")
+    assert headers[b"cache-control"] == b"no-store"
+    assert headers[b"x-accel-buffering"] == b"no"
+    assert b"content-length" not in headers
+    assert client.body == b"data: 1\n\ndata: 2\n\ndata: 3\n\n"
+    assert client.ended
+    assert client.gone == 0
+    assert len(asyncio.all_tasks()) == 1, "nothing is left beside"
+
+
+async def test_comments_keep_a_quiet_stream_open_and_end_with_it() -> None:
+    client, hold = Client(), asyncio.Event()
+    running = asyncio.create_task(client.run(Events(b"data: 1\n\n", hold=hold).run(), ping=0.02))
+    await until(lambda: client.body.count(b": ping\n\n") >= 3)
+    hold.set()
+    await running
+    assert client.ended
+    count = len(client.sent)
+    await asyncio.sleep(0.1)
+    assert len(client.sent) == count
+
+
+async def test_a_client_that_hangs_up_is_told_of_once() -> None:
+    client, hold = Client(), asyncio.Event()
+    running = asyncio.create_task(client.run(Events(b"data: 1\n\n", hold=hold).run()))
+    client.leave.set()
+    await until(lambda: client.gone > 0)
+    hold.set()  # as a flight does that was ended
+    await running
+    assert client.gone == 1
+
+
+@pytest.mark.parametrize("what", ["a piece", "a ping"])
+async def test_a_client_that_does_not_read_is_gone_and_its_events_are_closed(what: str) -> None:
+    client, hold = Client(), asyncio.Event()
+    pieces = [b"data: 1\n\n"] if what == "a ping" else [b"data: 1\n\n", b"data: 2\n\n"]
+    events = Events(*pieces, hold=hold)
+    original = client.send
+
+    async def send(message: Any) -> None:
+        await original(message)
+        if message.get("body") == pieces[0]:
+            client.reads.clear()
+
+    client.send = send
+    await client.run(events.run(), ping=0.05 if what == "a ping" else 60, send_timeout=0.3)
+    assert client.gone == 1
+    assert events.closed
+    assert client.body == pieces[0]
+    assert not client.ended
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_client_that_reads_slowly_but_reads_stays() -> None:
+    client = Client()
+    original = client.send
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(0.1)
+        await original(message)
+
+    client.send = send
+    await client.run(Events(*[b"data: x\n\n"] * 8).run(), send_timeout=0.4)
+    assert client.gone == 0
+    assert client.ended
+
+
+async def test_cancelling_the_stream_closes_its_events() -> None:
+    client, events = Client(), Events(b"data: 1\n\n", hold=asyncio.Event())
+    running = asyncio.create_task(client.run(events.run()))
+    await until(lambda: bool(client.body))
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert events.closed
+    assert client.gone == 0
