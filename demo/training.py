@@ -131,7 +131,8 @@ def _loss(model: ChatGLM, ids: Tensor, learned: Tensor) -> Tensor:
     wanted = learned[:, 1:].nonzero()
     targets = ids[wanted[:, 0], wanted[:, 1] + 1]
     operations = _WholeDialogues(rows, length, kv_heads=model.kv_shape.heads, device=ids.device)
-    logits = model.forward(ids.flatten(), operations, wanted[:, 0] * length + wanted[:, 1])
+    hidden = model.forward(ids.flatten(), operations)
+    logits = model.logits(hidden[wanted[:, 0] * length + wanted[:, 1]], operations)
     return cross_entropy(logits.float(), targets)
 
 

@@ -25,9 +25,10 @@ class PlainOperations(PlainMath):
         blocks = layout.tables[layout.slots, places].long()
         self._places = blocks * size + layout.positions % size
         self._rotation: tuple[Tensor, Tensor] | None = None
-        if layout.decodes:
+        self._decodes = len(layout.decode_lengths)
+        if self._decodes:
             width = -(-layout.longest_decode // size)
-            self._decode_blocks = layout.tables[layout.slots[: layout.decodes], :width].long()
+            self._decode_blocks = layout.tables[layout.slots[: self._decodes], :width].long()
             self._decode_mask = self._build_decode_mask()
         self._chunk_blocks = [
             layout.tables[chunk.slot, : -(-chunk.length // size)].long() for chunk in layout.chunks
@@ -46,9 +47,8 @@ class PlainOperations(PlainMath):
         cached_keys.flatten(0, 1).index_copy_(0, self._places, keys)
         cached_values.flatten(0, 1).index_copy_(0, self._places, values)
         parts = []
-        decodes = self._layout.decodes
-        if decodes:
-            parts.append(self._decode(queries[:decodes], cached_keys, cached_values))
+        if self._decodes:
+            parts.append(self._decode(queries[: self._decodes], cached_keys, cached_values))
         for chunk, blocks, mask in zip(
             self._layout.chunks, self._chunk_blocks, self._chunk_masks, strict=True
         ):
@@ -75,9 +75,9 @@ class PlainOperations(PlainMath):
 
     def _build_decode_mask(self) -> Tensor:
         """Return the additive mask [D, 1, 1, padded length]."""
-        last = self.positions[: self._layout.decodes]
+        lengths = self._layout.decode_lengths
         padded = self._decode_blocks.shape[1] * self._cache.block_size
-        beyond = torch.arange(padded, device=last.device) > last[:, None]
+        beyond = torch.arange(padded, device=lengths.device) >= lengths[:, None]
         return self._additive(beyond)[:, None, None, :]
 
     def _build_chunk_mask(self, chunk: ChunkRows) -> Tensor | None:

@@ -1,16 +1,16 @@
 """How a device computes: which make of each heavy operation is used, chosen once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from triton_models.engine.attention import PlainOperations
 from triton_models.engine.kv_cache import KVCache
-from triton_models.engine.layout import StepLayout
+from triton_models.engine.layout import ChunkRows, StepLayout
 from triton_models.engine.model import CausalModel
 from triton_models.engine.operations import Operations
 from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, sample
@@ -18,7 +18,21 @@ from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, sample
 _LEAST_CAPABILITY = (8, 0)
 """Ampere: the first with bfloat16 in its matrix units."""
 
-StepOperations = Callable[[StepLayout], Operations]
+
+class StepOperations(Protocol):
+    """Makes the operations of a model's steps, and keeps what these share."""
+
+    def __call__(self, layout: StepLayout) -> Operations:
+        """Return the operations of one step."""
+        ...
+
+    def tiles(self, chunks: Sequence[ChunkRows]) -> list[tuple[int, int, int, int]]:
+        """Cut chunks into what its attention works on, for `StepLayout.tiles`; or []."""
+        ...
+
+    def reset(self) -> None:
+        """Forget what a step that failed may have left."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,19 +45,29 @@ class Backend:
     clears_blocks: bool
     """Whether a block must be zeroed as it is handed out: its attention computes with what it then masks."""
     graphs: bool
-    """Whether decode steps are captured as CUDA graphs."""
+    """Whether steps are captured as CUDA graphs."""
     overlap: bool
     """Whether the next step is scheduled while the device computes this one."""
     reason: str
     """Why these, for the log."""
 
 
-def _plain_operations(model: CausalModel, cache: KVCache, rows: int) -> StepOperations:  # noqa: ARG001 - needs no room
-    return partial(PlainOperations, cache)
+class _PlainSteps:
+    def __init__(self, model: CausalModel, cache: KVCache, rows: int) -> None:  # noqa: ARG002 - shares nothing
+        self._cache = cache
+
+    def __call__(self, layout: StepLayout) -> Operations:
+        return PlainOperations(self._cache, layout)
+
+    def tiles(self, chunks: Sequence[ChunkRows]) -> list[tuple[int, int, int, int]]:  # noqa: ARG002 - uncut
+        return []
+
+    def reset(self) -> None:
+        pass
 
 
 PLAIN = Backend(
-    operations=_plain_operations,
+    operations=_PlainSteps,
     sample=sample,
     clears_blocks=True,
     graphs=False,

@@ -10,7 +10,8 @@ from triton_models.engine.block_manager import BlockManager
 from triton_models.engine.intake import Intake
 from triton_models.engine.model import CausalModel
 from triton_models.engine.request_check import check_request
-from triton_models.engine.runner import Launched, Runner, Sampled
+from triton_models.engine.results import Sampled
+from triton_models.engine.runner import Launched, Runner
 from triton_models.engine.scheduler import Scheduler
 from triton_models.engine.sequence import FinishReason, Request, Sequence, SequenceState, TokenOutput
 from triton_models.engine.settings import EngineSettings, choose_capacity

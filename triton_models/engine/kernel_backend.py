@@ -3,29 +3,23 @@
 import torch
 from torch import Tensor
 
-from triton_models.engine.backend import Backend, StepOperations
-from triton_models.engine.kernel_operations import KernelBuffers
+from triton_models.engine.backend import Backend
+from triton_models.engine.kernel_operations import KernelSteps
 from triton_models.engine.kernels.sampling import choose
 from triton_models.engine.kernels.truncation import Truncation
-from triton_models.engine.kv_cache import KVCache
-from triton_models.engine.model import CausalModel
 from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, sample
 
 
 def kernel_backend(dtype: torch.dtype) -> Backend:
     """Return the backend for a GPU that runs the kernels."""
     return Backend(
-        operations=_operations,
+        operations=KernelSteps,
         sample=_sample,
         clears_blocks=False,
         graphs=True,
         overlap=True,
         reason=f"own kernels, CUDA graphs and overlapped steps, {dtype}",
     )
-
-
-def _operations(model: CausalModel, cache: KVCache, rows: int) -> StepOperations:
-    return KernelBuffers(model, cache, rows).operations
 
 
 def _sample(logits: Tensor, inputs: SamplerInputs) -> SamplerOutputs:

@@ -1,7 +1,10 @@
 """A step's operations by our own GPU kernels; needs the `triton` package, which torch for CUDA brings."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from triton_models.engine.kernels.add_norm import add_norm
 from triton_models.engine.kernels.attention_decode import decode_attention
@@ -17,68 +20,74 @@ from triton_models.engine.kernels.linear import linear, linear_swiglu, new_arriv
 from triton_models.engine.kernels.rotate_store import rotate_store
 from triton_models.engine.kernels.swiglu import swiglu
 from triton_models.engine.kv_cache import KVCache
-from triton_models.engine.layout import StepLayout
+from triton_models.engine.layout import ChunkRows, StepLayout
 from triton_models.engine.model import CausalModel
 from triton_models.engine.operations import Rotary
 
-FEW_ROWS = 0
+FEW_ROWS = 32
 """Up to so many rows our own products are faster than the library's: see bench/LOG.md."""
 
-_MAX_SPLIT_ROWS = 128
-"""Larger batches fill any device without splitting a sequence."""
+_SPLITS_BESIDE_PROMPTS = 4
+"""A captured step of prompts has room for as many decodes as may be; those that there are may be long."""
 
 
-class KernelBuffers:
-    """What the steps of one model share; they run one after the other on one stream."""
+class KernelSteps:
+    """Makes the operations of a model's steps, which run one after the other on one stream."""
 
     def __init__(self, model: CausalModel, cache: KVCache, rows: int) -> None:
         kv = model.kv_shape
         self.cache = cache
         self.query_heads = model.query_heads
+        self.kv_heads = kv.heads
         self.processors = _processors(model.device)
         self.decode = DecodeWorkspace(
-            rows=min(rows, _MAX_SPLIT_ROWS),
+            rows=rows,
             query_heads=model.query_heads,
             kv_heads=kv.heads,
             head_dim=kv.head_dim,
             device=model.device,
         )
         self.arrivals = new_arrivals(model.device)
-        self.prefill_tile = queries_per_tile(
-            model.query_heads, kv.heads, prefill_config(kv.head_dim, model.dtype)
-        )
+        self._tile = queries_per_tile(model.query_heads, kv.heads, prefill_config(kv.head_dim, model.dtype))
 
-    def operations(self, layout: StepLayout) -> "KernelOperations":
+    def __call__(self, layout: StepLayout) -> "KernelOperations":
         """Return the operations of one step."""
         return KernelOperations(self, layout)
+
+    def tiles(self, chunks: Sequence[ChunkRows]) -> list[tuple[int, int, int, int]]:
+        """See `StepOperations`."""
+        ranges = [
+            PrefillRange(
+                table_row=chunk.slot, start=chunk.start, offset=chunk.offset, count=chunk.end - chunk.start
+            )
+            for chunk in chunks
+        ]
+        return make_tiles(ranges, self._tile)
+
+    def reset(self) -> None:
+        """See `StepOperations`."""
+        self.decode.reset()
+        self.arrivals.zero_()
 
 
 class KernelOperations:
     """One step's `Operations`."""
 
-    def __init__(self, buffers: KernelBuffers, layout: StepLayout) -> None:
-        self._buffers = buffers
+    def __init__(self, steps: KernelSteps, layout: StepLayout) -> None:
+        self._steps = steps
         self._layout = layout
         self.positions = layout.positions
         self._positions = layout.positions.int()
-        decodes = layout.decodes
-        if decodes:
-            cache = buffers.cache
-            self._lengths = self._positions[:decodes] + 1
-            self._splits = 1
-            if decodes <= buffers.decode.rows:
-                self._splits = choose_splits(
-                    decodes, cache.keys.shape[3], buffers.processors, layout.longest_decode
-                )
-        if layout.chunks:
-            self._tiles = self._upload_tiles()
+        self._decodes = len(layout.decode_lengths)
+        if self._decodes:
+            splits = choose_splits(self._decodes, steps.kv_heads, steps.processors, layout.longest_decode)
+            self._splits = splits if layout.tiles is None else max(splits, _SPLITS_BESIDE_PROMPTS)
 
     def attend(self, layer: int, projected: Tensor, rotary: Rotary) -> Tensor:
         """See `Operations`."""
-        buffers, layout = self._buffers, self._layout
-        keys, values = buffers.cache.keys[layer], buffers.cache.values[layer]
+        steps, layout = self._steps, self._layout
+        keys, values = steps.cache.keys[layer], steps.cache.values[layer]
         tables, slots = layout.tables, layout.slots
-        heads = buffers.query_heads
         rotate_store(
             projected,
             rotary.cos,
@@ -88,54 +97,48 @@ class KernelOperations:
             slots,
             keys,
             values,
-            query_heads=heads,
+            query_heads=steps.query_heads,
         )
-        queries = projected[:, :heads]
+        queries = projected[:, : steps.query_heads]
         attended = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        if layout.decodes:
+        if self._decodes:
             decode_attention(
-                queries[: layout.decodes],
+                queries[: self._decodes],
                 keys,
                 values,
                 tables,
                 slots,
-                self._lengths,
+                layout.decode_lengths,
                 attended,
                 splits=self._splits,
-                workspace=buffers.decode,
+                workspace=steps.decode,
             )
-        if layout.chunks:
-            prefill_attention(queries, keys, values, tables, self._tiles, attended)
+        if layout.tiles is not None:
+            # After the decodes: where their rows are none, zeros were written to rows of prompts.
+            prefill_attention(queries, keys, values, tables, layout.tiles, attended)
         return attended.flatten(1)
 
-    def add_norm(
-        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float
-    ) -> tuple[Tensor, Tensor]:
+    def norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """See `Operations`."""
-        return hidden, add_norm(hidden, delta, weight, epsilon)
+        return add_norm(hidden, None, weight, epsilon)
 
     def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Operations`."""
-        if len(inputs) > FEW_ROWS:
-            return torch.nn.functional.linear(inputs, weight, bias)
-        return linear(inputs, weight, bias, arrivals=self._buffers.arrivals)
+        if len(inputs) <= FEW_ROWS:
+            return linear(inputs, weight, bias, arrivals=self._steps.arrivals)
+        return functional.linear(inputs, weight, bias)
+
+    def add_linear(self, hidden: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+        """See `Operations`; in place."""
+        if len(inputs) <= FEW_ROWS:
+            return linear(inputs, weight, arrivals=self._steps.arrivals, residual=hidden)
+        return torch.addmm(hidden, inputs, weight.T, out=hidden)
 
     def linear_swiglu(self, inputs: Tensor, weight: Tensor) -> Tensor:
         """See `Operations`."""
-        if len(inputs) > FEW_ROWS:
-            return swiglu(torch.nn.functional.linear(inputs, weight))
-        return linear_swiglu(inputs, weight, arrivals=self._buffers.arrivals)
-
-    def _upload_tiles(self) -> Tensor:
-        ranges = [
-            PrefillRange(
-                table_row=chunk.slot, start=chunk.start, offset=chunk.offset, count=chunk.end - chunk.start
-            )
-            for chunk in self._layout.chunks
-        ]
-        tiles = torch.tensor(make_tiles(ranges, self._buffers.prefill_tile), dtype=torch.int32)
-        device = self.positions.device
-        return tiles.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tiles
+        if len(inputs) <= FEW_ROWS:
+            return linear_swiglu(inputs, weight, arrivals=self._steps.arrivals)
+        return swiglu(functional.linear(inputs, weight))
 
 
 def _processors(device: torch.device) -> int:

@@ -32,9 +32,11 @@ class StepLayout:
     slots: Tensor
     """[T] int32, each token's sequence."""
     positions: Tensor
-    """[T] int64, each token's place in its sequence."""
-    decodes: int
-    """Number of decodes."""
+    """[T] int64, each token's place in its sequence; -1 for rows that fill a step up."""
+    decode_lengths: Tensor
+    """[D] int32, tokens of each sequence that decodes, the new one included; 0 for rows that are none."""
     longest_decode: int
-    """No sequence that decodes has more tokens, the new one included; costs depend on it, results do not."""
-    chunks: tuple[ChunkRows, ...]
+    """No sequence that decodes has more tokens; costs depend on it, results do not."""
+    chunks: tuple[ChunkRows, ...] = ()
+    tiles: Tensor | None = None
+    """[N, 4] int32, what `StepOperations.tiles` made of the chunks; None for a step without any."""

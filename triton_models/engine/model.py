@@ -55,13 +55,24 @@ class CausalModel(Protocol):
         """Where the weights are."""
         ...
 
-    def forward(self, tokens: Tensor, operations: Operations, rows: Tensor) -> Tensor:
-        """Compute the logits behind some of the tokens.
+    def forward(self, tokens: Tensor, operations: Operations) -> Tensor:
+        """Compute what the new tokens leave behind the last layer.
 
         Args:
             tokens: [T] int64, the new tokens of every sequence of the step, one after the other.
             operations: what the step is computed with; they know each token's sequence and position.
-            rows: [S] int64, the tokens whose logits are wanted.
+
+        Returns:
+            [T, width], for `logits`.
+        """
+        ...
+
+    def logits(self, hidden: Tensor, operations: Operations) -> Tensor:
+        """Compute the logits behind some of a step's tokens.
+
+        Args:
+            hidden: [S, width], rows of what `forward` gave.
+            operations: those of the step.
 
         Returns:
             [S, vocab_size] logits, a tensor that the caller may change.

@@ -45,24 +45,25 @@ class Operations(Protocol):
         """
         ...
 
-    def add_norm(
-        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return `hidden + delta` (`hidden` itself without a delta) and its RMSNorm.
+    def norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Return the RMSNorm of `hidden`, [T, width], which stays as it is.
 
         Args:
-            hidden: [T, width], the residual stream.
-            delta: [T, width].
+            hidden: the residual stream.
             weight: [width] float32.
             epsilon: added to the mean square.
 
         Returns:
-            Two tensors [T, width]; the norm is computed in float32.
+            [T, width], computed in float32.
         """
         ...
 
     def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return `inputs @ weight.T + bias`: [T, K] and [N, K] give [T, N]."""
+        ...
+
+    def add_linear(self, hidden: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+        """Return `hidden + inputs @ weight.T`: [T, N], [T, K] and [N, K] give [T, N]."""
         ...
 
     def linear_swiglu(self, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -73,18 +74,17 @@ class Operations(Protocol):
 class PlainMath:
     """Everything but the attention, in plain torch: for any device, and differentiable."""
 
-    def add_norm(
-        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float
-    ) -> tuple[Tensor, Tensor]:
+    def norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """See `Operations`."""
-        if delta is not None:
-            hidden = hidden + delta
-        normed = rms_norm(hidden.float(), weight.shape, weight, epsilon)
-        return hidden, normed.to(hidden.dtype)
+        return rms_norm(hidden.float(), weight.shape, weight, epsilon).to(hidden.dtype)
 
     def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Operations`."""
         return linear(inputs, weight, bias)
+
+    def add_linear(self, hidden: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+        """See `Operations`."""
+        return hidden + linear(inputs, weight)
 
     def linear_swiglu(self, inputs: Tensor, weight: Tensor) -> Tensor:
         """See `Operations`."""

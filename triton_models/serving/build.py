@@ -1,5 +1,6 @@
 """From an entry's parameters to a running service."""
 
+import gc
 import logging
 from typing import Any, Final
 
@@ -69,6 +70,9 @@ def build_service(parameters: EntryParameters, pb_utils: Any) -> StreamService:
     if device.type == "cuda":
         # Kernels are compiled and libraries loaded on first use, which must not be a client's.
         warm_up(engine)
+        # A full collection takes over a hundred milliseconds with torch's objects in it, which never go.
+        gc.collect()
+        gc.freeze()
     return StreamService(engine, text, metrics, heartbeat_s=parameters.heartbeat_s)
 
 

@@ -44,7 +44,7 @@ class FakeModel:
         self.gate.set()
         self.entered = threading.Event()
 
-    def forward(self, tokens: Tensor, operations: Operations, rows: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, operations: Operations) -> Tensor:
         positions = operations.positions
         self.entered.set()
         self.gate.wait(30)
@@ -58,8 +58,11 @@ class FakeModel:
         zeros = torch.zeros_like(values)
         keys = torch.where(values.isnan(), values, zeros)
         projected = torch.cat([torch.zeros(len(tokens), 2, 2), keys, values], dim=1)
-        mean = operations.attend(0, projected, UNROTATED)[rows, 2]
-        return logits_of((mean * (positions[rows] + 1)).round())
+        mean = operations.attend(0, projected, UNROTATED)[:, 2]
+        return (mean * (positions + 1)).round()[:, None]
+
+    def logits(self, hidden: Tensor, operations: Operations) -> Tensor:
+        return logits_of(hidden[:, 0])
 
 
 def weight(positions: Tensor) -> Tensor:

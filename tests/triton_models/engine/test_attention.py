@@ -60,7 +60,7 @@ def attend(
         tables=tables,
         slots=torch.tensor([slot for slot, (_, start, end) in enumerate(parts) for _ in range(start, end)]),
         positions=torch.tensor([at for _, start, end in parts for at in range(start, end)]),
-        decodes=len(decodes),
+        decode_lengths=torch.tensor([at + 1 for _, at in decodes], dtype=torch.int32),
         longest_decode=max((at + 1 for _, at in decodes), default=0),
         chunks=tuple(layout_chunks),
     )

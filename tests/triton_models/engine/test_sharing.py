@@ -23,10 +23,10 @@ class Feverish(FakeModel):
 
     fever = False
 
-    def forward(self, tokens: Tensor, operations: Operations, rows: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, operations: Operations) -> Tensor:
         if self.fever:
             tokens = torch.full_like(tokens, POISON)
-        return super().forward(tokens, operations, rows)
+        return super().forward(tokens, operations)
 
 
 def test_the_outputs_tell_how_much_of_the_prompt_was_found() -> None:

@@ -29,8 +29,8 @@ def test_it_meets_prompts_of_several_steps_and_prompts_beside_decodes() -> None:
 
 
 class Broken(FakeModel):
-    def forward(self, tokens: torch.Tensor, operations: Operations, rows: torch.Tensor) -> torch.Tensor:
-        return torch.full((len(rows), self.vocab_size), torch.nan)
+    def logits(self, hidden: torch.Tensor, operations: Operations) -> torch.Tensor:
+        return torch.full((len(hidden), self.vocab_size), torch.nan)
 
 
 def test_a_failure_is_told() -> None:

@@ -134,22 +134,24 @@ class ChatGLM:
         """Where the weights are."""
         return self._device
 
-    def forward(self, tokens: Tensor, operations: Operations, rows: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, operations: Operations) -> Tensor:
         """See `CausalModel`."""
         epsilon = self.config.layernorm_epsilon
         hidden = embedding(tokens, self.embedding)
-        delta = None
         for index, layer in enumerate(self.layers):
-            hidden, normed = operations.add_norm(hidden, delta, layer.input_norm, epsilon)
+            normed = operations.norm(hidden, layer.input_norm, epsilon)
             projected = operations.linear(normed, layer.qkv, layer.qkv_bias)
             heads = projected.view(len(tokens), -1, self.config.kv_channels)
             attended = operations.attend(index, heads, self._rotary)
-            delta = operations.linear(attended, layer.attention_out)
-            hidden, normed = operations.add_norm(hidden, delta, layer.post_attention_norm, epsilon)
+            hidden = operations.add_linear(hidden, attended, layer.attention_out)
+            normed = operations.norm(hidden, layer.post_attention_norm, epsilon)
             gated = operations.linear_swiglu(normed, layer.gate_up)
-            delta = operations.linear(gated, layer.down)
-        delta = None if delta is None else delta[rows]
-        _, normed = operations.add_norm(hidden[rows], delta, self.final_norm, epsilon)
+            hidden = operations.add_linear(hidden, gated, layer.down)
+        return hidden
+
+    def logits(self, hidden: Tensor, operations: Operations) -> Tensor:
+        """See `CausalModel`."""
+        normed = operations.norm(hidden, self.final_norm, self.config.layernorm_epsilon)
         return operations.linear(normed, self.head)
 
 

@@ -104,7 +104,7 @@ def whole_pass(model: ChatGLM, tokens: list[int]) -> torch.Tensor:
     """The logits behind `tokens`, with attention that needs no cache."""
     operations = WholeSequence(len(tokens), model.kv_shape.heads)
     with torch.inference_mode():
-        return model.forward(torch.tensor(tokens), operations, operations.positions[-1:])[0]
+        return model.logits(model.forward(torch.tensor(tokens), operations)[-1:], operations)[0]
 
 
 class WholeSequence(PlainMath):

@@ -1,0 +1,171 @@
+"""The steps of an engine as CUDA graphs: decodes alone, and prompts with decodes beside them."""
+
+import logging
+import time
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from triton_models.engine.graphs import PoolHandle, SizedGraphs
+from triton_models.engine.layout import StepLayout
+from triton_models.engine.slots import SlotTable
+from triton_models.engine.step_inputs import StepInputs
+
+log = logging.getLogger(__name__)
+
+LARGEST_PROMPTS = 2048
+"""Rows of the largest captured step with prompts: more take the device longer than the host."""
+
+_TOKENS_PER_TILE = 4
+_MORE_TILES = 64
+"""A captured step has room for a tile for every few tokens, and so many more for chunks that fill none."""
+
+
+class Step(Protocol):
+    """The parts of a step; all that they read but their arguments has its place on the device."""
+
+    def decode(self, slots: Tensor, longest: int) -> Tensor:
+        """Return [D, vocabulary] logits of decodes, [D] int64 slots."""
+        ...
+
+    def finish(self, slots: Tensor, logits: Tensor) -> Tensor:
+        """Sample for decodes that ask for nothing special, note it in their slots, return [3, D] status."""
+        ...
+
+    def forward(self, tokens: Tensor, layout: StepLayout) -> Tensor:
+        """Return [T, width], what a step leaves behind the last layer."""
+        ...
+
+
+def decode_sizes(largest: int) -> list[int]:
+    """Return the batch sizes that get a graph: a step of any other size is padded to the next.
+
+    Closer together where a row costs more of the step's time.
+    """
+    sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, largest, 32)]
+    return [*(size for size in sizes if size < largest), largest]
+
+
+def prompt_sizes(largest: int) -> list[int]:
+    """Return the numbers of rows that get a graph for steps with prompts."""
+    sizes = [*range(32, 512, 32), *range(512, 1024, 64), *range(1024, LARGEST_PROMPTS + 1, 128)]
+    return [size for size in sizes if size <= largest]
+
+
+class CapturedDecodes:
+    """Steps of decodes only, in two graphs each: what asks for something special is sampled otherwise."""
+
+    def __init__(self, step: Step, slots: SlotTable, *, longest: int) -> None:
+        self._step = step
+        self._longest = longest
+        largest, device = slots.spare, slots.tables.device
+        self._slots = torch.full((largest,), slots.spare, dtype=torch.int64, device=device)
+        self._logits = torch.empty(0)
+        self._status = torch.empty((3, largest), dtype=torch.int64, device=device)
+        self._forward = SizedGraphs(self._compute, decode_sizes(largest))
+        self._finish = SizedGraphs(self._sample, decode_sizes(largest))
+
+    def padding(self, decodes: int) -> int:
+        """Return how many rows of the spare slot fill a step of so many decodes up."""
+        return (self._forward.size_for(decodes) or decodes) - decodes
+
+    def capture(self, pool: PoolHandle) -> None:
+        """Capture every size."""
+        self._forward.capture(pool)
+        self._finish.capture(pool)
+
+    def forward(self, slots: Tensor) -> Tensor:
+        """Return the logits of `slots`, [D] int64 with padding; the next call overwrites them."""
+        size = len(slots)
+        self._slots[:size].copy_(slots)
+        self._forward.replay(size)
+        return self._logits[:size]
+
+    def finish(self, size: int) -> Tensor:
+        """Sample for the slots of the last `forward`; returns their status, overwritten by the next."""
+        self._finish.replay(size)
+        return self._status[:, :size]
+
+    def _compute(self, size: int) -> None:
+        logits = self._step.decode(self._slots[:size], self._longest)
+        if not self._logits.numel():
+            self._logits = torch.empty_like(logits)
+        self._logits[:size].copy_(logits)
+
+    def _sample(self, size: int) -> None:
+        self._status[:, :size].copy_(self._step.finish(self._slots[:size], self._logits[:size]))
+
+
+class CapturedPrompts:
+    """Steps with prompts in them, up to their last layer."""
+
+    def __init__(self, step: Step, slots: SlotTable, *, longest: int, largest: int) -> None:
+        self._step = step
+        self._longest = longest
+        self._tables = slots.tables
+        sizes = prompt_sizes(largest)
+        most, device = max(sizes, default=0), slots.tables.device
+        self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
+        self._slots = torch.full((most,), slots.spare, dtype=torch.int32, device=device)
+        self._positions = torch.full((most,), -1, dtype=torch.int64, device=device)
+        self._lengths = torch.zeros(min(most, slots.spare), dtype=torch.int32, device=device)
+        self._tiles = torch.zeros((_tiles_in(most), 4), dtype=torch.int32, device=device)
+        self._hidden = torch.empty(0)
+        self._graphs = SizedGraphs(self._compute, sizes)
+
+    def size_for(self, rows: int, tiles: int) -> int | None:
+        """Return the size that holds a step of so many rows and tiles; None if none does."""
+        size = self._graphs.size_for(rows)
+        return size if size is not None and tiles <= _tiles_in(size) else None
+
+    def capture(self, pool: PoolHandle) -> None:
+        """Capture every size."""
+        self._graphs.capture(pool)
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Return [T, width] of a step that was padded to a captured T; the next call overwrites it."""
+        size, decodes, tiles = len(inputs.tokens), len(inputs.decode_lengths), len(inputs.tiles)
+        self._tokens[:size].copy_(inputs.tokens)
+        self._slots[:size].copy_(inputs.slots)
+        self._positions[:size].copy_(inputs.positions)
+        self._lengths.zero_()
+        self._lengths[:decodes].copy_(inputs.decode_lengths)
+        self._tiles.zero_()
+        self._tiles[:tiles].copy_(inputs.tiles)
+        self._graphs.replay(size)
+        return self._hidden[:size]
+
+    def _compute(self, size: int) -> None:
+        layout = StepLayout(
+            tables=self._tables,
+            slots=self._slots[:size],
+            positions=self._positions[:size],
+            decode_lengths=self._lengths[:size],
+            longest_decode=self._longest,
+            tiles=self._tiles[: _tiles_in(size)],
+        )
+        hidden = self._step.forward(self._tokens[:size], layout)
+        if not self._hidden.numel():
+            self._hidden = torch.empty_like(hidden)
+        self._hidden[:size].copy_(hidden)
+
+
+class CapturedSteps:
+    """Both, in one memory pool."""
+
+    def __init__(self, step: Step, slots: SlotTable, *, longest: int, largest: int) -> None:
+        self.decodes = CapturedDecodes(step, slots, longest=longest)
+        self.prompts = CapturedPrompts(step, slots, longest=longest, largest=largest)
+
+    def capture(self) -> None:
+        """Compile and capture everything."""
+        began = time.monotonic()
+        pool = torch.cuda.graph_pool_handle()
+        self.prompts.capture(pool)
+        self.decodes.capture(pool)
+        log.info("captured the steps in %.1f s", time.monotonic() - began)
+
+
+def _tiles_in(rows: int) -> int:
+    return rows // _TOKENS_PER_TILE + _MORE_TILES

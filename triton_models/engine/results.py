@@ -1,0 +1,53 @@
+"""From what the device sampled to what each sequence gets."""
+
+from dataclasses import dataclass
+
+from triton_models.engine.sampler import SamplerOutputs
+from triton_models.engine.sequence import Sequence, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A sequence's next token, or why it has none."""
+
+    sequence: Sequence
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+    spoilt: bool = False
+    """The model's output is not finite, so what it left in the KV cache is not to be trusted either."""
+
+
+def sampled_tokens(
+    sampling: list[Sequence], outputs: SamplerOutputs, mask_errors: dict[str, str]
+) -> list[Sampled]:
+    """Pair a step's outputs, which are on the host, with the sequences that it sampled for."""
+    tokens, finite, allowed = outputs.status.tolist()
+    logprobs = _logprobs(sampling, tokens, outputs)
+    results = []
+    for row, sequence in enumerate(sampling):
+        error = mask_errors.get(sequence.request.request_id)
+        if error is None and not finite[row]:
+            error = "the model's output is not finite"
+        if error is None and not allowed[row]:
+            error = "no token is allowed here"
+        results.append(Sampled(sequence, tokens[row], logprobs.get(row), error, spoilt=not finite[row]))
+    return results
+
+
+def _logprobs(
+    sampling: list[Sequence], tokens: list[int], outputs: SamplerOutputs
+) -> dict[int, TokenLogprobs]:
+    """Return the log-probabilities of the rows that asked for them."""
+    if outputs.logprobs is None or outputs.top_ids is None:
+        return {}
+    rows = [row for row, each in enumerate(sampling) if each.request.sampling.logprobs is not None]
+    found = {}
+    for row, values, ids in zip(rows, outputs.logprobs.tolist(), outputs.top_ids.tolist(), strict=True):
+        wanted = sampling[row].request.sampling.logprobs or 0
+        found[row] = TokenLogprobs(
+            id=tokens[row],
+            logprob=values[0],
+            top=tuple(zip(ids[:wanted], values[1 : wanted + 1], strict=True)),
+        )
+    return found
