@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from triton_models.engine.backend import Backend, choose_backend
+from triton_models.engine.batch import Batch
 from triton_models.engine.block_manager import BlockManager
 from triton_models.engine.intake import Intake
 from triton_models.engine.model import CausalModel
@@ -27,10 +28,7 @@ class _Step:
 
     launched: Launched
     began: float
-    decodes: int
-    prompts: int
-    prompt_tokens: int
-    preemptions: int
+    batch: Batch
 
 
 class Engine:
@@ -173,14 +171,7 @@ class Engine:
                 chunk.sequence.scheduled_at = now
         launched = self._runner.launch(batch)
         batch.advance()
-        return _Step(
-            launched=launched,
-            began=began,
-            decodes=len(batch.decodes),
-            prompts=len(batch.prefills),
-            prompt_tokens=sum(chunk.count for chunk in batch.prefills),
-            preemptions=batch.preemptions,
-        )
+        return _Step(launched=launched, began=began, batch=batch)
 
     def _collect(self, step: "_Step") -> StepStats:
         """Wait for a step's results and take them over."""
@@ -188,12 +179,13 @@ class Engine:
             self._accept(each)
         now = time.perf_counter()
         began, self._collected_at = max(step.began, self._collected_at), now
+        batch = step.batch
         return StepStats(
-            batch_size=step.decodes + step.prompts,
-            prefill_tokens=step.prompt_tokens,
-            decode_tokens=step.decodes,
+            batch_size=len(batch.decodes) + len(batch.prefills),
+            prefill_tokens=sum(chunk.count for chunk in batch.prefills),
+            decode_tokens=len(batch.decodes),
             seconds=now - began,
-            preemptions=step.preemptions,
+            preemptions=batch.preemptions,
         )
 
     def _welcome_and_dismiss(self) -> None:
