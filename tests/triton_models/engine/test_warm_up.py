@@ -1,10 +1,19 @@
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
+from bench.engine import random_model
 from tests.triton_models.engine.fake_model import FakeModel, continuation, ids, request, run
+from tests.triton_models.engine.wild_mix import wild_mix
 from triton_models.engine.engine import Engine
+from triton_models.engine.models.chatglm import ChatGLMConfig
 from triton_models.engine.operations import Operations
 from triton_models.engine.sampling import SamplingParams
+from triton_models.engine.sequence import FinishReason
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.warm_up import warm_up
 from triton_models.errors import WarmUpError
@@ -36,3 +45,121 @@ class Broken(FakeModel):
 def test_a_failure_is_told() -> None:
     with pytest.raises(WarmUpError, match="not finite"):
         warm_up(Engine(Broken(), SMALL))
+
+
+SHAPE = ChatGLMConfig(
+    num_layers=2,
+    hidden_size=256,
+    ffn_hidden_size=512,
+    num_attention_heads=32,
+    multi_query_group_num=2,
+    kv_channels=128,
+    padded_vocab_size=1152,
+    seq_length=512,
+    layernorm_epsilon=1e-5,
+    add_qkv_bias=True,
+)
+"""Heads as ChatGLM3-6B has them, and little else."""
+
+ROOMY = EngineSettings(max_running=24, max_batched_tokens=160, max_context=400, kv_blocks=24 * 25)
+TIGHT = replace(ROOMY, kv_blocks=40)
+"""Some sequences are preempted."""
+
+memory = pytest.mark.parametrize("settings", [ROOMY, TIGHT], ids=["roomy", "tight"])
+
+
+@memory
+def test_the_mix_that_follows_a_warm_up_holds_everything(settings: EngineSettings) -> None:
+    """On any device: what the next test says is worth only what its mix meets."""
+    engine = Engine(random_model(SHAPE, dtype=torch.float32, device=torch.device("cpu")), settings)
+    seen = wild_mix(engine, requests=100, vocabulary=SHAPE.padded_vocab_size)
+    assert sum(seen.ends.values()) == 100
+    assert set(seen.ends) == set(FinishReason) - {FinishReason.ERROR, FinishReason.SHUTDOWN}
+    assert (seen.preemptions > 0) == (settings is TIGHT)
+    assert seen.cached_tokens > 0
+    assert seen.prompt_steps > 0
+    assert {1, 2, 3} <= seen.batch_sizes
+    assert settings is TIGHT or settings.max_running in seen.batch_sizes
+    assert (engine.open_requests, engine.stats().kv_blocks_used) == (0, 0)
+
+
+class Made:
+    """What was compiled and captured since `clear`, by name."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        # Here, not above: where there is no GPU, the kernels' tests choose how the package is imported.
+        import triton  # noqa: PLC0415
+
+        self.kernels: list[str] = []
+        self.captures = 0
+        # Called for every kernel that is not in the process's own memory, in a cache on disk or not.
+        patch.setattr(triton.knobs.runtime, "jit_cache_hook", self._note_kernel)
+        capture = torch.cuda.CUDAGraph.capture_begin
+
+        def note_capture(graph: torch.cuda.CUDAGraph, *args: Any, **kwargs: Any) -> None:
+            self.captures += 1
+            capture(graph, *args, **kwargs)
+
+        patch.setattr(torch.cuda.CUDAGraph, "capture_begin", note_capture)
+        self._regions_before = 0
+
+    def _note_kernel(self, **compilation: Any) -> None:
+        self.kernels.append(compilation["repr"])
+
+    @property
+    def regions(self) -> int:
+        """Regions that torch.compile took up, which does not tell Triton's hook."""
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        total = 0 if dynamo is None else dynamo.counters["stats"]["unique_graphs"]
+        return total - self._regions_before
+
+    def clear(self) -> None:
+        self.kernels.clear()
+        self.captures = 0
+        self._regions_before += self.regions
+
+
+@pytest.fixture
+def made() -> Iterator[Made]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield Made(patch)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@memory
+def test_nothing_is_compiled_or_captured_after_it(
+    made: Made, settings: EngineSettings, dtype: torch.dtype
+) -> None:
+    engine = Engine(random_model(SHAPE, dtype=dtype, device=torch.device("cuda:0")), settings)
+    warm_up(engine)
+    assert made.captures > 0, "the counting itself does not work"
+    made.clear()
+    for seed in range(4):
+        wild_mix(engine, requests=200, vocabulary=SHAPE.padded_vocab_size, seed=seed)
+    assert (made.kernels, made.captures, made.regions) == ([], 0, 0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_nothing_is_compiled_or_captured_after_a_failed_step(made: Made) -> None:
+    engine = Engine(random_model(SHAPE, dtype=torch.bfloat16, device=torch.device("cuda:0")), TIGHT)
+    warm_up(engine)
+    made.clear()
+    for number in range(9):
+        engine.add(request(str(number), (1, 2, 3), SamplingParams(max_tokens=50)))
+    for _ in range(5):
+        engine.step()
+    engine.fail_running("as if a kernel had failed")
+    assert {output.finish_reason for output in engine.take_outputs()} >= {FinishReason.ERROR}
+    wild_mix(engine, requests=100, vocabulary=SHAPE.padded_vocab_size)
+    assert (made.kernels, made.captures, made.regions) == ([], 0, 0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_kernel_of_a_new_shape_is_counted(made: Made) -> None:
+    """What the tests above find nothing of, they would find."""
+    shape = replace(SHAPE, hidden_size=320, kv_channels=64)
+    engine = Engine(random_model(shape, dtype=torch.bfloat16, device=torch.device("cuda:0")), TIGHT)
+    warm_up(engine)
+    assert made.kernels
+    assert made.captures
