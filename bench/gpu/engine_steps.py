@@ -17,7 +17,7 @@ from triton_models.engine.sequence import Request
 from triton_models.engine.settings import EngineSettings
 
 _STEPS = 64
-_MAX_BATCHED_TOKENS = 2048
+_MAX_BATCHED_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
