@@ -33,7 +33,7 @@ _ENGINE_PARAMETERS: Final = (
 
 _GPU_DEFAULTS: Final = {"max_running": 512, "max_batched_tokens": 1024}
 """A GPU computes many more tokens in the time that it takes to read the weights once. Steps of twice as many
-prompt tokens would hardly be more efficient, and stall the decodes beside them for twice as long (bench/LOG.md)."""
+prompt tokens are hardly more efficient, and stall the decodes beside them twice as long (bench/LOG.md)."""
 
 
 def load_text(parameters: EntryParameters) -> ChatText:
