@@ -21,14 +21,14 @@ import torch
 import triton
 from torch.nn import functional
 
-from bench.gpu.product_chain import AHEAD, Chain
+from bench.gpu.product_chain import Chain
 from bench.gpu.product_search import Compilers, Search, text_of
 from bench.gpu.products import CHATGLM3, TINY, Operands, Shape, products
 from bench.gpu.report import Results, guarded, print_table
 from bench.gpu.sampling_cases import LIMITS, Rows
 from bench.gpu.timing import microseconds, terabytes_per_second
 from triton_models.engine.kernels import truncation
-from triton_models.engine.kernels.add_norm import add_norm
+from triton_models.engine.kernels.norm import norm
 from triton_models.engine.kernels.swiglu import swiglu
 from triton_models.engine.kernels.tilings import Tiling
 
@@ -87,38 +87,30 @@ def time_products(shape: Shape, operands: Operands, search: Search, results: Res
 
 
 def time_chain(shape: Shape, chain: Chain, compilers: Compilers, results: Results) -> None:
-    """Print milliseconds of a step without attention, by how the kernels follow each other."""
-    overlaps = AHEAD if shape.device.type == "cuda" else ()
-    compilers.compile(job for ahead in (None, *overlaps) for job in chain.jobs(ahead))
-    table = []
-    for rows in shape.rows:
-        row = [str(rows), guarded(results, f"chain library {rows}", partial(chain.time_library, rows))]
-        for ahead in (None, *overlaps):
-            label = f"chain {rows} ahead {ahead}"
-            row.append(guarded(results, label, partial(chain.time_kernels, rows, ahead)))
-        if overlaps:
-            same = partial(chain.repeats, rows, max(overlaps))
-            row.append(guarded(results, f"chain {rows} same bits", same))
-        table.append(row)
-    print_table(
-        "a step without attention, us",
-        ["rows", "library", "fused", *(f"overlapped, ahead {each}" for each in overlaps), "same bits"],
-        table,
-    )
+    """Print microseconds of a step without attention, by whose the products are."""
+    compilers.compile(chain.jobs())
+    table = [
+        [
+            str(rows),
+            guarded(results, f"chain library {rows}", partial(chain.time_library, rows)),
+            guarded(results, f"chain {rows}", partial(chain.time_kernels, rows)),
+        ]
+        for rows in shape.rows
+    ]
+    print_table("a step without attention, us", ["rows", "library", "ours"], table)
 
 
 def time_rows(shape: Shape, operands: Operands, results: Results) -> None:
     """Print errors, microseconds and GB/s of the norm and the gate."""
-    norm = torch.ones(shape.width, device=shape.device)
+    weight = torch.ones(shape.width, device=shape.device)
     table = []
     for rows in shape.token_rows:
-        hidden, delta = operands.random(rows, shape.width), operands.random(rows, shape.width)
+        hidden = operands.random(rows, shape.width)
         gate_up = operands.random(rows, 2 * shape.ffn)
 
         def norm_error() -> str:
-            total = hidden + delta  # noqa: B023
-            exact = functional.rms_norm(total.double(), norm.shape, norm.double(), _EPS)
-            normed = add_norm(hidden.clone(), delta, norm, _EPS)  # noqa: B023
+            exact = functional.rms_norm(hidden.double(), weight.shape, weight.double(), _EPS)  # noqa: B023
+            normed = norm(hidden, weight, _EPS)  # noqa: B023
             return f"{float((normed.double() - exact).norm() / exact.norm()):.1e}"
 
         def gate_error() -> str:
@@ -127,14 +119,14 @@ def time_rows(shape: Shape, operands: Operands, results: Results) -> None:
             return f"{float((swiglu(gate_up).double() - exact).norm() / exact.norm()):.1e}"  # noqa: B023
 
         def run_norm() -> None:
-            add_norm(hidden, delta, norm, _EPS)  # noqa: B023
+            norm(hidden, weight, _EPS)  # noqa: B023
 
         def run_gate() -> None:
             swiglu(gate_up)  # noqa: B023
 
         row = [str(rows)]
         for label, error, run, size in (
-            ("add_norm", norm_error, run_norm, 4 * hidden.nbytes),
+            ("norm", norm_error, run_norm, 2 * hidden.nbytes),
             ("swiglu", gate_error, run_gate, gate_up.nbytes * 3 // 2),
         ):
             row.append(guarded(results, f"{label} error {rows}", error))
@@ -143,7 +135,7 @@ def time_rows(shape: Shape, operands: Operands, results: Results) -> None:
         table.append(row)
     print_table(
         "norm and gate, us (GB/s), data in the cache where it fits",
-        ["rows", "add_norm error", "add_norm", "swiglu error", "swiglu"],
+        ["rows", "norm error", "norm", "swiglu error", "swiglu"],
         table,
     )
 

@@ -1,6 +1,6 @@
 """A decode step without its attention: norms, products and gates of all layers in order, and the head."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,12 +9,9 @@ from torch.nn import functional
 from bench.gpu.product_search import Job
 from bench.gpu.products import Operands, Shape, products
 from bench.gpu.timing import microseconds
-from triton_models.engine.kernels.add_norm import add_norm
+from triton_models.engine.kernels.norm import norm
 from triton_models.engine.kernels.swiglu import swiglu
 from triton_models.engine.kernels.tilings import Tiling
-
-AHEAD = (0, 512, 2048)
-"""Keys that overlapped products ask for early."""
 
 _EPS = 1e-5
 
@@ -27,67 +24,49 @@ class Chain:
     operands: Operands
     tilings: dict[str, Tiling]
 
-    def jobs(self, ahead: int | None) -> list[Job]:
-        """Return the variants that it needs; None: without overlap."""
+    def jobs(self) -> list[Job]:
+        """Return the variants that it needs."""
         return [
-            (product, rows, self._tiling(product.name, ahead), ahead is not None)
+            (product, rows, self.tilings[product.name])
             for product in products(self.shape)
             for rows in {min(self.shape.rows), max(self.shape.rows)}
         ]
 
     def time_library(self, rows: int) -> float:
-        """Return microseconds with the library's products, and our kernels between them."""
-        hidden, attended, norm = self._inputs(rows)
+        """Return microseconds with the library's products, as steps of more rows have them."""
+        hidden, attended, weight = self._inputs(rows)
         weights = self.operands.weights
 
         def step() -> None:
-            delta: Tensor | None = None
             for index in range(self.shape.layers):
-                normed = add_norm(hidden, delta, norm, _EPS)
-                functional.linear(normed, weights["qkv"][index], self.operands.bias)
-                mixed = functional.linear(attended, weights["out"][index])
-                gate_up = functional.linear(add_norm(hidden, mixed, norm, _EPS), weights["gate_up"][index])
-                delta = functional.linear(swiglu(gate_up), weights["down"][index])
-            functional.linear(add_norm(hidden, delta, norm, _EPS), weights["head"][0])
+                functional.linear(norm(hidden, weight, _EPS), weights["qkv"][index], self.operands.bias)
+                torch.addmm(hidden, attended, weights["out"][index].T, out=hidden)
+                gate_up = functional.linear(norm(hidden, weight, _EPS), weights["gate_up"][index])
+                torch.addmm(hidden, swiglu(gate_up), weights["down"][index].T, out=hidden)
+            functional.linear(norm(hidden, weight, _EPS), weights["head"][0])
 
         return microseconds([step], self.shape.device)
 
-    def time_kernels(self, rows: int, ahead: int | None) -> float:
-        """Return microseconds with our products; `ahead`: the keys asked for early, None: no overlap."""
-        hidden, attended, norm = self._inputs(rows)
-
-        def step() -> None:
-            self._run(hidden, attended, norm, ahead)
-
-        return microseconds([step], self.shape.device)
-
-    def repeats(self, rows: int, ahead: int) -> bool:
-        """Return whether overlapping changes nothing: the same bits as one after the other, ten times."""
-        hidden, attended, norm = self._inputs(rows)
-        expected = self._run(hidden.clone(), attended, norm, None)
-        return all(torch.equal(self._run(hidden.clone(), attended, norm, ahead), expected) for _ in range(10))
-
-    def _run(self, hidden: Tensor, attended: Tensor, norm: Tensor, ahead: int | None) -> Tensor:
-        overlap = ahead is not None
+    def time_kernels(self, rows: int) -> float:
+        """Return microseconds with our products and what is fused into them."""
+        hidden, attended, weight = self._inputs(rows)
         by_name = {each.name: each for each in products(self.shape)}
 
         def product(name: str, index: int, x: Tensor) -> Tensor:
-            weight = self.operands.weights[name][index]
-            tiling = self._tiling(name, ahead)
-            return self.operands.run(by_name[name], x, weight, hidden, tiling, overlap=overlap)
+            matrix = self.operands.weights[name][index]
+            return self.operands.run(by_name[name], x, matrix, hidden, self.tilings[name])
 
-        for index in range(self.shape.layers):
-            product("qkv", index, add_norm(hidden, None, norm, _EPS, overlap=overlap))
-            product("out", index, attended)
-            gated = product("gate_up", index, add_norm(hidden, None, norm, _EPS, overlap=overlap))
-            product("down", index, gated)
-        return product("head", 0, add_norm(hidden, None, norm, _EPS, overlap=overlap))
+        def step() -> None:
+            for index in range(self.shape.layers):
+                product("qkv", index, norm(hidden, weight, _EPS))
+                product("out", index, attended)
+                product("down", index, product("gate_up", index, norm(hidden, weight, _EPS)))
+            product("head", 0, norm(hidden, weight, _EPS))
 
-    def _tiling(self, name: str, ahead: int | None) -> Tiling:
-        return self.tilings[name] if ahead is None else replace(self.tilings[name], ahead=ahead)
+        return microseconds([step], self.shape.device)
 
     def _inputs(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return hidden state, what attention gives, and a norm's weight."""
-        norm = torch.ones(self.shape.width, device=self.shape.device)
         width = self.shape.width
-        return self.operands.random(rows, width), self.operands.random(rows, width), norm
+        weight = torch.ones(width, device=self.shape.device)
+        return self.operands.random(rows, width), self.operands.random(rows, width), weight

@@ -13,7 +13,8 @@ from bench.gpu.report import Results, guarded
 from triton_models.engine.kernels.tilings import Tiling, tiling_for
 
 FINALISTS = 4
-Job = tuple[Product, int, Tiling, bool]
+Job = tuple[Product, int, Tiling]
+"""A variant to compile: for so many rows."""
 
 
 class Compilers:
@@ -28,8 +29,8 @@ class Compilers:
         if self._shape.device.type != "cuda":
             return
         futures = [
-            self._pool.submit(compile_product, self._shape, product, rows, tiling, overlap=overlap)
-            for product, rows, tiling, overlap in set(jobs)
+            self._pool.submit(compile_product, self._shape, product, rows, tiling)
+            for product, rows, tiling in set(jobs)
         ]
         failed = sum(future.exception() is not None for future in futures)
         print(f"compiled {len(futures)}, {failed} failed", flush=True)
@@ -64,7 +65,7 @@ class Search:
         print("candidates:", {name: len(tilings) for name, tilings in candidates.items()}, flush=True)
         first = self.shape.searched_rows[0]
         self.compilers.compile(
-            (product, first, tiling, False) for product in todo for tiling in candidates[product.name]
+            (product, first, tiling) for product in todo for tiling in candidates[product.name]
         )
         # By turns, so that the time that is left falls on all alike.
         for turn in zip_longest(*([(each, tiling) for tiling in candidates[each.name]] for each in todo)):
@@ -74,7 +75,7 @@ class Search:
         finalists = {each.name: self._ranked(each, self.shape.searched_rows)[:FINALISTS] for each in todo}
         widest = max(self.shape.rows)
         self.compilers.compile(
-            (product, widest, tiling, False) for product in todo for tiling in finalists[product.name]
+            (product, widest, tiling) for product in todo for tiling in finalists[product.name]
         )
         for product in todo:
             for tiling in finalists[product.name]:

@@ -138,19 +138,10 @@ class Operands:
         """Return normal numbers."""
         return torch.empty(size, dtype=self.shape.dtype, device=self.shape.device).normal_()
 
-    def run(
-        self,
-        product: Product,
-        x: Tensor,
-        weight: Tensor,
-        residual: Tensor,
-        tiling: Tiling,
-        *,
-        overlap: bool = False,
-    ) -> Tensor:
+    def run(self, product: Product, x: Tensor, weight: Tensor, residual: Tensor, tiling: Tiling) -> Tensor:
         """Launch one product with whatever is fused into it; `residual` is what an added one adds to."""
         if product.gated:
-            return linear_swiglu(x, weight, arrivals=self.arrivals, tiling=tiling, overlap=overlap)
+            return linear_swiglu(x, weight, arrivals=self.arrivals, tiling=tiling)
         return linear(
             x,
             weight,
@@ -158,7 +149,6 @@ class Operands:
             arrivals=self.arrivals,
             residual=residual if product.added else None,
             tiling=tiling,
-            overlap=overlap,
         )
 
     def time(self, product: Product, rows: int, tiling: Tiling) -> float:
@@ -216,9 +206,9 @@ class Operands:
         return float((whole.double() - exact).norm() / exact.norm())
 
 
-def compile_product(shape: Shape, product: Product, rows: int, tiling: Tiling, *, overlap: bool) -> None:
+def compile_product(shape: Shape, product: Product, rows: int, tiling: Tiling) -> None:
     """Launch a product once, for what it leaves in the compiler's cache."""
     operands = Operands(replace(shape, layers=0, vocabulary=8))
     x = operands.random(rows, product.keys)
     weight = torch.empty((product.weight_rows, product.keys), dtype=shape.dtype, device=shape.device)
-    operands.run(product, x, weight, operands.random(rows, product.outputs), tiling, overlap=overlap)
+    operands.run(product, x, weight, operands.random(rows, product.outputs), tiling)

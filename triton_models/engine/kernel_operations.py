@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from triton_models.engine.kernels.add_norm import add_norm
 from triton_models.engine.kernels.attention_decode import decode_attention
 from triton_models.engine.kernels.attention_prefill import (
     PrefillRange,
@@ -17,6 +16,7 @@ from triton_models.engine.kernels.attention_prefill import (
 )
 from triton_models.engine.kernels.decode_plan import DecodeWorkspace, choose_splits
 from triton_models.engine.kernels.linear import linear, linear_swiglu, new_arrivals
+from triton_models.engine.kernels.norm import norm
 from triton_models.engine.kernels.rotate_store import rotate_store
 from triton_models.engine.kernels.swiglu import swiglu
 from triton_models.engine.kv_cache import KVCache
@@ -120,7 +120,7 @@ class KernelOperations:
 
     def norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """See `Operations`."""
-        return add_norm(hidden, None, weight, epsilon)
+        return norm(hidden, weight, epsilon)
 
     def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Operations`."""

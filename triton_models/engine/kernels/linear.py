@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_models.engine.kernels.overlap import fetch_to_cache, release_next, wait_for_previous
 from triton_models.engine.kernels.swiglu import silu_times
 from triton_models.engine.kernels.tilings import Tiling, tiling_for
 
@@ -39,13 +38,12 @@ def linear(
     arrivals: Tensor,
     residual: Tensor | None = None,
     tiling: Tiling | None = None,
-    overlap: bool = False,
 ) -> Tensor:
     """Return x @ weight^T + bias, or add it to `residual` in place.
 
     Sums are float32, and rounded to the dtype before the residual is added. A row's result depends on nothing
     but the row. Compiled once for each dtype, shape of `weight`, up to 16 or up to 32 rows, and with or
-    without bias, residual and `overlap`.
+    without bias and residual.
 
     Args:
         x: [M, K], contiguous, M at most `MAX_ROWS`, K a multiple of 8.
@@ -54,7 +52,6 @@ def linear(
         arrivals: from `new_arrivals`.
         residual: [M, N], contiguous, in the dtype of `x`.
         tiling: how to cut it up; None: as `tiling_for` says.
-        overlap: start before the kernel in front has ended; see `overlap`.
 
     Returns:
         [M, N] in the dtype of `x`; `residual` itself where it is given.
@@ -65,13 +62,11 @@ def linear(
     outputs = len(weight)
     out = residual if residual is not None else x.new_empty((len(x), outputs))
     add = residual is not None
-    _launch(x, weight, bias, out, arrivals, tiling, outputs=outputs, gated=False, add=add, overlap=overlap)
+    _launch(x, weight, bias, out, arrivals, tiling, outputs=outputs, gated=False, add=add)
     return out
 
 
-def linear_swiglu(
-    x: Tensor, weight: Tensor, *, arrivals: Tensor, tiling: Tiling | None = None, overlap: bool = False
-) -> Tensor:
+def linear_swiglu(x: Tensor, weight: Tensor, *, arrivals: Tensor, tiling: Tiling | None = None) -> Tensor:
     """Return silu(gate) * up of x @ weight^T, whose first half is the gate: as `linear`, then `swiglu`.
 
     Args:
@@ -79,7 +74,6 @@ def linear_swiglu(
         weight: [2 * F, K], contiguous, in the dtype of `x`.
         arrivals: from `new_arrivals`.
         tiling: how to cut it up, `block_n` rows of both halves at once; None: as `tiling_for` says.
-        overlap: start before the kernel in front has ended; see `overlap`.
 
     Returns:
         [M, F] in the dtype of `x`.
@@ -89,7 +83,7 @@ def linear_swiglu(
     """
     outputs = len(weight) // 2
     out = x.new_empty((len(x), outputs))
-    _launch(x, weight, None, out, arrivals, tiling, outputs=outputs, gated=True, add=False, overlap=overlap)
+    _launch(x, weight, None, out, arrivals, tiling, outputs=outputs, gated=True, add=False)
     return out
 
 
@@ -104,7 +98,6 @@ def _launch(
     outputs: int,
     gated: bool,
     add: bool,
-    overlap: bool,
 ) -> None:
     rows, keys = x.shape
     if rows > MAX_ROWS:
@@ -134,9 +127,6 @@ def _launch(
         SPLITS=tiling.splits,
         GATED=gated,
         ADD=add,
-        AHEAD=tiling.ahead if overlap else 0,
-        OVERLAP=overlap,
-        launch_pdl=overlap,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )
@@ -159,8 +149,6 @@ def _linear(
     SPLITS: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
-    AHEAD: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -172,12 +160,6 @@ def _linear(
     # Rows past the last read that one again; their sums are not stored.
     row = tl.minimum(n, OUTPUTS - 1).to(tl.int64)
     weight_tile = weight + row[:, None] * KEYS + k[None, :]
-    if OVERLAP:
-        release_next()
-        _fetch_ahead(
-            weight + row * KEYS, split * (steps * BLOCK_K), OUTPUTS, KEYS, steps * BLOCK_K, GATED, AHEAD
-        )
-        wait_for_previous()
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up_sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for step in range(steps):
@@ -215,27 +197,6 @@ def _linear(
                     up_partial = partial + other * size + part_size
                     up_sums += tl.load(up_partial, mask=stored, other=0.0, cache_modifier=".cg")
             _finish(sums, up_sums, bias, out, m, n, rows, OUTPUTS, GATED, ADD)
-
-
-@triton.jit
-def _fetch_ahead(
-    weight_rows,
-    first,
-    OUTPUTS: tl.constexpr,
-    KEYS: tl.constexpr,
-    SPAN: tl.constexpr,
-    GATED: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """Ask for the first keys of a program's weight rows."""
-    count = tl.minimum(min(SPAN, AHEAD), KEYS - first)
-    if count > 0:
-        size = tl.full(weight_rows.shape, 0, tl.int32) + count * (
-            weight_rows.dtype.element_ty.primitive_bitwidth // 8
-        )
-        fetch_to_cache(weight_rows + first, size)
-        if GATED:
-            fetch_to_cache(weight_rows + OUTPUTS * KEYS + first, size)
 
 
 @triton.jit

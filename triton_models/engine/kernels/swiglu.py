@@ -5,22 +5,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_models.engine.kernels.overlap import release_next, wait_for_previous
-
 _BLOCK = 1024
 _WARPS = 4
 
 
-def swiglu(gate_up: Tensor, *, overlap: bool = False) -> Tensor:
+def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(first half) * second half of each row.
 
     silu is rounded to the dtype before the product, as the plain forward pass does it.
 
-    Compiled once for each dtype and width, with or without `overlap`.
+    Compiled once for each dtype and width.
 
     Args:
         gate_up: [T, 2 * F], contiguous, float32, float16 or bfloat16.
-        overlap: start before the kernel in front has ended; see `overlap`.
 
     Returns:
         [T, F] in the same dtype.
@@ -28,9 +25,7 @@ def swiglu(gate_up: Tensor, *, overlap: bool = False) -> Tensor:
     rows, both = gate_up.shape
     width = both // 2
     gated = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    _swiglu[rows, triton.cdiv(width, _BLOCK)](
-        gate_up, gated, WIDTH=width, BLOCK=_BLOCK, OVERLAP=overlap, launch_pdl=overlap, num_warps=_WARPS
-    )
+    _swiglu[rows, triton.cdiv(width, _BLOCK)](gate_up, gated, WIDTH=width, BLOCK=_BLOCK, num_warps=_WARPS)
     return gated
 
 
@@ -43,13 +38,10 @@ def silu_times(gate, up):
 
 
 @triton.jit
-def _swiglu(gate_up, gated, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _swiglu(gate_up, gated, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    if OVERLAP:
-        release_next()
-        wait_for_previous()
     here = gate_up + row * (2 * WIDTH) + columns
     gate = tl.load(here, mask=inside, other=0.0)
     up = tl.load(here + WIDTH, mask=inside, other=0.0)

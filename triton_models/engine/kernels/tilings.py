@@ -11,8 +11,7 @@ class Tiling:
     """How a product is cut up. Results of different tilings differ by rounding.
 
     `block_n` weight rows by `block_k` keys are loaded at once, both powers of two of at least 16; `splits`
-    programs share the keys. An overlapped product asks for the first `ahead` keys of each before it waits for
-    the kernel in front. `warps`, `stages`: as Triton's launch options `num_warps` and `num_stages`.
+    programs share the keys. `warps`, `stages`: as Triton's launch options `num_warps` and `num_stages`.
     """
 
     block_n: int
@@ -20,7 +19,6 @@ class Tiling:
     splits: int
     warps: int
     stages: int
-    ahead: int = 512
 
 
 _TILINGS: dict[tuple[int, int, bool], Tiling] = {
