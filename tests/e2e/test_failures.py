@@ -18,6 +18,7 @@ from tests.e2e.up_process import GOLDEN, UpProcess, free_ports, lives, wait_unti
 pytestmark = pytest.mark.e2e
 
 CLEAR_WITHIN_S = 15.0
+FAILS_WITHIN_S = 45.0
 RECOVER_WITHIN_S = 60.0
 STREAMS = 8
 HELLO = [{"role": "user", "content": "你好"}]
@@ -152,7 +153,7 @@ def fails(*arguments: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=CLEAR_WITHIN_S,
+        timeout=FAILS_WITHIN_S,
         check=False,
     )
     assert done.returncode != 0
