@@ -5,12 +5,21 @@ Nothing here knows OpenAI's JSON (above) or tensors (below).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 MessageRole = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastCall:
+    """A call that an assistant message made; its results name it by `id`."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +28,45 @@ class Message:
 
     role: MessageRole
     content: str
+    calls: tuple[PastCall, ...] = ()
+    """Of an assistant message, made after its content."""
+    answers: str | None = None
+    """Of a tool message: the id of the call whose result it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the model may call. `parameters` is the JSON schema of its arguments, an object."""
+
+    name: str
+    description: str | None
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTool:
+    """The choice of one tool."""
+
+    name: str
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolOffer:
+    """The tools that the model may use, at least one, and how it has to.
+
+    `field` and `choice_field` are what the request calls them, for errors.
+    """
+
+    tools: tuple[Tool, ...]
+    choice: ToolChoice = "auto"
+    """A named one is called once, a required one at least once."""
+    single: bool = False
+    """At most one call in the answer."""
+    field: str = "tools"
+    choice_field: str = "tool_choice"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +74,7 @@ class Conversation:
     """A prompt of messages, for the model's own chat format to arrange."""
 
     messages: tuple[Message, ...]
+    offer: ToolOffer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +173,13 @@ class Usage:
     cached_tokens: int = 0
 
 
+class Call(Struct, frozen=True):
+    """The model calls a tool. `arguments` is a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
 class Delta(Struct, frozen=True, kw_only=True):
     """A piece of the answer: `text` may be empty while `tokens` are counted, and is final in format.
 
@@ -138,6 +194,8 @@ class Delta(Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] | None = None
     """Of those tokens, where they were asked for; the one that stopped the answer is among them."""
     logprobs: tuple[TokenLogprob, ...] | None = None
+    calls: tuple[Call, ...] = ()
+    """Each is whole; they come after `text`."""
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
 

@@ -19,12 +19,15 @@ STOPS_LIMIT = 16
 STOP_LENGTH_LIMIT = 1024
 """Code points in a stop string: that much of an answer may have to be held back."""
 LOGIT_BIAS_LIMIT = 1024
+TOOLS_LIMIT = 128
 
 INT64_MAX = 2**63 - 1
 """Larger numbers fit no tensor, and no clock."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=STOP_LENGTH_LIMIT)]
+Metadata = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A[^\n]*\Z")]
+ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 ChannelId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -55,6 +58,11 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     raw: bool = False
     """Continue the prompt as it stands, outside the chat format: text gets the tokenizer's prefix ids and
     nothing else, and the answer is what follows it, with no segments and its first space kept."""
+    answer_metadata: Metadata | None = None
+    """The first line of the answer, which becomes part of the prompt: a tool's name, so that the answer is a
+    call of it, or nothing, so that it is text. Absent: the model decides, and the line is in its answer."""
+    end_after_call_of: Annotated[list[ToolName], msgspec.Meta(max_length=TOOLS_LIMIT)] = []
+    """The answer ends where a segment begins after one whose first line is one of these."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """New tokens; absent: what is left of the context."""

@@ -7,7 +7,10 @@ What the formats cannot hold as it stands is joined or refused, never dropped:
   way. A conversation that begins with an assistant message stays: its round has an empty question, which is
   what the model's own history of (question, answer) pairs makes of a greeting;
 * ChatGLM3 keeps every message as its own turn, and a conversation that ends with an assistant message is
-  rendered as it stands: another answer follows that one.
+  rendered as it stands: another answer follows that one;
+* tools stand in the system turn, behind the sentence that the model was trained with. A call is an assistant
+  turn of its own, after the text that its message may have, and its result an observation. The results of one
+  message's calls come in the order of the calls, which is all that tells the model whose they are.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,8 +19,11 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Literal
 
+from gateway.chatglm.tool_offer import INSTRUCTION, documents
+from gateway.chatglm.tool_results import ToolResults
 from gateway.errors import InvalidRequestError, UpstreamProtocolError
-from gateway.generation import Message
+from gateway.generation import Message, ToolOffer
+from wire.calls import write_call
 from wire.history import Role, Turn
 
 Speaker = Literal["user", "assistant"]
@@ -43,8 +49,13 @@ class _Spoken:
     content: str
 
 
-def to_history(messages: Sequence[Message], chat_format: str) -> ChatInput:
+def to_history(messages: Sequence[Message], chat_format: str, offer: ToolOffer | None = None) -> ChatInput:
     """Turn `messages` into what a model of `chat_format` ("chatglm2" or "chatglm3") is asked.
+
+    Args:
+        messages: the conversation.
+        chat_format: of the model.
+        offer: the tools that it may use.
 
     Raises:
         InvalidRequestError: the format cannot express the conversation; `param` names the message.
@@ -54,38 +65,62 @@ def to_history(messages: Sequence[Message], chat_format: str) -> ChatInput:
         raise UpstreamProtocolError(f"the model's chat format {chat_format!r} is not known to this gateway")
     if not messages:
         raise InvalidRequestError("a conversation needs at least one message", param="messages")
-    only_rounds = chat_format == "chatglm2"
-    system, spoken = _split(messages, only_rounds=only_rounds)
-    if only_rounds:
-        if spoken and spoken[-1].role == "assistant":
-            raise InvalidRequestError(
-                "a ChatGLM2 conversation ends with a question, not with an assistant message",
-                param=f"messages.{spoken[-1].at}",
-            )
-        spoken = _join_neighbours(spoken)
-    turns = [Turn("system", _join(system))] if system else []
-    turns += [Turn(message.role, message.content) for message in spoken]
+    turns = _rounds(messages, offer) if chat_format == "chatglm2" else _turns(messages, offer)
     *history, newest = turns
+    if newest.tools is not None:
+        raise InvalidRequestError(
+            "a conversation with tools needs a message beside the system's", param="messages"
+        )
     return ChatInput(prompt=newest.content, role=newest.role, history=history)
 
 
-def _split(messages: Sequence[Message], *, only_rounds: bool) -> tuple[list[str], list[_Spoken]]:
-    """Part the system texts from what user and assistant said."""
-    system: list[str] = []
+def _rounds(messages: Sequence[Message], offer: ToolOffer | None) -> list[Turn]:
+    """Return the turns of a ChatGLM2 conversation: text, one speaker after the other."""
+    if offer is not None:
+        raise InvalidRequestError("ChatGLM2 was trained without tools, and cannot use any", param=offer.field)
     spoken: list[_Spoken] = []
     for at, message in enumerate(messages):
-        if message.role == "system":
-            system.append(message.content)
-        elif message.role == "tool":
-            raise InvalidRequestError(
-                "ChatGLM2 has no tools"
-                if only_rounds
-                else "a tool message must answer an assistant's tool call",
-                param=f"messages.{at}",
-            )
-        else:
+        if message.role == "tool" or message.calls:
+            raise InvalidRequestError("ChatGLM2 has no tools", param=f"messages.{at}")
+        if message.role != "system":
             spoken.append(_Spoken(at, message.role, message.content))
-    return system, spoken
+    if spoken and spoken[-1].role == "assistant":
+        raise InvalidRequestError(
+            "a ChatGLM2 conversation ends with a question, not with an assistant message",
+            param=f"messages.{spoken[-1].at}",
+        )
+    return [
+        *_system(messages, None),
+        *(Turn(message.role, message.content) for message in _join_neighbours(spoken)),
+    ]
+
+
+def _turns(messages: Sequence[Message], offer: ToolOffer | None) -> list[Turn]:
+    """Return the turns of a ChatGLM3 conversation: every message its own, every call and result too."""
+    turns = _system(messages, offer)
+    results = ToolResults()
+    for at, message in enumerate(messages):
+        if message.role == "system":
+            continue
+        if message.role == "tool":
+            results.add(at, message)
+            continue
+        turns += results.turns()
+        if message.content or not message.calls:
+            turns.append(Turn(message.role, message.content))
+        turns += [Turn("assistant", write_call(call.arguments), metadata=call.name) for call in message.calls]
+        results = ToolResults(at, message.calls)
+    return turns + results.turns()
+
+
+def _system(messages: Sequence[Message], offer: ToolOffer | None) -> list[Turn]:
+    """Return the system's turn, if there is one."""
+    texts = [message.content for message in messages if message.role == "system"]
+    if offer is None:
+        return [Turn("system", _join(texts))] if texts else []
+    if not texts or not texts[-1].rstrip().endswith(INSTRUCTION):
+        texts.append(INSTRUCTION)
+    return [Turn("system", _join(texts), tools=documents(offer))]
 
 
 def _join_neighbours(spoken: Iterable[_Spoken]) -> list[_Spoken]:

@@ -11,8 +11,9 @@ from typing import assert_never
 from tritonclient.grpc import service_pb2
 
 from gateway.chatglm.conversation import to_history
+from gateway.chatglm.tool_offer import answer_metadata, last_calls
 from gateway.dialects.base import ModelReport
-from gateway.dialects.chatglm_answer import ChatGLMAnswer, not_understood, read, shown_text
+from gateway.dialects.chatglm_answer import ChatGLMAnswer, not_understood, read
 from gateway.generation import (
     Conversation,
     Generation,
@@ -81,7 +82,7 @@ class ChatGLMDialect:
 
     def decoder(self, generation: Generation) -> ChatGLMAnswer:
         """Return a decoder for the answer to `generation`."""
-        return ChatGLMAnswer(shown_text(generation))
+        return ChatGLMAnswer(generation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,13 +94,21 @@ class _WirePrompt:
     history: list[Turn] = field(default_factory=list)
     ids: list[int] | None = None
     raw: bool = False
+    answer_metadata: str | None = None
+    end_after_call_of: list[str] = field(default_factory=list)
 
 
 def _prompt(prompt: Prompt, chat_format: str) -> _WirePrompt:
     match prompt:
-        case Conversation(messages):
-            chat = to_history(messages, chat_format)
-            return _WirePrompt(text=chat.prompt, role=chat.role, history=chat.history)
+        case Conversation(messages, offer):
+            chat = to_history(messages, chat_format, offer)
+            return _WirePrompt(
+                text=chat.prompt,
+                role=chat.role,
+                history=chat.history,
+                answer_metadata=answer_metadata(offer) if offer else None,
+                end_after_call_of=last_calls(offer) if offer else [],
+            )
         case PlainText(text):
             return _WirePrompt(text=text, raw=True)
         case TokenIds(ids):
@@ -126,6 +135,8 @@ def request_tensors(
         role=prompt.role,
         prompt_token_ids=prompt.ids,
         raw=prompt.raw,
+        answer_metadata=prompt.answer_metadata,
+        end_after_call_of=prompt.end_after_call_of,
         max_tokens=generation.max_tokens,
         min_tokens=generation.min_tokens,
         temperature=generation.temperature,

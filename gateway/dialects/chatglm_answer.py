@@ -6,9 +6,12 @@ Strict: what is not in the contract is an error, never a guess.
 import msgspec
 from tritonclient.grpc import service_pb2
 
+from gateway.chatglm.tool_offer import answer_metadata, callable_names
+from gateway.chatglm.tool_text import ToolText
 from gateway.errors import UpstreamProtocolError
 from gateway.generation import (
     Accepted,
+    Call,
     Conversation,
     Delta,
     Event,
@@ -28,11 +31,14 @@ class ChatGLMAnswer:
     """Reads one answer: `accepted`, then deltas and heartbeats, then one final with its reason and usage.
 
     Args:
-        text: shows the answer's text.
+        generation: what it answers.
     """
 
-    def __init__(self, text: AnswerText | ContinuedText) -> None:
-        self._text = text
+    def __init__(self, generation: Generation) -> None:
+        self._calls: list[Call] = []
+        """Made, and not yet told of."""
+        self._any_calls = False
+        self._text = _shown_text(generation, self._calls)
         self._accepted = False
         self._finished = False
 
@@ -75,16 +81,26 @@ class ChatGLMAnswer:
                 completion_tokens=meta.usage.completion_tokens,
                 cached_tokens=meta.usage.cached_tokens,
             )
-        elif not shown and not tokens:
+        calls = self._take_calls()
+        if meta.finish_reason is None and not (shown or tokens or calls):
             return Heartbeat()
         return Delta(
             text=shown,
             tokens=tokens,
             token_ids=_ids(meta.token_ids),
             logprobs=_logprobs(meta.logprobs),
-            finish_reason=meta.finish_reason,
+            calls=calls,
+            finish_reason="tool_calls"
+            if meta.finish_reason == "stop" and self._any_calls
+            else meta.finish_reason,
             usage=usage,
         )
+
+    def _take_calls(self) -> tuple[Call, ...]:
+        calls = tuple(self._calls)
+        self._any_calls = self._any_calls or bool(calls)
+        self._calls.clear()
+        return calls
 
     def _check_order(self, meta: wire_meta.Meta) -> None:
         if self._finished:
@@ -136,9 +152,14 @@ def _utf8(values: list[int]) -> bytes:
         raise not_understood("a token's bytes are not bytes") from error
 
 
-def shown_text(generation: Generation) -> AnswerText | ContinuedText:
-    """Return what makes the text to be shown of the raw answer to `generation`."""
-    return AnswerText() if isinstance(generation.prompt, Conversation) else ContinuedText()
+def _shown_text(generation: Generation, calls: list[Call]) -> AnswerText | ContinuedText | ToolText:
+    """Return what makes the text to be shown of the raw answer to `generation`, and adds to `calls`."""
+    prompt = generation.prompt
+    if not isinstance(prompt, Conversation):
+        return ContinuedText()
+    if prompt.offer is None:
+        return AnswerText()
+    return ToolText(callable_names(prompt.offer), calls.append, metadata=answer_metadata(prompt.offer))
 
 
 def read(response: service_pb2.ModelInferResponse) -> tuple[str, wire_meta.Meta]:

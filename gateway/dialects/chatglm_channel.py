@@ -7,7 +7,7 @@ from tritonclient.grpc import service_pb2
 
 from gateway.dialects.base import AnswerDelta, ModelReport
 from gateway.dialects.chatglm import infer_request, request_tensors
-from gateway.dialects.chatglm_answer import ChatGLMAnswer, not_understood, read, shown_text
+from gateway.dialects.chatglm_answer import ChatGLMAnswer, not_understood, read
 from gateway.generation import Delta, Event, Generation
 from wire import names
 from wire.channel import Frame, decode_frame
@@ -50,7 +50,7 @@ class ChatGLMChannels:
 
     def decoder(self, generation: Generation) -> "ChannelledAnswer":
         """Return a decoder for the answer to `generation`."""
-        return ChannelledAnswer(shown_text(generation))
+        return ChannelledAnswer(generation)
 
 
 class ChannelledAnswer(ChatGLMAnswer):

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from gateway.errors import UpstreamProtocolError
-from gateway.generation import Accepted, Delta, Event, FinishReason, TokenLogprob
+from gateway.generation import Accepted, Call, Delta, Event, FinishReason, TokenLogprob
 from gateway.generation import Usage as TokenCounts
 from gateway.openai.generation_request import StreamOptions
 from gateway.version import version
@@ -73,6 +73,7 @@ class Gathered:
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprob]
+    calls: list[Call]
     finish_reason: FinishReason
     usage: Usage
 
@@ -87,6 +88,7 @@ async def gather(events: AsyncIterator[Event]) -> Gathered:
     text: list[str] = []
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] = []
+    calls: list[Call] = []
     finish_reason: FinishReason | None = None
     usage: TokenCounts | None = None
     async for event in events:
@@ -95,11 +97,12 @@ async def gather(events: AsyncIterator[Event]) -> Gathered:
         text.append(event.text)
         token_ids.extend(event.token_ids or ())
         logprobs.extend(event.logprobs or ())
+        calls.extend(event.calls)
         finish_reason = event.finish_reason or finish_reason
         usage = event.usage or usage
     if finish_reason is None or usage is None:
         raise incomplete()
-    return Gathered("".join(text), token_ids, logprobs, finish_reason, usage_document(usage))
+    return Gathered("".join(text), token_ids, logprobs, calls, finish_reason, usage_document(usage))
 
 
 class ChunkWriter(ABC):

@@ -1,18 +1,32 @@
 """Chat completions as OpenAI writes them: the JSON documents, and their assembly from generation events."""
 
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from gateway.generation import Accepted, Delta, Event, FinishReason, TokenLogprob
+from gateway.generation import Accepted, Call, Delta, Event, FinishReason, TokenLogprob
 from gateway.openai.answer import ChunkWriter, Head, Usage, encode, gather
+from gateway.openai.call_documents import (
+    CalledFunction,
+    CalledFunctionDelta,
+    ToolCall,
+    ToolCallDelta,
+    function_call,
+    function_call_deltas,
+    tool_call,
+    tool_call_deltas,
+)
 from gateway.openai.chat_request import ChatRequest
 from gateway.openai.generation_request import StreamOptions
 
 _CONTENT = b'"content":'
 _NO_CONTENT = _CONTENT + encode("")
 """As in a chunk; nothing else of that chunk can hold it, since quotes in the model's name are escaped."""
+
+
+ChatFinishReason = FinishReason | Literal["function_call"]
 
 
 class TopLogprob(Struct, frozen=True):
@@ -40,11 +54,13 @@ class ChoiceLogprobs(Struct, frozen=True):
 
 
 class ResponseMessage(Struct, frozen=True, kw_only=True):
-    """The whole answer."""
+    """The whole answer. An answer of calls alone has no content."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET
 
 
 class Choice(Struct, frozen=True):
@@ -53,7 +69,7 @@ class Choice(Struct, frozen=True):
     index: int
     message: ResponseMessage
     logprobs: ChoiceLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
 
 
 class ChatCompletion(Struct, frozen=True, kw_only=True):
@@ -72,7 +88,9 @@ class ChunkDelta(Struct, frozen=True):
     """What a chunk adds to the message; the last one adds nothing."""
 
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    function_call: CalledFunctionDelta | UnsetType = UNSET
 
 
 class ChunkChoice(Struct, frozen=True):
@@ -81,7 +99,7 @@ class ChunkChoice(Struct, frozen=True):
     index: int
     delta: ChunkDelta
     logprobs: ChoiceLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
 
 
 class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
@@ -118,6 +136,7 @@ class ChatAnswer:
         self._head = Head.new("chatcmpl", asked.model)
         self._wants_logprobs = bool(asked.logprobs)
         self._options = asked.stream_options
+        self._calls = CallWriter(offered=bool(asked.tools or asked.functions), older=bool(asked.functions))
 
     async def whole(self, _accepted: Accepted, events: AsyncIterator[Event]) -> ChatCompletion:
         """Return the whole answer."""
@@ -130,9 +149,9 @@ class ChatAnswer:
             choices=[
                 Choice(
                     0,
-                    ResponseMessage(content=answer.text),
+                    self._calls.message(answer.text, answer.calls),
                     logprobs_document(answer.logprobs) if self._wants_logprobs else None,
-                    answer.finish_reason,
+                    self._calls.reason(answer.finish_reason),
                 )
             ],
             usage=answer.usage,
@@ -140,30 +159,77 @@ class ChatAnswer:
 
     def chunks(self, accepted: Accepted) -> "ChatChunkWriter":
         """Return what writes the answer as a stream."""
-        return ChatChunkWriter(self._head, accepted, self._options)
+        return ChatChunkWriter(self._head, accepted, self._options, self._calls)
+
+
+class CallWriter:
+    """Writes what an answer says about calls: in today's form, or in the older one with functions.
+
+    Args:
+        offered: tools or functions were offered, so that an answer may be without content.
+        older: they were functions.
+    """
+
+    def __init__(self, *, offered: bool, older: bool) -> None:
+        self.no_content = None if offered else ""
+        """What stands for the content of an answer before there is any."""
+        self._older = older
+
+    def reason(self, reason: FinishReason) -> ChatFinishReason:
+        """Write why the answer ended."""
+        return "function_call" if self._older and reason == "tool_calls" else reason
+
+    def message(self, text: str, calls: Sequence[Call]) -> ResponseMessage:
+        """Write the whole answer."""
+        content = text if text or not calls else None
+        if not calls:
+            return ResponseMessage(content=content)
+        if self._older:
+            return ResponseMessage(content=content, function_call=function_call(calls[0]))
+        return ResponseMessage(content=content, tool_calls=[tool_call(call) for call in calls])
+
+    def deltas(self, call: Call, index: int) -> list[ChunkDelta]:
+        """Write the answer's call number `index` for one chunk each."""
+        if self._older:
+            return [ChunkDelta(function_call=part) for part in function_call_deltas(call)]
+        return [ChunkDelta(tool_calls=[part]) for part in tool_call_deltas(call, index)]
 
 
 class ChatChunkWriter(ChunkWriter):
-    """Writes the role first, then text, then the reason of the end, each in chunks of its own."""
+    """Writes the role first, then text, calls, and the reason of the end, each in chunks of its own."""
 
-    def __init__(self, head: Head, accepted: Accepted, options: StreamOptions | None) -> None:
+    def __init__(
+        self, head: Head, accepted: Accepted, options: StreamOptions | None, calls: CallWriter
+    ) -> None:
         super().__init__(accepted, options)
         self._head = head
+        self._calls = calls
+        self._calls_made: Counter[int] = Counter()
+        """By choice."""
         self._begun = False
         self._templates: dict[int, tuple[bytes, bytes]] = {}
 
     def _delta(self, delta: Delta, usage: Usage | UnsetType | None) -> list[bytes]:
-        if self._begun and delta.text and delta.logprobs is None and delta.finish_reason is None:
+        only_text = delta.logprobs is None and not delta.calls and delta.finish_reason is None
+        if self._begun and delta.text and only_text:
             return [self._text_chunk(delta.index, delta.text, usage)]
         choices: list[ChunkChoice] = []
         if not self._begun:
             self._begun = True
-            choices.append(ChunkChoice(delta.index, ChunkDelta(role="assistant", content="")))
+            choices.append(
+                ChunkChoice(delta.index, ChunkDelta(role="assistant", content=self._calls.no_content))
+            )
         if delta.text or delta.logprobs:
             logprobs = None if delta.logprobs is None else logprobs_document(delta.logprobs)
-            choices.append(ChunkChoice(delta.index, ChunkDelta(content=delta.text), logprobs))
+            content = delta.text or self._calls.no_content
+            choices.append(ChunkChoice(delta.index, ChunkDelta(content=content), logprobs))
+        for call in delta.calls:
+            parts = self._calls.deltas(call, self._calls_made[delta.index])
+            choices += [ChunkChoice(delta.index, part) for part in parts]
+            self._calls_made[delta.index] += 1
         if delta.finish_reason is not None:
-            choices.append(ChunkChoice(delta.index, ChunkDelta(), finish_reason=delta.finish_reason))
+            reason = self._calls.reason(delta.finish_reason)
+            choices.append(ChunkChoice(delta.index, ChunkDelta(), finish_reason=reason))
         return [self._encode([choice], usage) for choice in choices]
 
     def _text_chunk(self, index: int, text: str, usage: Usage | UnsetType | None) -> bytes:

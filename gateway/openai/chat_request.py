@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
 from gateway.errors import InvalidRequestError
-from gateway.generation import Conversation, Generation, Message, MessageRole
+from gateway.generation import Conversation, Generation, Message, MessageRole, PastCall, ToolOffer
 from gateway.openai import generation_request
 from gateway.openai.document import read_object, validate, without_neutral
 from gateway.openai.generation_request import (
@@ -18,25 +18,30 @@ from gateway.openai.generation_request import (
     TokenBound,
     without_neutral_options,
 )
+from gateway.openai.tools import (
+    FunctionCall,
+    FunctionName,
+    Functions,
+    MessageCall,
+    NamedChoice,
+    Tools,
+    offer_of_functions,
+    offer_of_tools,
+)
 
 NOT_YET: Mapping[str, Any] = MappingProxyType(
     {
         **generation_request.NOT_YET,
         "audio": None,
         "chat_template_kwargs": None,
-        "function_call": "none",
-        "functions": [],
         "modalities": ["text"],
         "moderation": None,
-        "parallel_tool_calls": None,
         "prediction": None,
         "prompt_cache_options": None,
         "prompt_cache_retention": None,
         "reasoning_effort": None,
         "return_token_ids": False,
         "store": False,
-        "tool_choice": "none",
-        "tools": [],
         "verbosity": None,
         "web_search_options": None,
     }
@@ -47,14 +52,15 @@ MESSAGE_NOT_YET: Mapping[str, Any] = MappingProxyType(
     {
         "annotations": [],
         "audio": None,
-        "function_call": None,
-        "name": None,
         "reasoning_content": None,
         "refusal": None,
-        "tool_calls": [],
     }
 )
 """The same for a message. Answers of this server, sent back as they came, carry some of them as null."""
+
+_DEPRECATED = Field(json_schema_extra={"deprecated": True})  # `deprecated=True` would warn at each access
+
+_ROLES: Mapping[str, MessageRole] = MappingProxyType({"developer": "system", "function": "tool"})
 
 
 class TextPart(Strict):
@@ -65,17 +71,65 @@ class TextPart(Strict):
 
 
 class ChatMessage(Strict):
-    """One message; `developer` is another name for `system`."""
+    """One message; `developer` is another name for `system`, and `function` an older one for `tool`."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Items[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Items[TextPart] | None = None
+    name: Annotated[str | None, Field(description="of the function whose result it is")] = None
     tool_call_id: str | None = None
+    tool_calls: Items[MessageCall] | None = None
+    function_call: FunctionCall | None = None
+    parsed: Annotated[
+        Any, Field(description="bookkeeping: the SDK sends along what it made of `content`")
+    ] = None
 
     def text(self) -> str:
         """Return the content with its parts joined."""
-        if isinstance(self.content, str):
-            return self.content
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
         return "".join(part.text for part in self.content)
+
+    def calls(self, path: str) -> tuple[PastCall, ...]:
+        """Return the calls that it made; `path` is its own in the request.
+
+        Raises:
+            InvalidRequestError: the arguments of one are not a JSON object.
+        """
+        if self.function_call is not None:
+            # The older form has no ids: its result names the function.
+            call = self.function_call
+            return (call.past(call.name, f"{path}.function_call"),)
+        return tuple(
+            call.function.past(call.id, f"{path}.tool_calls.{at}.function")
+            for at, call in enumerate(self.tool_calls or ())
+        )
+
+    def check(self, path: str) -> None:
+        """Hold that it has what its role needs, and nothing else; `path` is its own in the request.
+
+        Raises:
+            InvalidRequestError: it does not.
+        """
+        if self.content is None and not (self.tool_calls or self.function_call):
+            raise InvalidRequestError(f"Missing required parameter: {path}.content.", param=f"{path}.content")
+        for field, role in (("tool_call_id", "tool"), ("name", "function")):
+            if (self.role == role) != (getattr(self, field) is not None):
+                needed = "is needed in" if self.role == role else "belongs only to"
+                raise InvalidRequestError(
+                    f"{path}.{field} {needed} a message of role {role}.", param=f"{path}.{field}"
+                )
+        for field in ("tool_calls", "function_call"):
+            if getattr(self, field) and self.role != "assistant":
+                raise InvalidRequestError(
+                    f"{path}.{field} belongs only to a message of role assistant.", param=f"{path}.{field}"
+                )
+        if self.tool_calls and self.function_call:
+            raise InvalidRequestError(
+                f"{path} has both tool_calls and function_call.", param=f"{path}.function_call"
+            )
+        ids = [call.id for call in self.tool_calls or ()]
+        if len(set(ids)) < len(ids):
+            raise InvalidRequestError(f"{path}.tool_calls has an id twice.", param=f"{path}.tool_calls")
 
 
 class ChatRequest(GenerationRequest):
@@ -85,6 +139,11 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: TokenBound | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[Functions | None, _DEPRECATED] = None
+    function_call: Annotated[Literal["none", "auto"] | FunctionName | None, _DEPRECATED] = None
 
     @property
     def token_bound(self) -> int | None:
@@ -92,8 +151,21 @@ class ChatRequest(GenerationRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def prompt_asked(self) -> Conversation:
-        """Return the conversation."""
-        return Conversation(tuple(_message(message) for message in self.messages))
+        """Return the conversation and the tools."""
+        messages = (_message(message, f"messages.{at}") for at, message in enumerate(self.messages))
+        return Conversation(tuple(messages), self.offer())
+
+    def offer(self) -> ToolOffer | None:
+        """Return the tools that the model may use, and how.
+
+        Raises:
+            InvalidRequestError: the fields about them contradict each other.
+        """
+        if self.functions and self.tools:
+            raise InvalidRequestError("functions is the older form of tools; give one.", param="functions")
+        of_functions = offer_of_functions(self.functions, self.function_call)
+        of_tools = offer_of_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
+        return of_tools or of_functions
 
     def generation(self, *, request_id: str, deadline: float) -> Generation:
         """Return what is asked of the upstream."""
@@ -106,10 +178,8 @@ class ChatRequest(GenerationRequest):
             raise InvalidRequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
         super().check_combinations()
         for index, message in enumerate(self.messages):
-            if (message.role == "tool") != (message.tool_call_id is not None):
-                path = f"messages.{index}.tool_call_id"
-                needed = "is needed in" if message.role == "tool" else "belongs only to"
-                raise InvalidRequestError(f"{path} {needed} a message of role tool.", param=path)
+            message.check(f"messages.{index}")
+        self.prompt_asked()
 
 
 def read_chat_request(body: bytes) -> ChatRequest:
@@ -132,6 +202,11 @@ def read_chat_request(body: bytes) -> ChatRequest:
     return request
 
 
-def _message(message: ChatMessage) -> Message:
-    role: MessageRole = "system" if message.role == "developer" else message.role
-    return Message(role=role, content=message.text())
+def _message(message: ChatMessage, path: str) -> Message:
+    role = _ROLES.get(message.role, message.role)
+    return Message(
+        role=cast("MessageRole", role),
+        content=message.text(),
+        calls=message.calls(path),
+        answers=message.name if message.role == "function" else message.tool_call_id,
+    )

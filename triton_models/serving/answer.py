@@ -128,6 +128,7 @@ class Answer:
         self._append(delta)
         if delta.stopped is not None:
             self._stop_reason = delta.stopped
+        if delta.stopped is not None or delta.ended:
             self.finish = FinishReason.STOP
 
     def _append(self, delta: AnswerDelta) -> None:

@@ -23,10 +23,14 @@ class ChatText:
         Raises:
             ModelError: the format cannot express it, or it is two things at once.
         """
+        if generation.answer_metadata is not None and (generation.raw or generation.prompt_token_ids):
+            raise ModelError("answer_metadata belongs to a conversation, not to raw text or ids")
         if generation.prompt_token_ids is not None:
             return generation.prompt_token_ids
         if not generation.raw:
-            return self.format.render(history, prompt, generation.role)
+            return self.format.render(
+                history, prompt, generation.role, answer_metadata=generation.answer_metadata
+            )
         if history or generation.role != "user":
             raise ModelError("raw excludes history and role")
         return self.format.render_text(prompt)
@@ -39,5 +43,11 @@ class ChatText:
     def answer(self, generation: Generation) -> AnswerStream:
         """Return a new stream from token ids to text."""
         return AnswerStream(
-            self.tokenizer, self.format, generation.stop, generation.min_tokens, raw=generation.raw
+            self.tokenizer,
+            self.format,
+            generation.stop,
+            generation.min_tokens,
+            raw=generation.raw,
+            metadata=generation.answer_metadata,
+            end_after_call_of=generation.end_after_call_of,
         )

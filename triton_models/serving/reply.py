@@ -6,22 +6,19 @@ line of a segment names a tool only where such a tool was offered; otherwise the
 everywhere else (`wire/answer.py`).
 """
 
-import ast
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
 from wire.answer import AnswerText
+from wire.calls import read_call
 from wire.history import Turn
 from wire.meta import Segment
 
 INTERPRETER: Final = "interpreter"
 """What ChatGLM3 writes in a tool's place before code of its own."""
-
-_FENCED = re.compile(r"\s*```[^\n]*\n(.*?)\n?```\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +69,9 @@ def _part(text: str, callable_names: set[str]) -> Turn:
 
 def _call(turn: Turn) -> str:
     said: dict[str, Any] = {"name": turn.metadata}
-    parameters = None if turn.metadata == INTERPRETER else _parameters(turn.content)
+    parameters = None if turn.metadata == INTERPRETER else read_call(turn.content)
     if parameters is None:
         said["content"] = turn.content
     else:
         said["parameters"] = parameters
     return json.dumps(said, ensure_ascii=False)
-
-
-def _parameters(content: str) -> dict[str, Any] | None:
-    """Read the arguments of a fenced `tool_call(k=v, ...)`, each a Python literal; None: it is none."""
-    fenced = _FENCED.fullmatch(content)
-    try:
-        call = ast.parse((fenced[1] if fenced else content).strip(), mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            return None
-        parameters = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
-        json.dumps(parameters)
-    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
-        return None
-    return parameters if len(parameters) == len(call.keywords) else None

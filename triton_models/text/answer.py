@@ -19,11 +19,13 @@ class AnswerDelta(msgspec.Struct, frozen=True):
         text: new text, often empty while a character or a possible stop string is incomplete.
         segments: (offset in code points of `text`, role) of each segment that begins in this delta.
         stopped: the stop string that ended the answer at this token, where one did; `text` ends before it.
+        ended: the answer ended at this token, without a stop string.
     """
 
     text: str = ""
     segments: tuple[tuple[int, str], ...] = ()
     stopped: str | None = None
+    ended: bool = False
 
 
 _NOTHING = AnswerDelta()
@@ -55,8 +57,20 @@ class AnswerStream:
         min_tokens: int = 0,
         *,
         raw: bool = False,
+        metadata: str | None = None,
+        end_after_call_of: Iterable[str] = (),
     ) -> None:
         """Begin an answer in which text that is complete before `min_tokens` tokens never stops it.
+
+        Args:
+            tokenizer: of the model that answers.
+            chat_format: of that model.
+            stops: strings that end the answer.
+            min_tokens: number of tokens before which no string does.
+            raw: the answer continues text instead of a conversation.
+            metadata: the first line of the answer, where it was part of the prompt.
+            end_after_call_of: names of tools; the answer ends where a segment begins after one whose first
+                line is one of them, however few tokens it has.
 
         Raises:
             ValueError: a stop string is empty.
@@ -69,6 +83,8 @@ class AnswerStream:
         self._looks_for_stops = self._stops.any
         self._blank = not raw
         self._stopped = False
+        self._last_calls = frozenset(end_after_call_of)
+        self._first_line = "" if metadata is None else metadata + "\n"
         self.tokens = 0
 
     def push(self, token_id: int) -> AnswerDelta:
@@ -77,6 +93,8 @@ class AnswerStream:
             return _NOTHING
         self.tokens += 1
         text = self._detokenizer.push(token_id)
+        if self._last_calls and "\n" not in self._first_line:
+            self._first_line += text
         if self._looks_for_stops:
             text, stop = self._match(text)
             if stop is not None:
@@ -86,6 +104,10 @@ class AnswerStream:
         if role is None:
             return AnswerDelta(text) if text else _NOTHING
         text += self._stops.finish()
+        if self._first_line.partition("\n")[0].strip() in self._last_calls:
+            self._stopped = True
+            return AnswerDelta(text, ended=True)
+        self._first_line = ""
         self._detokenizer = Detokenizer(self._tokenizer)
         self._blank = True
         return AnswerDelta(text, ((len(text), role),))

@@ -3,8 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.chatglm.conversation import ChatInput, to_history
+from gateway.chatglm.tool_offer import INSTRUCTION
 from gateway.errors import InvalidRequestError, UpstreamProtocolError
-from gateway.generation import Message
+from gateway.generation import Message, PastCall, Tool, ToolOffer
 from wire.history import Turn
 
 FORMATS = ("chatglm2", "chatglm3")
@@ -90,7 +91,7 @@ def test_a_conversation_that_ends_with_an_answer_is_chatglm3s_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chat_format", "why"), [("chatglm2", "has no tools"), ("chatglm3", "must answer an assistant")]
+    ("chat_format", "why"), [("chatglm2", "has no tools"), ("chatglm3", "must answer a tool call")]
 )
 def test_a_tool_message_without_a_call_is_refused(chat_format: str, why: str) -> None:
     with pytest.raises(InvalidRequestError, match=why) as refused:
@@ -128,3 +129,78 @@ def test_no_message_is_ever_dropped(roles: list[str], chat_format: str) -> None:
         assert kept == contents
     assert [turn.role for turn in rendered].count("system") <= 1
     assert "system" not in [turn.role for turn in rendered[1:]]
+
+
+WEATHER = Tool(name="get_weather", description="Tells it.", parameters={"type": "object"})
+OFFER = ToolOffer(tools=(WEATHER, Tool(name="now", description=None, parameters={})))
+DOCUMENTS = [
+    {"name": "get_weather", "description": "Tells it.", "parameters": {"type": "object"}},
+    {"name": "now", "parameters": {"type": "object", "properties": {}}},
+]
+ASKED = Message(role="user", content="?")
+BOTH = Message(
+    role="assistant",
+    content="Let me see.",
+    calls=(
+        PastCall(id="a", name="get_weather", arguments={"city": "北京"}),
+        PastCall(id="b", name="now", arguments={}),
+    ),
+)
+
+
+def result(call: str, content: str) -> Message:
+    return Message(role="tool", content=content, answers=call)
+
+
+def test_tools_stand_in_the_system_turn_behind_the_trained_words() -> None:
+    assert to_history([ASKED], "chatglm3", OFFER).history == [Turn("system", INSTRUCTION, tools=DOCUMENTS)]
+    kind = to_history([*messages(("system", "Be kind.")), ASKED], "chatglm3", OFFER)
+    assert kind.history == [Turn("system", f"Be kind.\n\n{INSTRUCTION}", tools=DOCUMENTS)]
+    twice = to_history([*messages(("system", INSTRUCTION)), ASKED], "chatglm3", OFFER)
+    assert twice.history[0].content == INSTRUCTION
+
+
+def test_calls_and_results_are_turns_in_the_order_of_the_calls() -> None:
+    said = [ASKED, BOTH, result("b", "noon"), result("a", "warm")]
+    expected = [
+        Turn("user", "?"),
+        Turn("assistant", "Let me see."),
+        Turn("assistant", "```python\ntool_call(city='北京')\n```", metadata="get_weather"),
+        Turn("assistant", "```python\ntool_call()\n```", metadata="now"),
+        Turn("observation", "warm"),
+    ]
+    assert to_history(said, "chatglm3") == ChatInput(prompt="noon", role="observation", history=expected)
+    later = to_history([*said, ASKED], "chatglm3", OFFER)
+    assert later.history[1:] == [*expected, Turn("observation", "noon")]
+
+
+@pytest.mark.parametrize(
+    ("said", "at"),
+    [
+        ([ASKED, BOTH], 1),
+        ([ASKED, BOTH, result("a", "x")], 1),
+        ([ASKED, BOTH, result("a", "x"), ASKED], 1),
+        ([ASKED, BOTH, result("c", "x")], 2),
+        ([ASKED, BOTH, result("a", "x"), result("a", "x")], 3),
+        ([ASKED, BOTH, result("a", "x"), result("b", "x"), ASKED, result("a", "x")], 5),
+    ],
+)
+def test_calls_and_results_belong_together(said: list[Message], at: int) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        to_history(said, "chatglm3")
+    assert refused.value.param == f"messages.{at}"
+
+
+def test_chatglm2_has_no_tools() -> None:
+    with pytest.raises(InvalidRequestError, match="trained without tools") as refused:
+        to_history([ASKED], "chatglm2", OFFER)
+    assert refused.value.param == "tools"
+    with pytest.raises(InvalidRequestError, match="no tools") as refused:
+        to_history([ASKED, BOTH, result("a", "x")], "chatglm2")
+    assert refused.value.param == "messages.1"
+
+
+def test_tools_need_somebody_to_use_them_for() -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        to_history(messages(("system", "s")), "chatglm3", OFFER)
+    assert refused.value.param == "messages"

@@ -1,10 +1,11 @@
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from gateway.generation import Accepted, Delta, TokenLogprob, Usage
+from gateway.generation import Accepted, Call, Delta, Event, TokenLogprob, Usage
 from gateway.openai.answer import encode
 from gateway.openai.chat_answer import ChatAnswer, ChatCompletionChunk, ChunkChoice, ChunkDelta
 from gateway.openai.generation_request import StreamOptions
@@ -13,8 +14,12 @@ AWKWARD = ["a", '"content":""', "\\", "\n\x00\x1f\x7f", "你好🙂", '"', "\u20
 COUNTS = Usage(prompt_tokens=3, completion_tokens=9)
 
 
-def writer(options: StreamOptions | None = None, model: str = "m") -> Any:
-    asked = SimpleNamespace(model=model, logprobs=None, stream_options=options)
+def writer(
+    options: StreamOptions | None = None, model: str = "m", tools: Any = None, functions: Any = None
+) -> Any:
+    asked = SimpleNamespace(
+        model=model, logprobs=None, stream_options=options, tools=tools, functions=functions
+    )
     return ChatAnswer(asked).chunks(Accepted(prompt_tokens=3))
 
 
@@ -56,3 +61,83 @@ def test_chunks_that_are_more_than_text_are_written_whole() -> None:
     last = chunks.write(Delta(text="c", tokens=1, finish_reason="stop", usage=COUNTS))
     assert [msgspec.json.decode(chunk)["choices"][0]["finish_reason"] for chunk in last] == [None, "stop"]
     assert chunks.write(Delta(text="", tokens=1)) == []
+
+
+CALLS = (Call("get_weather", '{"city": "北京"}'), Call("now", "{}"))
+TOOL_DELTAS = [
+    Delta(text="Let me ", tokens=2),
+    Delta(text="see.", tokens=3, calls=CALLS[:1]),
+    Delta(text="", tokens=4),
+    Delta(text="", tokens=0, calls=CALLS[1:], finish_reason="tool_calls", usage=COUNTS),
+]
+
+
+async def told(deltas: list[Delta]) -> AsyncIterator[Event]:
+    for delta in deltas:
+        yield delta
+
+
+def asked_with(*, older: bool) -> Any:
+    offered = {"tools": None if older else [1], "functions": [1] if older else None}
+    return SimpleNamespace(model="m", logprobs=None, stream_options=None, **offered)
+
+
+async def whole(deltas: list[Delta], *, older: bool = False) -> Any:
+    document = await ChatAnswer(asked_with(older=older)).whole(Accepted(prompt_tokens=3), told(deltas))
+    return msgspec.json.decode(encode(document))["choices"][0]
+
+
+def streamed(deltas: list[Delta], *, older: bool = False) -> list[Any]:
+    chunks = ChatAnswer(asked_with(older=older)).chunks(Accepted(prompt_tokens=3))
+    return [msgspec.json.decode(chunk)["choices"][0] for delta in deltas for chunk in chunks.write(delta)]
+
+
+async def test_calls_are_written_whole_and_in_chunks_alike() -> None:
+    choice = await whole(TOOL_DELTAS)
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Let me see."
+    calls = choice["message"]["tool_calls"]
+    assert [call["function"] for call in calls] == [
+        {"name": call.name, "arguments": call.arguments} for call in CALLS
+    ]
+    assert len({call["id"] for call in calls}) == 2
+    assert all(len(call["id"]) >= 9 and call["type"] == "function" for call in calls)
+
+    parts = streamed(TOOL_DELTAS)
+    assert [part["delta"].get("role") for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
+    assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["tool_calls"]
+    fragments = [each for part in parts for each in part["delta"].get("tool_calls", [])]
+    joined: dict[int, dict[str, str]] = {}
+    for fragment in fragments:
+        call = joined.setdefault(fragment["index"], {"arguments": ""})
+        for key in ("id", "type", "name"):
+            value = (fragment | fragment["function"]).get(key)
+            if value is not None:
+                assert key not in call
+                call[key] = value
+        call["arguments"] += fragment["function"]["arguments"]
+    assert [(call["name"], call["arguments"]) for call in joined.values()] == [
+        (call.name, call.arguments) for call in CALLS
+    ]
+    assert list(joined) == [0, 1]
+
+
+async def test_an_answer_of_calls_alone_has_no_content() -> None:
+    deltas = [Delta(text="", tokens=9), TOOL_DELTAS[-1]]
+    assert (await whole(deltas))["message"]["content"] is None
+    assert {part["delta"].get("content") for part in streamed(deltas)} == {None}
+    text = [Delta(text="", tokens=1, finish_reason="stop", usage=COUNTS)]
+    answer = (await whole(text))["message"]
+    assert answer["content"] == ""
+    assert "tool_calls" not in answer
+
+
+async def test_the_older_form_has_one_call() -> None:
+    deltas = [*TOOL_DELTAS[:3], Delta(text="", tokens=0, finish_reason="tool_calls", usage=COUNTS)]
+    choice = await whole(deltas, older=True)
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"]["function_call"] == {"name": "get_weather", "arguments": '{"city": "北京"}'}
+    parts = streamed(deltas, older=True)
+    calls = [part["delta"]["function_call"] for part in parts if "function_call" in part["delta"]]
+    assert calls == [{"name": "get_weather", "arguments": ""}, {"arguments": '{"city": "北京"}'}]
+    assert parts[-1]["finish_reason"] == "function_call"

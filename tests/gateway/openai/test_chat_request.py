@@ -68,13 +68,11 @@ def test_roles_and_parts() -> None:
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}]},
         {"role": "assistant", "content": "", "tool_calls": None, "refusal": None, "annotations": []},
-        {"role": "tool", "content": "4", "tool_call_id": "c"},
     ]
     assert read(messages=messages).generation(request_id="r", deadline=0).prompt == Conversation(
         (
             Message(role="system", content="be kind"),
             Message(role="assistant", content=""),
-            Message(role="tool", content="4"),
         )
     )
 
@@ -115,7 +113,7 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"messages": [{"role": "tool", "content": "4"}]}, "messages.0.tool_call_id"),
         (
             {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [{}]}]},
-            "messages.1.tool_calls",
+            "messages.1.tool_calls.0.id",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
@@ -175,7 +173,7 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"repetition_penalty": 101}, "repetition_penalty"),
         ({"min_p": -0.1}, "min_p"),
         ({"min_p": 1.1}, "min_p"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"temprature": 1}, "temprature"),

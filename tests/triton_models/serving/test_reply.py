@@ -49,7 +49,7 @@ def test_text_before_a_call_is_a_turn_of_its_own() -> None:
     [
         "```python\ntool_call(city=open('/etc/passwd'))\n```",
         "```python\ntool_call('北京')\n```",
-        "```python\ntool_call(**{'a': 1})\n```",
+        "```python\ntool_call(**{1: 1})\n```",
         "```python\nimport os\n```",
         "```python\ntool_call(a={1, 2})\n```",
         "```python\ntool_call(a=" + "-" * 50_000 + "1)\n```",

@@ -153,3 +153,29 @@ def test_stop_strings_of_a_raw_answer_match_from_its_first_character() -> None:
     assert [delta.stopped for delta in deltas if delta.stopped] == ["\n"]
     assert text_of(deltas).strip(" ") == ""
     assert all(delta.stopped is None for delta in push_all(stream(["\n"]), ids))
+
+
+def test_the_answer_ends_after_a_call() -> None:
+    text, call = TOKENIZER.encode("\nwait"), TOKENIZER.encode("get\nx")
+    ids = [*text, ASSISTANT, *call, ASSISTANT, *call]
+    answer = AnswerStream(TOKENIZER, FORMAT, ["never"], min_tokens=999, end_after_call_of=["get"])
+    deltas = push_all(answer, ids)
+    assert segments_of(deltas) == ["\nwait", "get\nx"]
+    assert [number for number, delta in enumerate(deltas, 1) if delta.ended] == [answer.tokens]
+    assert answer.tokens == len(ids) - len(call)
+    assert answer.finish() == AnswerDelta()
+
+
+def test_the_answer_goes_on_after_a_call_of_something_else() -> None:
+    call = TOKENIZER.encode("get\nx")
+    for names in ((), ("other",), ("ge",)):
+        answer = AnswerStream(TOKENIZER, FORMAT, end_after_call_of=names)
+        assert segments_of(push_all(answer, [*call, ASSISTANT, *call])) == ["get\nx", "get\nx"]
+
+
+def test_a_call_whose_name_was_part_of_the_prompt_ends_the_answer() -> None:
+    ids = [*TOKENIZER.encode("x"), ASSISTANT, *TOKENIZER.encode("y")]
+    answer = AnswerStream(TOKENIZER, FORMAT, metadata="get", end_after_call_of=["get"])
+    assert text_of(push_all(answer, ids)) == "x"
+    answer = AnswerStream(TOKENIZER, FORMAT, metadata="", end_after_call_of=["get"])
+    assert text_of(push_all(answer, ids)) == "xy"

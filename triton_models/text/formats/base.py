@@ -34,8 +34,16 @@ class ChatFormat(Protocol):
         """Whether a system turn may offer tools, and observations may follow."""
         ...
 
-    def render(self, history: Sequence[Turn], prompt: str, role: Role = "user") -> list[int]:
+    def render(
+        self, history: Sequence[Turn], prompt: str, role: Role = "user", *, answer_metadata: str | None = None
+    ) -> list[int]:
         """Return the input ids after which the model answers `prompt`, said by `role` after `history`.
+
+        Args:
+            history: the turns before, oldest first.
+            prompt: the newest turn's text.
+            role: who says it.
+            answer_metadata: the answer's first line, where the model is not to choose it.
 
         Raises:
             TextError: the format cannot express it.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
+from triton_models.errors import TextError
 from triton_models.text.formats.base import refuse
 from triton_models.text.tokenizer import Tokenizer
 from wire.history import Role, Turn
@@ -44,8 +45,12 @@ class ChatGLM2Format:
         self.stop_ids = frozenset({tokenizer.eos_id})
         self.segment_roles: Mapping[int, str] = MappingProxyType({})
 
-    def render(self, history: Sequence[Turn], prompt: str, role: Role = "user") -> list[int]:
+    def render(
+        self, history: Sequence[Turn], prompt: str, role: Role = "user", *, answer_metadata: str | None = None
+    ) -> list[int]:
         """See `ChatFormat.render`."""
+        if answer_metadata is not None:
+            raise TextError("a ChatGLM2 answer has no metadata")
         return self.render_turns([*history, Turn(role, prompt)])
 
     def render_turns(self, turns: Sequence[Turn], *, add_generation_prompt: bool = True) -> list[int]:

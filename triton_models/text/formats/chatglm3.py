@@ -40,9 +40,12 @@ class ChatGLM3Format:
         self.stop_ids = frozenset({tokenizer.eos_id, self._roles["user"], self._roles["observation"]})
         self.segment_roles: Mapping[int, str] = MappingProxyType({self._roles["assistant"]: "assistant"})
 
-    def render(self, history: Sequence[Turn], prompt: str, role: Role = "user") -> list[int]:
+    def render(
+        self, history: Sequence[Turn], prompt: str, role: Role = "user", *, answer_metadata: str | None = None
+    ) -> list[int]:
         """See `ChatFormat.render`."""
-        return self.render_turns([*history, Turn(role, prompt)])
+        ids = self.render_turns([*history, Turn(role, prompt)])
+        return ids if answer_metadata is None else ids + self._metadata(answer_metadata)
 
     def render_turns(self, turns: Sequence[Turn], *, add_generation_prompt: bool = True) -> list[int]:
         """See `ChatFormat.render_turns`."""
@@ -55,7 +58,7 @@ class ChatGLM3Format:
             if "\n" in turn.metadata:
                 raise refuse(turns, at, "metadata is a single line")
             ids.append(self._roles[turn.role])
-            ids += self._tokenizer.encode(turn.metadata + "\n")
+            ids += self._metadata(turn.metadata)
             ids += self._tokenizer.encode(_content(turn))
         if add_generation_prompt:
             ids.append(self._roles["assistant"])
@@ -64,6 +67,9 @@ class ChatGLM3Format:
     def render_text(self, text: str) -> list[int]:
         """See `ChatFormat.render_text`."""
         return self._prefix + self._tokenizer.encode(text)
+
+    def _metadata(self, metadata: str) -> list[int]:
+        return self._tokenizer.encode(metadata + "\n")
 
 
 def _content(turn: Turn) -> str:

@@ -105,3 +105,8 @@ def test_plain_text_gets_the_tokenizers_prefix_and_nothing_else() -> None:
     assert ids[:2] == [TOKENIZER.special_ids["[gMASK]"], TOKENIZER.special_ids["sop"]]
     assert ids[2:] == TOKENIZER.encode("a <|user|>\n")
     assert len(FORMAT.render_text("")) == 2
+
+
+def test_an_answer_has_no_metadata(chatglm2: Tokenizer) -> None:
+    with pytest.raises(TextError, match="no metadata"):
+        ChatGLM2Format(chatglm2).render([], "q", answer_metadata="")

@@ -97,3 +97,12 @@ def test_plain_text_gets_the_tokenizers_prefix_and_nothing_else() -> None:
     assert ids[:2] == [TOKENIZER.special_ids["[gMASK]"], TOKENIZER.special_ids["sop"]]
     assert ids[2:] == TOKENIZER.encode("a <|user|>\n")
     assert len(FORMAT.render_text("")) == 2
+
+
+@pytest.mark.parametrize("metadata", ["", "get_weather"])
+def test_the_answers_first_line_can_be_part_of_the_prompt(metadata: str) -> None:
+    ids = FORMAT.render([], "q", answer_metadata=metadata)
+    assert ids == [*FORMAT.render([], "q"), *TOKENIZER.encode(metadata + "\n")]
+    # What a turn of the past with that metadata begins with.
+    past = FORMAT.render_turns([Turn("user", "q"), Turn("assistant", "x", metadata=metadata)])
+    assert past[: len(ids)] == ids

@@ -1,0 +1,70 @@
+"""Calls of tools as chat completions write them: whole, in chunks, and in the older form with functions."""
+
+import secrets
+from typing import Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from gateway.generation import Call
+
+
+class CalledFunction(Struct, frozen=True):
+    """Which function is called with what; `arguments` is a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, frozen=True):
+    """One call of an answer. Its result names it by `id`."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class CalledFunctionDelta(Struct, frozen=True):
+    """What a chunk adds to a call: first its name, whole, then arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct, frozen=True):
+    """What a chunk adds to the call `index`; id and type come once."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: CalledFunctionDelta | UnsetType = UNSET
+
+
+def tool_call(call: Call) -> ToolCall:
+    """Write a whole call, with a new id."""
+    return ToolCall(_new_id(), CalledFunction(call.name, call.arguments))
+
+
+def function_call(call: Call) -> CalledFunction:
+    """Write a whole call in the older form."""
+    return CalledFunction(call.name, call.arguments)
+
+
+def tool_call_deltas(call: Call, index: int) -> tuple[ToolCallDelta, ToolCallDelta]:
+    """Write a call for two chunks, with a new id: its head, and its arguments."""
+    head = CalledFunctionDelta(name=call.name, arguments="")
+    return (
+        ToolCallDelta(index, id=_new_id(), type="function", function=head),
+        ToolCallDelta(index, function=CalledFunctionDelta(arguments=call.arguments)),
+    )
+
+
+def function_call_deltas(call: Call) -> tuple[CalledFunctionDelta, CalledFunctionDelta]:
+    """Write a call for two chunks in the older form."""
+    return (
+        CalledFunctionDelta(name=call.name, arguments=""),
+        CalledFunctionDelta(arguments=call.arguments),
+    )
+
+
+def _new_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

@@ -1,0 +1,177 @@
+"""Tools in a chat request, today's form and the older one with `functions`, and calls in its messages."""
+
+from itertools import chain
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+from gateway.errors import InvalidRequestError
+from gateway.generation import NamedTool, PastCall, Tool, ToolOffer
+from gateway.openai.generation_request import Items, NonEmpty, Strict
+
+TOOLS_LIMIT = 128
+MAX_DEPTH = 64
+"""Of a schema, and of a call's arguments: objects and lists within each other."""
+
+
+def _holds(value: Any) -> bool:
+    return isinstance(value, dict | list)
+
+
+def _shallow(value: Any) -> Any:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        containers = [each.values() if isinstance(each, dict) else each for each in level if _holds(each)]
+        if not containers:
+            return value
+        level = list(chain.from_iterable(containers))
+    raise PydanticCustomError("too_deep", f"nested deeper than {MAX_DEPTH} levels")
+
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}\z")]
+Schema = Annotated[dict[str, Any], AfterValidator(_shallow)]
+
+
+class Function(Strict):
+    """A function that the model may call. `parameters` is the JSON schema of its arguments."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: Annotated[
+        Literal[False] | None,
+        Field(description="true is not supported yet: arguments are not held to the schema while sampled"),
+    ] = None
+
+    def tool(self) -> Tool:
+        """Return what the model is offered."""
+        return Tool(name=self.name, description=self.description, parameters=self.parameters or {})
+
+
+class FunctionTool(Strict):
+    """A function among `tools`."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    """The name of a function that has to be called."""
+
+    name: ToolName
+
+
+class NamedChoice(Strict):
+    """The choice of one of the tools."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class FunctionCall(Strict):
+    """A call that was made; `arguments` is a JSON object, as text."""
+
+    name: ToolName
+    arguments: str
+    parsed_arguments: Annotated[
+        Any, Field(description="bookkeeping: the SDK sends along what it made of `arguments`")
+    ] = None
+
+    def past(self, call_id: str, path: str) -> PastCall:
+        """Return it as the conversation has it.
+
+        Args:
+            call_id: what its result names.
+            path: of this object in the request.
+
+        Raises:
+            InvalidRequestError: the arguments are not a JSON object, or nest too deeply.
+        """
+        try:
+            arguments = _shallow(msgspec.json.decode(self.arguments or "{}"))
+        except (msgspec.DecodeError, RecursionError, PydanticCustomError, UnicodeEncodeError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise InvalidRequestError(
+                f"{path}.arguments must be a JSON object, as text, at most {MAX_DEPTH} levels deep.",
+                param=f"{path}.arguments",
+            )
+        return PastCall(id=call_id, name=self.name, arguments=arguments)
+
+
+class MessageCall(Strict):
+    """A call in an assistant message."""
+
+    id: NonEmpty
+    type: Literal["function"]
+    function: FunctionCall
+    index: Annotated[
+        int | None, Field(ge=0, description="bookkeeping: the SDK sends along where a stream had it")
+    ] = None
+
+
+Tools = Annotated[Items[FunctionTool], Field(max_length=TOOLS_LIMIT)]
+Functions = Annotated[Items[Function], Field(max_length=TOOLS_LIMIT)]
+
+
+def offer_of_tools(
+    tools: list[FunctionTool] | None,
+    choice: Literal["none", "auto", "required"] | NamedChoice | None,
+    *,
+    parallel: bool | None,
+) -> ToolOffer | None:
+    """Return what `tools`, `tool_choice` and `parallel_tool_calls` ask for; None: no tools.
+
+    Raises:
+        InvalidRequestError: they contradict each other.
+    """
+    functions = [tool.function for tool in tools or ()]
+    named = choice.function.name if isinstance(choice, NamedChoice) else None
+    _check(functions, "tools.{}.function.name", named, "tool_choice")
+    if not functions:
+        if choice == "required":
+            raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
+        if parallel is not None:
+            raise InvalidRequestError("parallel_tool_calls needs tools.", param="parallel_tool_calls")
+        return None
+    return ToolOffer(
+        tools=tuple(function.tool() for function in functions),
+        choice=NamedTool(choice.function.name) if isinstance(choice, NamedChoice) else choice or "auto",
+        single=parallel is False,
+    )
+
+
+def offer_of_functions(
+    functions: list[Function] | None, choice: Literal["none", "auto"] | FunctionName | None
+) -> ToolOffer | None:
+    """Return what `functions` and `function_call` ask for; None: no functions. An answer holds one call.
+
+    Raises:
+        InvalidRequestError: they contradict each other.
+    """
+    functions = functions or []
+    named = choice.name if isinstance(choice, FunctionName) else None
+    _check(functions, "functions.{}.name", named, "function_call")
+    if not functions:
+        return None
+    return ToolOffer(
+        tools=tuple(function.tool() for function in functions),
+        choice=NamedTool(choice.name) if isinstance(choice, FunctionName) else choice or "auto",
+        single=True,
+        field="functions",
+        choice_field="function_call",
+    )
+
+
+def _check(functions: list[Function], path: str, named: str | None, choice_field: str) -> None:
+    """Hold that the names differ, and that the chosen one is among them."""
+    names = [function.name for function in functions]
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            raise InvalidRequestError(f"There are two tools {name!r}.", param=path.format(at))
+    if named is not None and named not in names:
+        raise InvalidRequestError(
+            f"{choice_field} names {named!r}, which is not among the tools.", param=choice_field
+        )

@@ -1,0 +1,151 @@
+import json
+from typing import Any
+
+import pytest
+
+from gateway.errors import InvalidRequestError
+from gateway.generation import Conversation, Message, NamedTool, PastCall, Tool, ToolOffer
+from gateway.openai.chat_request import read_chat_request
+from gateway.openai.tools import MAX_DEPTH, TOOLS_LIMIT
+
+USER = {"role": "user", "content": "hi"}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"name": "get_weather", "description": "Tells it.", "parameters": SCHEMA}
+TOOLS = [{"type": "function", "function": WEATHER}, {"type": "function", "function": {"name": "now"}}]
+OFFERED = (
+    Tool(name="get_weather", description="Tells it.", parameters=SCHEMA),
+    Tool(name="now", description=None, parameters={}),
+)
+CALL = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"zone": null}'}}
+
+
+def prompt(**parameters: Any) -> Conversation:
+    body = {"model": "m", "messages": [USER], **parameters}
+    asked = read_chat_request(json.dumps(body).encode()).generation(request_id="r", deadline=0)
+    assert isinstance(asked.prompt, Conversation)
+    return asked.prompt
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def deep(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("parameters", "offer"),
+    [
+        ({}, None),
+        ({"tools": None, "tool_choice": "auto"}, None),
+        ({"tools": [], "tool_choice": "none"}, None),
+        ({"tools": TOOLS}, ToolOffer(tools=OFFERED)),
+        ({"tools": TOOLS, "tool_choice": "none"}, ToolOffer(tools=OFFERED, choice="none")),
+        ({"tools": TOOLS, "tool_choice": "required"}, ToolOffer(tools=OFFERED, choice="required")),
+        ({"tools": TOOLS, "tool_choice": named("now")}, ToolOffer(tools=OFFERED, choice=NamedTool("now"))),
+        ({"tools": TOOLS, "parallel_tool_calls": True}, ToolOffer(tools=OFFERED)),
+        ({"tools": TOOLS, "parallel_tool_calls": False}, ToolOffer(tools=OFFERED, single=True)),
+        (
+            {"functions": [WEATHER], "function_call": {"name": "get_weather"}},
+            ToolOffer(
+                tools=OFFERED[:1],
+                choice=NamedTool("get_weather"),
+                single=True,
+                field="functions",
+                choice_field="function_call",
+            ),
+        ),
+    ],
+)
+def test_what_is_offered(parameters: dict[str, Any], offer: ToolOffer | None) -> None:
+    assert prompt(**parameters).offer == offer
+
+
+def test_calls_and_results_in_the_conversation() -> None:
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": [{"type": "text", "text": "noon"}], "tool_call_id": "c1"},
+        {"role": "assistant", "content": "", "function_call": {"name": "now", "arguments": ""}},
+        {"role": "function", "content": "one", "name": "now"},
+    ]
+    assert prompt(messages=messages).messages == (
+        Message(role="user", content="hi"),
+        Message(
+            role="assistant", content="", calls=(PastCall(id="c1", name="now", arguments={"zone": None}),)
+        ),
+        Message(role="tool", content="noon", answers="c1"),
+        Message(role="assistant", content="", calls=(PastCall(id="now", name="now", arguments={}),)),
+        Message(role="tool", content="one", answers="now"),
+    )
+
+
+def calling(**changes: Any) -> dict[str, Any]:
+    call = {**CALL, "function": {**CALL["function"], **changes}}
+    return {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
+
+
+def offering(**changes: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {**WEATHER, **changes}}]}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "param"),
+    [
+        ({"tools": [{"type": "custom"}]}, "tools.0.type"),
+        ({"tools": TOOLS[1:] * 2}, "tools.1.function.name"),
+        ({"tools": [named(f"f{number}") for number in range(TOOLS_LIMIT + 1)]}, "tools"),
+        (offering(name="get weather"), "tools.0.function.name"),
+        (offering(name="get\nweather"), "tools.0.function.name"),
+        (offering(name="get\n"), "tools.0.function.name"),
+        (offering(name="x" * 65), "tools.0.function.name"),
+        (offering(strict=True), "tools.0.function.strict"),
+        (offering(parameters=[]), "tools.0.function.parameters"),
+        (offering(parameters=deep(MAX_DEPTH + 1)), "tools.0.function.parameters"),
+        (offering(more=1), "tools.0.function.more"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": named("now")}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": named("later")}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": TOOLS, "functions": [WEATHER]}, "functions"),
+        ({"tools": TOOLS, "function_call": {"name": "now"}}, "function_call"),
+        ({"functions": [WEATHER, WEATHER]}, "functions.1.name"),
+        ({"functions": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+        (calling(arguments="{"), "messages.1.tool_calls.0.function.arguments"),
+        (calling(arguments="[]"), "messages.1.tool_calls.0.function.arguments"),
+        (calling(arguments=json.dumps(deep(MAX_DEPTH + 1))), "messages.1.tool_calls.0.function.arguments"),
+        (calling(arguments="[" * 50_000), "messages.1.tool_calls.0.function.arguments"),
+        (calling(arguments={}), "messages.1.tool_calls.0.function.arguments"),
+        (calling(name="a\nb"), "messages.1.tool_calls.0.function.name"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages.0.content"),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL, CALL]}]}, "messages.0.tool_calls"),
+        ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages.0.tool_calls"),
+        ({"messages": [{**USER, "function_call": CALL["function"]}]}, "messages.0.function_call"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [CALL], "function_call": CALL["function"]}]},
+            "messages.0.function_call",
+        ),
+        ({"messages": [{"role": "tool", "tool_call_id": "c1"}]}, "messages.0.content"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.name"),
+        (
+            {"messages": [{"role": "function", "content": "x", "tool_call_id": "c"}]},
+            "messages.0.tool_call_id",
+        ),
+    ],
+)
+def test_refused_by_name(parameters: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        prompt(**parameters)
+    assert refusal.value.param == param
+
+
+def test_depth_is_counted_to_the_limit() -> None:
+    offer = prompt(**offering(parameters=deep(MAX_DEPTH))).offer
+    assert offer is not None
+    assert offer.tools[0].parameters == deep(MAX_DEPTH)
