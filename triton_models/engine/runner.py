@@ -1,6 +1,7 @@
 """Runs a scheduled step on the device: sequences become tensors, and tensors tokens."""
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from triton_models.engine.sampling_rows import plain_inputs, sampler_inputs, sta
 from triton_models.engine.sequence import Sequence
 from triton_models.engine.settings import Capacity, EngineSettings
 from triton_models.engine.slots import SlotTable, slot_of, stage_blocks, stage_sequences
-from triton_models.engine.staging import Staging
+from triton_models.engine.staging import Staging, upload
 from triton_models.engine.step_inputs import StepInputs, chunk_rows, stage_prompts, step_inputs
 from triton_models.errors import TokenMaskError
 
@@ -43,6 +44,9 @@ class Runner:
     `launch` returns as soon as the device has its work, and a step may be launched before the one before it
     was collected: the device computes them in order, and finds the newest tokens in its own tables. What
     the host knows goes there in one copy.
+
+    Its methods may run on any thread, one at a time: each makes the model's device the current one, which
+    kernels, graphs and events go to.
     """
 
     def __init__(
@@ -78,11 +82,16 @@ class Runner:
     def warm_up(self) -> None:
         """Compile and capture everything that steps will use, whatever they hold."""
         if self._captured is not None:
-            self._captured.capture()
+            with current(self._model.device):
+                self._captured.capture()
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
         """Have the device compute a step."""
+        with current(self._model.device):
+            return self._launch(batch)
+
+    def _launch(self, batch: Batch) -> Launched:
         staging = Staging()
         sampling = [chunk.sequence for chunk in batch.chunks if chunk.samples]
         chunks = chunk_rows(batch)
@@ -123,8 +132,9 @@ class Runner:
     @torch.inference_mode()
     def reset(self) -> None:
         """Forget what a failed step may have left."""
-        self._cache.reset()
-        self._operations.reset()
+        with current(self._model.device):
+            self._cache.reset()
+            self._operations.reset()
 
     def _stage(self, staging: Staging, batch: Batch, chunks: tuple[ChunkRows, ...]) -> CapturedSteps | None:
         """Stage everything but the sampling; returns the captured steps if they hold one like this."""
@@ -212,7 +222,7 @@ class Runner:
                     mask.fill(row)
             except TokenMaskError as error:
                 errors[sequence.request.request_id] = str(error)
-        return words.to(self._model.device), errors
+        return upload(words, self._model.device), errors
 
     def _send_back(
         self, sampling: list[Sequence], outputs: SamplerOutputs | None, mask_errors: dict[str, str]
@@ -224,6 +234,11 @@ class Runner:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         return Launched(sampling, outputs, mask_errors, done)
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU this thread's current one for a while; the processor needs none of that."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _is_plain(sequence: Sequence) -> bool:

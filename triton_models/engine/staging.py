@@ -7,6 +7,13 @@ import torch
 from torch import Tensor
 
 
+def upload(numbers: Tensor, device: torch.device) -> Tensor:
+    """Copy numbers of the host to `device` without waiting for what it is computing."""
+    if device.type == "cuda":
+        return numbers.pin_memory().to(device, non_blocking=True)
+    return numbers
+
+
 class Staging:
     """Collects named lists of 64-bit numbers on the host, then uploads them as views of one tensor."""
 
@@ -26,9 +33,7 @@ class Staging:
         """Return every list by its name, each of one dimension, on `device`."""
         if not self._words:
             return {name: torch.empty(0, dtype=dtype, device=device) for name, _, dtype in self._parts}
-        words = torch.frombuffer(self._words, dtype=torch.int64)
-        if device.type == "cuda":
-            words = words.pin_memory().to(device, non_blocking=True)
+        words = upload(torch.frombuffer(self._words, dtype=torch.int64), device)
         parts = torch.split(words, [length for _, length, _ in self._parts])
         return {name: part.view(dtype) for part, (name, _, dtype) in zip(parts, self._parts, strict=True)}
 

@@ -1,6 +1,7 @@
+import pytest
 import torch
 
-from triton_models.engine.staging import Staging
+from triton_models.engine.staging import Staging, upload
 
 CPU = torch.device("cpu")
 
@@ -28,3 +29,17 @@ def test_nothing_at_all_is_staged_as_well() -> None:
     staging = Staging()
     staging.floats("empty", [])
     assert staging.upload(CPU)["empty"].dtype == torch.float64
+
+
+def test_numbers_arrive_as_they_are() -> None:
+    assert upload(torch.tensor([5, -1], dtype=torch.int32), CPU).tolist() == [5, -1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_an_upload_does_not_wait_for_the_device() -> None:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        there = upload(torch.tensor([5, -1], dtype=torch.int32), torch.device("cuda:0"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert there.tolist() == [5, -1]

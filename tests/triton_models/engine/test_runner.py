@@ -1,0 +1,62 @@
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.triton_models.engine.fake_model import FakeModel, ids, request, run
+from triton_models.engine import runner
+from triton_models.engine.engine import Engine
+from triton_models.engine.operations import Operations
+from triton_models.engine.sampling import SamplingParams
+from triton_models.engine.settings import EngineSettings
+
+SMALL = EngineSettings(max_running=4, max_waiting=8, max_batched_tokens=8, block_size=4, kv_blocks=16)
+
+
+def test_steps_make_the_models_device_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels, graphs and events go to the thread's current GPU, whichever GPU their tensors are on."""
+    entered: list[torch.device] = []
+    inside: list[bool] = []
+
+    @contextmanager
+    def spy(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+        entered.pop()
+
+    class Watched(FakeModel):
+        def forward(self, tokens: Tensor, operations: Operations) -> Tensor:
+            inside.append(entered == [self.device])
+            return super().forward(tokens, operations)
+
+    monkeypatch.setattr(runner, "current", spy)
+    engine = Engine(Watched(), SMALL)
+    engine.add(request("a", (1, 2)))
+    run(engine)
+    assert inside
+    assert all(inside)
+
+
+def test_only_a_gpu_is_made_current() -> None:
+    chosen = runner.current(torch.device("cuda:3"))
+    assert isinstance(chosen, torch.cuda.device)
+    assert chosen.idx == 3
+    with runner.current(torch.device("cpu")):
+        pass
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_gpu_that_is_not_the_first_answers_alike() -> None:
+    from bench.engine import MEDIUM, random_model  # noqa: PLC0415 - only where there are two GPUs
+
+    answers = []
+    for name in ("cuda:0", "cuda:1"):
+        model = random_model(MEDIUM, dtype=torch.bfloat16, device=torch.device(name))
+        engine = Engine(model, SMALL)
+        for number in range(4):
+            sampling = SamplingParams(temperature=1.0, seed=number, max_tokens=20)
+            engine.add(request(str(number), (number + 1, 3), sampling))
+        answers.append({key: ids(outputs) for key, outputs in run(engine).items()})
+    assert answers[0] == answers[1]
