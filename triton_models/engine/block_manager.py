@@ -4,7 +4,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 PADDING_BLOCK = 0
-"""Never handed out and always zero: what a block table is padded with."""
+"""Never handed out: what a block table is padded with.
+
+Zero, but for its first place where rows of the spare slot fill steps up; attention that computes with what it
+then masks (`Backend.clears_blocks`) never has such steps.
+"""
 
 
 class BlockManager:

@@ -48,9 +48,13 @@ def decode_sizes(largest: int) -> list[int]:
 
 
 def prompt_sizes(largest: int) -> list[int]:
-    """Return the numbers of rows that get a graph for steps with prompts."""
-    sizes = [*range(32, 512, 32), *range(512, 1024, 64), *range(1024, LARGEST_PROMPTS + 1, 128)]
-    return [size for size in sizes if size <= largest]
+    """Return the numbers of rows that get a graph for steps with prompts.
+
+    The largest is a full step's, so that the steps of a busy engine are among them.
+    """
+    sizes = [*range(32, 512, 32), *range(512, 1024, 64), *range(1024, LARGEST_PROMPTS, 128)]
+    largest = min(largest, LARGEST_PROMPTS)
+    return [*(size for size in sizes if size < largest), largest]
 
 
 class CapturedDecodes:
@@ -105,7 +109,7 @@ class CapturedPrompts:
         self._longest = longest
         self._tables = slots.tables
         sizes = prompt_sizes(largest)
-        most, device = max(sizes, default=0), slots.tables.device
+        most, device = sizes[-1], slots.tables.device
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._slots = torch.full((most,), slots.spare, dtype=torch.int32, device=device)
         self._positions = torch.full((most,), -1, dtype=torch.int64, device=device)

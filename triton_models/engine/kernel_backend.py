@@ -1,4 +1,4 @@
-"""The backend for CUDA: our own kernels, decode steps as graphs, host and device overlapped."""
+"""The backend for CUDA: our own kernels, steps as graphs, host and device overlapped."""
 
 import torch
 from torch import Tensor

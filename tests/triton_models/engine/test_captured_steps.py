@@ -1,6 +1,12 @@
 import pytest
+import torch
+from torch import Tensor
 
-from triton_models.engine.captured_steps import decode_sizes, prompt_sizes
+from triton_models.engine.captured_steps import CapturedPrompts, decode_sizes, prompt_sizes
+from triton_models.engine.graphs import SizedGraphs
+from triton_models.engine.layout import StepLayout
+from triton_models.engine.slots import SlotTable
+from triton_models.engine.step_inputs import StepInputs
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 24, 128, 500, 512])
@@ -18,7 +24,57 @@ def test_decode_sizes_rise_to_the_largest_and_waste_little(largest: int) -> None
 def test_prompt_sizes_stay_within_a_step_and_waste_little(largest: int) -> None:
     sizes = prompt_sizes(largest)
     assert sizes == sorted(set(sizes))
-    assert all(size <= min(largest, 2048) for size in sizes)
-    for rows in range(64, max(sizes, default=0) + 1):
+    assert sizes[-1] == min(largest, 2048), "a full step is captured, too"
+    for rows in range(64, sizes[-1] + 1):
         padded = next(size for size in sizes if size >= rows)
         assert padded - rows < max(32, 0.13 * rows)
+
+
+SPARE = 6
+
+
+class Seen:
+    """A `Step` that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.layouts: list[StepLayout] = []
+
+    def decode(self, slots: Tensor, longest: int) -> Tensor:
+        raise NotImplementedError
+
+    def finish(self, slots: Tensor, logits: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, tokens: Tensor, layout: StepLayout) -> Tensor:
+        self.layouts.append(layout)
+        return tokens[:, None].float()
+
+
+def inputs(*, decodes: int, chunk: int, size: int) -> StepInputs:
+    """A step of some decodes and one chunk in a tile for each token, filled up to a captured size."""
+    real = decodes + chunk
+    padding = size - real
+    return StepInputs(
+        tokens=torch.tensor([9] * real + [0] * padding),
+        slots=torch.tensor([1] * real + [SPARE] * padding, dtype=torch.int32),
+        positions=torch.tensor([5] * real + [-1] * padding),
+        decode_lengths=torch.full((decodes,), 6, dtype=torch.int32),
+        tiles=torch.full((chunk, 4), 3, dtype=torch.int32),
+        rows=torch.arange(decodes),
+    )
+
+
+def test_a_captured_step_sees_nothing_of_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SizedGraphs, "replay", lambda self, size: self._work(size))
+    step = Seen()
+    captured = CapturedPrompts(step, SlotTable(SPARE, 4, torch.device("cpu")), longest=64, largest=96)
+    captured.forward(inputs(decodes=5, chunk=80, size=96))
+    hidden = captured.forward(inputs(decodes=2, chunk=20, size=32))
+    assert hidden[:, 0].tolist() == [9] * 22 + [0] * 10
+    before, layout = step.layouts
+    assert (before.decode_lengths.data_ptr(), len(before.slots)) == (layout.decode_lengths.data_ptr(), 96)
+    assert layout.decode_lengths.tolist() == [6, 6] + [0] * (SPARE - 2)
+    assert layout.slots.tolist() == [1] * 22 + [SPARE] * 10
+    assert layout.positions.tolist() == [5] * 22 + [-1] * 10
+    assert layout.tiles is not None
+    assert layout.tiles.sum(1).tolist() == [12] * 20 + [0] * (len(layout.tiles) - 20)
