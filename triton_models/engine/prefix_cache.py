@@ -96,15 +96,16 @@ class PrefixCache:
         self._registered.pop(sequence, None)
 
     def spoil(self, sequence: Sequence) -> None:
-        """Forget every block of a running sequence, and all that was computed behind them.
+        """Forget every block of a sequence, and all that was computed behind them.
 
         Those that it only found are suspects too: their writer may have left before anybody saw its results.
+        One that was preempted meanwhile has none any more: what its tokens would find is forgotten.
         """
         self._registered.pop(sequence, None)
         children = defaultdict(list)
         for block, key in self._keys.items():
             children[self._key.unpack(key)[0]].append(block)
-        gone = [block for block in sequence.blocks[:1] if block in self._keys]
+        gone = [block for block in sequence.blocks[:1] or self._first(sequence) if block in self._keys]
         for block in gone:
             gone += children[block]
             self._forget(block)
@@ -116,6 +117,14 @@ class PrefixCache:
 
     def _takes_part(self, sequence: Sequence) -> bool:
         return self._enabled and sequence.request.prefix_cache
+
+    def _first(self, sequence: Sequence) -> list[int]:
+        """Return the registered block that a sequence's tokens begin with, if there is one."""
+        tokens = sequence.tokens[: self._blocks.block_size]
+        if len(tokens) < self._blocks.block_size or not self._takes_part(sequence):
+            return []
+        block = self._known.get(self._key.pack(PADDING_BLOCK, *tokens))
+        return [] if block is None else [block]
 
     def _search(self, sequence: Sequence, begin: list[int]) -> list[int]:
         """Return the registered blocks that continue a sequence behind its blocks `begin`."""

@@ -61,12 +61,12 @@ class Scheduler:
 
         `spoilt`: what it computed is not to be trusted, and nobody shall find it.
         """
-        if sequence.state is SequenceState.WAITING:
-            self.waiting.remove(sequence.request.request_id)
-            return
         if spoilt:
             self._prefixes.spoil(sequence)
-        self._stop_running(sequence)
+        if sequence.state is SequenceState.WAITING:
+            self.waiting.remove(sequence.request.request_id)
+        else:
+            self._stop_running(sequence)
 
     def expired(self, now: float) -> list[Sequence]:
         """Return the sequences whose deadline is at or before `now`, in monotonic seconds."""

@@ -282,3 +282,17 @@ def test_what_was_spoilt_is_found_by_nobody(culprit: str) -> None:
         table.finish(each)
         assert each.cached_tokens == found
     assert table.blocks.used == 0
+
+
+def test_what_was_spoilt_is_found_by_nobody_though_its_writer_was_preempted() -> None:
+    table = Table(blocks=9)
+    winner = table.add([7] * 11, count=20, priority=-1)
+    victim = table.add(range(8), count=20)
+    table.step()
+    while victim.state is not SequenceState.WAITING:
+        table.step()
+    table.end(victim, spoilt=True)
+    table.finish(winner)
+    again = table.add(range(9))
+    table.finish(again)
+    assert again.cached_tokens == 0
