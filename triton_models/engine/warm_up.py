@@ -22,11 +22,12 @@ def warm_up(engine: Engine) -> None:
         WarmUpError: a request failed, and so would those to come.
     """
     began = time.monotonic()
-    longest = min(2 * engine.settings.max_batched_tokens + 1, engine.max_context - _NEW_TOKENS)
+    new_tokens = min(_NEW_TOKENS, engine.max_context - 1)
+    longest = min(2 * engine.settings.max_batched_tokens + 1, engine.max_context - new_tokens)
     samplings = [
-        SamplingParams(temperature=0.0, max_tokens=_NEW_TOKENS),
-        SamplingParams(temperature=1.0, max_tokens=_NEW_TOKENS),
-        SamplingParams(temperature=1.0, top_k=5, top_p=0.5, min_p=0.01, max_tokens=_NEW_TOKENS),
+        SamplingParams(temperature=0.0, max_tokens=new_tokens),
+        SamplingParams(temperature=1.0, max_tokens=new_tokens),
+        SamplingParams(temperature=1.0, top_k=5, top_p=0.5, min_p=0.01, max_tokens=new_tokens),
         SamplingParams(
             temperature=1.0,
             logprobs=3,
@@ -34,8 +35,8 @@ def warm_up(engine: Engine) -> None:
             repetition_penalty=1.1,
             frequency_penalty=0.1,
             stop_token_ids=frozenset({1}),
-            min_tokens=_NEW_TOKENS,
-            max_tokens=_NEW_TOKENS,
+            min_tokens=new_tokens,
+            max_tokens=new_tokens,
         ),
     ]
     together = engine.settings.max_running + engine.settings.max_waiting
@@ -43,7 +44,7 @@ def warm_up(engine: Engine) -> None:
         for number, sampling in enumerate(samplings[:together]):
             request = Request(
                 request_id=f"warm-up {number}",
-                prompt_ids=(number,) * max(1, min(length, longest)),
+                prompt_ids=(number,) * min(length, longest),
                 sampling=sampling,
                 prefix_cache=False,  # or there would be nothing left to compute
             )

@@ -21,13 +21,23 @@ from triton_models.errors import WarmUpError
 SMALL = EngineSettings(max_running=4, max_waiting=8, max_batched_tokens=8, block_size=4, kv_blocks=32)
 
 
-@pytest.mark.parametrize("settings", [SMALL, EngineSettings(max_running=1, max_waiting=0, max_context=6)])
+TINY = EngineSettings(max_running=1, max_waiting=0, max_context=6)
+
+
+@pytest.mark.parametrize("settings", [SMALL, TINY])
 def test_it_leaves_an_engine_as_new(settings: EngineSettings) -> None:
     engine = Engine(FakeModel(), settings)
     warm_up(engine)
     assert (engine.open_requests, engine.stats().kv_blocks_used, engine.take_outputs()) == (0, 0, [])
     engine.add(request("a", (1, 2), SamplingParams(temperature=0.0, max_tokens=4)))
     assert ids(run(engine)["a"]) == continuation((1, 2), 4)
+
+
+@pytest.mark.parametrize("context", [2, 3, 5])
+def test_a_context_of_hardly_any_tokens_is_enough(context: int) -> None:
+    engine = Engine(FakeModel(), replace(TINY, max_context=context))
+    warm_up(engine)
+    assert engine.open_requests == 0
 
 
 def test_it_meets_prompts_of_several_steps_and_prompts_beside_decodes() -> None:
