@@ -13,10 +13,22 @@ collect_ignore_glob = [] if importlib.util.find_spec("langchain_openai") else ["
 
 @pytest.fixture(scope="session")
 def base_url() -> Iterator[str]:
-    from tests.e2e.up_process import GOLDEN, UpProcess  # noqa: PLC0415 - needs what only that environment has
+    from tests.e2e.up_process import GOLDEN  # noqa: PLC0415 - needs what only that environment has
+
+    yield from _serve("--model", str(GOLDEN / "chatglm3"), "--dtype", "float32")
+
+
+@pytest.fixture(scope="session")
+def demo_url() -> Iterator[str]:
+    """The demo model, which was trained to use tools."""
+    yield from _serve()
+
+
+def _serve(*arguments: str) -> Iterator[str]:
+    from tests.e2e.up_process import UpProcess  # noqa: PLC0415 - as above
 
     command = Path(os.environ["STACK_COMMAND"])  # `tritongate` of the environment that can serve
-    process = UpProcess("--model", str(GOLDEN / "chatglm3"), "--dtype", "float32", command=command)
+    process = UpProcess(*arguments, command=command)
     try:
         yield process.wait_ready().base_url
     finally:
