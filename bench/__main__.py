@@ -7,14 +7,14 @@ from pathlib import Path
 import click
 import torch
 
-from bench import delivery, engine, gateway_delivery, serving
+from bench import delivery, engine, gateway_delivery, serving, usual
 from bench.load_rows import LoadRow, table
 
 BUILT_IN = Path(__file__).parent.parent / "triton_models" / "checkpoints" / "chatglm3-demo"
 
 
 @click.command()
-@click.argument("what", type=click.Choice(["engine", "serving", "delivery", "all"]), default="all")
+@click.argument("what", type=click.Choice(["engine", "serving", "delivery", "usual", "all"]), default="all")
 @click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), default=BUILT_IN)
 @click.option("--rounds", default=3, show_default=True, help="counted runs of each row")
 def main(what: str, model: Path, rounds: int) -> None:
@@ -34,6 +34,13 @@ def main(what: str, model: Path, rounds: int) -> None:
         click.echo()
         rows_of_gateway = gateway_delivery.measure((256,), new_tokens=100)
         click.echo(table(gateway_delivery.GatewayDeliveryRow, rows_of_gateway))
+        click.echo()
+    if what in ("usual", "all"):
+        plans = {
+            "demo": usual.Plan(clients=(1, 4, 8, 32), requests=100, longest=256, rounds=rounds, limit_s=10.0),
+            "random": usual.Plan(clients=(1, 4, 8), requests=40, longest=64, rounds=rounds, limit_s=10.0),
+        }
+        click.echo(table(usual.UsualRow, usual.measure_on_cpu(model, plans)))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,9 @@ from triton_models.text.tokenizer import TOKENIZER_FILE
 PIECES = 64_789
 """Of ChatGLM3's tokenizer; its special ids follow."""
 
+_BEYOND_PIECES = 65_024 - PIECES
+"""Special ids, and what fills its vocabulary up."""
+
 CHATGLM3_6B = ChatGLMConfig(
     num_layers=28,
     hidden_size=4096,
@@ -42,7 +45,8 @@ _SHARD_BYTES = 2 * 2**30
 def write_checkpoint(directory: Path, config: ChatGLMConfig, device: torch.device) -> int:
     """Write a checkpoint in bfloat16, its weights drawn on `device`, and return the weights' bytes."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / TOKENIZER_FILE).write_bytes(tokenizer_model(PIECES))
+    pieces = min(PIECES, config.padded_vocab_size - _BEYOND_PIECES)
+    (directory / TOKENIZER_FILE).write_bytes(tokenizer_model(pieces))
     numbers = asdict(config)
     rope_ratio = numbers.pop("rope_ratio")
     documents = {

@@ -21,14 +21,17 @@ from bench.gpu.comparison import ComparedRow, Comparison, Plan, compared
 from bench.gpu.engine_steps import StepRow, measure_steps
 from bench.load_rows import table
 from bench.openai_load import Numbers
+from bench.usual import Plan as UsualPlan
+from bench.usual import UsualRow, measure_shape
 
-_PARTS = ("other", "ours", "engine")
+_PARTS = ("other", "ours", "engine", "usual")
+_DEFAULT = "other,ours,engine"
 
 
 @click.command(help=__doc__)
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--checkpoint", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--only", default=",".join(_PARTS), show_default=True, help="parts to run, with commas between")
+@click.option("--only", default=_DEFAULT, show_default=True, help=f"of {', '.join(_PARTS)}")
 @click.option("--device", default="cuda:0", show_default=True)
 @click.option("--dtype", default="bfloat16", show_default=True)
 @click.option("--ours-arguments", default="", help="for `tritongate up`")
@@ -53,6 +56,10 @@ _PARTS = ("other", "ours", "engine")
 @click.option(
     "--batches", type=Numbers(), default="1,32,128,256,512", show_default=True, help="of the engine alone"
 )
+@click.option(
+    "--usual-clients", type=Numbers(), default="4,32", show_default=True, help="and sizes of padded batches"
+)
+@click.option("--usual-s", default=8.0, show_default=True, help="seconds of each of them: no batch after")
 @click.option("--processes", default=8, show_default=True)
 @click.option("--limit-s", default=460.0, show_default=True, help="begin nothing after so many seconds")
 def main(
@@ -78,6 +85,8 @@ def main(
     open_s: float,
     rates: tuple[float, ...],
     batches: tuple[float, ...],
+    usual_clients: tuple[float, ...],
+    usual_s: float,
     processes: int,
     limit_s: float,
 ) -> None:
@@ -111,8 +120,8 @@ def main(
                 log=folder / f"other-{number}.log",
             )
             comparison.run(f"{other_name} {arguments}".strip(), servers.other(program))
+    flags = ["--device", device, "--dtype", dtype, *shlex.split(ours_arguments)]
     if "ours" in parts:
-        flags = ["--device", device, "--dtype", dtype, *shlex.split(ours_arguments)]
         comparison.run("ours", servers.ours(checkpoint, folder / "ours.log", flags))
     steps: list[StepRow] = []
     if "engine" in parts:
@@ -121,22 +130,34 @@ def main(
             if not plan.in_time:
                 comparison.note(f"the engine alone: nothing beyond batch {step.batch}: no time left")
                 break
+    usual_rows: list[UsualRow] = []
+    if "usual" in parts and plan.in_time:
+        usual = UsualPlan(
+            clients=tuple(map(int, usual_clients)), requests=100, longest=256, rounds=1, limit_s=usual_s
+        )
+        server = servers.ours(checkpoint, folder / "usual.log", flags)
+        usual_rows = measure_shape(checkpoint, server, usual, device=device, dtype=dtype)
     machine = f"{describe()}; {time.monotonic() - began:.0f} s in all"
-    click.echo(report(machine, comparison, steps))
+    click.echo(report(machine, comparison, steps, usual_rows))
     document = {
         "machine": machine,
         "rows": comparison.rows,
         "steps": [asdict(step) for step in steps],
+        "usual": [asdict(row) for row in usual_rows],
         "notes": comparison.notes,
     }
     (folder / "compare.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def report(machine: str, comparison: Comparison, steps: list[StepRow]) -> str:
+def report(machine: str, comparison: Comparison, steps: list[StepRow], usual: list[UsualRow]) -> str:
     """Return what is read by people."""
-    parts = [machine, table(ComparedRow, compared(comparison.medians))]
+    parts = [machine]
+    if comparison.medians:
+        parts.append(table(ComparedRow, compared(comparison.medians)))
     if steps:
         parts.append("The engine alone:\n\n" + table(StepRow, steps))
+    if usual:
+        parts.append("The usual recipe:\n\n" + table(UsualRow, usual))
     return "\n\n".join(["", *parts, *comparison.notes])
 
 

@@ -1,0 +1,112 @@
+"""The usual way to serve: transformers' `generate` on padded, static batches.
+
+ChatGLM's own code no longer runs on today's transformers. Its native `Glm` class has the same arithmetic
+(half of each head rotated in pairs, grouped queries, a bias at queries, keys and values alone, SwiGLU of one
+fused matrix), so it takes the weights of our model as they are, and then says the same.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import GlmConfig, GlmForCausalLM
+
+from bench.usual_work import TEMPERATURE, TOP_P, Asked
+from triton_models.engine.models.chatglm import ROPE_BASE, ChatGLM, ChatGLMConfig
+
+
+class PaddedGenerate:
+    """A `ChatGLM` behind `generate`, which shares its matrices."""
+
+    def __init__(self, model: ChatGLM) -> None:
+        config = _native_config(model.config)
+        with torch.device("meta"):
+            native = GlmForCausalLM(config)
+        native.load_state_dict(_native_weights(model), assign=True)
+        # Its tables are no weights, and were made on the device that computes nothing.
+        native.model.rotary_emb = type(native.model.rotary_emb)(config).to(model.device)
+        native.eval()
+        self._native = native
+        self._device = model.device
+
+    def answer(self, batch: Sequence[Asked]) -> list[list[int]]:
+        """Sample for a batch until its longest answer ends; each has what it asked for of it."""
+        longest = max(len(asked.prompt) for asked in batch)
+        ids = torch.zeros((len(batch), longest), dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, asked in enumerate(batch):
+            ids[row, longest - len(asked.prompt) :] = torch.tensor(asked.prompt)
+            mask[row, longest - len(asked.prompt) :] = 1
+        answers = self._generate(
+            ids,
+            mask,
+            max_new_tokens=max(asked.answer for asked in batch),
+            do_sample=True,
+            temperature=TEMPERATURE,
+            top_p=TOP_P,
+            top_k=0,
+        )
+        return [row[: asked.answer] for row, asked in zip(answers, batch, strict=True)]
+
+    def greedy(self, prompt: Sequence[int], new_tokens: int) -> list[int]:
+        """Return the most likely continuation."""
+        ids = torch.tensor([prompt])
+        return self._generate(ids, torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)[0]
+
+    def _generate(self, ids: Tensor, mask: Tensor, **options: float) -> list[list[int]]:
+        # Without a stop id in its configuration it goes on to the end, as `ignore_eos` has it elsewhere.
+        whole = self._native.generate(
+            ids.to(self._device), attention_mask=mask.to(self._device), pad_token_id=0, **options
+        )
+        answers: list[list[int]] = whole[:, ids.shape[1] :].tolist()
+        return answers
+
+
+def _native_config(config: ChatGLMConfig) -> GlmConfig:
+    return GlmConfig(
+        vocab_size=config.padded_vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.multi_query_group_num,
+        head_dim=config.kv_channels,
+        attention_bias=config.add_qkv_bias,
+        rms_norm_eps=config.layernorm_epsilon,
+        max_position_embeddings=config.seq_length,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": ROPE_BASE * config.rope_ratio,
+            "partial_rotary_factor": 0.5,
+        },
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def _native_weights(model: ChatGLM) -> dict[str, Tensor]:
+    """Return the weights by their native names: views, except for the norms, which are not float32 there."""
+    config, dtype = model.config, model.dtype
+    widths = [config.query_width, config.kv_width, config.kv_width]
+    weights = {
+        "model.embed_tokens.weight": model.embedding,
+        "model.norm.weight": model.final_norm.to(dtype),
+        "lm_head.weight": model.head,
+    }
+    for index, layer in enumerate(model.layers):
+        named = {
+            "self_attn.o_proj.weight": layer.attention_out,
+            "mlp.gate_up_proj.weight": layer.gate_up,
+            "mlp.down_proj.weight": layer.down,
+            "input_layernorm.weight": layer.input_norm.to(dtype),
+            "post_attention_layernorm.weight": layer.post_attention_norm.to(dtype),
+        }
+        for letter, matrix in zip("qkv", torch.split(layer.qkv, widths), strict=True):
+            named[f"self_attn.{letter}_proj.weight"] = matrix
+        if layer.qkv_bias is not None:
+            for letter, bias in zip("qkv", torch.split(layer.qkv_bias, widths), strict=True):
+                named[f"self_attn.{letter}_proj.bias"] = bias
+        weights |= {f"model.layers.{index}.{name}": tensor for name, tensor in named.items()}
+    return weights

@@ -1,0 +1,195 @@
+"""The usual recipe against ours: transformers' `generate` on padded, static batches, and continuous batching.
+
+A static batch begins when the one before has ended, and ends when its longest answer does: who asked for less
+waits with it, and whoever comes meanwhile waits for the next. The model is the same in both, and in this
+process its matrices too; on transformers' side it runs in the native `Glm` class, since ChatGLM's own code no
+longer runs there (see `padded_generate`).
+"""
+
+import asyncio
+import gc
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from bench.engine import MEDIUM, random_model
+from bench.gpu.checkpoint import write_checkpoint
+from bench.gpu.servers import Server
+from bench.load_rows import percentile
+from bench.serving import running
+from bench.usual_work import Asked, Run, by_engine, by_server, draw, in_batches
+from triton_models.checkpoint import load_model, read_config
+from triton_models.engine.engine import Engine
+from triton_models.engine.models.chatglm import ChatGLM
+from triton_models.engine.settings import EngineSettings
+from triton_models.engine.warm_up import warm_up
+
+Way = Callable[[Sequence[Asked], int], Run]
+"""Takes the requests and the number of clients."""
+
+ALONE, PADDED = "generate, one by one", "generate, padded batches"
+ENGINE, SERVED = "our engine alone", "tritongate up"
+_CPU = torch.device("cpu")
+_CONTEXT = 320
+"""Room for the longest prompt and answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is measured."""
+
+    clients: tuple[int, ...]
+    """Padded batches are as large; without batching `generate` runs at the first of these numbers only."""
+    requests: int
+    longest: int
+    """Tokens of the longest answer."""
+    rounds: int
+    limit_s: float
+    """`generate` begins no batch after so many seconds; its throughput does not hang on how long it runs."""
+
+    def asked(self, vocabulary: int, clients: int, turn: int) -> list[Asked]:
+        """Return the requests of one turn: the same for every way, and never those of another turn."""
+        seed = f"{clients} clients, {turn}"
+        return draw(self.requests, vocabulary=vocabulary, longest=self.longest, seed=seed)
+
+    @property
+    def mean_answer(self) -> float:
+        """Tokens of the mean answer."""
+        return (1 + self.longest) / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsualRow:
+    """One way to serve at one number of clients; medians over the rounds."""
+
+    model: str
+    clients: int
+    way: str
+    requests: int
+    request_s: float
+    """Seconds of the server for a request: those of a mean answer, at this throughput."""
+    wait_p50: float
+    """Seconds that a client waits for its whole answer."""
+    wait_p99: float
+    tok_s: float
+    to_generate: str
+    """Throughput over that of `generate` for as many clients, round by round."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """Runs by clients and way, in the order of the rounds."""
+
+    runs: dict[tuple[int, str], list[Run]] = field(default_factory=dict)
+
+    def measure(self, ways: Mapping[str, Way], plan: Plan, vocabulary: int) -> None:
+        """Run every way at every number of clients, in turn within each round."""
+        for turn in range(plan.rounds):
+            for clients in plan.clients:
+                asked = plan.asked(vocabulary, clients, turn)
+                for name, way in ways.items():
+                    if (name == ALONE and clients != plan.clients[0]) or (name == PADDED and clients == 1):
+                        continue
+                    self.runs.setdefault((clients, name), []).append(way(asked, clients))
+
+    def rows(self, model: str, plan: Plan) -> Iterator[UsualRow]:
+        """Return the table."""
+        for clients in plan.clients:
+            here = {way: runs for (number, way), runs in self.runs.items() if number == clients}
+            generate = here.get(PADDED) or here.get(ALONE)
+            for way, runs in here.items():
+                rate = statistics.median(run.tokens_per_second for run in runs)
+                waited = [seconds for run in runs for seconds in run.waited]
+                pairs = zip(runs, generate or (), strict=bool(generate))
+                ratios = [run.tokens_per_second / base.tokens_per_second for run, base in pairs]
+                yield UsualRow(
+                    model=model,
+                    clients=clients,
+                    way=way,
+                    requests=len(waited),
+                    request_s=plan.mean_answer / rate,
+                    wait_p50=percentile(waited, 50),
+                    wait_p99=percentile(waited, 99),
+                    tok_s=rate,
+                    to_generate=f"{statistics.median(ratios):.2f}x" if ratios else "",
+                )
+
+
+def ways_here(model: ChatGLM, plan: Plan) -> dict[str, Way]:
+    """Return the ways that run in this process, each set up and warm."""
+    # Whoever measures anything else needs no transformers.
+    from bench.padded_generate import PaddedGenerate  # noqa: PLC0415
+
+    generate = PaddedGenerate(model).answer
+    context = min(_CONTEXT, model.max_positions)
+    settings = EngineSettings(max_running=max(plan.clients), max_context=context)
+    engine = Engine(model, settings)
+    warm_up(engine)
+    generate(draw(2, vocabulary=model.vocab_size, longest=4, seed="warm-up"))
+    limit_s = plan.limit_s
+    return {
+        ALONE: lambda asked, clients: in_batches(generate, asked, clients=clients, size=1, limit_s=limit_s),
+        PADDED: lambda asked, clients: in_batches(
+            generate, asked, clients=clients, size=clients, limit_s=limit_s
+        ),
+        ENGINE: lambda asked, clients: by_engine(engine, asked, clients=clients),
+    }
+
+
+def way_served(url: str, model: str, vocabulary: int) -> Way:
+    """Return the way through a running server, warm."""
+
+    def ask(asked: Sequence[Asked], clients: int) -> Run:
+        return asyncio.run(by_server(url, model, asked, clients=clients))
+
+    ask(draw(4, vocabulary=vocabulary, longest=8, seed="warm-up"), 2)
+    return ask
+
+
+def measure_on_cpu(checkpoint: Path, plans: Mapping[str, Plan]) -> Iterator[UsualRow]:
+    """Measure a real checkpoint and a random model of 100 million parameters, in float32 and bfloat16.
+
+    Args:
+        checkpoint: the real one.
+        plans: what is measured of `demo` and of `random`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        medium = Path(folder)
+        write_checkpoint(medium, MEDIUM, _CPU)
+        for directory, kind in ((checkpoint, "demo"), (medium, "random")):
+            for dtype in (torch.float32, torch.bfloat16):
+                plan, name = plans[kind], str(dtype).removeprefix("torch.")
+                model = load_model(directory, dtype, _CPU)
+                measured = Measured()
+                with running("--model", f"m={directory}", "--dtype", name) as url:
+                    ways = ways_here(model, plan) | {SERVED: way_served(url, "m", model.vocab_size)}
+                    measured.measure(ways, plan, model.vocab_size)
+                yield from measured.rows(f"{kind} {name}", plan)
+
+
+def measure_shape(
+    checkpoint: Path, server: AbstractContextManager[Server], plan: Plan, *, device: str, dtype: str
+) -> list[UsualRow]:
+    """Measure a checkpoint's shape, in this process with random weights, and then what `server` serves of it.
+
+    Not in turn: a GPU has room for one of the two.
+
+    Raises:
+        ServerError: the server did not become ready.
+    """
+    config, measured = read_config(checkpoint), Measured()
+    model = random_model(config, dtype=getattr(torch, dtype), device=torch.device(device))
+    measured.measure(ways_here(model, plan), plan, model.vocab_size)
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+    with server as served:
+        vocabulary = config.padded_vocab_size
+        way = way_served(served.url, served.model, vocabulary)
+        measured.measure({SERVED: way}, plan, vocabulary)
+    return list(measured.rows(f"random weights {dtype}", plan))
