@@ -161,7 +161,7 @@ def measure_on_cpu(checkpoint: Path, plans: Mapping[str, Plan]) -> Iterator[Usua
     with tempfile.TemporaryDirectory() as folder:
         medium = Path(folder)
         write_checkpoint(medium, MEDIUM, _CPU)
-        for directory, kind in ((checkpoint, "demo"), (medium, "random")):
+        for directory, kind in ((medium, "random"), (checkpoint, "demo")):
             for dtype in (torch.float32, torch.bfloat16):
                 plan, name = plans[kind], str(dtype).removeprefix("torch.")
                 model = load_model(directory, dtype, _CPU)

@@ -62,11 +62,14 @@ class StreamClient:
         prompt: str = "",
         history: list[Any] | None = None,
         *,
-        priority: int = 2,
+        queue_priority: int = 2,
         **sampling: Any,
     ) -> Iterator[tuple[str, Meta]]:
-        """Yield (text, meta) per response; closing the generator cancels the call."""
-        call = self.call(model, prompt, history, priority=priority, **sampling)
+        """Yield (text, meta) per response; closing the generator cancels the call.
+
+        `queue_priority` is that of Triton's own queue; one in `sampling` is the engine's.
+        """
+        call = self.call(model, prompt, history, queue_priority=queue_priority, **sampling)
         with contextlib.closing(call):
             for message in call.responses:
                 if message.error_message:
@@ -83,7 +86,7 @@ class StreamClient:
                     yield tensors["response"].decode(), decode_meta(tensors["meta"])
 
     def call(
-        self, model: str, prompt: str, history: list[Any] | None, *, priority: int, **sampling: Any
+        self, model: str, prompt: str, history: list[Any] | None, *, queue_priority: int, **sampling: Any
     ) -> "Call":
         request = pb.ModelInferRequest(model_name=f"{model}-stream")
         history_json = "" if history is None else json.dumps(history)
@@ -94,7 +97,7 @@ class StreamClient:
         }.items():
             request.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
             request.raw_input_contents.append(pack_strings([value.encode()]))
-        request.parameters["priority"].uint64_param = priority
+        request.parameters["priority"].uint64_param = queue_priority
         request.parameters["triton_enable_empty_final_response"].bool_param = True
         return Call(self.send(request))
 

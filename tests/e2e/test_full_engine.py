@@ -1,9 +1,6 @@
 """A minute in which the engine has no room: what must pass passes, and nothing is taken for dead."""
 
 import asyncio
-import contextlib
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,10 +12,10 @@ import httpx
 import openai
 import pytest
 
+from tests.e2e.repository_server import RepositoryServer, gateway, is_ready
 from tests.e2e.stream_client import StreamClient
-from tests.e2e.up_process import GOLDEN, free_ports, metric, wait_until
+from tests.e2e.up_process import GOLDEN, metric, wait_until
 from triton_models.entries import ModelEntry, write_entries
-from wire.events import Ready, decode_event
 from wire.meta import Meta
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -45,37 +42,10 @@ def narrow(tmp_path: Path) -> Iterator[Narrow]:
         name="glm", checkpoint=str(GOLDEN / "chatglm3"), max_running=RUNNING, max_waiting=WAITING
     )
     write_entries(tmp_path, model=entry)
-    with contextlib.ExitStack() as stack:
-        embedded = [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin"]
-        ready = started(stack, [*embedded, "--repository", str(tmp_path)])
-        port = free_ports(1)[0]
-        command = [Path(sys.executable).with_name("tritongate"), "serve", "--upstreams", ready.grpc]
-        gateway = subprocess.Popen([*command, "--port", str(port), "--log-level", "warning"])
-        stack.callback(gateway.wait, 20)
-        stack.callback(gateway.terminate)
-        triton = StreamClient(ready.grpc)
-        stack.callback(triton.close)
-        served = Narrow(f"http://127.0.0.1:{port}", triton)
-        wait_until(lambda: is_ready(served))
-        yield served
-
-
-def started(stack: contextlib.ExitStack, command: list[str]) -> Ready:
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    stack.callback(process.stdout.close)
-    stack.callback(process.wait, 20)
-    stack.callback(process.stdin.close)
-    for line in process.stdout:
-        event = decode_event(line)
-        if isinstance(event, Ready):
-            return event
-    pytest.fail("the embedded Triton ended before it was ready")
-
-
-def is_ready(narrow: Narrow) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return httpx.get(narrow.base_url + "/health/ready", timeout=AT_ONCE_S).status_code == 200
-    return False
+    with RepositoryServer(tmp_path) as server, gateway(server.ready.grpc) as base_url:
+        triton = StreamClient(server.ready.grpc)
+        yield Narrow(base_url, triton)
+        triton.close()
 
 
 class Feeders:
@@ -119,7 +89,7 @@ class Feeders:
 def control(triton: StreamClient, **sampling: object) -> Meta:
     """Send a probe or a cancel ahead of everything, and hold that it is answered at once."""
     began = time.monotonic()
-    ((_, meta),) = triton.stream("glm", priority=1, **sampling)
+    ((_, meta),) = triton.stream("glm", queue_priority=1, **sampling)
     assert time.monotonic() - began < AT_ONCE_S
     return meta
 
@@ -135,9 +105,9 @@ def test_a_full_engine_still_answers_for_itself(narrow: Narrow) -> None:
             report = control(triton, probe=True).probe
             assert report.running == RUNNING
             assert report.waiting > 0
-            assert is_ready(narrow)
+            assert is_ready(narrow.base_url)
             request_id = f"waits-{rounds}"
-            waiting = triton.stream("glm", "你好", request_id=request_id, max_tokens=480, priority=2)
+            waiting = triton.stream("glm", "你好", request_id=request_id, max_tokens=480)
             assert next(waiting)[1].accepted is not None
             began = time.monotonic()
             assert next(waiting)[1] == Meta(), "a request that waits is kept alive by heartbeats"

@@ -65,7 +65,7 @@ def test_several_strings_in_one_request_are_refused_not_cut(triton: StreamClient
 
 def test_a_bad_request_in_a_batch_fails_alone(up: UpProcess, triton: StreamClient) -> None:
     """Sent together, so that Triton may hand them to one `execute`."""
-    good = [triton.call("chatglm3", "你好", None, priority=2, max_tokens=3) for _ in range(8)]
+    good = [triton.call("chatglm3", "你好", None, queue_priority=2, max_tokens=3) for _ in range(8)]
     bad = [triton.send(raw({"prompt": [b"hi"], "history": [b"?"], "sampling": [b""]})) for _ in range(8)]
     for call in good:
         assert not any(message.error_message for message in call.responses)

@@ -1,0 +1,80 @@
+"""The server that the tests of the engine's limits share."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from tests.e2e.repository_server import RepositoryServer, gateway
+from tests.e2e.stream_client import StreamClient
+from tests.e2e.up_process import GOLDEN, metric
+from triton_models.entries import ModelEntry, write_entries
+from wire import names
+from wire.meta import ProbeReport
+
+GIB = 2**30
+BLOCK_BYTES = 16 * 3 * 2 * 2 * 16 * 4
+"""Of the golden ChatGLM3: tokens, layers, keys and values, heads, numbers in a head, float32."""
+
+AT_ONCE, ANSWER = 16, 200
+WANTED_BLOCKS = AT_ONCE * 16
+"""What so many answers of that length hold at their ends, with some 40 tokens of prompt."""
+
+RUNNING, WAITING = 2, 60
+SHORT_TIMEOUT_S = 2.0
+
+
+@dataclass
+class Mix:
+    """One server with four engines: `ample`, `other` (ChatGLM2), `quarter` of the memory, `line` of two."""
+
+    server: RepositoryServer
+    triton: StreamClient
+    base_url: str
+    hasty_url: str
+    """A gateway that gives a request two seconds."""
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.server.gauge("tritongate_engine_" + name, **labels)
+
+    def probe(self, model: str) -> ProbeReport:
+        ((_, meta),) = self.triton.stream(model, queue_priority=1, probe=True)
+        return meta.probe
+
+    def idle(self, model: str) -> bool:
+        gateways = httpx.get(self.base_url + "/metrics", timeout=20).text
+        return not any(
+            (
+                *(self.count(name, model=model) for name in ("requests_running", "requests_waiting")),
+                self.count("kv_blocks_used", model=model),
+                metric(gateways, "tritongate_requests_in_flight"),
+            )
+        )
+
+
+@contextlib.contextmanager
+def mix_server(repository: Path) -> Iterator[Mix]:
+    quarter = WANTED_BLOCKS // 4 * BLOCK_BYTES / GIB
+    for name, golden, limits in (
+        ("ample", "chatglm3", {"max_running": AT_ONCE}),
+        ("other", "chatglm2", {"max_running": AT_ONCE}),
+        ("quarter", "chatglm3", {"max_running": AT_ONCE, "kv_memory_gib": quarter}),
+        # A prompt takes as many steps as half of its tokens.
+        ("line", "chatglm3", {"max_running": RUNNING, "max_waiting": WAITING, "max_batched_tokens": RUNNING}),
+    ):
+        entry = ModelEntry(name=name, checkpoint=str(GOLDEN / golden), dtype="float32", **limits)
+        write_entries(repository, model=entry)
+        # Nobody here calls these two; without them the server is there sooner.
+        shutil.rmtree(repository / name)
+        shutil.rmtree(repository / names.tokenizer_entry(name))
+    with (
+        RepositoryServer(repository) as server,
+        gateway(server.ready.grpc) as base_url,
+        gateway(server.ready.grpc, "--request-timeout-s", str(SHORT_TIMEOUT_S)) as hasty_url,
+    ):
+        triton = StreamClient(server.ready.grpc)
+        yield Mix(server, triton, base_url, hasty_url)
+        triton.close()

@@ -1,0 +1,74 @@
+"""Real Triton over a repository of a test's own entries, and gateways in front of it."""
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import httpx
+import pytest
+
+from tests.e2e.up_process import free_ports, metric, wait_until
+from wire.events import Ready, decode_event
+
+ANSWERS_WITHIN_S = 5.0
+
+
+class RepositoryServer:
+    """The embedded server on a repository, without a gateway; as a context it runs."""
+
+    def __init__(self, repository: Path) -> None:
+        self._repository = repository
+        self._stack = contextlib.ExitStack()
+        self.ready: Ready
+
+    def __enter__(self) -> Self:
+        with self._stack:
+            self.ready = self._start()
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _start(self) -> Ready:
+        command = [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin"]
+        process = subprocess.Popen(
+            [*command, "--repository", str(self._repository)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._stack.callback(process.stdout.close)
+        self._stack.callback(process.wait, 20)
+        self._stack.callback(process.stdin.close)
+        for line in process.stdout:
+            event = decode_event(line)
+            if isinstance(event, Ready):
+                return event
+        pytest.fail("the embedded Triton ended before it was ready")
+
+    def gauge(self, name: str, **labels: str) -> float:
+        """Return the sum of an engine metric's samples that have these labels."""
+        exposition = httpx.get(f"http://{self.ready.metrics}/metrics", timeout=20).text
+        return metric(exposition, name, **labels)
+
+
+@contextlib.contextmanager
+def gateway(triton_grpc: str, *arguments: str) -> Iterator[str]:
+    """Run `tritongate serve` in front of a Triton; yields its base URL once every model is ready."""
+    port = free_ports(1)[0]
+    command = [Path(sys.executable).with_name("tritongate"), "serve", "--upstreams", triton_grpc]
+    process = subprocess.Popen([*command, "--port", str(port), "--log-level", "warning", *arguments])
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: is_ready(url))
+        yield url
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def is_ready(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(url + "/health/ready", timeout=ANSWERS_WITHIN_S).status_code == 200
+    return False

@@ -1,0 +1,259 @@
+"""The engine's limits on the real Triton: two models at once, scarce KV memory, a list that really queues."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, TypeVar
+
+import openai
+import pytest
+
+from tests.e2e.mix_server import (
+    ANSWER,
+    AT_ONCE,
+    RUNNING,
+    SHORT_TIMEOUT_S,
+    WAITING,
+    WANTED_BLOCKS,
+    Mix,
+    mix_server,
+)
+from tests.e2e.up_process import wait_until
+
+pytestmark = pytest.mark.e2e
+
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def mix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mix]:
+    with mix_server(tmp_path_factory.mktemp("repository")) as running:
+        yield running
+
+
+@pytest.fixture
+async def sdk(mix: Mix) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=mix.base_url + "/v1", api_key="x", max_retries=0, timeout=100
+    ) as client:
+        yield client
+
+
+async def until(holds: Any) -> None:
+    await asyncio.to_thread(wait_until, holds)
+
+
+async def settled(counts: Callable[[], T]) -> T:
+    """Return counts that nothing before adds to any more: they are written down every quarter of a second."""
+    last, now = None, counts()
+    while now != last:
+        await asyncio.sleep(0.6)
+        last, now = now, counts()
+    return now
+
+
+def asked(number: int, **options: Any) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": f"第{number}个问题：{'天气' * (number % 5)}?"}],
+        "max_tokens": 20 + number * 7 % 50,
+        "temperature": (0, 0.7, 1.2)[number % 3],
+        "seed": number,
+        "extra_body": {"ignore_eos": True},
+    } | options
+
+
+async def answers(sdk: openai.AsyncOpenAI, model: str, requests: list[dict[str, Any]]) -> list[Any]:
+    """Ask all at once."""
+    return await asyncio.gather(*(sdk.chat.completions.create(model=model, **each) for each in requests))
+
+
+async def keep_asking(sdk: openai.AsyncOpenAI, model: str) -> None:
+    while True:
+        await sdk.chat.completions.create(model=model, **asked(0, max_tokens=450))
+
+
+def texts(completions: list[Any]) -> list[str]:
+    return [each.choices[0].message.content for each in completions]
+
+
+async def test_two_models_at_once_have_their_own_answers_and_their_own_counts(
+    mix: Mix, sdk: openai.AsyncOpenAI
+) -> None:
+    models, requests = ("ample", "other"), [asked(number) for number in range(24)]
+    alone = {model: texts(await answers(sdk, model, requests)) for model in models}
+    assert alone["ample"] != alone["other"]
+    counters = ("prompt_tokens_total", "generated_tokens_total", "requests_total")
+
+    def counts() -> dict[str, list[float]]:
+        return {model: [mix.count(name, model=model) for name in counters] for model in models}
+
+    before = await settled(counts)
+    # A different load for each, or equal counts would say nothing.
+    loads = {"ample": requests, "other": requests[:15]}
+    together = dict(
+        zip(
+            models,
+            await asyncio.gather(*(answers(sdk, model, loads[model]) for model in models)),
+            strict=True,
+        )
+    )
+    wanted = {}
+    for model, completions in together.items():
+        assert texts(completions) == alone[model][: len(completions)]
+        usage = [each.usage for each in completions]
+        added = (
+            sum(each.prompt_tokens for each in usage),
+            sum(each.completion_tokens for each in usage),
+            len(usage),
+        )
+        wanted[model] = [old + new for old, new in zip(before[model], added, strict=True)]
+    assert wanted["ample"] != wanted["other"]
+    await until(lambda: counts() == wanted)
+    await until(lambda: all(mix.idle(model) for model in models))
+
+
+async def test_one_models_load_is_not_in_the_others_gauges(mix: Mix, sdk: openai.AsyncOpenAI) -> None:
+    clients = [asyncio.create_task(keep_asking(sdk, "other")) for _ in range(AT_ONCE + 8)]
+    await until(lambda: mix.count("requests_running", model="other") == AT_ONCE)
+    assert mix.count("kv_blocks_used", model="other") >= AT_ONCE
+    gauges = ("requests_running", "requests_waiting", "kv_blocks_used")
+    assert [mix.count(name, model="ample") for name in gauges] == [0, 0, 0]
+    await leave(clients)
+    await until(lambda: mix.idle("other"))
+
+
+async def test_a_quarter_of_the_memory_changes_nothing_but_the_time(
+    mix: Mix, sdk: openai.AsyncOpenAI
+) -> None:
+    assert mix.count("kv_blocks", model="quarter") == WANTED_BLOCKS // 4
+    requests = [asked(number, max_tokens=ANSWER, temperature=0) for number in range(2 * AT_ONCE)]
+    enough = texts(await answers(sdk, "ample", requests))
+    scarce = await answers(sdk, "quarter", requests)
+    assert texts(scarce) == enough
+    assert [each.usage.completion_tokens for each in scarce] == [ANSWER] * len(requests)
+    await until(lambda: mix.count("preemptions_total", model="quarter") > 0)
+    assert mix.count("preemptions_total", model="ample") == 0
+    await until(lambda: mix.idle("quarter"))
+
+
+async def test_one_more_than_the_waiting_list_holds_is_refused(mix: Mix, sdk: openai.AsyncOpenAI) -> None:
+    bound, too_many = RUNNING + WAITING, 25
+    refused: list[openai.RateLimitError] = []
+
+    async def ask() -> None:
+        try:
+            await sdk.chat.completions.create(model="line", **asked(0, max_tokens=480))
+        except openai.RateLimitError as error:
+            refused.append(error)
+
+    clients = [asyncio.create_task(ask()) for _ in range(bound + too_many)]
+    # Some that were taken may be through by now: at most these many were refused.
+    await until(lambda: len(refused) >= too_many - 5)
+    report = await asyncio.to_thread(mix.probe, "line")
+    assert report.running + report.waiting <= bound
+    assert len(refused) <= too_many
+    for error in refused:
+        assert int(error.response.headers["retry-after"]) >= 1
+        assert error.code == "rate_limit_exceeded"
+    await leave(clients)
+    await until(lambda: mix.idle("line"))
+    await sdk.chat.completions.create(model="line", **asked(0))
+
+
+async def test_who_waits_past_the_deadline_is_told_so(mix: Mix, sdk: openai.AsyncOpenAI) -> None:
+    ended = mix.count("requests_total", model="line", finish_reason="deadline")
+    clients = [asyncio.create_task(keep_asking(sdk, "line")) for _ in range(WAITING - 5)]
+    await until(lambda: mix.probe("line").waiting > WAITING // 2)
+    async with openai.AsyncOpenAI(
+        base_url=mix.hasty_url + "/v1", api_key="x", max_retries=0, timeout=100
+    ) as hasty:
+        began = time.monotonic()
+        with pytest.raises(openai.InternalServerError) as late:
+            await hasty.chat.completions.create(model="line", **asked(1))
+        assert time.monotonic() - began >= SHORT_TIMEOUT_S
+        assert (late.value.status_code, late.value.code) == (504, "deadline_exceeded")
+        # Streamed, it was told 200 while it waited.
+        stream = await hasty.chat.completions.create(model="line", **asked(1), stream=True)
+        with pytest.raises(openai.APIError) as broken:
+            [chunk async for chunk in stream]
+        assert broken.value.code == "deadline_exceeded"
+    # The engine itself gives up at the deadline, not who asked it.
+    with pytest.raises(RuntimeError, match=r"^tritongate:deadline_exceeded:"):
+        await asyncio.to_thread(mix.triton.ask, "line", "你好", deadline_ms=300)
+    await until(lambda: mix.count("requests_total", model="line", finish_reason="deadline") >= ended + 1)
+    await leave(clients)
+    await until(lambda: mix.idle("line"))
+
+
+def test_an_urgent_request_overtakes_those_that_wait(mix: Mix) -> None:
+    ends: list[int] = []
+
+    def ask(number: int, priority: int, tokens: int) -> None:
+        mix.triton.ask("line", "你好", priority=priority, max_tokens=tokens, ignore_eos=True)
+        ends.append(number)
+
+    # As many as it takes for 30 to wait, though some are through before the last has come.
+    fillers = [threading.Thread(target=ask, args=(number, 2, 150)) for number in range(44)]
+    urgent = threading.Thread(target=ask, args=(-1, 1, 3))
+    for thread in fillers:
+        thread.start()
+    wait_until(lambda: mix.probe("line").waiting >= 30)
+    before = len(ends)
+    waiting = mix.probe("line").waiting
+    urgent.start()
+    for thread in (urgent, *fillers):
+        thread.join()
+    overtaken = len(ends) - 1 - ends.index(-1)
+    assert len(ends) == 45
+    assert waiting >= 25
+    # Those that ran were not stopped, and each slot may have begun one more before it came.
+    assert ends.index(-1) - before <= 3 * RUNNING
+    assert overtaken >= waiting - 3 * RUNNING
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+async def test_whoever_leaves_frees_everything_queued_or_not(
+    mix: Mix, sdk: openai.AsyncOpenAI, phase: str
+) -> None:
+    def ended() -> tuple[float, ...]:
+        return tuple(
+            mix.count("requests_total", model="line", finish_reason=reason)
+            for reason in ("cancelled", "length")
+        )
+
+    cancelled, through = await settled(ended)
+    # Prompts of 500 tokens, two in a step, for one token: who runs is in prefill. Or it is at its answer.
+    prompt, answer = (500, 1) if phase == "prefill" else (5, 500)
+    accepted = read = 0
+
+    async def ask(number: int) -> None:
+        nonlocal accepted, read
+        stream = await sdk.completions.create(
+            model="line",
+            prompt=[300 + (number * 7 + place) % 500 for place in range(prompt)],
+            max_tokens=answer,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        accepted += 1
+        async for chunk in stream:
+            read += bool(chunk.choices and chunk.choices[0].text)
+
+    def under_way() -> bool:
+        report = mix.probe("line")
+        all_came = accepted == len(clients) and report.running > 0 and report.waiting > 0
+        return all_came and (phase == "prefill" or read > 0)
+
+    clients = [asyncio.create_task(ask(number)) for number in range(12)]
+    await until(under_way)
+    await leave(clients)
+    await until(lambda: mix.idle("line"))
+    await until(lambda: sum(ended()) == cancelled + through + len(clients))
+    assert ended()[0] >= cancelled + 2
+
+
+async def leave(clients: list[asyncio.Task[None]]) -> None:
+    for client in clients:
+        client.cancel()
+    await asyncio.gather(*clients, return_exceptions=True)
