@@ -1,9 +1,9 @@
 """The delta channel: one stream on which a client gets the deltas of all its generations, a frame per step.
 
 A client opens it with `{"open_channel": id}` and names it in the `channel` of its generations. Their own
-streams then carry `accepted` or a refusal, heartbeats where nothing else is said of them, and their last
-response, whose `delivered` says how many deltas went through the channel, so that nothing can be missing
-unnoticed. The document below is the `meta` of every response to `open_channel`.
+streams then carry `accepted` or a refusal, heartbeats where nothing else is said of them, and the last
+response of each choice, whose `delivered` says how many of its deltas went through the channel, so that
+nothing can be missing unnoticed. The document below is the `meta` of every response to `open_channel`.
 """
 
 from typing import Annotated, Literal
@@ -15,8 +15,8 @@ class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     """What one engine step, or several joined ones, added to the generations of a channel.
 
     Frame 0 says that the channel is open; it and a heartbeat hold no deltas. The deltas stand in columns,
-    since a frame holds hundreds of them: the n-th of each list belongs to the n-th delta. A generation has
-    at most one delta in a frame.
+    since a frame holds hundreds of them: the n-th of each list belongs to the n-th delta. A choice has at
+    most one delta in a frame.
 
     Raises:
         ValueError: columns of different lengths, or a `metas` of a delta that there is not.
@@ -26,7 +26,7 @@ class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     frame: Annotated[int, msgspec.Meta(ge=0)]
     """Counts the channel's responses without a gap."""
     streams: list[int] = []
-    """The number that the generation's `channel` gave it."""
+    """The number that the generation's `channel` gave the choice: `stream`, and the index of the choice."""
     tokens: list[int] = []
     """Sampled tokens that the delta accounts for."""
     texts: list[str] = []

@@ -1,7 +1,8 @@
 """The `meta` document: what one response of a stream entry says beside its text.
 
 A generation answers in this order: a refusal (an error, no `meta`), or `accepted`; deltas and heartbeats;
-one final response with `finish_reason` and `usage`. Some response comes at least every heartbeat interval.
+the last response of each choice, with `finish_reason`, when that ends; the final one also has `usage`. Some
+response comes at least every heartbeat interval.
 
 Where the generation named a delta channel (`wire.channel`), its deltas go there, and they count as responses
 for the interval.
@@ -54,7 +55,11 @@ class TokenLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """Token counts of the whole request; `completion_tokens` counts every sampled token, the stop id too."""
+    """Token counts of the whole request.
+
+    The prompt counts once; `completion_tokens` counts every sampled token of every choice, the stop id too.
+    `cached_tokens` are those of the prompt that no choice had to compute.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -62,10 +67,10 @@ class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class Delivered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What of an answer went through a delta channel: whoever has fewer deltas by that frame lacks some."""
+    """What of a choice went through a delta channel: whoever has fewer deltas by that frame lacks some."""
 
     deltas: int
-    """Number of the generation's deltas in the channel's frames."""
+    """Number of the choice's deltas in the channel's frames."""
     frame: int
     """A frame that none of them came after."""
 
@@ -98,8 +103,9 @@ class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     logprobs: list[TokenLogprob] | None = None
     segments: list[Segment] | None = None
     finish_reason: FinishReason | None = None
+    """Of the choice; this response is its last."""
     stop_reason: int | str | None = None
-    """The token id or string that stopped the answer, where one of the request's own did."""
+    """The token id or string that stopped the choice, where one of the request's own did."""
     usage: Usage | None = None
     delivered: Delivered | None = None
     cancelled: bool | None = None

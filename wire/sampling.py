@@ -20,6 +20,7 @@ STOP_LENGTH_LIMIT = 1024
 """Code points in a stop string: that much of an answer may have to be held back."""
 LOGIT_BIAS_LIMIT = 1024
 TOOLS_LIMIT = 128
+CHOICES_LIMIT = 128
 
 INT64_MAX = 2**63 - 1
 """Larger numbers fit no tensor, and no clock."""
@@ -38,7 +39,8 @@ class ChannelStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     id: ChannelId
     stream: Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
-    """Of the client's choice; no two of a channel's open generations have the same."""
+    """Of the client's choice; that of the first choice, and the next ones are the other choices'. No two open
+    generations of a channel share any."""
 
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -48,7 +50,8 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     `prompt_token_ids`, never both. With `raw` the tensor `prompt` is plain text, and `history` is empty.
 
     Raises:
-        ValueError: a channel for an answer that is not streamed (a ValidationError while decoding).
+        ValueError: a channel for an answer that is not streamed, or without numbers for all choices (a
+            ValidationError while decoding).
     """
 
     v: Literal[1] = 1
@@ -64,8 +67,10 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     end_after_call_of: Annotated[list[ToolName], msgspec.Meta(max_length=TOOLS_LIMIT)] = []
     """The answer ends where a segment begins after one whose first line is one of these."""
 
+    n: Annotated[int, msgspec.Meta(ge=1, le=CHOICES_LIMIT)] = 1
+    """Choices: answers to the one prompt, each sampled by itself. They are queued together or not at all."""
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """New tokens; absent: what is left of the context."""
+    """New tokens of each choice; absent: what is left of the context."""
     max_total_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Prompt and answer together. It cuts the answer short instead of refusing: the least of this, the
     context and `max_tokens` decides. Without it, a `max_tokens` beyond the context is refused."""
@@ -84,6 +89,8 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
     """Subtracted from the logits of tokens in the answer, once for each time."""
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=INT64_MAX)] | None = None
+    """Choice i has the seed `seed + i` (behind the largest int64 comes the smallest); absent: each draws its
+    own."""
     logit_bias: Annotated[dict[TokenId, Bias], msgspec.Meta(max_length=LOGIT_BIAS_LIMIT)] = {}
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
     """Log-probabilities of each sampled token and of this many most likely ones; absent: none."""
@@ -106,9 +113,13 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """Milliseconds from receipt after which the request is given up, waiting or running."""
 
     def __post_init__(self) -> None:
-        """Check that there are deltas for the channel."""
-        if self.channel is not None and not self.stream:
+        """Check that there are deltas for the channel, and numbers for the deltas."""
+        if self.channel is None:
+            return
+        if not self.stream:
             raise ValueError("a channel carries deltas, and an answer that is not streamed has none")
+        if self.channel.stream > INT64_MAX - self.n + 1:
+            raise ValueError("the numbers of the choices on the channel go over int64")
 
 
 class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

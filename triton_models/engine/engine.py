@@ -78,18 +78,19 @@ class Engine:
         """Requests that have had no final output yet."""
         return self._intake.open
 
-    def add(self, request: Request) -> None:
-        """Take a request; its outputs follow from the steps to come.
+    def add(self, *requests: Request) -> None:
+        """Take requests, all or none; their outputs follow from the steps to come.
 
         Raises:
-            PromptTooLongError: the context cannot hold it.
-            InvalidRequestError: a token id outside the vocabulary, or an empty prompt.
-            DuplicateRequestError: a request of this id is open.
-            QueueFullError: `max_running + max_waiting` requests are open.
+            PromptTooLongError: the context cannot hold one.
+            InvalidRequestError: a token id outside the vocabulary, an empty prompt, or too many at once.
+            DuplicateRequestError: a request of one's id is open.
+            QueueFullError: over `max_running + max_waiting` requests would be open.
             EngineStoppedError: the engine has stopped.
         """
-        check_request(request, max_context=self._max_context, vocabulary=self._vocabulary)
-        self._intake.add(request, self._clock())
+        for request in requests:
+            check_request(request, max_context=self._max_context, vocabulary=self._vocabulary)
+        self._intake.add(requests, self._clock())
 
     def cancel(self, request_id: str) -> bool:
         """End a request before the next step; its last output says CANCELLED. False if it is not open."""

@@ -1,9 +1,15 @@
 """The engine's door: what other threads ask for between two steps."""
 
 import threading
+from collections.abc import Sequence
 
 from triton_models.engine.sequence import Request
-from triton_models.errors import DuplicateRequestError, EngineStoppedError, QueueFullError
+from triton_models.errors import (
+    DuplicateRequestError,
+    EngineStoppedError,
+    InvalidRequestError,
+    QueueFullError,
+)
 
 
 class Intake:
@@ -27,23 +33,29 @@ class Intake:
         """Number of requests that have had no final output yet."""
         return len(self._open)
 
-    def add(self, request: Request, arrived_at: float) -> None:
-        """Open a request that arrived at `arrived_at`, in monotonic seconds.
+    def add(self, requests: Sequence[Request], arrived_at: float) -> None:
+        """Open requests that arrived together at `arrived_at`, in monotonic seconds: all of them, or none.
 
         Raises:
             EngineStoppedError: the engine takes no more.
-            DuplicateRequestError: a request of this id is open.
-            QueueFullError: as many requests as may be are open.
+            DuplicateRequestError: a request of one's id is open.
+            InvalidRequestError: they are more than may ever be open.
+            QueueFullError: as many requests are open as leave no room for them.
         """
         with self._lock:
             if self._closed:
                 raise EngineStoppedError("the engine has stopped")
-            if request.request_id in self._open:
-                raise DuplicateRequestError(f"request {request.request_id!r} is open already")
-            if len(self._open) >= self._limit:
+            for request in requests:
+                if request.request_id in self._open:
+                    raise DuplicateRequestError(f"request {request.request_id!r} is open already")
+            if len(requests) > self._limit:
+                raise InvalidRequestError(
+                    f"{len(requests)} requests at once are more than the {self._limit} that may be open"
+                )
+            if len(self._open) + len(requests) > self._limit:
                 raise QueueFullError(f"{len(self._open)} requests are open already")
-            self._open.add(request.request_id)
-            self._new.append((request, arrived_at))
+            self._open.update(request.request_id for request in requests)
+            self._new += [(request, arrived_at) for request in requests]
 
     def cancel(self, request_id: str) -> bool:
         """Ask for a request's end; False if it is not open."""

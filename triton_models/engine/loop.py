@@ -70,9 +70,9 @@ class EngineLoop:
         elif self._thread is not threading.current_thread():
             self._thread.join()
 
-    def add(self, request: Request) -> None:
-        """Add a request; see `Engine.add` for what is refused, here and at once."""
-        self._engine.add(request)
+    def add(self, *requests: Request) -> None:
+        """Add requests, all or none; see `Engine.add` for what is refused, here and at once."""
+        self._engine.add(*requests)
         self._wake.set()
 
     def cancel(self, request_id: str) -> bool:

@@ -16,7 +16,7 @@ _WIRE_REASONS: dict[FinishReason | None, wire.FinishReason] = {
 
 
 class Answer:
-    """Collects one request's tokens into the next response.
+    """Collects the tokens of one choice into the next response.
 
     A stop string ends the answer here, at the token that completed it: the engine may be a few tokens ahead
     by then, and those are dropped, so that counts and text do not depend on how fast anything was delivered.
@@ -26,12 +26,12 @@ class Answer:
     """
 
     def __init__(
-        self, generation: Generation, tokenizer: Tokenizer, stream: AnswerStream, prompt_tokens: int
+        self, generation: Generation, tokenizer: Tokenizer, stream: AnswerStream, index: int
     ) -> None:
         self._generation = generation
         self._tokenizer = tokenizer
         self._stream = stream
-        self._prompt_tokens = prompt_tokens
+        self._index = index
         self._wants_ids = generation.return_token_ids
         self._wants_logprobs = generation.logprobs is not None
         self._stop_reason: int | str | None = None
@@ -90,22 +90,26 @@ class Answer:
         self._begin_details()
         return text, tokens, meta
 
-    def next_response(self, delivered: wire.Delivered | None = None) -> tuple[str, wire.Meta]:
-        """Return what piled up as a response; a complete answer's last has `finish_reason` and `usage`.
+    def next_response(
+        self, usage: wire.Usage | None = None, delivered: wire.Delivered | None = None
+    ) -> tuple[str, wire.Meta]:
+        """Return what piled up as a response; a complete answer's last has `finish_reason`.
 
         Args:
+            usage: of the whole request, for its final response.
             delivered: what went through a delta channel, for the last response of such an answer.
         """
         text, tokens, details = self.next_delta()
         details = details or wire.Meta()
         return text, wire.Meta(
+            index=self._index,
             tokens=tokens,
             token_ids=details.token_ids,
             logprobs=details.logprobs,
             segments=details.segments,
             finish_reason=_WIRE_REASONS.get(self.finish),
             stop_reason=self._stop_reason,
-            usage=self._usage() if self.complete else None,
+            usage=usage,
             delivered=delivered,
         )
 
@@ -113,13 +117,6 @@ class Answer:
         self._token_ids: list[int] = []
         self._logprobs: list[wire.TokenLogprob] = []
         self._segments: list[wire.Segment] = []
-
-    def _usage(self) -> wire.Usage:
-        return wire.Usage(
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=self.completion_tokens,
-            cached_tokens=self.cached_tokens,
-        )
 
     def _add_text(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         if logprobs is not None:

@@ -43,33 +43,36 @@ class DeltaChannel:
         return self._sent - 1
 
     @property
-    def requests(self) -> list[str]:
+    def requests(self) -> set[str]:
         """The keys of the generations whose deltas come here."""
-        return list(self._streams.values())
+        return set(self._streams.values())
 
     def open(self) -> None:
         """Send frame 0."""
         with self.lock:
             self._send(Frame(frame=0))
 
-    def attach(self, stream: int, key: str) -> None:
-        """Let the open request `key` send its deltas as `stream`.
+    def attach(self, streams: range, key: str) -> None:
+        """Let the open request `key` send the deltas of its choices as `streams`.
 
         Raises:
             ChannelLostError: the channel is not open any more.
-            InvalidRequestError: another open request has that number.
+            InvalidRequestError: another open request has one of those numbers.
         """
         with self.lock:
             if self.lost:
                 raise _not_open(self.key)
-            if self._streams.setdefault(stream, key) != key:
-                raise InvalidRequestError(f"stream {stream} of the channel is another open request's")
+            for stream in streams:
+                if stream in self._streams:
+                    raise InvalidRequestError(f"stream {stream} of the channel is another open request's")
+            self._streams |= dict.fromkeys(streams, key)
 
-    def detach(self, stream: int, key: str) -> None:
-        """Free the number, once nothing more comes of that request."""
+    def detach(self, streams: range, key: str) -> None:
+        """Free the numbers, once nothing more comes of that request."""
         with self.lock:
-            if self._streams.get(stream) == key:
-                del self._streams[stream]
+            for stream in streams:
+                if self._streams.get(stream) == key:
+                    del self._streams[stream]
 
     def add(self, stream: int, text: str, tokens: int, meta: bytes | None) -> None:
         """Put a delta into the next frame: one of each stream at most."""

@@ -5,7 +5,8 @@ import queue
 import threading
 from collections.abc import Callable
 
-from triton_models.engine.sequence import FinishReason, TokenOutput
+from triton_models.engine.sequence import TokenOutput
+from triton_models.serving.choice import Choice
 from triton_models.serving.open_request import OpenRequest
 from wire.refusal import RefusalCode
 
@@ -16,13 +17,17 @@ SENDERS = 2
 
 
 class Delivery:
-    """Turns outputs into responses off the engine's thread, joining what piled up behind a slow send."""
+    """Turns outputs into responses off the engine's thread, joining what piled up behind a slow send.
 
-    def __init__(self, on_end: Callable[[OpenRequest, FinishReason], None]) -> None:
+    Args:
+        on_end: told of each choice whose last response was sent, or that ended its request.
+    """
+
+    def __init__(self, on_end: Callable[[OpenRequest, Choice], None]) -> None:
         self._on_end = on_end
-        # A request is put here once per output; whoever gets it first sends all of its outputs, and the later
+        # A choice is put here once per output; whoever gets it first sends all of its outputs, and the later
         # entries find nothing left. That needs no bookkeeping of who is queued.
-        self._queue: queue.SimpleQueue[OpenRequest | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[OpenRequest, Choice] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"sender-{number}", daemon=True)
             for number in range(SENDERS)
@@ -40,27 +45,29 @@ class Delivery:
         for thread in self._threads:
             thread.join()
 
-    def post(self, request: OpenRequest, output: TokenOutput) -> None:
+    def post(self, request: OpenRequest, choice: Choice, output: TokenOutput) -> None:
         """Queue one output of a request without a channel; never waits."""
-        request.pending.append(output)
-        self._queue.put(request)
+        choice.pending.append(output)
+        self._queue.put((request, choice))
 
-    def finish(self, request: OpenRequest) -> None:
-        """Queue the last response of a request with a channel; never waits."""
-        self._queue.put(request)
+    def finish(self, request: OpenRequest, choice: Choice) -> None:
+        """Queue the last response of a choice of a request with a channel; never waits."""
+        self._queue.put((request, choice))
 
     def _run(self) -> None:
-        while (request := self._queue.get()) is not None:
+        while (entry := self._queue.get()) is not None:
+            request, choice = entry
             with request.lock:
-                ended = self._deliver(request)
-            if ended is not None:
-                self._on_end(request, ended)
+                ended = self._deliver(request, choice)
+            if ended:
+                self._on_end(request, choice)
 
-    def _deliver(self, request: OpenRequest) -> FinishReason | None:
+    def _deliver(self, request: OpenRequest, choice: Choice) -> bool:
         try:
-            return request.deliver()
+            return request.deliver(choice)
         except Exception:
             # The boundary of one request on this thread: its failure must not take the other streams along.
             log.exception("could not deliver request %s", request.key)
+            choice.fail()
             request.refuse(RefusalCode.INTERNAL, "the answer could not be delivered")
-            return FinishReason.ERROR
+            return True

@@ -3,13 +3,13 @@
 import enum
 import threading
 import time
-from collections import deque
+from collections.abc import Sequence
 
-from triton_models.engine.sequence import FinishReason, TokenOutput
-from triton_models.serving.answer import Answer
+from triton_models.engine.sequence import FinishReason
 from triton_models.serving.channel import DeltaChannel
+from triton_models.serving.choice import Choice
 from triton_models.serving.responder import Responder
-from wire.meta import Accepted, Delivered, Meta, encode_meta
+from wire.meta import Accepted, Delivered, Meta, Usage, encode_meta
 from wire.refusal import RefusalCode
 from wire.sampling import Generation
 
@@ -32,11 +32,13 @@ class Phase(enum.Enum):
 class OpenRequest:
     """Owns the responder: whoever sends holds `lock`, so they keep their order and none follows the last.
 
-    `key` is the engine's name for the request, unique in this process; the client's `request_id` need not be.
+    `key` is unique in this process; the client's `request_id` need not be.
 
-    Its deltas come from one of two sources. Without a channel, outputs wait in `pending` until a sender
-    thread joins them in `deliver`. With one, the thread of the steps alone calls `take` and `fill_frame`, and
-    a sender thread sends the end, in `deliver` too.
+    The deltas of its choices come from one of two sources. Without a channel, outputs wait in a choice's
+    `pending` until a sender thread joins them in `deliver`. With one, the thread of the steps alone lets the
+    choice take them and calls `fill_frame`, and a sender thread sends the end, in `deliver` too.
+
+    The first choice that does not end as an answer ends the request, with its error.
     """
 
     def __init__(self, key: str, generation: Generation, responder: Responder) -> None:
@@ -45,40 +47,39 @@ class OpenRequest:
         self.lock = threading.Lock()
         self.phase = Phase.PREPARING
         self.cancelled = False
-        self.answer: Answer | None = None
+        self.choices: Sequence[Choice] = ()
+        """None until the request was validated."""
         self.channel: DeltaChannel | None = None
-        self.pending: deque[TokenOutput] = deque()
         self.received = time.monotonic()
         self._responder = responder
-        self._stream = 0
-        self._deltas = 0
+        self._streams = range(0)
+        self._prompt_tokens = 0
         self._last_sent = self.received
         self._sending_since: float | None = None
-
-    @property
-    def ended(self) -> bool:
-        """Whether the answer is over, and only its last response is missing."""
-        return self.answer is not None and self.answer.finish is not None
 
     def sending_s(self, now: float) -> float:
         """Return for how many seconds a response has been on its way to Triton, 0 if none is."""
         since = self._sending_since
         return 0.0 if since is None else now - since
 
-    def attach(self, channel: DeltaChannel, stream: int) -> None:
-        """Send the deltas to `channel`, as `stream`.
+    def attach(self, channel: DeltaChannel, streams: range) -> None:
+        """Send the deltas to `channel`, each choice's as one of `streams`.
 
         Raises:
             ChannelLostError: the channel is not open any more.
-            InvalidRequestError: another open request has that number.
+            InvalidRequestError: another open request has one of those numbers.
         """
-        channel.attach(stream, self.key)
-        self.channel, self._stream = channel, stream
+        channel.attach(streams, self.key)
+        self.channel, self._streams = channel, streams
 
     def detach(self) -> None:
-        """Free the number on the channel, where there is one; nothing more comes of the request."""
+        """Free the numbers on the channel, where there is one; nothing more comes of the request."""
         if self.channel is not None:
-            self.channel.detach(self._stream, self.key)
+            self.channel.detach(self._streams, self.key)
+
+    def expect(self, choices: Sequence[Choice], prompt_tokens: int) -> None:
+        """Note what the engine will be asked for."""
+        self.choices, self._prompt_tokens = choices, prompt_tokens
 
     def accept(self, accepted: Accepted) -> None:
         """Tell the client that the request is queued. The caller holds `lock`."""
@@ -92,52 +93,43 @@ class OpenRequest:
         self.phase = Phase.CLOSED
         self._responder.refuse(code, message)
 
-    def deliver(self) -> FinishReason | None:
-        """Send what the engine produced since the last call, joined in one response. The caller holds `lock`.
+    def deliver(self, choice: Choice) -> bool:
+        """Send what a choice has gained since the last call, in one response. The caller holds `lock`.
 
         Returns:
-            The reason the answer ended for, on the call that sent its last response; else None.
+            True on the call that sent the choice's last response, or ended the request.
         """
-        if self.phase is not Phase.ACCEPTED or self.answer is None:
-            return None
-        while self.pending:
-            self.answer.take(self.pending.popleft())
-        if self.answer.finish is None:
-            if self.generation.stream and self.answer.sendable:
-                self._send(*self.answer.next_response(), final=False)
-            return None
-        self._end(self.answer)
-        return self.answer.finish
-
-    def take(self, output: TokenOutput) -> bool:
-        """Take an output of a request with a channel; True if there is something to send, or to end."""
-        answer = self.answer
-        if answer is None:
+        if self.phase is not Phase.ACCEPTED or choice.closed:
             return False
-        answer.take(output)
-        return answer.sendable or answer.finish is not None
+        choice.take_pending()
+        if not choice.ended:
+            if self.generation.stream and choice.answer.sendable:
+                self._send(*choice.answer.next_response(), final=False)
+            return False
+        choice.closed = True
+        self._end(choice)
+        return True
 
-    def fill_frame(self, now: float) -> DeltaChannel | None:
-        """Put the text since the last call into the next frame of the channel, which is returned.
+    def fill_frame(self, choice: Choice, now: float) -> DeltaChannel | None:
+        """Put a choice's text since the last call into the next frame of the channel, which is returned.
 
         None: there is nothing to show, or nobody to show it to.
 
         Args:
+            choice: one that has gained something.
             now: monotonic seconds; until when the client has heard of this request.
         """
-        answer, channel = self.answer, self.channel
-        if answer is None or channel is None or channel.lost or answer.complete or not answer.sendable:
+        answer, channel = choice.answer, self.channel
+        if channel is None or channel.lost or answer.complete or not answer.sendable:
             return None  # What is left of a complete answer goes with its last response.
+        if self.phase is Phase.CLOSED:
+            return None  # by another choice
         text, tokens, meta = answer.next_delta()
-        channel.add(self._stream, text, tokens, None if meta is None else encode_meta(meta))
-        self._deltas += 1
+        number = self._streams.start + choice.index
+        channel.add(number, text, tokens, None if meta is None else encode_meta(meta))
+        choice.deltas += 1
         self._last_sent = now
         return channel
-
-    def fail(self) -> None:
-        """Give the answer up: `deliver` then ends the request with an error."""
-        if self.answer is not None:
-            self.answer.finish = FinishReason.ERROR
 
     def keep_alive(self, interval_s: float) -> None:
         """Send a heartbeat if nothing was sent for `interval_s` seconds. The caller holds `lock`."""
@@ -148,23 +140,36 @@ class OpenRequest:
         """Return True if the client cancelled or hung up. The caller holds `lock`."""
         return self.phase is not Phase.CLOSED and self._responder.cancelled()
 
-    def _end(self, answer: Answer) -> None:
+    def _end(self, choice: Choice) -> None:
+        answer = choice.answer
         if self.channel is not None and self.channel.lost:
             self.refuse(RefusalCode.CHANNEL_LOST, "the delta channel was lost under the request")
             return
         if answer.complete:
-            self._send(*answer.next_response(self._delivered()), final=True)
-            self.phase = Phase.CLOSED
+            last = all(each.closed for each in self.choices)
+            usage = self._usage() if last else None
+            self._send(*answer.next_response(usage, self._delivered(choice)), final=last)
+            if last:
+                self.phase = Phase.CLOSED
             return
         if self.channel is None and self.generation.stream and answer.sendable:
             self._send(*answer.next_response(), final=False)
         code, message = _REFUSALS[answer.finish or FinishReason.ERROR]
         self.refuse(code, f"{message}: {answer.error}" if answer.error else message)
 
-    def _delivered(self) -> Delivered | None:
+    def _usage(self) -> Usage:
+        answers = [choice.answer for choice in self.choices]
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=sum(answer.completion_tokens for answer in answers),
+            # What the other choices found, the first one has computed.
+            cached_tokens=min(answer.cached_tokens for answer in answers),
+        )
+
+    def _delivered(self, choice: Choice) -> Delivered | None:
         if self.channel is None:
             return None
-        return Delivered(deltas=self._deltas, frame=self.channel.last_frame)
+        return Delivered(deltas=choice.deltas, frame=self.channel.last_frame)
 
     def _send(self, text: str, meta: Meta, *, final: bool) -> None:
         self._last_sent = self._sending_since = time.monotonic()

@@ -11,8 +11,7 @@ import msgspec
 
 from triton_models.engine.engine import Engine
 from triton_models.engine.loop import EngineLoop
-from triton_models.engine.sampling import SamplingParams
-from triton_models.engine.sequence import FinishReason, Request
+from triton_models.engine.sequence import FinishReason
 from triton_models.errors import (
     ChannelLostError,
     EngineStoppedError,
@@ -23,7 +22,9 @@ from triton_models.errors import (
 from triton_models.serving.answer import Answer
 from triton_models.serving.channel import Channels, DeltaChannel
 from triton_models.serving.chat_text import ChatText
+from triton_models.serving.choice import Choice
 from triton_models.serving.delivery import Delivery
+from triton_models.serving.engine_requests import engine_requests, new_tokens
 from triton_models.serving.metrics import EngineMetrics
 from triton_models.serving.monitor import Monitor
 from triton_models.serving.open_request import OpenRequest, Phase
@@ -74,11 +75,13 @@ class StreamService:
         # The engine bounds its waiting list exactly; this only keeps the intake from piling up before it.
         self._max_open = 2 * (settings.max_running + settings.max_waiting)
         self._requests: dict[str, OpenRequest] = {}
+        self._choices: dict[str, tuple[OpenRequest, Choice]] = {}
+        """By their keys, those that the engine may still be at."""
         self._keys = itertools.count()
         self._closing = threading.Event()
         self._channels = Channels()
         self._delivery = StepDelivery(
-            self._requests.get,
+            self._choices.get,
             Delivery(on_end=self._on_end),
             on_first_token=metrics.first_token,
             on_lost=self._lose,
@@ -164,9 +167,11 @@ class StreamService:
         if refused:
             self._requests.pop(request.key, None)
             request.detach()
-        if refused or request.cancelled:
+        for choice in request.choices if refused or request.cancelled else ():
             # The engine may have it: `accepted` could not be sent, or the cancel came just before.
-            self._loop.cancel(request.key)
+            self._loop.cancel(choice.key)
+            if refused:
+                self._choices.pop(choice.key, None)
 
     def _admit(self, request: OpenRequest, inputs: Inputs) -> None:
         """Validate, tokenise, queue, accept. The caller holds the lock, so no response overtakes `accepted`.
@@ -180,36 +185,21 @@ class StreamService:
         if self._closing.is_set():
             raise EngineStoppedError("the model is being unloaded")
         prompt_ids = self._prompt_ids(generation, inputs)
-        max_tokens = self._max_tokens(generation, len(prompt_ids))
-        deadline_ms = generation.deadline_ms
         if generation.channel is not None:
-            request.attach(self._channels.find(generation.channel.id), generation.channel.stream)
-        request.answer = Answer(
-            generation, self._text.tokenizer, self._text.answer(generation), len(prompt_ids)
+            first = generation.channel.stream
+            request.attach(self._channels.find(generation.channel.id), range(first, first + generation.n))
+        request.expect([self._choice(request, index) for index in range(generation.n)], len(prompt_ids))
+        deadline_ms = generation.deadline_ms
+        asked = engine_requests(
+            generation,
+            [choice.key for choice in request.choices],
+            prompt_ids,
+            max_tokens=new_tokens(generation, len(prompt_ids), self._max_context),
+            stop_ids=self._text.stop_ids(generation),
+            deadline=None if deadline_ms is None else request.received + deadline_ms / 1000,
         )
-        self._loop.add(
-            Request(
-                request_id=request.key,
-                prompt_ids=tuple(prompt_ids),
-                sampling=SamplingParams(
-                    temperature=generation.temperature,
-                    top_p=generation.top_p,
-                    top_k=generation.top_k,
-                    min_p=generation.min_p,
-                    repetition_penalty=generation.repetition_penalty,
-                    presence_penalty=generation.presence_penalty,
-                    frequency_penalty=generation.frequency_penalty,
-                    seed=generation.seed,
-                    max_tokens=max_tokens,
-                    min_tokens=generation.min_tokens,
-                    stop_token_ids=self._text.stop_ids(generation),
-                    logit_bias=generation.logit_bias,
-                    logprobs=generation.logprobs,
-                ),
-                priority=generation.priority,
-                deadline=None if deadline_ms is None else request.received + deadline_ms / 1000,
-            )
-        )
+        self._choices.update((choice.key, (request, choice)) for choice in request.choices)
+        self._loop.add(*asked)
         request.accept(
             Accepted(
                 request_id=generation.request_id or request.key,
@@ -217,7 +207,12 @@ class StreamService:
                 prompt_token_ids=prompt_ids if generation.return_token_ids else None,
             )
         )
-        self._metrics.accepted(len(prompt_ids))
+        self._metrics.accepted(len(prompt_ids) * generation.n)
+
+    def _choice(self, request: OpenRequest, index: int) -> Choice:
+        generation, text = request.generation, self._text
+        answer = Answer(generation, text.tokenizer, text.answer(generation), index)
+        return Choice(f"{request.key}.{index}", index, answer)
 
     def _prompt_ids(self, generation: Generation, inputs: Inputs) -> list[int]:
         size = len(inputs.prompt) + len(inputs.history)
@@ -230,27 +225,24 @@ class StreamService:
             raise ModelError("prompt_token_ids excludes prompt and history")
         return self._text.prompt_ids(generation, prompt, history)
 
-    def _max_tokens(self, generation: Generation, prompt_tokens: int) -> int | None:
-        """Return the bound on new tokens, given bounds on them and on all tokens; None: the context's."""
-        if generation.max_total_tokens is None or prompt_tokens >= self._max_context:
-            return generation.max_tokens  # A prompt over the context is the engine's to refuse.
-        room = min(generation.max_total_tokens, self._max_context) - prompt_tokens
-        if room < 1:
-            raise PromptTooLongError(
-                f"the prompt has {prompt_tokens} tokens, and prompt and answer together may have"
-                f" {generation.max_total_tokens}"
-            )
-        return room if generation.max_tokens is None else min(room, generation.max_tokens)
-
-    def _on_end(self, request: OpenRequest, reason: FinishReason) -> None:
-        """Forget a request whose last response was sent; runs on a sender thread."""
+    def _on_end(self, request: OpenRequest, choice: Choice) -> None:
+        """Forget a choice whose last response was sent, or a request that is over; on a sender thread."""
+        if request.phase is not Phase.CLOSED:
+            self._forget(choice)
+            return
+        for each in request.choices:
+            self._forget(each)
         self._requests.pop(request.key, None)
         request.detach()
-        # After a stop string, or a failed delivery, the engine is still at it.
-        self._loop.cancel(request.key)
-        if request.answer is not None:
-            answer = request.answer
-            self._metrics.finished(reason, answer.completion_tokens, answer.cached_tokens)
+
+    def _forget(self, choice: Choice) -> None:
+        if self._choices.pop(choice.key, None) is None:
+            return  # Another sender thread was first.
+        # After a stop string, a failed delivery or another choice's error, the engine is still at it.
+        self._loop.cancel(choice.key)
+        answer = choice.answer
+        reason = answer.finish or FinishReason.CANCELLED
+        self._metrics.finished(reason, answer.completion_tokens, answer.cached_tokens)
 
     def _open_requests(self) -> list[OpenRequest]:
         return list(self._requests.values())
@@ -267,7 +259,8 @@ class StreamService:
 
     def _cancel(self, request: OpenRequest) -> None:
         request.cancelled = True
-        self._loop.cancel(request.key)
+        for choice in request.choices:
+            self._loop.cancel(choice.key)
 
     def _cancel_by_id(self, request_id: str) -> bool:
         found = [each for each in self._open_requests() if each.generation.request_id == request_id]

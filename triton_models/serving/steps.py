@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from triton_models.engine.sequence import TokenOutput
 from triton_models.serving.channel import DeltaChannel
+from triton_models.serving.choice import Choice
 from triton_models.serving.delivery import Delivery
 from triton_models.serving.open_request import OpenRequest
 
@@ -23,15 +24,15 @@ class StepDelivery:
     """Sends the frames of delta channels, and passes on what goes out on requests' own streams.
 
     Args:
-        find: returns the open request of that key, None if it has ended.
+        find: returns the choice that the engine calls so, and its open request; None if it has ended.
         delivery: sends on requests' own streams; started and stopped here.
-        on_first_token: told of each request's first token: seconds in the queue, seconds since its arrival.
+        on_first_token: told of each choice's first token: seconds in the queue, seconds since its arrival.
         on_lost: told of a channel that a frame could not be sent on.
     """
 
     def __init__(
         self,
-        find: Callable[[str], OpenRequest | None],
+        find: Callable[[str], tuple[OpenRequest, Choice] | None],
         delivery: Delivery,
         *,
         on_first_token: Callable[[float, float], None],
@@ -67,40 +68,41 @@ class StepDelivery:
             while not self._queue.empty():
                 steps.append(self._queue.get())
             stopping = steps[-1] is None
-            rows: dict[OpenRequest, None] = {}
+            rows: dict[Choice, OpenRequest] = {}
             for outputs in steps:
                 for output in outputs or ():
                     self._take(output, rows)
             self._send(rows)
 
-    def _take(self, output: TokenOutput, rows: dict[OpenRequest, None]) -> None:
-        request = self._find(output.request_id)
-        if request is None:
+    def _take(self, output: TokenOutput, rows: dict[Choice, OpenRequest]) -> None:
+        found = self._find(output.request_id)
+        if found is None:
             return  # Its answer ended with a stop string while this step ran.
+        request, choice = found
         if output.time_to_first_token is not None:
             self._on_first_token(output.queue_seconds or 0.0, output.time_to_first_token)
         if request.channel is None:
-            self._delivery.post(request, output)
+            self._delivery.post(request, choice, output)
             return
         try:
-            if request.take(output):
-                rows[request] = None
+            if choice.take(output):
+                rows[choice] = request
         except Exception:
             # The boundary of one request on this thread: its failure must not take the others along.
             log.exception("could not deliver request %s", request.key)
-            request.fail()
-            rows[request] = None
+            choice.fail()
+            rows[choice] = request
 
-    def _send(self, rows: dict[OpenRequest, None]) -> None:
-        """Send one frame to each channel, and then let the requests that ended say so themselves."""
+    def _send(self, rows: dict[Choice, OpenRequest]) -> None:
+        """Send one frame to each channel, and then let the choices that ended be told by their requests."""
         now = time.monotonic()
-        filled = {request.fill_frame(now) for request in rows}
+        filled = {request.fill_frame(choice, now) for choice, request in rows.items()}
         for channel in filled:
             if channel is not None:
                 self._flush(channel)
-        for request in rows:
-            if request.ended:
-                self._delivery.finish(request)
+        for choice, request in rows.items():
+            if choice.ended:
+                self._delivery.finish(request, choice)
 
     def _flush(self, channel: DeltaChannel) -> None:
         try:

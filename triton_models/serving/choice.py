@@ -1,0 +1,47 @@
+"""One of the answers that a request asks for: to the engine, a request by itself."""
+
+from collections import deque
+
+from triton_models.engine.sequence import FinishReason, TokenOutput
+from triton_models.serving.answer import Answer
+
+
+class Choice:
+    """An answer, and how far it has come. The request that it belongs to sends what there is of it.
+
+    Attributes:
+        key: the engine's name for it, unique in this process.
+        index: its place among the request's choices.
+        closed: whether its last response was sent.
+        pending: outputs that were not taken yet, where there is no delta channel.
+        deltas: how many went into the frames of a delta channel.
+    """
+
+    __slots__ = ("answer", "closed", "deltas", "index", "key", "pending")
+
+    def __init__(self, key: str, index: int, answer: Answer) -> None:
+        self.key = key
+        self.index = index
+        self.answer = answer
+        self.closed = False
+        self.pending: deque[TokenOutput] = deque()
+        self.deltas = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the answer is over, and at most its last response is missing."""
+        return self.answer.finish is not None
+
+    def take(self, output: TokenOutput) -> bool:
+        """Take an output; True if there is something to send, or to end."""
+        self.answer.take(output)
+        return self.answer.sendable or self.ended
+
+    def take_pending(self) -> None:
+        """Take the outputs that wait."""
+        while self.pending:
+            self.answer.take(self.pending.popleft())
+
+    def fail(self) -> None:
+        """Give the answer up: its request then ends with an error."""
+        self.answer.finish = FinishReason.ERROR

@@ -1,0 +1,83 @@
+"""What the engine is asked for one generation: a request of its own for each choice."""
+
+from collections.abc import Sequence
+
+from triton_models.engine.sampling import SamplingParams
+from triton_models.engine.sequence import Request
+from triton_models.errors import PromptTooLongError
+from wire.sampling import Generation
+
+_SEEDS = 2**64
+
+
+def engine_requests(
+    generation: Generation,
+    keys: Sequence[str],
+    prompt_ids: Sequence[int],
+    *,
+    max_tokens: int | None,
+    stop_ids: frozenset[int],
+    deadline: float | None,
+) -> list[Request]:
+    """Return the requests for the choices, which differ in nothing but their keys and seeds.
+
+    Their prompt is computed once: the engine shares the KV blocks of sequences that begin alike.
+
+    Args:
+        generation: its `n` is the number of `keys`.
+        keys: what the engine calls the choices.
+        prompt_ids: the prompt, tokenised.
+        max_tokens: see `new_tokens`.
+        stop_ids: the ids that end a choice.
+        deadline: monotonic seconds; None: never.
+
+    Raises:
+        InvalidRequestError: sampling parameters that contradict each other.
+    """
+    prompt = tuple(prompt_ids)
+    return [
+        Request(
+            request_id=key,
+            prompt_ids=prompt,
+            sampling=SamplingParams(
+                temperature=generation.temperature,
+                top_p=generation.top_p,
+                top_k=generation.top_k,
+                min_p=generation.min_p,
+                repetition_penalty=generation.repetition_penalty,
+                presence_penalty=generation.presence_penalty,
+                frequency_penalty=generation.frequency_penalty,
+                seed=None if generation.seed is None else _wrapped(generation.seed + index),
+                max_tokens=max_tokens,
+                min_tokens=generation.min_tokens,
+                stop_token_ids=stop_ids,
+                logit_bias=generation.logit_bias,
+                logprobs=generation.logprobs,
+            ),
+            priority=generation.priority,
+            deadline=deadline,
+        )
+        for index, key in enumerate(keys)
+    ]
+
+
+def new_tokens(generation: Generation, prompt_tokens: int, max_context: int) -> int | None:
+    """Return the bound on new tokens, given bounds on them and on all tokens; None: the context's.
+
+    Raises:
+        PromptTooLongError: the bound on all tokens leaves no room for an answer.
+    """
+    if generation.max_total_tokens is None or prompt_tokens >= max_context:
+        return generation.max_tokens  # A prompt over the context is the engine's to refuse.
+    room = min(generation.max_total_tokens, max_context) - prompt_tokens
+    if room < 1:
+        raise PromptTooLongError(
+            f"the prompt has {prompt_tokens} tokens, and prompt and answer together may have"
+            f" {generation.max_total_tokens}"
+        )
+    return room if generation.max_tokens is None else min(room, generation.max_tokens)
+
+
+def _wrapped(seed: int) -> int:
+    """Return the int64 with the low 64 bits of `seed`."""
+    return (seed + _SEEDS // 2) % _SEEDS - _SEEDS // 2
