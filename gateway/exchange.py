@@ -5,7 +5,7 @@ clock.
 """
 
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 
 from gateway.errors import ClientGoneError, GatewayError
@@ -42,7 +42,8 @@ class Exchange:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     first_token_at: float | None = None
-    last_token_at: float = 0.0
+    last_token_at: dict[int, float] = field(default_factory=dict)
+    """By choice."""
 
     @property
     def outcome(self) -> int:
@@ -60,12 +61,12 @@ class Exchange:
         """Count an event's tokens and the time between them."""
         if type(event) is Delta:
             if event.tokens:
-                self._count(event.tokens)
+                self._count(event.index, event.tokens)
         elif type(event) is Accepted:
             self.prompt_tokens = event.prompt_tokens
             self.metrics.prompt_tokens.labels(self.model).inc(event.prompt_tokens)
 
-    def _count(self, tokens: int) -> None:
+    def _count(self, choice: int, tokens: int) -> None:
         now = perf_counter()
         self.generated_tokens += tokens
         metrics, model = self.metrics, self.model
@@ -73,8 +74,9 @@ class Exchange:
         if self.first_token_at is None:
             self.first_token_at = now
             metrics.time_to_first_token.labels(model).observe(now - self.arrived)
-            if tokens > 1:
-                metrics.inter_token_latency.observe(model, 0.0, tokens - 1)
-        else:
-            metrics.inter_token_latency.observe(model, (now - self.last_token_at) / tokens, tokens)
-        self.last_token_at = now
+        before = self.last_token_at.get(choice)
+        if before is not None:
+            metrics.inter_token_latency.observe(model, (now - before) / tokens, tokens)
+        elif tokens > 1:
+            metrics.inter_token_latency.observe(model, 0.0, tokens - 1)
+        self.last_token_at[choice] = now

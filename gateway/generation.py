@@ -104,8 +104,10 @@ class Generation:
     deadline: float
     """Of the event loop's clock, in seconds."""
 
+    n: int = 1
+    """Choices: answers to the one prompt, each sampled by itself."""
     max_tokens: int | None = None
-    """New tokens; None: what is left of the context."""
+    """New tokens of each choice; None: what is left of the context."""
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
@@ -118,6 +120,7 @@ class Generation:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
+    """Of the first choice; each further one's is one higher. None: each draws its own."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -166,7 +169,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Token counts of the whole request."""
+    """Token counts of the whole request: the prompt once, and what all choices have."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -167,6 +167,12 @@ class Settings(BaseSettings):
         ge=1,
         description="most new tokens when a request gives no bound; unset is the rest of the context",
     )
+    max_choices: int = Field(
+        16,
+        ge=1,
+        le=128,
+        description="answers (n) that one request may ask for; each takes a place of its own in the engine",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
 
     @model_validator(mode="after")

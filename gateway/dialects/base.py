@@ -15,8 +15,9 @@ from wire.channel import Frame
 from wire.meta import Delivered
 from wire.sampling import ChannelStream
 
-AnswerDelta = tuple[str, int, bytes | None]
-"""A delta as it came over a channel: text, number of tokens, and a document with what else there is of it."""
+AnswerDelta = tuple[int, str, int, bytes | None]
+"""A delta as it came over a channel: index of its choice, text, number of tokens, and a document with what
+else there is of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +97,8 @@ class Dialect(Protocol):
 class ChannelDecoder(AnswerDecoder, Protocol):
     """Reads one answer whose deltas come over a channel."""
 
-    def delivered(self, response: service_pb2.ModelInferResponse) -> Delivered | None:
-        """Return what must have come over the channel before `response` is decoded, if it is the last one.
+    def delivered(self, response: service_pb2.ModelInferResponse) -> tuple[int, Delivered] | None:
+        """Return the choice that `response` ends, and what of it must have come over the channel by then.
 
         Raises:
             UpstreamProtocolError: it cannot be understood, or is a last one that does not say.

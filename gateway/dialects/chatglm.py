@@ -137,6 +137,7 @@ def request_tensors(
         raw=prompt.raw,
         answer_metadata=prompt.answer_metadata,
         end_after_call_of=prompt.end_after_call_of,
+        n=generation.n,
         max_tokens=generation.max_tokens,
         min_tokens=generation.min_tokens,
         temperature=generation.temperature,

@@ -15,6 +15,7 @@ from gateway.generation import (
     Conversation,
     Delta,
     Event,
+    FinishReason,
     Generation,
     Heartbeat,
     TokenLogprob,
@@ -26,21 +27,53 @@ from wire import names
 from wire.answer import AnswerText, ContinuedText
 from wire.strings import unpack_strings
 
+_HEARTBEAT = wire_meta.Meta()
+
+
+class _Choice:
+    """What is shown of one choice: its text, and the calls that it makes."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._calls: list[Call] = []
+        """Made, and not yet told of."""
+        self._any_calls = False
+        self.text = _shown_text(generation, self._calls)
+
+    def take_calls(self) -> tuple[Call, ...]:
+        """Return the calls since the last time."""
+        calls = tuple(self._calls)
+        self._any_calls = self._any_calls or bool(calls)
+        self._calls.clear()
+        return calls
+
+    def reason(self, reason: wire_meta.FinishReason | None) -> FinishReason | None:
+        """Return why it ended, where it did; all calls were taken before."""
+        return "tool_calls" if reason == "stop" and self._any_calls else reason
+
+
+def _shown_text(generation: Generation, calls: list[Call]) -> AnswerText | ContinuedText | ToolText:
+    """Return what makes the text to be shown of a raw choice of `generation`, and adds to `calls`."""
+    prompt = generation.prompt
+    if not isinstance(prompt, Conversation):
+        return ContinuedText()
+    if prompt.offer is None:
+        return AnswerText()
+    return ToolText(callable_names(prompt.offer), calls.append, metadata=answer_metadata(prompt.offer))
+
 
 class ChatGLMAnswer:
-    """Reads one answer: `accepted`, then deltas and heartbeats, then one final with its reason and usage.
+    """Reads one answer: `accepted`, then deltas and heartbeats, each choice's last one with its reason.
+
+    The last of all has the usage.
 
     Args:
         generation: what it answers.
     """
 
     def __init__(self, generation: Generation) -> None:
-        self._calls: list[Call] = []
-        """Made, and not yet told of."""
-        self._any_calls = False
-        self._text = _shown_text(generation, self._calls)
+        self._choices = {index: _Choice(generation) for index in range(generation.n)}
+        """Those that have not ended."""
         self._accepted = False
-        self._finished = False
 
     def decode(self, response: service_pb2.ModelInferResponse) -> list[Event]:
         """Return the one event that `response` stands for.
@@ -53,7 +86,9 @@ class ChatGLMAnswer:
             self._accepted = True
             return [_accepted(text, meta)]
         self._check_order(meta)
-        return [self._delta(text, meta.tokens, meta)]
+        if not text and meta == _HEARTBEAT:
+            return [Heartbeat()]
+        return [self._delta(meta.index, text, meta.tokens, meta)]
 
     def end(self) -> None:
         """Check, when no response is left, that the final one was seen.
@@ -61,54 +96,46 @@ class ChatGLMAnswer:
         Raises:
             UpstreamProtocolError: it was not.
         """
-        if not self._finished:
+        if self._choices:
             raise not_understood("it ended without its final response")
 
-    def _delta(self, text: str, tokens: int, meta: wire_meta.Meta) -> Event:
-        """Return the event for a delta of `tokens` tokens, or for the last; `meta` has the rest of it."""
+    def _delta(self, index: int, text: str, tokens: int, meta: wire_meta.Meta) -> Event:
+        """Return the event for a choice's delta of `tokens` tokens, or its last; `meta` has the rest."""
         try:
-            shown = self._text.push(text, meta.segments or ())
+            choice = self._choice(index)
+            shown = choice.text.push(text, meta.segments or ())
         except ValueError as error:
             raise not_understood(str(error)) from error
-        usage = None
         if meta.finish_reason is not None:
-            if meta.usage is None:
-                raise not_understood("a finish reason without usage")
-            self._finished = True
-            shown += self._text.finish()
-            usage = Usage(
-                prompt_tokens=meta.usage.prompt_tokens,
-                completion_tokens=meta.usage.completion_tokens,
-                cached_tokens=meta.usage.cached_tokens,
-            )
-        calls = self._take_calls()
+            shown += choice.text.finish()
+            del self._choices[index]
+            if (meta.usage is None) == (not self._choices):
+                raise not_understood("usage belongs to the end of the last choice")
+        calls = choice.take_calls()
         if meta.finish_reason is None and not (shown or tokens or calls):
             return Heartbeat()
         return Delta(
             text=shown,
             tokens=tokens,
+            index=index,
             token_ids=_ids(meta.token_ids),
             logprobs=_logprobs(meta.logprobs),
             calls=calls,
-            finish_reason="tool_calls"
-            if meta.finish_reason == "stop" and self._any_calls
-            else meta.finish_reason,
-            usage=usage,
+            finish_reason=choice.reason(meta.finish_reason),
+            usage=_usage(meta.usage),
         )
 
-    def _take_calls(self) -> tuple[Call, ...]:
-        calls = tuple(self._calls)
-        self._any_calls = self._any_calls or bool(calls)
-        self._calls.clear()
-        return calls
+    def _choice(self, index: int) -> "_Choice":
+        choice = self._choices.get(index)
+        if choice is None:
+            raise not_understood(f"choice {index} has ended, or was not asked for")
+        return choice
 
     def _check_order(self, meta: wire_meta.Meta) -> None:
-        if self._finished:
+        if not self._choices:
             raise not_understood("a response after the final one")
         if meta.accepted is not None:
             raise not_understood("accepted twice")
-        if meta.index != 0:
-            raise not_understood(f"choice {meta.index} was not asked for")
         if meta.probe is not None or meta.cancelled is not None:
             raise not_understood("the answer to another kind of request")
         if meta.usage is not None and meta.finish_reason is None:
@@ -121,6 +148,16 @@ def _accepted(text: str, meta: wire_meta.Meta) -> Accepted:
         raise not_understood("it does not begin with accepted alone")
     return Accepted(
         prompt_tokens=meta.accepted.prompt_tokens, prompt_token_ids=_ids(meta.accepted.prompt_token_ids)
+    )
+
+
+def _usage(usage: wire_meta.Usage | None) -> Usage | None:
+    if usage is None:
+        return None
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
     )
 
 
@@ -150,16 +187,6 @@ def _utf8(values: list[int]) -> bytes:
         return bytes(values)
     except ValueError as error:
         raise not_understood("a token's bytes are not bytes") from error
-
-
-def _shown_text(generation: Generation, calls: list[Call]) -> AnswerText | ContinuedText | ToolText:
-    """Return what makes the text to be shown of the raw answer to `generation`, and adds to `calls`."""
-    prompt = generation.prompt
-    if not isinstance(prompt, Conversation):
-        return ContinuedText()
-    if prompt.offer is None:
-        return AnswerText()
-    return ToolText(callable_names(prompt.offer), calls.append, metadata=answer_metadata(prompt.offer))
 
 
 def read(response: service_pb2.ModelInferResponse) -> tuple[str, wire_meta.Meta]:

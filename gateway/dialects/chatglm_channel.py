@@ -1,6 +1,7 @@
 """Delta channels of our own stream contract: see `wire.channel`."""
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import msgspec
 from tritonclient.grpc import service_pb2
@@ -16,6 +17,8 @@ from wire.sampling import ChannelStream, OpenChannel, encode_sampling
 from wire.strings import unpack_strings
 
 _NOTHING = b""
+
+_index = itemgetter(0)
 
 
 class ChatGLMChannels:
@@ -56,8 +59,8 @@ class ChatGLMChannels:
 class ChannelledAnswer(ChatGLMAnswer):
     """Reads one answer from the request's own stream and from its deltas on the channel."""
 
-    def delivered(self, response: service_pb2.ModelInferResponse) -> Delivered | None:
-        """Return what must have come over the channel before `response` is decoded, if it is the last one.
+    def delivered(self, response: service_pb2.ModelInferResponse) -> tuple[int, Delivered] | None:
+        """Return the choice that `response` ends, and what of it must have come over the channel by then.
 
         Raises:
             UpstreamProtocolError: it cannot be understood, or is a last one that does not say.
@@ -65,30 +68,32 @@ class ChannelledAnswer(ChatGLMAnswer):
         _, meta = read(response)
         if meta.finish_reason is not None and meta.delivered is None:
             raise not_understood("an end that does not say what came over the channel")
-        return meta.delivered
+        return None if meta.delivered is None else (meta.index, meta.delivered)
 
     def deltas(self, deltas: Sequence[AnswerDelta]) -> list[Event]:
-        """Return what the channel brought, joined where it is text alone.
+        """Return what the channel brought, choice by choice, joined where it is text alone.
 
         Raises:
             UpstreamProtocolError: it cannot be understood.
         """
         events: list[Event] = []
-        text, tokens = "", 0
-        for added, count, document in deltas:
+        choice, text, tokens = 0, "", 0
+        # Sorting keeps the order within a choice.
+        for index, added, count, document in sorted(deltas, key=_index):
+            if tokens and (index != choice or document is not None):
+                events.append(Delta(text=self._choice(choice).text.push(text), tokens=tokens, index=choice))
+                text, tokens = "", 0
+            choice = index
             if document is None:
                 text += added
                 tokens += count
-                continue
-            if tokens:
-                events.append(Delta(text=self._text.push(text), tokens=tokens))
-                text, tokens = "", 0
-            events.append(self._detailed(added, count, document))
+            else:
+                events.append(self._detailed(index, added, count, document))
         if tokens:
-            events.append(Delta(text=self._text.push(text), tokens=tokens))
+            events.append(Delta(text=self._choice(choice).text.push(text), tokens=tokens, index=choice))
         return events
 
-    def _detailed(self, text: str, tokens: int, document: bytes) -> Event:
+    def _detailed(self, index: int, text: str, tokens: int, document: bytes) -> Event:
         try:
             meta = decode_meta(document)
         except msgspec.MsgspecError as error:
@@ -96,4 +101,6 @@ class ChannelledAnswer(ChatGLMAnswer):
         self._check_order(meta)
         if meta.finish_reason is not None:
             raise not_understood("an end over the channel")
-        return self._delta(text, tokens, meta)
+        if meta.index:
+            raise not_understood("a choice is named beside its number on the channel")
+        return self._delta(index, text, tokens, meta)

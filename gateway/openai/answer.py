@@ -8,7 +8,7 @@ import hashlib
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,41 +68,46 @@ def usage_document(counts: TokenCounts) -> Usage:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A whole answer."""
+    """A whole choice."""
 
+    index: int
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprob]
     calls: list[Call]
     finish_reason: FinishReason
-    usage: Usage
 
 
-async def gather(events: AsyncIterator[Event]) -> Gathered:
-    """Put the events after `Accepted` together.
+async def gather(events: AsyncIterator[Event], choices: int) -> tuple[list[Gathered], Usage]:
+    """Put the events after `Accepted` together, for each of so many choices.
 
     Raises:
-        UpstreamProtocolError: they end without a finish reason or without usage.
+        UpstreamProtocolError: they end without usage, or a choice without a finish reason.
         GatewayError: whatever ends them early.
     """
-    text: list[str] = []
-    token_ids: list[int] = []
-    logprobs: list[TokenLogprob] = []
-    calls: list[Call] = []
-    finish_reason: FinishReason | None = None
+    deltas: list[list[Delta]] = [[] for _ in range(choices)]
     usage: TokenCounts | None = None
     async for event in events:
-        if type(event) is not Delta:
-            continue
-        text.append(event.text)
-        token_ids.extend(event.token_ids or ())
-        logprobs.extend(event.logprobs or ())
-        calls.extend(event.calls)
-        finish_reason = event.finish_reason or finish_reason
-        usage = event.usage or usage
-    if finish_reason is None or usage is None:
+        if type(event) is Delta:
+            deltas[event.index].append(event)
+            usage = event.usage or usage
+    if usage is None:
         raise incomplete()
-    return Gathered("".join(text), token_ids, logprobs, calls, finish_reason, usage_document(usage))
+    return [_joined(index, each) for index, each in enumerate(deltas)], usage_document(usage)
+
+
+def _joined(index: int, deltas: Sequence[Delta]) -> Gathered:
+    finish_reason = deltas[-1].finish_reason if deltas else None
+    if finish_reason is None:
+        raise incomplete()
+    return Gathered(
+        index,
+        "".join([delta.text for delta in deltas]),
+        [token_id for delta in deltas for token_id in delta.token_ids or ()],
+        [logprob for delta in deltas for logprob in delta.logprobs or ()],
+        [call for delta in deltas for call in delta.calls],
+        finish_reason,
+    )
 
 
 class ChunkWriter(ABC):
@@ -112,15 +117,16 @@ class ChunkWriter(ABC):
         accepted: gives the prompt's token count for running usage.
         options: whether a last chunk without choices carries usage, and the ones before null or, with
             continuous usage, the counts so far.
+        choices: how many there are.
     """
 
-    def __init__(self, accepted: Accepted, options: StreamOptions | None) -> None:
+    def __init__(self, accepted: Accepted, options: StreamOptions | None, choices: int) -> None:
         options = options or StreamOptions()
         self._prompt_tokens = accepted.prompt_tokens
         self._include_usage = options.include_usage
         self._continuous_usage = options.continuous_usage_stats
         self._completion_tokens = 0
-        self._finished = False
+        self._unfinished = choices
         self._usage: TokenCounts | None = None
 
     def write(self, event: Event) -> list[bytes]:
@@ -130,16 +136,16 @@ class ChunkWriter(ABC):
         self._completion_tokens += event.tokens
         self._usage = event.usage or self._usage
         if event.finish_reason is not None:
-            self._finished = True
+            self._unfinished -= 1
         return self._delta(event, self._running_usage())
 
     def close(self) -> list[bytes]:
         """Return the chunks after the last event.
 
         Raises:
-            UpstreamProtocolError: the events ended without a finish reason or without usage.
+            UpstreamProtocolError: the events ended without usage, or a choice without a finish reason.
         """
-        if not self._finished or self._usage is None:
+        if self._unfinished or self._usage is None:
             raise incomplete()
         return [self._counts(usage_document(self._usage))] if self._include_usage else []
 

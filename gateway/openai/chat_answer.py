@@ -137,10 +137,11 @@ class ChatAnswer:
         self._wants_logprobs = bool(asked.logprobs)
         self._options = asked.stream_options
         self._calls = CallWriter(offered=bool(asked.tools or asked.functions), older=bool(asked.functions))
+        self._choices = asked.choices
 
     async def whole(self, _accepted: Accepted, events: AsyncIterator[Event]) -> ChatCompletion:
         """Return the whole answer."""
-        answer = await gather(events)
+        answers, usage = await gather(events, self._choices)
         return ChatCompletion(
             id=self._head.id,
             created=self._head.created,
@@ -148,18 +149,19 @@ class ChatAnswer:
             system_fingerprint=self._head.system_fingerprint,
             choices=[
                 Choice(
-                    0,
+                    answer.index,
                     self._calls.message(answer.text, answer.calls),
                     logprobs_document(answer.logprobs) if self._wants_logprobs else None,
                     self._calls.reason(answer.finish_reason),
                 )
+                for answer in answers
             ],
-            usage=answer.usage,
+            usage=usage,
         )
 
     def chunks(self, accepted: Accepted) -> "ChatChunkWriter":
         """Return what writes the answer as a stream."""
-        return ChatChunkWriter(self._head, accepted, self._options, self._calls)
+        return ChatChunkWriter(self._head, accepted, self._options, self._calls, self._choices)
 
 
 class CallWriter:
@@ -196,14 +198,19 @@ class CallWriter:
 
 
 class ChatChunkWriter(ChunkWriter):
-    """Writes the role first, then text, calls, and the reason of the end, each in chunks of its own."""
+    """Writes the roles first, then text, calls, and the reasons of the ends, each in chunks of its own.
+
+    All choices have their roles at once and in order, whichever speaks first: the SDK's accumulator takes
+    those that it meets for the choices 0, 1, 2 and so on.
+    """
 
     def __init__(
-        self, head: Head, accepted: Accepted, options: StreamOptions | None, calls: CallWriter
+        self, head: Head, accepted: Accepted, options: StreamOptions | None, calls: CallWriter, choices: int
     ) -> None:
-        super().__init__(accepted, options)
+        super().__init__(accepted, options, choices)
         self._head = head
         self._calls = calls
+        self._indices = range(choices)
         self._calls_made: Counter[int] = Counter()
         """By choice."""
         self._begun = False
@@ -216,9 +223,8 @@ class ChatChunkWriter(ChunkWriter):
         choices: list[ChunkChoice] = []
         if not self._begun:
             self._begun = True
-            choices.append(
-                ChunkChoice(delta.index, ChunkDelta(role="assistant", content=self._calls.no_content))
-            )
+            role = ChunkDelta(role="assistant", content=self._calls.no_content)
+            choices += [ChunkChoice(index, role) for index in self._indices]
         if delta.text or delta.logprobs:
             logprobs = None if delta.logprobs is None else logprobs_document(delta.logprobs)
             content = delta.text or self._calls.no_content

@@ -12,7 +12,7 @@ from gateway.openai.generation_request import StreamOptions
 
 
 class CompletionChoice(Struct, frozen=True):
-    """One answer, or a chunk's part of it. The prompt's ids are in the first chunk."""
+    """A choice, or a chunk's part of one. The prompt's ids are in the first chunk of each."""
 
     index: int
     text: str
@@ -53,10 +53,11 @@ class CompletionAnswer:
         self._head = Head.new("cmpl", asked.model)
         self._wants_ids = bool(asked.return_token_ids)
         self._options = asked.stream_options
+        self._choices = asked.choices
 
     async def whole(self, accepted: Accepted, events: AsyncIterator[Event]) -> Completion:
         """Return the whole answer."""
-        answer = await gather(events)
+        answers, usage = await gather(events, self._choices)
         return Completion(
             id=self._head.id,
             created=self._head.created,
@@ -64,38 +65,41 @@ class CompletionAnswer:
             system_fingerprint=self._head.system_fingerprint,
             choices=[
                 CompletionChoice(
-                    0,
+                    answer.index,
                     answer.text,
                     finish_reason=answer.finish_reason,
                     prompt_token_ids=_ids(accepted.prompt_token_ids),
                     token_ids=answer.token_ids if self._wants_ids else UNSET,
                 )
+                for answer in answers
             ],
-            usage=answer.usage,
+            usage=usage,
         )
 
     def chunks(self, accepted: Accepted) -> "CompletionChunkWriter":
         """Return what writes the answer as a stream."""
-        return CompletionChunkWriter(self._head, accepted, self._options)
+        return CompletionChunkWriter(self._head, accepted, self._options, self._choices)
 
 
 class CompletionChunkWriter(ChunkWriter):
     """Writes one chunk for each delta that shows something; the last has the reason of the end as well."""
 
-    def __init__(self, head: Head, accepted: Accepted, options: StreamOptions | None) -> None:
-        super().__init__(accepted, options)
+    def __init__(self, head: Head, accepted: Accepted, options: StreamOptions | None, choices: int) -> None:
+        super().__init__(accepted, options, choices)
         self._head = head
         self._prompt_ids = _ids(accepted.prompt_token_ids)
+        self._begun: set[int] = set()
 
     def _delta(self, delta: Delta, usage: Usage | UnsetType | None) -> list[bytes]:
         if not (delta.text or delta.token_ids) and delta.finish_reason is None:
             return []
-        prompt_ids, self._prompt_ids = self._prompt_ids, UNSET
+        begun = delta.index in self._begun
+        self._begun.add(delta.index)
         choice = CompletionChoice(
             delta.index,
             delta.text,
             finish_reason=delta.finish_reason,
-            prompt_token_ids=prompt_ids,
+            prompt_token_ids=UNSET if begun else self._prompt_ids,
             token_ids=_ids(delta.token_ids),
         )
         return [self._encode([choice], usage)]

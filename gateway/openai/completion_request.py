@@ -70,7 +70,10 @@ def read_completion_request(body: bytes) -> CompletionRequest:
     Raises:
         InvalidRequestError: with the dotted path of the offending field in `param`.
     """
-    document = without_neutral_options(without_neutral(read_object(body), NOT_YET))
+    document = read_object(body)
+    # As many candidates as are wanted leave nothing to choose.
+    not_yet = {**NOT_YET, "best_of": document.get("n") or 1}
+    document = without_neutral_options(without_neutral(document, not_yet))
     request = validate(CompletionRequest, document)
     request.check_combinations()
     return request

@@ -17,7 +17,6 @@ from gateway.openai.document import without_neutral
 
 NOT_YET: Mapping[str, Any] = MappingProxyType(
     {
-        "n": 1,
         "priority": 0,
         "response_format": {"type": "text"},
         "skip_special_tokens": True,
@@ -29,6 +28,9 @@ NOT_YET: Mapping[str, Any] = MappingProxyType(
 STREAM_OPTIONS_NOT_YET: Mapping[str, Any] = MappingProxyType({"include_obfuscation": False})
 
 INT64 = 2**63
+
+CHOICES_LIMIT = 128
+"""As OpenAI's; a setting of the gateway may be lower."""
 
 ID_LIMIT = 2**32
 """Ids are below it, in any vocabulary."""
@@ -97,6 +99,7 @@ class GenerationRequest(Strict, ABC):
     """The shared part. Null means absent everywhere."""
 
     model: NonEmpty
+    n: Annotated[int, Field(ge=1, le=CHOICES_LIMIT)] | None = None
     max_tokens: TokenBound | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -124,6 +127,11 @@ class GenerationRequest(Strict, ABC):
     service_tier: Annotated[str | None, Field(description="bookkeeping: accepted, not used")] = None
 
     @property
+    def choices(self) -> int:
+        """The number of answers wanted."""
+        return self.n or 1
+
+    @property
     def token_bound(self) -> int | None:
         """The bound on new tokens that the client gave."""
         return self.max_tokens
@@ -139,6 +147,7 @@ class GenerationRequest(Strict, ABC):
             model=self.model,
             prompt=self.prompt_asked(),
             deadline=deadline,
+            n=self.choices,
             max_tokens=self.token_bound,
             min_tokens=self.min_tokens or 0,
             temperature=1.0 if self.temperature is None else float(self.temperature),

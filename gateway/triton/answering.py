@@ -55,12 +55,14 @@ async def answer_over_channel(
         UpstreamProtocolError: the answer cannot be understood.
         InvalidRequestError: the model cannot express the request.
     """
-    address = ChannelStream(id=link.id, stream=link.next_number())
+    numbers = link.next_numbers(generation.n)
+    address = ChannelStream(id=link.id, stream=numbers.start)
     request = dialect.request(generation, report, remaining_s=_remaining_s(generation), channel=address)
-    inbox = Inbox(asyncio.get_running_loop().time(), lambda: own.cancel())  # noqa: PLW0108 - not begun
-    with link.deliver(address.stream, inbox):
+    now = asyncio.get_running_loop().time()
+    inbox = Inbox(numbers, now, lambda: own.cancel())  # noqa: PLW0108 - not begun
+    with link.deliver(inbox):
         own = asyncio.create_task(_read_own_stream(channel, request, generation.deadline, inbox))
-        answer = _Answer(link, address.stream, inbox, dialect.decoder(generation))
+        answer = _Answer(link, inbox, dialect.decoder(generation))
         try:
             async with contextlib.aclosing(answer.events()) as events:
                 async for event in events:
@@ -80,9 +82,8 @@ async def answer_over_channel(
 class _Answer:
     """Brings deltas and responses into order."""
 
-    def __init__(self, link: DeltaLink, number: int, inbox: Inbox, decoder: ChannelDecoder) -> None:
+    def __init__(self, link: DeltaLink, inbox: Inbox, decoder: ChannelDecoder) -> None:
         self._link = link
-        self._number = number
         self._inbox = inbox
         self._decoder = decoder
 
@@ -102,25 +103,27 @@ class _Answer:
                 continue
             delivered = decoder.delivered(response)
             if delivered is not None:
-                await self._all_delivered(delivered)
+                await self._all_delivered(*delivered)
                 for event in decoder.deltas(inbox.take_deltas()):
                     yield event
             for event in decoder.decode(response):
                 yield event
         decoder.end()
 
-    async def _all_delivered(self, delivered: Delivered) -> None:
-        """Wait until every delta has come: the last response may overtake some.
+    async def _all_delivered(self, index: int, delivered: Delivered) -> None:
+        """Wait until every delta of a choice has come: its last response may overtake some.
 
         Raises:
             TritonError: one never will.
         """
         inbox, link = self._inbox, self._link
-        link.wake_after(delivered.frame, self._number, inbox)
-        while inbox.received < delivered.deltas and link.last_frame < delivered.frame:
+        if not 0 <= index < len(inbox.received):
+            return  # the decoder says what is wrong
+        link.wake_after(delivered.frame, inbox)
+        while inbox.received[index] < delivered.deltas and link.last_frame < delivered.frame:
             await inbox.changed()
-        if inbox.received != delivered.deltas:
-            detail = f"{inbox.received} of {delivered.deltas} deltas came by frame {delivered.frame}"
+        if (received := inbox.received[index]) != delivered.deltas:
+            detail = f"{received} of {delivered.deltas} deltas came by frame {delivered.frame}"
             raise TritonError(Fault.PROTOCOL, detail)
 
 

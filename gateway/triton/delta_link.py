@@ -9,7 +9,6 @@ it: a generation never hangs on a channel that is gone. Knows nothing of prompts
 import asyncio
 import contextlib
 import contextvars
-import itertools
 import logging
 import math
 import secrets
@@ -52,9 +51,9 @@ class DeltaLink:
         self._idle_timeout_s = idle_timeout_s
         self._backoff = backoff
         self._loop = asyncio.get_running_loop()
-        self._numbers = itertools.count()
+        self._next_number = 0
         self._inboxes: dict[int, Inbox] = {}
-        self._finishing: dict[int, tuple[Inbox, int]] = {}
+        self._finishing: dict[Inbox, int] = {}
         self._task: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._settled = asyncio.Event()
@@ -87,24 +86,27 @@ class DeltaLink:
                     await self._settled.wait()
         return self.is_open
 
-    def next_number(self) -> int:
-        """Return a number for a generation, no other's on this channel."""
-        return next(self._numbers)
+    def next_numbers(self, count: int) -> range:
+        """Return numbers for the choices of a generation, no other's on this channel."""
+        first = self._next_number
+        self._next_number += count
+        return range(first, self._next_number)
 
     @contextlib.contextmanager
-    def deliver(self, number: int, inbox: Inbox) -> Iterator[None]:
-        """Meanwhile, put the deltas of the generation with this number into `inbox`."""
-        self._inboxes[number] = inbox
+    def deliver(self, inbox: Inbox) -> Iterator[None]:
+        """Meanwhile, put the deltas of the generation with the inbox's numbers into `inbox`."""
+        self._inboxes |= dict.fromkeys(inbox.numbers, inbox)
         try:
             yield
         finally:
-            del self._inboxes[number]
-            self._finishing.pop(number, None)
+            for number in inbox.numbers:
+                del self._inboxes[number]
+            self._finishing.pop(inbox, None)
             self._close_if_retired()
 
-    def wake_after(self, frame: int, number: int, inbox: Inbox) -> None:
+    def wake_after(self, frame: int, inbox: Inbox) -> None:
         """Wake the inbox when that frame has come."""
-        self._finishing[number] = inbox, frame
+        self._finishing[inbox] = frame
 
     def lose(self, channel_id: str, error: TritonError) -> None:
         """Give the channel up, if it is still that one: the model says that it is not open."""
@@ -179,8 +181,8 @@ class DeltaLink:
             inbox = inboxes.get(stream)
             if inbox is not None:  # its client may have left
                 document = metas.get(place) if metas else None
-                inbox.put(text, tokens, None if document is None else bytes(document), now)
-        for inbox, number in self._finishing.values():
+                inbox.put(stream, text, tokens, None if document is None else bytes(document), now)
+        for inbox, number in self._finishing.items():
             if number <= frame.frame:
                 inbox.wake()
         if not self.is_open:

@@ -13,7 +13,8 @@ from gateway.dialects.base import AnswerDelta
 from gateway.triton.status import Fault, TritonError
 
 LIMIT_BYTES = 2**20
-"""About what may lie here unread, some ten thousand deltas of text; with more, the answer is given up."""
+"""About what may lie here unread of each choice, some ten thousand deltas of text; with more, the answer is
+given up."""
 
 _DELTA_BYTES = 100
 """Roughly what a delta takes in memory beside its text and its document."""
@@ -23,16 +24,19 @@ class Inbox:
     """Belongs to the event loop's thread; one task takes, anybody puts.
 
     Args:
+        numbers: of its choices on the channel, in order.
         now: of the event loop's clock, in seconds.
         give_up: called when the limit is passed, since whoever takes may be stuck with its client.
     """
 
-    def __init__(self, now: float, give_up: Callable[[], object]) -> None:
+    def __init__(self, numbers: range, now: float, give_up: Callable[[], object]) -> None:
+        self.numbers = numbers
+        self._limit_bytes = LIMIT_BYTES * len(numbers)
         self._give_up = give_up
         self.heard = now
         """When something last came."""
-        self.received = 0
-        """Deltas that came, taken or not."""
+        self.received = [0] * len(numbers)
+        """Deltas that came of each choice, taken or not."""
         self._deltas: list[AnswerDelta] = []
         self._bytes = 0
         self._responses: deque[service_pb2.ModelInferResponse] = deque()
@@ -40,16 +44,18 @@ class Inbox:
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, text: str, tokens: int, document: bytes | None, now: float) -> None:
-        """Take in a delta from the channel; after a failure there is nobody to take it."""
+    def put(self, number: int, text: str, tokens: int, document: bytes | None, now: float) -> None:
+        """Take in a choice's delta from the channel; after a failure there is nobody to take it."""
         if self._error is not None:
             return
-        self.received += 1
+        index = number - self.numbers.start
+        self.received[index] += 1
         self.heard = now
         self._bytes += _DELTA_BYTES + len(text) + (0 if document is None else len(document))
-        self._deltas.append((text, tokens, document))
-        if self._bytes > LIMIT_BYTES:
-            self.fail(TritonError(Fault.UNREAD, f"over {LIMIT_BYTES} bytes of an answer were left unread"))
+        self._deltas.append((index, text, tokens, document))
+        if self._bytes > self._limit_bytes:
+            detail = f"over {self._limit_bytes} bytes of an answer were left unread"
+            self.fail(TritonError(Fault.UNREAD, detail))
             self._give_up()
         self.wake()
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from gateway.errors import ModelNotFoundError
-from gateway.generation import Accepted, Delta, Event, Generation, Usage
+from gateway.generation import Accepted, Delta, Event, Generation, TokenLogprob, Usage
 from gateway.prediction import OutputTensor, Prediction, PredictionAnswer
 from gateway.upstream import EntriesChanged, ModelCard
 from wire.strings import pack_strings
@@ -27,6 +27,31 @@ async def say(
             finish_reason=finish if last else None,
             usage=Usage(prompt_tokens=prompt_tokens, completion_tokens=number) if last else None,
         )
+
+
+async def say_choices(request: Generation) -> AsyncGenerator[Event, None]:
+    """Answer each choice with `Hello <index>`, two tokens, in turns; the last choice is always ahead."""
+    yield Accepted(prompt_tokens=3, prompt_token_ids=(8, 9, 8) if request.return_token_ids else None)
+    for index in reversed(range(request.n)):
+        yield _word("Hello", index, request)
+    for index in reversed(range(request.n)):
+        usage = Usage(prompt_tokens=3, completion_tokens=2 * request.n)
+        yield _word(f" {index}", index, request, finish="length" if index else "stop", usage=usage)
+
+
+def _word(
+    text: str, index: int, request: Generation, finish: str | None = None, usage: Usage | None = None
+) -> Delta:
+    logprob = TokenLogprob(token=text, utf8=text.encode(), logprob=-1.0 - index, top=())
+    return Delta(
+        text=text,
+        tokens=1,
+        index=index,
+        token_ids=(index,) if request.return_token_ids else None,
+        logprobs=None if request.logprobs is None else (logprob,),
+        finish_reason=finish,
+        usage=None if index else usage,
+    )
 
 
 async def repeat(request: Prediction) -> PredictionAnswer:

@@ -44,8 +44,8 @@ def response(text: str | bytes = "", meta: Any = None, *, order: int = 1) -> ser
     return built
 
 
-def decoded(*responses: service_pb2.ModelInferResponse) -> list[Event]:
-    answer = DIALECT.decoder(generation())
+def decoded(*responses: service_pb2.ModelInferResponse, n: int = 1) -> list[Event]:
+    answer = DIALECT.decoder(generation(n=n))
     events = [event for response in responses for event in answer.decode(response)]
     answer.end()
     return events
@@ -99,6 +99,7 @@ def test_a_conversation_becomes_the_three_tensors() -> None:
 
 def test_every_field_of_a_generation_reaches_the_model() -> None:
     fields: dict[str, Any] = {
+        "n": 3,
         "max_tokens": 11,
         "min_tokens": 2,
         "temperature": 0.5,

@@ -85,7 +85,7 @@ def test_deltas_are_joined_where_they_are_text_alone() -> None:
     decoder = DIALECT.decoder(generation())
     details = encode_meta(Meta(token_ids=[7]))
     events = decoder.deltas(
-        [("a", 1, None), ("b", 2, None), ("c", 1, details), ("d", 1, None), (" ", 1, None)]
+        [(0, "a", 1, None), (0, "b", 2, None), (0, "c", 1, details), (0, "d", 1, None), (0, " ", 1, None)]
     )
     assert events == [
         Delta(text="ab", tokens=3),
@@ -95,18 +95,32 @@ def test_deltas_are_joined_where_they_are_text_alone() -> None:
     assert decoder.deltas([]) == []
 
 
+def test_deltas_of_several_choices_are_joined_choice_by_choice() -> None:
+    decoder = DIALECT.decoder(generation(n=3))
+    details = encode_meta(Meta(token_ids=[7]))
+    assert decoder.deltas(
+        [(2, "x", 1, None), (0, "a", 1, None), (2, "y", 1, None), (1, "m", 1, details), (0, "b", 1, None)]
+    ) == [
+        Delta(text="ab", tokens=2),
+        Delta(text="m", tokens=1, index=1, token_ids=(7,)),
+        Delta(text="xy", tokens=2, index=2),
+    ]
+    with pytest.raises(UpstreamProtocolError):
+        decoder.deltas([(3, "z", 1, None)])
+
+
 def test_a_continued_text_is_shown_as_it_is() -> None:
     decoder = DIALECT.decoder(generation(prompt=PlainText("x")))
-    assert decoder.deltas([(" a ", 1, None)]) == [Delta(text=" a ", tokens=1)]
+    assert decoder.deltas([(0, " a ", 1, None)]) == [Delta(text=" a ", tokens=1)]
 
 
 def test_the_last_response_says_what_was_delivered() -> None:
     decoder = DIALECT.decoder(generation())
-    assert decoder.delivered(response("x", encode_meta(END))) == Delivered(deltas=2, frame=9)
+    assert decoder.delivered(response("x", encode_meta(END))) == (0, Delivered(deltas=2, frame=9))
     assert decoder.delivered(response("", encode_meta(Meta()))) is None
 
 
 @pytest.mark.parametrize("document", [b"[", encode_meta(END), encode_meta(Meta(index=1))])
 def test_what_does_not_belong_to_a_delta_is_a_protocol_error(document: bytes) -> None:
     with pytest.raises(UpstreamProtocolError):
-        DIALECT.decoder(generation()).deltas([("x", 1, document)])
+        DIALECT.decoder(generation()).deltas([(0, "x", 1, document)])

@@ -122,7 +122,9 @@ def test_over_a_channel_it_is_the_same() -> None:
     answer = ChatGLMChannels().decoder(asked())
     answer.decode(response(meta=ACCEPTED))
     opened = json.dumps({"segments": [OPENED]}).encode()
-    events = answer.deltas([(CALL[:9], 2, None), (CALL[9:], 3, None), ("", 1, opened), ("\n ok", 2, None)])
+    events = answer.deltas(
+        [(0, CALL[:9], 2, None), (0, CALL[9:], 3, None), (0, "", 1, opened), (0, "\n ok", 2, None)]
+    )
     assert deltas(events) == [("", (), None), ("", (BERLIN,), None), ("ok", (), None)]
     end = END | {"tokens": 0, "delivered": {"deltas": 4, "frame": 1}}
     assert deltas(answer.decode(response("", end))) == [("", (), "tool_calls")]

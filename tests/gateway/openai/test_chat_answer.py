@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.errors import UpstreamProtocolError
 from gateway.generation import Accepted, Call, Delta, Event, TokenLogprob, Usage
 from gateway.openai.answer import encode
 from gateway.openai.chat_answer import ChatAnswer, ChatCompletionChunk, ChunkChoice, ChunkDelta
@@ -15,10 +16,14 @@ COUNTS = Usage(prompt_tokens=3, completion_tokens=9)
 
 
 def writer(
-    options: StreamOptions | None = None, model: str = "m", tools: Any = None, functions: Any = None
+    options: StreamOptions | None = None,
+    model: str = "m",
+    choices: int = 1,
+    tools: Any = None,
+    functions: Any = None,
 ) -> Any:
     asked = SimpleNamespace(
-        model=model, logprobs=None, stream_options=options, tools=tools, functions=functions
+        model=model, logprobs=None, stream_options=options, choices=choices, tools=tools, functions=functions
     )
     return ChatAnswer(asked).chunks(Accepted(prompt_tokens=3))
 
@@ -27,7 +32,7 @@ def writer(
 @pytest.mark.parametrize("model", ["m", '"content":"", "'])
 def test_a_chunk_of_text_alone_is_what_encoding_it_whole_gives(*, include_usage: bool, model: str) -> None:
     """Byte for byte: such chunks are cut from a template."""
-    chunks = writer(StreamOptions(include_usage=include_usage) if include_usage else None, model)
+    chunks = writer(StreamOptions(include_usage=include_usage) if include_usage else None, model, 2)
     chunks.write(Delta(text="begun", tokens=1))
     for index in (0, 1):
         for text in AWKWARD:
@@ -46,6 +51,31 @@ def test_running_usage_counts_in_every_chunk() -> None:
         chunk = chunks.write(Delta(text="a", tokens=2))[-1]
         counts.append(msgspec.json.decode(chunk)["usage"]["completion_tokens"])
     assert counts == [2, 4, 6]
+
+
+def test_the_choices_begin_in_order_and_the_stream_ends_when_all_have() -> None:
+    """Whichever speaks first: the SDK takes them for the choices 0, 1, ... as they come."""
+    chunks = writer(choices=2)
+    written = [
+        *chunks.write(Delta(text="x", tokens=1, index=1)),
+        *chunks.write(Delta(text="a", tokens=1)),
+        *chunks.write(Delta(text="", tokens=1, finish_reason="stop")),
+        *chunks.write(Delta(text="y", tokens=1, index=1)),
+    ]
+    with pytest.raises(UpstreamProtocolError):
+        chunks.close()
+    written += chunks.write(Delta(text="", tokens=1, index=1, finish_reason="length", usage=COUNTS))
+    assert chunks.close() == []
+    choices = [choice for chunk in written for choice in msgspec.json.decode(chunk)["choices"]]
+    assert [(choice["index"], choice["delta"], choice["finish_reason"]) for choice in choices] == [
+        (0, {"role": "assistant", "content": ""}, None),
+        (1, {"role": "assistant", "content": ""}, None),
+        (1, {"content": "x"}, None),
+        (0, {"content": "a"}, None),
+        (0, {}, "stop"),
+        (1, {"content": "y"}, None),
+        (1, {}, "length"),
+    ]
 
 
 def test_chunks_that_are_more_than_text_are_written_whole() -> None:
@@ -79,7 +109,7 @@ async def told(deltas: list[Delta]) -> AsyncIterator[Event]:
 
 def asked_with(*, older: bool) -> Any:
     offered = {"tools": None if older else [1], "functions": [1] if older else None}
-    return SimpleNamespace(model="m", logprobs=None, stream_options=None, **offered)
+    return SimpleNamespace(model="m", logprobs=None, stream_options=None, choices=1, **offered)
 
 
 async def whole(deltas: list[Delta], *, older: bool = False) -> Any:

@@ -66,6 +66,12 @@ def test_every_parameter_arrives() -> None:
     assert asked.stream_options.include_usage
 
 
+def test_choices_are_one_unless_asked_for() -> None:
+    assert read().generation(request_id="r", deadline=0).n == 1
+    assert read(n=None, best_of=1).generation(request_id="r", deadline=0).n == 1
+    assert read(n=128, best_of=128).generation(request_id="r", deadline=0).n == 128
+
+
 @pytest.mark.parametrize(
     ("parameters", "param"),
     [
@@ -93,8 +99,12 @@ def test_every_parameter_arrives() -> None:
         ({"logprobs": 0}, "logprobs"),
         ({"echo": True}, "echo"),
         ({"suffix": ""}, "suffix"),
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
         ({"best_of": 2}, "best_of"),
+        ({"n": 2, "best_of": 1}, "best_of"),
+        ({"n": 2, "best_of": 3}, "best_of"),
+        ({"n": [2], "best_of": 2}, "best_of"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"add_special_tokens": False}, "add_special_tokens"),
         ({"nonsense": 1}, "nonsense"),

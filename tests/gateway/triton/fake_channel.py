@@ -59,15 +59,25 @@ class FakeChannels:
     def accept(self, stream: int) -> None:
         self.own[stream].put_nowait(reply(meta=Meta(accepted=Accepted(request_id="r", prompt_tokens=5))))
 
-    def finish(self, stream: int, deltas: int, *, frame: int | None = None, text: str = "") -> None:
-        """Send a request's last response."""
+    def finish(
+        self,
+        stream: int,
+        deltas: int,
+        *,
+        frame: int | None = None,
+        text: str = "",
+        index: int = 0,
+        last: bool = True,
+    ) -> None:
+        """Send the last response of a choice of the request whose numbers begin with `stream`."""
         meta = Meta(
+            index=index,
             tokens=1,
             finish_reason="stop",
-            usage=Usage(prompt_tokens=5, completion_tokens=deltas + 1),
+            usage=Usage(prompt_tokens=5, completion_tokens=deltas + 1) if last else None,
             delivered=Delivered(deltas=deltas, frame=self.number if frame is None else frame),
         )
-        self.own[stream].put_nowait(reply(text, meta, final=True))
+        self.own[stream].put_nowait(reply(text, meta, final=last))
 
     async def _channel(self, request: Any, context: Any) -> AsyncIterator[Response]:
         self.ids.append(decode_sampling(inputs_of(request)["sampling"]).open_channel)

@@ -88,6 +88,55 @@ async def test_either_stream_may_be_ahead_of_the_other(
     assert asking.text == "abcd"
 
 
+async def test_each_choice_ends_when_its_own_deltas_have_come(
+    triton: FakeTriton, fake: FakeChannels, serve: Serve
+) -> None:
+    asking, number = await asked(await serve(triton), fake, n=3)
+    fake.accept(number)
+    fake.frame((number, "a"), (number + 1, "k"), (number + 2, "x"))
+    fake.finish(number, 1, index=0, text="b", last=False)
+    fake.finish(number, 2, frame=2, index=2, last=False)
+
+    def texts() -> list[str]:
+        return ["".join(each.text for each in asking.deltas if each.index == index) for index in range(3)]
+
+    def ended() -> list[int]:
+        return [each.index for each in asking.deltas if each.finish_reason is not None]
+
+    await until(lambda: ended() == [0])
+    assert texts() == ["ab", "k", "x"]
+    await asyncio.sleep(0.05)
+    assert ended() == [0], "a delta of the third is still on its way"
+    fake.frame((number + 2, "y"), (number + 1, "l"))
+    await until(lambda: ended() == [0, 2])
+    fake.finish(number, 2, index=1, text="m")
+    await asking.task
+    assert texts() == ["ab", "klm", "xy"]
+    assert [each.usage is not None for each in asking.deltas if each.finish_reason] == [False, False, True]
+
+
+async def test_a_missing_delta_of_one_choice_is_noticed_whatever_the_others_have(
+    triton: FakeTriton, fake: FakeChannels, serve: Serve
+) -> None:
+    asking, number = await asked(await serve(triton), fake, n=2)
+    fake.accept(number)
+    fake.frame((number, "a"))
+    fake.frame((number, "b"))
+    fake.finish(number, 1, index=1, last=False)
+    with pytest.raises(UpstreamProtocolError):
+        await asyncio.wait_for(asking.task, 10)
+
+
+async def test_an_end_of_a_choice_that_nobody_asked_for_is_an_error(
+    triton: FakeTriton, fake: FakeChannels, serve: Serve
+) -> None:
+    asking, number = await asked(await serve(triton), fake, n=2)
+    fake.accept(number)
+    fake.finish(number, 0, index=2, last=False)
+    with pytest.raises(UpstreamProtocolError):
+        await asyncio.wait_for(asking.task, 10)
+
+
 async def test_a_missing_delta_is_noticed_by_the_count(
     triton: FakeTriton, fake: FakeChannels, serve: Serve, observer: Any
 ) -> None:

@@ -34,8 +34,8 @@ async def link(triton: FakeTriton, fake: FakeChannels) -> AsyncIterator[DeltaLin
     await channel.close()
 
 
-def new_inbox() -> Inbox:
-    return Inbox(asyncio.get_running_loop().time(), lambda: None)
+def new_inbox(number: int = 1) -> Inbox:
+    return Inbox(range(number, number + 1), asyncio.get_running_loop().time(), lambda: None)
 
 
 async def fault(inbox: Inbox) -> Fault:
@@ -56,19 +56,33 @@ async def test_it_is_opened_once_however_many_ask(link: DeltaLink, fake: FakeCha
 
 async def test_each_generation_gets_its_own_deltas(link: DeltaLink, fake: FakeChannels) -> None:
     await link.open(DIALECT)
-    first, second = new_inbox(), new_inbox()
-    one, two = link.next_number(), link.next_number()
+    (one,), (two,) = link.next_numbers(1), link.next_numbers(1)
     assert one != two
-    with link.deliver(one, first), link.deliver(two, second):
+    first, second = new_inbox(one), new_inbox(two)
+    with link.deliver(first), link.deliver(second):
         fake.frame((one, "a"), (two, "b"))
         fake.frame()
         fake.frame((two, "c"), (99, "nobody's"))
         await until(lambda: link.last_frame == 3)
-        assert first.take_deltas() == [("a", 1, None)]
-        assert second.take_deltas() == [("b", 1, None), ("c", 1, None)]
+        assert first.take_deltas() == [(0, "a", 1, None)]
+        assert second.take_deltas() == [(0, "b", 1, None), (0, "c", 1, None)]
     fake.frame((one, "late"))
     await until(lambda: link.last_frame == 4)
     assert first.take_deltas() == []
+
+
+async def test_the_choices_of_a_generation_have_numbers_in_a_row(link: DeltaLink, fake: FakeChannels) -> None:
+    await link.open(DIALECT)
+    numbers = [link.next_numbers(count) for count in (2, 3, 1)]
+    assert [number for each in numbers for number in each] == list(range(6))
+    inbox = Inbox(numbers[1], asyncio.get_running_loop().time(), lambda: None)
+    with link.deliver(inbox):
+        fake.frame((4, "c"), (1, "nobody's"), (2, "a"))
+        await until(lambda: link.last_frame == 1)
+        assert inbox.take_deltas() == [(2, "c", 1, None), (0, "a", 1, None)]
+    fake.frame((3, "late"))
+    await until(lambda: link.last_frame == 2)
+    assert inbox.take_deltas() == []
 
 
 async def test_a_lost_channel_fails_what_is_on_it_and_is_opened_anew_after_a_pause(
@@ -77,7 +91,7 @@ async def test_a_lost_channel_fails_what_is_on_it_and_is_opened_anew_after_a_pau
     await link.open(DIALECT)
     first_id = link.id
     inbox = new_inbox()
-    with link.deliver(1, inbox), caplog.at_level(logging.WARNING):
+    with link.deliver(inbox), caplog.at_level(logging.WARNING):
         fake.lose()
         assert await fault(inbox) is Fault.CHANNEL_LOST
     assert "delta channel lost" in caplog.text
@@ -94,7 +108,7 @@ async def test_a_lost_channel_fails_what_is_on_it_and_is_opened_anew_after_a_pau
 async def test_what_cannot_go_on_is_lost(link: DeltaLink, fake: FakeChannels, broken: str) -> None:
     await link.open(DIALECT)
     inbox = new_inbox()
-    with link.deliver(1, inbox):
+    with link.deliver(inbox):
         if broken == "gap":
             fake.frame((1, "after the gap"), skip=1)
         elif broken == "no frame":
@@ -108,8 +122,8 @@ async def test_a_generation_of_which_nothing_is_heard_is_given_up_though_the_cha
     link: DeltaLink, fake: FakeChannels
 ) -> None:
     await link.open(DIALECT)
-    silent, heard = new_inbox(), new_inbox()
-    with link.deliver(1, silent), link.deliver(2, heard):
+    silent, heard = new_inbox(1), new_inbox(2)
+    with link.deliver(silent), link.deliver(heard):
         waiting = asyncio.create_task(fault(silent))
         while not waiting.done():
             fake.frame((2, "x"))
@@ -130,7 +144,7 @@ async def test_a_dead_process_and_a_closing_gateway_are_told_as_what_they_are(
         link = DeltaLink("m", channel, idle_timeout_s=10, backoff=Backoff(0.1, 0.1))
         await link.open(DIALECT)
         inbox = new_inbox()
-        with link.deliver(1, inbox):
+        with link.deliver(inbox):
             ended: Any = end(channel)
             if ended is not None:
                 await ended
@@ -163,10 +177,10 @@ async def test_a_busy_channel_is_closed_after_its_last_generation(
 ) -> None:
     await link.open(DIALECT)
     inbox = new_inbox()
-    with link.deliver(1, inbox):
+    with link.deliver(inbox):
         link.retire()
         fake.frame((1, "x"))
-        await until(lambda: inbox.received == 1)
+        await until(lambda: inbox.received == [1])
         assert link.is_open
     await until(lambda: fake.closed == 1)
 

@@ -1,0 +1,72 @@
+"""Answers of several choices; those of one are what `test_chatglm.py` is about."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from tritonclient.grpc import service_pb2
+
+from gateway.dialects.chatglm_channel import ChatGLMChannels
+from gateway.errors import UpstreamProtocolError
+from gateway.generation import Accepted, Delta, Heartbeat, Usage
+from tests.gateway.dialects.test_chatglm import ACCEPTED, END, FINAL, USAGE, decoded, response
+from tests.gateway.dialects.test_chatglm_tools import BERLIN, CALL, OPENED, asked, deltas
+
+
+def test_choices_are_read_apart_and_end_one_by_one() -> None:
+    events = decoded(
+        response(meta=ACCEPTED),
+        response("a ", {"tokens": 1}),
+        response("x", {"tokens": 1, "index": 1}),
+        response("b", {"tokens": 1}),
+        response("", {"tokens": 1, "finish_reason": "length"}),
+        response(),  # a heartbeat names no choice, though the first one is over
+        response(" y", {"tokens": 1, "index": 1, "finish_reason": "stop", "usage": USAGE}),
+        n=2,
+    )
+    usage = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=2)
+    assert events == [
+        Accepted(prompt_tokens=7),
+        Delta(text="a", tokens=1),
+        Delta(text="x", tokens=1, index=1),
+        Delta(text=" b", tokens=1),
+        Delta(text="", tokens=1, finish_reason="length"),
+        Heartbeat(),
+        Delta(text=" y", tokens=1, index=1, finish_reason="stop", usage=usage),
+    ]
+
+
+OF_TWO_CHOICES = {
+    "one without an end": [FINAL],
+    "usage before the last end": [FINAL, response("", END | {"index": 1})],
+    "no usage at the last end": [
+        response("", {"finish_reason": "stop"}),
+        response("", {"finish_reason": "stop", "index": 1}),
+    ],
+    "text after an end": [response("", {"finish_reason": "stop"}), response("x", {"tokens": 1})],
+    "an end twice": [response("", {"finish_reason": "stop"})] * 2,
+    "a third": [response("x", {"tokens": 1, "index": 2})],
+    "one before the first": [response("x", {"tokens": 1, "index": -1})],
+}
+
+
+@pytest.mark.parametrize("responses", OF_TWO_CHOICES.values(), ids=OF_TWO_CHOICES)
+def test_two_choices_out_of_order_are_an_error(responses: list[service_pb2.ModelInferResponse]) -> None:
+    with pytest.raises(UpstreamProtocolError):
+        decoded(response(meta=ACCEPTED), *responses, n=2)
+
+
+def test_each_choice_makes_its_own_calls() -> None:
+    answer = ChatGLMChannels().decoder(replace(asked(), n=2))
+    answer.decode(response(meta=ACCEPTED))
+    opened = json.dumps({"segments": [OPENED]}).encode()
+    events = answer.deltas([(0, "\n ok", 2, None), (1, CALL, 9, None), (0, ".", 1, None), (1, "", 1, opened)])
+    assert [(event.index, event.text, event.calls) for event in events if isinstance(event, Delta)] == [
+        (0, "ok.", ()),
+        (1, "", ()),
+        (1, "", (BERLIN,)),
+    ]
+    delivered = {"delivered": {"deltas": 2, "frame": 1}}
+    first = answer.decode(response("", {"finish_reason": "stop", **delivered}))
+    second = answer.decode(response("", END | {"index": 1, "tokens": 0, **delivered}))
+    assert deltas(first + second) == [("", (), "stop"), ("", (), "tool_calls")]
