@@ -22,7 +22,7 @@ from gateway.errors import (
     UnavailableError,
     UpstreamProtocolError,
 )
-from gateway.generation import Delta, Event, Generation, Message
+from gateway.generation import Conversation, Delta, Event, Generation, Message
 from gateway.triton.channel import Channel
 from gateway.triton.control import Control
 from gateway.triton.pool import TritonUpstream
@@ -128,7 +128,7 @@ def asking(script: str, *, time_s: float = 30.0) -> Generation:
     return Generation(
         request_id="statuses",
         model="m",
-        messages=(Message(role="user", content=script),),
+        prompt=Conversation((Message(role="user", content=script),)),
         deadline=asyncio.get_running_loop().time() + time_s,
     )
 
@@ -194,7 +194,7 @@ async def test_a_model_that_triton_does_not_know(scripted: Scripted) -> None:
 
 def asking_other() -> Generation:
     loop = asyncio.get_running_loop()
-    return Generation(request_id="r", model="other", messages=(), deadline=loop.time() + 30)
+    return Generation(request_id="r", model="other", prompt=Conversation(()), deadline=loop.time() + 30)
 
 
 async def stream_failure(channel: Channel, entry: str, shape: list[int]) -> TritonError:
