@@ -178,9 +178,9 @@ async def test_who_waits_past_the_deadline_is_told_so(mix: Mix, sdk: openai.Asyn
         with pytest.raises(openai.APIError) as broken:
             [chunk async for chunk in stream]
         assert broken.value.code == "deadline_exceeded"
-    # The engine itself gives up at the deadline, not who asked it.
+    # The engine itself gives up at the deadline, not who asked it; and this one's turn never comes.
     with pytest.raises(RuntimeError, match=r"^tritongate:deadline_exceeded:"):
-        await asyncio.to_thread(mix.triton.ask, "line", "你好", deadline_ms=300)
+        await asyncio.to_thread(mix.triton.ask, "line", "你好", deadline_ms=300, priority=100)
     await until(lambda: mix.count("requests_total", model="line", finish_reason="deadline") >= ended + 1)
     await leave(clients)
     await until(lambda: mix.idle("line"))
