@@ -37,8 +37,8 @@ def main(what: str, model: Path, rounds: int) -> None:
         click.echo()
     if what in ("usual", "all"):
         plans = {
-            "demo": usual.Plan(clients=(1, 4, 8), requests=32, longest=128, rounds=rounds, limit_s=5.0),
-            "random": usual.Plan(clients=(1, 4, 8), requests=24, longest=64, rounds=rounds, limit_s=5.0),
+            "demo": usual.Plan(clients=(1, 4, 8), requests=32, longest=96, rounds=rounds, limit_s=4.0),
+            "random": usual.Plan(clients=(1, 8), requests=24, longest=48, rounds=rounds, limit_s=4.0),
         }
         click.echo(table(usual.UsualRow, usual.measure_on_cpu(model, plans)))
 
