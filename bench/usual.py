@@ -173,16 +173,24 @@ def measure_on_cpu(checkpoint: Path, plans: Mapping[str, Plan]) -> Iterator[Usua
 
 
 def measure_shape(
-    checkpoint: Path, server: AbstractContextManager[Server], plan: Plan, *, device: str, dtype: str
-) -> list[UsualRow]:
+    measured: Measured,
+    checkpoint: Path,
+    server: AbstractContextManager[Server],
+    plan: Plan,
+    *,
+    device: str,
+    dtype: str,
+) -> None:
     """Measure a checkpoint's shape, in this process with random weights, and then what `server` serves of it.
 
-    Not in turn: a GPU has room for one of the two.
+    Not in turn: a GPU has room for one of the two. `measured` holds what was done, whatever fails.
 
     Raises:
         ServerError: the server did not become ready.
+        RuntimeError: a request failed, or transformers.
+        ImportError: there is no transformers.
     """
-    config, measured = read_config(checkpoint), Measured()
+    config = read_config(checkpoint)
     model = random_model(config, dtype=getattr(torch, dtype), device=torch.device(device))
     measured.measure(ways_here(model, plan), plan, model.vocab_size)
     del model
@@ -192,4 +200,3 @@ def measure_shape(
         vocabulary = config.padded_vocab_size
         way = way_served(served.url, served.model, vocabulary)
         measured.measure({SERVED: way}, plan, vocabulary)
-    return list(measured.rows(f"random weights {dtype}", plan))
