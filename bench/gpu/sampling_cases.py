@@ -68,8 +68,7 @@ class Rows:
 
     def sample(self) -> Tensor:
         """Return the plain sampler's status."""
-        none = self.truncated[:0]
-        inputs = SamplerInputs(
+        inputs = SamplerInputs.unconstrained(
             temperatures=self.temperatures,
             seeds=self.seeds,
             counters=self.counters,
@@ -78,16 +77,6 @@ class Rows:
             min_p=self.min_p,
             random=True,
             truncated=self.truncated,
-            penalties=None,
-            bias_rows=none,
-            bias_ids=none,
-            bias_values=none.double(),
-            banned_rows=none,
-            banned_ids=none,
-            masked_rows=none,
-            mask_words=None,
-            logprob_rows=none,
-            top_logprobs=0,
         )
         return sample(self.logits.clone(), inputs).status
 

@@ -30,3 +30,16 @@ def triton(up: UpProcess) -> Iterator[StreamClient]:
 def sdk(up: UpProcess) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=up.base_url + "/v1", api_key="unused", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[openai.OpenAI]:
+    """The built-in model, which is what `tritongate up` serves unless it is told otherwise."""
+    process = UpProcess()
+    try:
+        url = process.wait_ready().base_url + "/v1"
+        with openai.OpenAI(base_url=url, api_key="unused", max_retries=0) as client:
+            yield client
+        assert process.stop() == 0
+    finally:
+        process.close()

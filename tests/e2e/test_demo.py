@@ -1,7 +1,6 @@
 """A newcomer's view: `tritongate up` without a model talks sense, in Chinese and English, by the SDK."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -9,7 +8,6 @@ import pytest
 
 from demo.pages import read
 from demo.tools import system_text
-from tests.e2e.up_process import UpProcess
 
 pytestmark = pytest.mark.e2e
 
@@ -26,18 +24,6 @@ TOOLS = [
         "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
     },
 ]
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[openai.OpenAI]:
-    process = UpProcess()
-    try:
-        url = process.wait_ready().base_url + "/v1"
-        with openai.OpenAI(base_url=url, api_key="unused", max_retries=0) as client:
-            yield client
-        assert process.stop() == 0
-    finally:
-        process.close()
 
 
 class Conversation:

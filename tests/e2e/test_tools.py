@@ -1,13 +1,10 @@
 """Tools by the official SDK on the demo model, which was trained on two: question, call, result, answer."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-
-from tests.e2e.up_process import UpProcess
 
 pytestmark = pytest.mark.e2e
 
@@ -31,18 +28,6 @@ QUESTIONS = [
     ("What is the weather in Lisbon?", "get_weather", {"city": "Lisbon"}),
     ("What is 37 * (12 + 9)?", "calculate", {"expression": "37 * (12 + 9)"}),
 ]
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[openai.OpenAI]:
-    process = UpProcess()
-    try:
-        url = process.wait_ready().base_url + "/v1"
-        with openai.OpenAI(base_url=url, api_key="unused", max_retries=0) as client:
-            yield client
-        assert process.stop() == 0
-    finally:
-        process.close()
 
 
 def ask(client: openai.OpenAI, messages: list[Any], **parameters: Any) -> Any:

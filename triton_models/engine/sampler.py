@@ -55,6 +55,42 @@ class SamplerInputs:
     logprob_rows: Tensor
     top_logprobs: int
 
+    @classmethod
+    def unconstrained(
+        cls,
+        *,
+        temperatures: Tensor,
+        seeds: Tensor,
+        counters: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        random: bool,
+        truncated: Tensor,
+    ) -> "SamplerInputs":
+        """Return the rules of rows whose logits stay as they are, without log-probabilities."""
+        none = truncated[:0]
+        return cls(
+            temperatures=temperatures,
+            seeds=seeds,
+            counters=counters,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            random=random,
+            truncated=truncated,
+            penalties=None,
+            bias_rows=none,
+            bias_ids=none,
+            bias_values=none,
+            banned_rows=none,
+            banned_ids=none,
+            masked_rows=none,
+            mask_words=None,
+            logprob_rows=none,
+            top_logprobs=0,
+        )
+
     @property
     def constrained(self) -> bool:
         """Whether any row's logits are changed before a token is chosen."""

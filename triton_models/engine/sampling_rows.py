@@ -78,8 +78,7 @@ def sampler_inputs(
 
 def plain_inputs(slots: SlotTable, rows: Tensor) -> SamplerInputs:
     """Return the sampler's inputs for `rows`, [S] int64 slots that have a temperature and a seed at most."""
-    none = rows[:0]
-    return SamplerInputs(
+    return SamplerInputs.unconstrained(
         temperatures=slots.temperatures[rows],
         seeds=slots.seeds[rows],
         counters=slots.drawn[rows],
@@ -87,15 +86,5 @@ def plain_inputs(slots: SlotTable, rows: Tensor) -> SamplerInputs:
         top_p=slots.top_p[rows],
         min_p=slots.min_p[rows],
         random=True,
-        truncated=none,
-        penalties=None,
-        bias_rows=none,
-        bias_ids=none,
-        bias_values=none,
-        banned_rows=none,
-        banned_ids=none,
-        masked_rows=none,
-        mask_words=None,
-        logprob_rows=none,
-        top_logprobs=0,
+        truncated=rows[:0],
     )

@@ -69,8 +69,7 @@ def chosen(logits: Tensor, rows: list[Row], *, padding: int = 0) -> Tensor:
 def plainly(logits: Tensor, rows: list[Row]) -> Tensor:
     """Return the status of the plain sampler."""
     asked = columns(rows, logits.device)
-    none = asked.truncated[:0]
-    inputs = SamplerInputs(
+    inputs = SamplerInputs.unconstrained(
         temperatures=asked.temperatures,
         seeds=asked.seeds,
         counters=asked.counters,
@@ -79,16 +78,6 @@ def plainly(logits: Tensor, rows: list[Row]) -> Tensor:
         min_p=asked.min_p,
         random=any(row.temperature > 0 for row in rows),
         truncated=asked.truncated,
-        penalties=None,
-        bias_rows=none,
-        bias_ids=none,
-        bias_values=none.double(),
-        banned_rows=none,
-        banned_ids=none,
-        masked_rows=none,
-        mask_words=None,
-        logprob_rows=none,
-        top_logprobs=0,
     )
     return sample(logits.clone(), inputs).status
 
