@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from triton_models.engine.block_manager import BlockManager
 from triton_models.engine.intake import Intake
 from triton_models.engine.model import CausalModel
 from triton_models.engine.request_check import check_request
-from triton_models.engine.results import Sampled
+from triton_models.engine.results import Sampled, token_output
 from triton_models.engine.runner import Launched, Runner
 from triton_models.engine.scheduler import Scheduler
 from triton_models.engine.sequence import FinishReason, Request, Sequence, SequenceState, TokenOutput
@@ -58,6 +59,9 @@ class Engine:
         self._kv_blocks = capacity.kv_blocks
         self._runner = Runner(model, backend, settings, capacity)
         self._launched: _Step | None = None
+        self._fault: Exception | None = None
+        self._uncollected: deque[Batch] = deque()
+        """Scheduled, and not known to have been computed."""
         self._collected_at = 0.0
         self._intake = Intake(settings.max_running + settings.max_waiting)
         self._arrivals = 0
@@ -111,14 +115,21 @@ class Engine:
     def step(self) -> StepStats | None:
         """Finish a step; None if there was nothing to compute.
 
-        With overlap, the device has the following step's work before this one's results are waited for.
+        With overlap, the device has the following step's work before this one's results are waited for. What
+        keeps the following step from being launched is raised by the next call: these results come first.
         """
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
         current = self._launched or self._launch()
         self._launched = None
         if current is None:
             return None
         if self._overlap:
-            self._launched = self._launch()
+            try:
+                self._launched = self._launch()
+            except Exception as error:  # noqa: BLE001 - raised by the next call
+                self._fault = error
         return self._collect(current)
 
     def take_outputs(self) -> list[TokenOutput]:
@@ -127,27 +138,36 @@ class Engine:
         return outputs
 
     def fail_running(self, error: str) -> None:
-        """After a step that raised: end what was running, with `error`, and start with an empty cache."""
+        """After a step that raised: end what ran in it, with `error`, and start with an empty cache.
+
+        What ran only in steps before it is computed anew. Where no step is to blame, all that ran ends.
+        """
         self._failed_steps += 1
-        self._launched = None
-        # Nothing that the failed step may have left half done is used again but the sequences' states.
+        blamed = {chunk.sequence for batch in self._uncollected for chunk in batch.chunks}
+        self._forget_steps()
+        # Nothing that the failed step may have left half done is used again but the sequences' tokens.
         self._start_scheduler()
         for sequence in list(self._sequences.values()):
-            sequence.in_flight = 0
-            if sequence.state is SequenceState.WAITING:
-                self._scheduler.add(sequence)
-            else:
+            ran = sequence.state is not SequenceState.WAITING
+            if ran and (sequence in blamed or not blamed):
                 self._close(sequence, FinishReason.ERROR, error=error)
+            else:
+                sequence.start_over()
+                self._scheduler.add(sequence)
         self._runner.reset()
 
     def shut_down(self, reason: FinishReason, error: str) -> None:
         """Take no more requests, and end every open one."""
         self._intake.close()
-        self._launched = None
+        self._forget_steps()
         self._welcome()
         self._start_scheduler()
         for sequence in list(self._sequences.values()):
             self._close(sequence, reason, error=error)
+
+    def _forget_steps(self) -> None:
+        self._launched = self._fault = None
+        self._uncollected.clear()
 
     def _start_scheduler(self) -> None:
         self._blocks = BlockManager(self._kv_blocks, self.settings.block_size)
@@ -166,6 +186,7 @@ class Engine:
         self._preemptions += batch.preemptions
         if not batch.chunks:
             return None
+        self._uncollected.append(batch)
         now = self._clock()
         for chunk in batch.prefills:
             if chunk.sequence.scheduled_at is None:
@@ -176,15 +197,15 @@ class Engine:
 
     def _collect(self, step: "_Step") -> StepStats:
         """Wait for a step's results and take them over."""
-        for each in self._runner.collect(step.launched):
-            self._accept(each)
+        batch = step.batch
+        accepted = [self._accept(each) for each in self._runner.collect(step.launched)]
+        self._uncollected.popleft()
         now = time.perf_counter()
         began, self._collected_at = max(step.began, self._collected_at), now
-        batch = step.batch
         return StepStats(
             batch_size=len(batch.decodes) + len(batch.prefills),
             prefill_tokens=sum(chunk.count for chunk in batch.prefills),
-            decode_tokens=len(batch.decodes),
+            decode_tokens=sum(accepted[: len(batch.decodes)]),
             seconds=now - began,
             preemptions=batch.preemptions,
         )
@@ -214,14 +235,14 @@ class Engine:
             self._scheduler.add(sequence)
         return cancels
 
-    def _accept(self, sampled: Sampled) -> None:
-        """Append a sampled token to its sequence, and end the sequence if that was its last."""
+    def _accept(self, sampled: Sampled) -> bool:
+        """Append a sampled token to its sequence, and end that if it was the last. False: nobody gets it."""
         sequence = sampled.sequence
         if sequence.state is SequenceState.FINISHED:
-            return  # It ended while the device was already at this token.
+            return False  # It ended while the device was already at this token.
         if sampled.error is not None:
             self._finish(sequence, FinishReason.ERROR, error=sampled.error, spoilt=sampled.spoilt)
-            return
+            return False
         params = sequence.request.sampling
         sequence.append(sampled.token_id)
         if sampled.token_id in params.stop_token_ids:
@@ -231,6 +252,7 @@ class Engine:
         else:
             self._output(sequence, sampled)
             self._tell_mask(sequence, sampled.token_id)
+        return True
 
     def _tell_mask(self, sequence: Sequence, token_id: int) -> None:
         mask = sequence.request.sampling.mask
@@ -275,20 +297,4 @@ class Engine:
         reason: FinishReason | None = None,
         error: str | None = None,
     ) -> None:
-        queue_seconds = time_to_first_token = None
-        if sampled is not None and sequence.generated == 1 and sequence.scheduled_at is not None:
-            queue_seconds = sequence.scheduled_at - sequence.arrived_at
-            time_to_first_token = self._clock() - sequence.arrived_at
-        self._outputs.append(
-            TokenOutput(
-                request_id=sequence.request.request_id,
-                prompt_tokens=len(sequence.request.prompt_ids),
-                token_id=None if sampled is None else sampled.token_id,
-                logprobs=None if sampled is None else sampled.logprobs,
-                finish_reason=reason,
-                error=error,
-                cached_tokens=sequence.cached_tokens or 0,
-                queue_seconds=queue_seconds,
-                time_to_first_token=time_to_first_token,
-            )
-        )
+        self._outputs.append(token_output(sequence, sampled, reason, error, now=self._clock()))

@@ -24,7 +24,7 @@ class EngineLoop:
     """Runs an engine on a thread of its own; every method may be called from any thread.
 
     `on_outputs` and `on_step` are called on that thread, once per step at most, and must be quick. A step
-    that raises fails the requests that were running; after `failure_limit` such steps in a row the loop
+    that raises fails the requests that ran in it; after `failure_limit` such steps in a row the loop
     stops. However it stops, every open request has its final output first.
     """
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from triton_models.engine.sampler import SamplerOutputs
-from triton_models.engine.sequence import Sequence, TokenLogprobs
+from triton_models.engine.sequence import FinishReason, Sequence, TokenLogprobs, TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +51,24 @@ def _logprobs(
             top=tuple(zip(ids[:wanted], values[1 : wanted + 1], strict=True)),
         )
     return found
+
+
+def token_output(
+    sequence: Sequence, sampled: Sampled | None, reason: FinishReason | None, error: str | None, *, now: float
+) -> TokenOutput:
+    """Return what a step did for a sequence; `now`: in monotonic seconds."""
+    queue_seconds = time_to_first_token = None
+    if sampled is not None and sequence.generated == 1 and sequence.scheduled_at is not None:
+        queue_seconds = sequence.scheduled_at - sequence.arrived_at
+        time_to_first_token = now - sequence.arrived_at
+    return TokenOutput(
+        request_id=sequence.request.request_id,
+        prompt_tokens=len(sequence.request.prompt_ids),
+        token_id=None if sampled is None else sampled.token_id,
+        logprobs=None if sampled is None else sampled.logprobs,
+        finish_reason=reason,
+        error=error,
+        cached_tokens=sequence.cached_tokens or 0,
+        queue_seconds=queue_seconds,
+        time_to_first_token=time_to_first_token,
+    )

@@ -151,6 +151,14 @@ class Sequence:
         self.tokens.append(token_id)
         self.in_flight -= 1
 
+    def start_over(self) -> None:
+        """Wait again, with the known tokens and nothing else: what was computed is lost."""
+        if self.state is not SequenceState.WAITING:
+            self.move_to(SequenceState.WAITING)
+        self.blocks = []
+        self.slot = None
+        self.computed = self.in_flight = 0
+
     def move_to(self, state: SequenceState) -> None:
         """Change the state.
 

@@ -11,6 +11,7 @@ class StepStats:
     """Sequences that worked in it."""
     prefill_tokens: int
     decode_tokens: int
+    """Of sequences that decode, those that became part of an answer."""
     seconds: float
     """From scheduling to sampled tokens."""
     preemptions: int

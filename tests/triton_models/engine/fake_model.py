@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
 class FakeModel:
-    """A `CausalModel`. `faults`: how many forward passes to fail; `gate`: what each waits for."""
+    """A `CausalModel`. `gate`: what each forward pass waits for; `faults`: how many fail, after `sound_steps`."""
 
     vocab_size = VOCABULARY
     kv_shape = KVShape(layers=1, heads=1, head_dim=2)
@@ -38,6 +38,7 @@ class FakeModel:
     def __init__(self, *, max_positions: int = 128, faults: int = 0) -> None:
         self.max_positions = max_positions
         self.faults = faults
+        self.sound_steps = 0
         self.steps: list[list[int]] = []
         """The positions of every step's tokens."""
         self.gate = threading.Event()
@@ -49,7 +50,9 @@ class FakeModel:
         self.entered.set()
         self.gate.wait(30)
         self.steps.append(positions.tolist())
-        if self.faults > 0:
+        if self.sound_steps > 0:
+            self.sound_steps -= 1
+        elif self.faults > 0:
             self.faults -= 1
             raise RuntimeError("/secret/path: the device is gone")
         carried = tokens.float() * weight(positions)

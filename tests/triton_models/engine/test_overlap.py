@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.triton_models.engine.fake_model import FakeModel, continuation, ids, request, run
 from triton_models.engine.backend import PLAIN
 from triton_models.engine.engine import Engine
+from triton_models.engine.runner import Runner
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import FinishReason
 from triton_models.engine.settings import EngineSettings
@@ -102,13 +103,10 @@ def test_a_mask_sees_every_token_before_it_is_asked_for_the_next() -> None:
     assert ids(outputs["free"]) == continuation((3, 4), 5)
 
 
-@pytest.mark.parametrize("faulty", [0, 1])
-def test_a_failed_step_takes_the_one_on_its_way_along(faulty: int) -> None:
+def test_a_failed_step_ends_what_ran_in_it() -> None:
     model = FakeModel()
     engine = overlapped(model)
     engine.add(request("a", (1, 2)))
-    if faulty:
-        engine.step()
     model.faults = 1
     with pytest.raises(RuntimeError):
         engine.step()
@@ -116,6 +114,75 @@ def test_a_failed_step_takes_the_one_on_its_way_along(faulty: int) -> None:
     assert engine.take_outputs()[-1].finish_reason is FinishReason.ERROR
     engine.add(request("b", (1, 2)))
     assert ids(run(engine)["b"]) == continuation((1, 2), 8)
+
+
+def test_a_step_that_cannot_be_launched_costs_the_one_before_it_nothing() -> None:
+    model = FakeModel()
+    engine = overlapped(model)
+    engine.add(request("a", (1, 2)), request("last", (3, 4), SamplingParams(temperature=0.0, max_tokens=1)))
+    model.faults, model.sound_steps = 1, 1
+    assert engine.step() is not None
+    outputs = {each.request_id: each for each in engine.take_outputs()}
+    assert [outputs["a"].token_id] == continuation((1, 2), 1)
+    assert [outputs["last"].token_id] == continuation((3, 4), 1)
+    assert outputs["last"].finish_reason is FinishReason.LENGTH
+    with pytest.raises(RuntimeError, match="device is gone"):
+        engine.step()
+    engine.fail_running("broken")
+    assert [(each.request_id, each.error) for each in engine.take_outputs()] == [("a", "broken")]
+    assert (engine.open_requests, engine.stats().failed_steps) == (0, 1)
+
+
+def test_what_did_not_run_in_the_failed_step_goes_on() -> None:
+    model = FakeModel()
+    engine = overlapped(model)
+    # A mask waits for its token, and so has no part in the step that is launched before that is known.
+    engine.add(request("masked", (1, 2), SamplingParams(temperature=0.0, max_tokens=5, mask=AllowOne())))
+    engine.add(request("free", (3, 4)))
+    model.faults, model.sound_steps = 1, 1
+    engine.step()
+    with pytest.raises(RuntimeError, match="device is gone"):
+        engine.step()
+    engine.fail_running("broken")
+    before = engine.take_outputs()
+    assert [each.token_id for each in before if each.request_id == "masked"] == [7]
+    assert [each.request_id for each in before if each.error] == ["free"]
+    assert ids(run(engine)["masked"]) == [8, 9, 10, 11]
+
+
+def test_results_that_are_lost_take_the_step_on_its_way_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = overlapped(FakeModel())
+    engine.add(request("a", (1, 2)))
+    engine.step()
+    engine.add(request("b", (3, 4)), request("never"), request("ran", (5,)), request("waits", (6,)))
+    engine.take_outputs()
+
+    def lost(*_: object) -> None:
+        raise RuntimeError("lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "collect", lost)
+        with pytest.raises(RuntimeError, match="lost"):
+            engine.step()
+    engine.fail_running("broken")
+    failed = {each.request_id for each in engine.take_outputs()}
+    assert failed == {"a", "b", "never", "ran"}
+    assert ids(run(engine)["waits"]) == continuation((6,), 8)
+
+
+def test_tokens_behind_an_answers_end_are_not_counted() -> None:
+    wanted = continuation((5, 6), 3)
+    stop = SamplingParams(temperature=0.0, max_tokens=9, stop_token_ids=frozenset({wanted[2]}))
+    model = FakeModel()
+    engine = overlapped(model)
+    engine.add(request("a", (5, 6), stop))
+    counted = 0
+    while stats := engine.step():
+        counted += stats.decode_tokens
+    used = len(ids(engine.take_outputs())) - 1
+    assert (counted, len(model.steps)) == (used, 1 + used + 1)
 
 
 def seeded(number: int) -> SamplingParams:
