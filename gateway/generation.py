@@ -32,6 +32,8 @@ class Message:
     """Of an assistant message, made after its content."""
     answers: str | None = None
     """Of a tool message: the id of the call whose result it is."""
+    field: str = field(default="messages", compare=False)
+    """What the request calls it, for errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ from gateway.api.deps import ExchangeDep, FlightDep, GatewayDep
 from gateway.errors import ClientGoneError, GatewayError, InternalError, InvalidRequestError
 from gateway.exchange import Exchange
 from gateway.flight import Flight
-from gateway.openai.answer import Answer, ChunkWriter, encode
+from gateway.openai.answer import Answer, StreamWriter, encode
 from gateway.openai.generation_request import GenerationRequest
-from gateway.openai.sse import DONE, EventStream, error_event, frame
+from gateway.openai.sse import EventStream
 from gateway.resources import Gateway
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Answering:
         await flight.stop_watching()  # the event stream does from here
         settings = self._gateway.settings
         return EventStream(
-            _events(flight, answer.chunks(accepted), exchange),
+            _events(flight, answer.stream(accepted), exchange),
             on_gone=lambda: flight.end(ClientGoneError("The client hung up.")),
             ping_interval_s=settings.ping_interval_s,
             send_timeout_s=settings.send_timeout_s,
@@ -65,19 +65,21 @@ async def _answering(
 AnsweringDep = Annotated[Answering, Depends(_answering)]
 
 
-async def _events(flight: Flight, writer: ChunkWriter, exchange: Exchange) -> AsyncGenerator[bytes, None]:
-    """Write the stream after its 200: chunks, or chunks and an error, and always the end mark."""
+async def _events(flight: Flight, writer: StreamWriter, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    """Write the stream after its 200, and always its end."""
     try:
+        if written := writer.begin():
+            yield written
         async for event in flight:
-            if chunks := writer.write(event):
-                yield frame(chunks)
-        last = frame(writer.close())
+            if written := writer.write(event):
+                yield written
+        last = writer.close()
     except GatewayError as error:
         exchange.fail(error)
-        last = error_event(error)
+        last = writer.fail(error)
     except Exception:  # noqa: BLE001 - the stream's outermost frame: its client is owed an end
         _log.exception("a stream failed unexpectedly")
         failure = InternalError("The gateway failed; its log says why under this request's id.")
         exchange.fail(failure)
-        last = error_event(failure)
-    yield last + DONE
+        last = writer.fail(failure)
+    yield last

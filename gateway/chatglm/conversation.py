@@ -42,9 +42,9 @@ class ChatInput:
 
 @dataclass(frozen=True, slots=True)
 class _Spoken:
-    """A user or assistant message and its place in the request."""
+    """A user or assistant message, and what the request calls it."""
 
-    at: int
+    field: str
     role: Speaker
     content: str
 
@@ -69,7 +69,7 @@ def to_history(messages: Sequence[Message], chat_format: str, offer: ToolOffer |
     *history, newest = turns
     if newest.tools is not None:
         raise InvalidRequestError(
-            "a conversation with tools needs a message beside the system's", param="messages"
+            "a conversation with tools needs a message beside the system's", param=messages[-1].field
         )
     return ChatInput(prompt=newest.content, role=newest.role, history=history)
 
@@ -79,15 +79,15 @@ def _rounds(messages: Sequence[Message], offer: ToolOffer | None) -> list[Turn]:
     if offer is not None:
         raise InvalidRequestError("ChatGLM2 was trained without tools, and cannot use any", param=offer.field)
     spoken: list[_Spoken] = []
-    for at, message in enumerate(messages):
+    for message in messages:
         if message.role == "tool" or message.calls:
-            raise InvalidRequestError("ChatGLM2 has no tools", param=f"messages.{at}")
+            raise InvalidRequestError("ChatGLM2 has no tools", param=message.field)
         if message.role != "system":
-            spoken.append(_Spoken(at, message.role, message.content))
+            spoken.append(_Spoken(message.field, message.role, message.content))
     if spoken and spoken[-1].role == "assistant":
         raise InvalidRequestError(
             "a ChatGLM2 conversation ends with a question, not with an assistant message",
-            param=f"messages.{spoken[-1].at}",
+            param=spoken[-1].field,
         )
     return [
         *_system(messages, None),
@@ -99,17 +99,17 @@ def _turns(messages: Sequence[Message], offer: ToolOffer | None) -> list[Turn]:
     """Return the turns of a ChatGLM3 conversation: every message its own, every call and result too."""
     turns = _system(messages, offer)
     results = ToolResults()
-    for at, message in enumerate(messages):
+    for message in messages:
         if message.role == "system":
             continue
         if message.role == "tool":
-            results.add(at, message)
+            results.add(message)
             continue
         turns += results.turns()
         if message.content or not message.calls:
             turns.append(Turn(message.role, message.content))
         turns += [Turn("assistant", write_call(call.arguments), metadata=call.name) for call in message.calls]
-        results = ToolResults(at, message.calls)
+        results = ToolResults(message)
     return turns + results.turns()
 
 
@@ -127,7 +127,7 @@ def _join_neighbours(spoken: Iterable[_Spoken]) -> list[_Spoken]:
     joined = []
     for role, group in groupby(spoken, key=attrgetter("role")):
         run = list(group)
-        joined.append(_Spoken(run[0].at, role, _join(message.content for message in run)))
+        joined.append(_Spoken(run[0].field, role, _join(message.content for message in run)))
     return joined
 
 

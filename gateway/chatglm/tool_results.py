@@ -1,37 +1,34 @@
 """The results of one message's tool calls, as a conversation brings them."""
 
-from collections.abc import Sequence
-
 from gateway.errors import InvalidRequestError
-from gateway.generation import Message, PastCall
+from gateway.generation import Message
 from wire.history import Turn
 
 
 class ToolResults:
-    """Collects the results of the calls that the message at `at` made, one for each.
+    """Collects the results of the calls that an assistant message made, one for each.
 
     Args:
-        at: the message's place in the request.
-        calls: what it called.
+        message: the one that called; None: none did.
     """
 
-    def __init__(self, at: int = 0, calls: Sequence[PastCall] = ()) -> None:
-        self._at = at
-        self._calls = calls
+    def __init__(self, message: Message | None = None) -> None:
+        self._field = "" if message is None else message.field
+        self._calls = () if message is None else message.calls
         self._contents: dict[str, str] = {}
 
-    def add(self, at: int, message: Message) -> None:
-        """Take the tool message at `at`.
+    def add(self, message: Message) -> None:
+        """Take a tool message.
 
         Raises:
             InvalidRequestError: it answers none of the calls, or one that was answered.
         """
         if message.answers in self._contents:
-            raise InvalidRequestError("this call was answered before", param=f"messages.{at}")
+            raise InvalidRequestError("this call was answered before", param=message.field)
         if message.answers is None or message.answers not in [call.id for call in self._calls]:
             raise InvalidRequestError(
                 "a tool message must answer a tool call of the assistant message before it",
-                param=f"messages.{at}",
+                param=message.field,
             )
         self._contents[message.answers] = message.content
 
@@ -45,6 +42,6 @@ class ToolResults:
         if missing:
             raise InvalidRequestError(
                 "an assistant message that calls tools must be followed by a tool message for each call",
-                param=f"messages.{self._at}",
+                param=self._field,
             )
         return [Turn("observation", self._contents[call.id]) for call in self._calls]

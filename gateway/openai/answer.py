@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from gateway.errors import UpstreamProtocolError
+from gateway.errors import GatewayError, UpstreamProtocolError
 from gateway.generation import Accepted, Call, Delta, Event, FinishReason, TokenLogprob
 from gateway.generation import Usage as TokenCounts
 from gateway.openai.generation_request import StreamOptions
@@ -167,6 +167,30 @@ class ChunkWriter(ABC):
         )
 
 
+class StreamWriter(Protocol):
+    """Turns the events of one answer into framed server-sent events; each method's are one write."""
+
+    def begin(self) -> bytes:
+        """Return what the client is told as soon as its request is accepted."""
+        ...
+
+    def write(self, event: Event) -> bytes:
+        """Return what `event` adds, nothing for a heartbeat or text held back."""
+        ...
+
+    def close(self) -> bytes:
+        """Return the end of the stream, behind the last event.
+
+        Raises:
+            UpstreamProtocolError: the events ended without usage, or a choice without a finish reason.
+        """
+        ...
+
+    def fail(self, error: GatewayError) -> bytes:
+        """Return the end of a stream that `error` broke."""
+        ...
+
+
 class Answer(Protocol):
     """How one route writes the answer to one request."""
 
@@ -178,7 +202,7 @@ class Answer(Protocol):
         """
         ...
 
-    def chunks(self, accepted: Accepted) -> ChunkWriter:
+    def stream(self, accepted: Accepted) -> StreamWriter:
         """Return what writes them as a stream."""
         ...
 

@@ -19,6 +19,7 @@ from gateway.openai.call_documents import (
     tool_call_deltas,
 )
 from gateway.openai.chat_request import ChatRequest
+from gateway.openai.chunk_stream import ChunkedAnswer
 from gateway.openai.generation_request import StreamOptions
 
 _CONTENT = b'"content":'
@@ -129,7 +130,7 @@ def logprobs_document(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:
     )
 
 
-class ChatAnswer:
+class ChatAnswer(ChunkedAnswer):
     """Writes the answer to one chat request: see `gateway.openai.answer.Answer`."""
 
     def __init__(self, asked: ChatRequest) -> None:
@@ -160,7 +161,7 @@ class ChatAnswer:
         )
 
     def chunks(self, accepted: Accepted) -> "ChatChunkWriter":
-        """Return what writes the answer as a stream."""
+        """Return what writes the answer's chunks."""
         return ChatChunkWriter(self._head, accepted, self._options, self._calls, self._choices)
 
 

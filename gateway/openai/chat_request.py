@@ -12,7 +12,7 @@ from gateway.generation import Conversation, Generation, Message, MessageRole, P
 from gateway.openai import generation_request
 from gateway.openai.document import read_object, validate, without_neutral
 from gateway.openai.generation_request import (
-    GenerationRequest,
+    AnyCompletionRequest,
     Items,
     Strict,
     TokenBound,
@@ -132,7 +132,7 @@ class ChatMessage(Strict):
             raise InvalidRequestError(f"{path}.tool_calls has an id twice.", param=f"{path}.tool_calls")
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(AnyCompletionRequest):
     """A chat completion request. Null means absent everywhere."""
 
     messages: Annotated[Items[ChatMessage], Field(min_length=1)]
@@ -209,4 +209,5 @@ def _message(message: ChatMessage, path: str) -> Message:
         content=message.text(),
         calls=message.calls(path),
         answers=message.name if message.role == "function" else message.tool_call_id,
+        field=path,
     )

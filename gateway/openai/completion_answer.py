@@ -7,6 +7,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from gateway.generation import Accepted, Delta, Event, FinishReason
 from gateway.openai.answer import ChunkWriter, Head, Usage, encode, gather
+from gateway.openai.chunk_stream import ChunkedAnswer
 from gateway.openai.completion_request import CompletionRequest
 from gateway.openai.generation_request import StreamOptions
 
@@ -46,7 +47,7 @@ class CompletionChunk(Struct, frozen=True, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
-class CompletionAnswer:
+class CompletionAnswer(ChunkedAnswer):
     """Writes the answer to one completion request: see `gateway.openai.answer.Answer`."""
 
     def __init__(self, asked: CompletionRequest) -> None:
@@ -77,7 +78,7 @@ class CompletionAnswer:
         )
 
     def chunks(self, accepted: Accepted) -> "CompletionChunkWriter":
-        """Return what writes the answer as a stream."""
+        """Return what writes the answer's chunks."""
         return CompletionChunkWriter(self._head, accepted, self._options, self._choices)
 
 

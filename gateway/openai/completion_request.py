@@ -12,7 +12,7 @@ from gateway.generation import Generation, PlainText, TokenIds
 from gateway.openai import generation_request
 from gateway.openai.document import read_object, validate, without_neutral
 from gateway.openai.generation_request import (
-    GenerationRequest,
+    AnyCompletionRequest,
     Items,
     TokenId,
     without_neutral_options,
@@ -42,7 +42,7 @@ def _one_prompt(prompt: Any) -> Any:
     return prompt
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(AnyCompletionRequest):
     """A text completion request. Null means absent everywhere."""
 
     prompt: Annotated[

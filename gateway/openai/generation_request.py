@@ -82,7 +82,11 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class StreamOptions(Strict):
+class AnyStreamOptions(Strict):
+    """What can be said of a stream on every route: nothing that is supported yet."""
+
+
+class StreamOptions(AnyStreamOptions):
     """What a stream says of token counts."""
 
     include_usage: bool = False
@@ -99,8 +103,6 @@ class GenerationRequest(Strict, ABC):
     """The shared part. Null means absent everywhere."""
 
     model: NonEmpty
-    n: Annotated[int, Field(ge=1, le=CHOICES_LIMIT)] | None = None
-    max_tokens: TokenBound | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
@@ -109,7 +111,7 @@ class GenerationRequest(Strict, ABC):
     stop: Annotated[StopString | Items[StopString], AfterValidator(_few_stops)] | None = None
     logit_bias: Annotated[dict[TokenKey, Bias] | None, _at_most(1024)] = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: AnyStreamOptions | None = None
 
     top_k: Annotated[int, Field(ge=-1, lt=INT64, description="-1 and 0 keep every token")] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -129,12 +131,12 @@ class GenerationRequest(Strict, ABC):
     @property
     def choices(self) -> int:
         """The number of answers wanted."""
-        return self.n or 1
+        return 1
 
     @property
+    @abstractmethod
     def token_bound(self) -> int | None:
         """The bound on new tokens that the client gave."""
-        return self.max_tokens
 
     @abstractmethod
     def prompt_asked(self) -> Prompt:
@@ -182,6 +184,24 @@ class GenerationRequest(Strict, ABC):
             raise InvalidRequestError(
                 f"min_tokens is more than the bound of {bound} new tokens.", param="min_tokens"
             )
+
+
+class AnyCompletionRequest(GenerationRequest):
+    """What both completion routes take beside it."""
+
+    n: Annotated[int, Field(ge=1, le=CHOICES_LIMIT)] | None = None
+    max_tokens: TokenBound | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def choices(self) -> int:
+        """The number of answers wanted."""
+        return self.n or 1
+
+    @property
+    def token_bound(self) -> int | None:
+        """The bound on new tokens that the client gave."""
+        return self.max_tokens
 
 
 def without_neutral_options(document: dict[str, Any]) -> dict[str, Any]:

@@ -1,20 +1,11 @@
-"""Server-sent events: framing, and the response that carries them.
-
-Data arrives here encoded. Errors after the first byte are a data chunk with the error object; every stream,
-failed or not, ends with `[DONE]`.
-"""
+"""Server-sent events: framing, and the response that carries them. Data arrives here encoded."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-
-from gateway.errors import GatewayError, render
-
-DONE = b"data: [DONE]\n\n"
 
 _PING = b": ping\n\n"
 
@@ -30,9 +21,9 @@ def frame(documents: Iterable[bytes]) -> bytes:
     return b"".join([b"data: %b\n\n" % document for document in documents])
 
 
-def error_event(error: GatewayError) -> bytes:
-    """Write the error that ends a stream."""
-    return frame([msgspec.json.encode(render(error))])
+def frame_named(events: Iterable[tuple[str, bytes]]) -> bytes:
+    """Write JSON documents as events with names, for one write to the client."""
+    return b"".join([b"event: %b\ndata: %b\n\n" % (name.encode(), document) for name, document in events])
 
 
 class EventStream(Response):

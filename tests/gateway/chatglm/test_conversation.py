@@ -1,3 +1,6 @@
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +16,11 @@ FORMATS = ("chatglm2", "chatglm3")
 
 def messages(*said: tuple[str, str]) -> list[Message]:
     return [Message(role=role, content=content) for role, content in said]  # type: ignore[arg-type]
+
+
+def named(said: Sequence[Message]) -> list[Message]:
+    """Name each by its place, as errors do."""
+    return [replace(message, field=f"messages.{at}") for at, message in enumerate(said)]
 
 
 def turns(*said: tuple[str, str]) -> list[Turn]:
@@ -86,7 +94,7 @@ def test_a_conversation_that_ends_with_an_answer_is_chatglm3s_alone() -> None:
         prompt="b", role="assistant", history=turns(("user", "a"))
     )
     with pytest.raises(InvalidRequestError, match="ends with a question") as refused:
-        to_history([*messages(("system", "s")), *said, *messages(("system", "t"))], "chatglm2")
+        to_history(named([*messages(("system", "s")), *said, *messages(("system", "t"))]), "chatglm2")
     assert refused.value.param == "messages.2"
 
 
@@ -95,7 +103,7 @@ def test_a_conversation_that_ends_with_an_answer_is_chatglm3s_alone() -> None:
 )
 def test_a_tool_message_without_a_call_is_refused(chat_format: str, why: str) -> None:
     with pytest.raises(InvalidRequestError, match=why) as refused:
-        to_history(messages(("user", "a"), ("tool", "21"), ("user", "b")), chat_format)
+        to_history(named(messages(("user", "a"), ("tool", "21"), ("user", "b"))), chat_format)
     assert refused.value.param == "messages.1"
 
 
@@ -187,7 +195,7 @@ def test_calls_and_results_are_turns_in_the_order_of_the_calls() -> None:
 )
 def test_calls_and_results_belong_together(said: list[Message], at: int) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        to_history(said, "chatglm3")
+        to_history(named(said), "chatglm3")
     assert refused.value.param == f"messages.{at}"
 
 
@@ -196,11 +204,11 @@ def test_chatglm2_has_no_tools() -> None:
         to_history([ASKED], "chatglm2", OFFER)
     assert refused.value.param == "tools"
     with pytest.raises(InvalidRequestError, match="no tools") as refused:
-        to_history([ASKED, BOTH, result("a", "x")], "chatglm2")
+        to_history(named([ASKED, BOTH, result("a", "x")]), "chatglm2")
     assert refused.value.param == "messages.1"
 
 
 def test_tools_need_somebody_to_use_them_for() -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        to_history(messages(("system", "s")), "chatglm3", OFFER)
-    assert refused.value.param == "messages"
+        to_history(named(messages(("system", "s"))), "chatglm3", OFFER)
+    assert refused.value.param == "messages.0"

@@ -1,0 +1,48 @@
+"""A stream of chunks, as both completion routes have it.
+
+An error after the first byte is a chunk with the error object. Every stream ends with `[DONE]`.
+"""
+
+from abc import ABC, abstractmethod
+
+from gateway.errors import GatewayError, render
+from gateway.generation import Accepted, Event
+from gateway.openai.answer import ChunkWriter, encode
+from gateway.openai.sse import frame
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class ChunkStream:
+    """Frames what a `ChunkWriter` writes: see `gateway.openai.answer.StreamWriter`."""
+
+    def __init__(self, chunks: ChunkWriter) -> None:
+        self._chunks = chunks
+
+    def begin(self) -> bytes:
+        """Return nothing: the first chunks come with the first token."""
+        return b""
+
+    def write(self, event: Event) -> bytes:
+        """Return the chunks that `event` makes."""
+        return frame(self._chunks.write(event))
+
+    def close(self) -> bytes:
+        """Return the chunks after the last event, and the end mark."""
+        return frame(self._chunks.close()) + _DONE
+
+    def fail(self, error: GatewayError) -> bytes:
+        """Return the error, and the end mark."""
+        return frame([encode(render(error))]) + _DONE
+
+
+class ChunkedAnswer(ABC):
+    """An answer that is streamed in chunks: see `gateway.openai.answer.Answer`."""
+
+    @abstractmethod
+    def chunks(self, accepted: Accepted) -> ChunkWriter:
+        """Return what writes the chunks of the events after `accepted`."""
+
+    def stream(self, accepted: Accepted) -> ChunkStream:
+        """Return what writes them as a stream."""
+        return ChunkStream(self.chunks(accepted))

@@ -1,0 +1,42 @@
+import pytest
+
+from gateway.errors import DeadlineError, UpstreamProtocolError
+from gateway.generation import Accepted, Delta, Heartbeat, Usage
+from gateway.openai.answer import ChunkWriter
+from gateway.openai.answer import Usage as UsageDocument
+from gateway.openai.chunk_stream import ChunkStream
+from gateway.openai.generation_request import StreamOptions
+
+LAST = Delta(text="b", tokens=1, finish_reason="stop", usage=Usage(prompt_tokens=1, completion_tokens=2))
+
+
+class Words(ChunkWriter):
+    """One chunk for each delta with text, and the total."""
+
+    def _delta(self, delta: Delta, usage: object) -> list[bytes]:
+        return [b'"%b"' % delta.text.encode()] if delta.text else []
+
+    def _counts(self, usage: UsageDocument) -> bytes:
+        return b"%d" % usage.total_tokens
+
+
+def stream() -> ChunkStream:
+    return ChunkStream(Words(Accepted(prompt_tokens=1), StreamOptions(include_usage=True), 1))
+
+
+def test_chunks_are_framed_and_the_stream_ends_with_its_mark() -> None:
+    events = stream()
+    assert events.begin() == b""
+    assert events.write(Heartbeat()) == b""
+    assert events.write(Delta(text="", tokens=1)) == b""
+    assert events.write(LAST) == b'data: "b"\n\n'
+    assert events.close() == b"data: 3\n\ndata: [DONE]\n\n"
+
+
+def test_an_error_is_a_chunk_before_the_mark() -> None:
+    events = stream()
+    with pytest.raises(UpstreamProtocolError):
+        events.close()
+    error, end, rest = events.fail(DeadlineError("too late")).split(b"\n\n")
+    assert error.startswith(b'data: {"error":{"message":"too late"')
+    assert (end, rest) == (b"data: [DONE]", b"")
