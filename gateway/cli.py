@@ -100,6 +100,11 @@ for _client in (load, unload, bench):
 @click.option("--max-running", type=click.IntRange(1), help="sequences in one step of an engine")
 @click.option("--max-batched-tokens", type=click.IntRange(1), help="tokens in one step of an engine")
 @click.option(
+    "--burst-steps",
+    type=click.IntRange(0),
+    help="steps in a row that a burst of prompts may take from decodes",
+)
+@click.option(
     "--kv-memory-gib", type=click.FloatRange(0, min_open=True), help="an engine's memory for its KV cache"
 )
 @settings_options(without=frozenset({"upstreams", "models"}))
@@ -116,6 +121,7 @@ def up(
     max_context: int | None,
     max_running: int | None,
     max_batched_tokens: int | None,
+    burst_steps: int | None,
     kv_memory_gib: float | None,
     **flags: Any,
 ) -> None:
@@ -139,6 +145,7 @@ def up(
         max_context=max_context,
         max_running=max_running,
         max_batched_tokens=max_batched_tokens,
+        burst_steps=burst_steps,
         kv_memory_gib=kv_memory_gib,
         contracts=contracts,
     )

@@ -46,8 +46,9 @@ class TritonOptions:
     max_context: int | None = None
     max_running: int | None = None
     max_batched_tokens: int | None = None
+    burst_steps: int | None = None
     kv_memory_gib: float | None = None
-    """These four: limits of each engine; None leaves them to it."""
+    """These five: limits of each engine; None leaves them to it."""
     contracts: tuple[str, ...] = ()
     """`[NAME=]CONTRACT`: what the entries for the field's clients speak; none: what fits the checkpoint."""
 
@@ -58,7 +59,7 @@ class TritonOptions:
         command += ["--log-level", "critical", "--device", self.device, "--dtype", self.dtype]
         for name in ("http", "grpc", "metrics"):
             command += [f"--{name}-port", str(getattr(self, f"{name}_port"))]
-        for name in ("max_context", "max_running", "max_batched_tokens", "kv_memory_gib"):
+        for name in ("max_context", "max_running", "max_batched_tokens", "burst_steps", "kv_memory_gib"):
             if (value := getattr(self, name)) is not None:
                 command += ["--" + name.replace("_", "-"), str(value)]
         for model in self.models:

@@ -51,6 +51,8 @@ class ModelEntry:
     """Requests in the engine's waiting list; beyond it they are refused."""
     max_batched_tokens: int | None = None
     """Tokens in one engine step, prefill and decode together."""
+    burst_steps: int | None = None
+    """Engine steps in a row in which decodes may stand back for a burst of prompts."""
     heartbeat_s: float | None = None
     environment: str | None = None
     """The archive or folder of the Python environment that the stubs run in (see environment.py); None: the

@@ -91,10 +91,16 @@ def test_up(served: list[Any]) -> None:
         "--port",
         "0",
     ]
-    assert run("up", *arguments, "--device", "cpu", "--max-waiting", "3", "--max-batched-tokens", "9")[0] == 0
+    limits = ["--max-waiting", "3", "--max-batched-tokens", "9", "--burst-steps", "0"]
+    assert run("up", *arguments, "--device", "cpu", *limits)[0] == 0
     options, settings = served
     assert options == TritonOptions(
-        models=("a=/x", "/y"), grpc_port=0, device="cpu", dtype="float32", max_batched_tokens=9
+        models=("a=/x", "/y"),
+        grpc_port=0,
+        device="cpu",
+        dtype="float32",
+        max_batched_tokens=9,
+        burst_steps=0,
     )
     assert (settings.upstreams, settings.models, settings.max_waiting) == (("127.0.0.1:1",), ("m", "n"), 3)
     assert (settings.drain_s, settings.log_level) == (5.0, "warning")

@@ -52,6 +52,7 @@ class Emitter:
 @click.option("--max-context", type=click.IntRange(min=1), help="Tokens of prompt and answer together.")
 @click.option("--max-running", type=click.IntRange(min=1), help="Sequences in one step of an engine.")
 @click.option("--max-batched-tokens", type=click.IntRange(min=1), help="Tokens in one step of an engine.")
+@click.option("--burst-steps", type=click.IntRange(min=0), help="Steps that leave decodes out for a burst.")
 @click.option("--kv-memory-gib", type=click.FloatRange(min=0, min_open=True), help="Memory for the KV cache.")
 @click.option(
     "--contract",
@@ -81,6 +82,7 @@ def main(
     max_context: int | None,
     max_running: int | None,
     max_batched_tokens: int | None,
+    burst_steps: int | None,
     kv_memory_gib: float | None,
     contracts: tuple[str, ...],
     exit_with_stdin: bool,
@@ -109,6 +111,7 @@ def main(
             max_context=max_context,
             max_running=max_running,
             max_batched_tokens=max_batched_tokens,
+            burst_steps=burst_steps,
             kv_memory_gib=kv_memory_gib,
             contracts=contracts,
         )

@@ -44,6 +44,7 @@ class ModelOptions:
     max_context: int | None = None
     max_running: int | None = None
     max_batched_tokens: int | None = None
+    burst_steps: int | None = None
     kv_memory_gib: float | None = None
     contracts: tuple[str, ...] = ()
     """`[NAME=]CONTRACT` of entries `M`; without a name it holds for all that are not named."""
@@ -92,6 +93,7 @@ def write_models(repository: Path, arguments: tuple[str, ...], options: ModelOpt
                 max_context=options.max_context,
                 max_running=options.max_running,
                 max_batched_tokens=options.max_batched_tokens,
+                burst_steps=options.burst_steps,
                 kv_memory_gib=options.kv_memory_gib,
                 contract=contracts.get(name, contracts.get("")) or _contract_of(path),
             )

@@ -2,16 +2,22 @@
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Iterator
 from heapq import heappop, heappush
 from operator import attrgetter
 
 from triton_models.engine.batch import Batch, Chunk
 from triton_models.engine.block_manager import BlockManager
+from triton_models.engine.bursts import BurstAllowance
 from triton_models.engine.prefix_cache import PrefixCache
 from triton_models.engine.sequence import Sequence, SequenceState
 from triton_models.engine.waiting_list import WaitingList
 
 _rank = attrgetter("rank")
+
+_ENDS_OF_A_BURST = 2
+"""Prompts that a step must bring to their end before decodes stand back for it: the first tokens of several
+are worth a pause, the middle of a long prompt is not."""
 
 
 class Scheduler:
@@ -19,6 +25,8 @@ class Scheduler:
 
     * Every running decode has its token in every step, so a long prompt never stops the others. What is left
       goes to prompts by rank: one that outranks a prompt under way overtakes it.
+    * Only a burst (a full step of prompts, several of which it brings to their end) makes the decodes of no
+      better priority stand back, and not for long: see `BurstAllowance`.
     * What another sequence computed is not computed again (`PrefixCache`). Nobody has to wait for a beginning
       that is just being computed: a sequence is admitted when its tokens' turn has come, and by then every
       token of those before it is scheduled, and can be found.
@@ -41,8 +49,10 @@ class Scheduler:
         max_running: int,
         max_batched_tokens: int,
         prefix_cache: bool = True,
+        burst_steps: int = 0,
     ) -> None:
         self._blocks = block_manager
+        self._burst = BurstAllowance(burst_steps)
         self._prefixes = PrefixCache(block_manager, enabled=prefix_cache)
         self._max_running = max_running
         self._max_batched_tokens = max_batched_tokens
@@ -80,7 +90,17 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Choose the next step's work; empty if there is none, or all of it waits for tokens in flight."""
         batch = Batch()
+        if self._burst.left and self._burst_waits():
+            self._schedule_prompts(batch)
+        if batch.prefills:
+            self._burst.stood_back()
+            return batch
+        self._burst.went_on()
         self._schedule_decodes(batch)
+        self._schedule_prompts(batch)
+        return batch
+
+    def _schedule_prompts(self, batch: Batch) -> None:
         budget = self._max_batched_tokens - len(batch.decodes)
         prefilling = deque(each for each in self.running if each.state is SequenceState.PREFILL)
         while budget > 0:
@@ -92,7 +112,37 @@ class Scheduler:
                 prefilling.popleft()
                 self._prefixes.catch_up(sequence)
             budget -= self._prefill(sequence, budget, batch)
-        return batch
+
+    def _burst_waits(self) -> bool:
+        """Tell whether there are decodes, and prompts as important that fill a step without them.
+
+        What the prefix cache holds of the prompts is not looked up: this only chooses, it promises nothing.
+        """
+        decoding = next((each for each in self.running if each.state is SequenceState.DECODE), None)
+        if decoding is None:
+            return False
+        lowest = decoding.request.priority
+        budget, ends = self._max_batched_tokens, 0
+        for each in self._next_prompts():
+            if each.request.priority > lowest:
+                break
+            budget -= len(each.tokens) - each.computed
+            ends += budget >= 0
+            if budget <= 0:
+                return ends >= _ENDS_OF_A_BURST
+        return False
+
+    def _next_prompts(self) -> Iterator[Sequence]:
+        """Yield prompts under way, then those that could be admitted, as far as places and blocks go."""
+        yield from (each for each in self.running if each.state is SequenceState.PREFILL)
+        places = self._max_running - len(self.running)
+        blocks = self._blocks.available - len(self.running)
+        for each in self.waiting:
+            blocks -= self._blocks.blocks_for(len(each.tokens)) + 1
+            places -= 1
+            if each.in_flight or places < 0 or blocks < 0:
+                return
+            yield each
 
     def _prefill(self, sequence: Sequence, budget: int, batch: Batch) -> int:
         """Schedule as much of a prompt as the budget allows; returns the number of tokens."""

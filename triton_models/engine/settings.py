@@ -32,6 +32,8 @@ class EngineSettings:
     """Requests open beyond `max_running`; one more is refused."""
     max_batched_tokens: int = 1024
     """Tokens in one step: what is left beside the decodes computes prompts, in chunks."""
+    burst_steps: int = 0
+    """Steps in a row in which decodes may stand back for a burst of prompts (see bursts.py); 0: never."""
     block_size: int = 16
     """Tokens in one KV block."""
     kv_blocks: int | None = None
@@ -45,7 +47,7 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        lowest = {"max_waiting": 0, "max_context": 2}
+        lowest = {"max_waiting": 0, "burst_steps": 0, "max_context": 2}
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in {"kv_memory_gib", "prefix_cache"} or value is None:

@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from operator import attrgetter
 
 from triton_models.engine.sequence import Sequence
@@ -27,6 +28,9 @@ class WaitingList:
 
     def __len__(self) -> int:
         return len(self._order)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._order)
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence in its place."""

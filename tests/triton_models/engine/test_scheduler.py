@@ -30,10 +30,11 @@ def sequence(
 
 
 def scheduler(
-    *, blocks: int = BLOCKS, max_running: int = MAX_RUNNING, budget: int = BUDGET
+    *, blocks: int = BLOCKS, max_running: int = MAX_RUNNING, budget: int = BUDGET, burst_steps: int = 0
 ) -> tuple[Scheduler, BlockManager]:
     manager = BlockManager(blocks, BLOCK_SIZE)
-    return Scheduler(manager, max_running=max_running, max_batched_tokens=budget), manager
+    chosen = Scheduler(manager, max_running=max_running, max_batched_tokens=budget, burst_steps=burst_steps)
+    return chosen, manager
 
 
 def compute(chosen: Scheduler, batch: Batch) -> list[Sequence]:

@@ -22,7 +22,7 @@ from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.scheduler import Scheduler
 from triton_models.engine.sequence import Request, Sequence, SequenceState
 
-BLOCK_SIZE, MAX_RUNNING, BUDGET, CONTEXT = 4, 4, 6, 48
+BLOCK_SIZE, MAX_RUNNING, BUDGET, CONTEXT = 4, 5, 6, 48
 
 
 def next_token(tokens: Tokens[int]) -> int:
@@ -44,6 +44,9 @@ PROMPTS = st.builds(
     st.integers(0, CONTEXT - 2) | st.just(30),
     st.lists(st.integers(0, 1), min_size=1, max_size=5),
 )
+
+BURSTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3), min_size=2, max_size=4)
+"""Prompts of which several fit a step."""
 
 STEPS = st.integers(0, 3)
 """Few enough to leave prompts in their middle."""
@@ -94,12 +97,18 @@ class SchedulerModel(RuleBasedStateMachine):
         blocks=st.sampled_from([12, 14, 18, 60]),
         overlap=st.booleans(),
         prefix_cache=st.sampled_from([True, True, False]),
+        burst_steps=st.sampled_from([0, 1, 3, 3]),
     )
-    def start(self, blocks: int, *, overlap: bool, prefix_cache: bool) -> None:
+    def start(self, blocks: int, *, overlap: bool, prefix_cache: bool, burst_steps: int) -> None:
         self.blocks = BlockManager(blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(
-            self.blocks, max_running=MAX_RUNNING, max_batched_tokens=BUDGET, prefix_cache=prefix_cache
+            self.blocks,
+            max_running=MAX_RUNNING,
+            max_batched_tokens=BUDGET,
+            prefix_cache=prefix_cache,
+            burst_steps=burst_steps,
         )
+        self.burst_steps, self.in_a_row = burst_steps, 0
         self.overlap = overlap
         self.device = Device()
         self.launched: list[tuple[Sequence, int]] | None = None
@@ -116,6 +125,12 @@ class SchedulerModel(RuleBasedStateMachine):
     def add(self, prompt: list[int], count: int, siblings: int, options: dict[str, Any], steps: int) -> None:
         for _ in range(siblings):
             self.open_request(prompt, count, **options)
+        self.steps(steps)
+
+    @rule(prompts=BURSTS, count=st.integers(1, 9), steps=STEPS)
+    def burst(self, prompts: list[list[int]], count: int, steps: int) -> None:
+        for prompt in prompts:
+            self.open_request(prompt, count, priority=-1, deadline=None, masked=False, prefix_cache=True)
         self.steps(steps)
 
     @precondition(lambda self: self.open)
@@ -217,7 +232,11 @@ class SchedulerModel(RuleBasedStateMachine):
         assert sum(chunk.count for chunk in batch.chunks) <= BUDGET
         scheduled = [chunk.sequence for chunk in batch.chunks]
         assert len(set(scheduled)) == len(scheduled)
-        for each in decoding:
+        stood_back = bool(decoding and batch.prefills and not batch.decodes and not batch.preemptions)
+        self.in_a_row = self.in_a_row + 1 if stood_back else 0
+        self.seen["stood back"] += stood_back
+        assert self.in_a_row <= self.burst_steps
+        for each in [] if stood_back else decoding:
             # One that was preempted may be back at once, if others hold what it needs.
             assert (each in scheduled) == (each.state is not SequenceState.WAITING)
         for chunk in batch.chunks:
@@ -286,3 +305,4 @@ def test_every_history_keeps_the_rules() -> None:
     assert SchedulerModel.seen["steps"] > 1000
     assert SchedulerModel.seen["preemptions"] > 20
     assert SchedulerModel.seen["found"] > 100
+    assert SchedulerModel.seen["stood back"] > 10

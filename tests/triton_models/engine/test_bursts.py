@@ -1,0 +1,106 @@
+from collections import Counter
+
+import pytest
+
+from tests.triton_models.engine.test_scheduler import compute, scheduler, sequence
+from triton_models.engine.bursts import BurstAllowance
+from triton_models.engine.scheduler import Scheduler
+from triton_models.engine.sequence import Sequence
+
+
+def burst(chosen: Scheduler, count: int, *, prompt: int = 5, priority: int = 0) -> list[Sequence]:
+    several = [
+        sequence(f"burst{number}", prompt, 1, arrival=100 + number, priority=priority)
+        for number in range(count)
+    ]
+    for each in several:
+        chosen.add(each)
+    return several
+
+
+def decoding(*, burst_steps: int, count: int = 90, prompt: int = 2, priority: int = 0) -> Scheduler:
+    """A scheduler whose only sequence is in the middle of its answer; a step holds two prompts of 5."""
+    chosen, _ = scheduler(blocks=200, max_running=60, burst_steps=burst_steps)
+    chosen.add(sequence("decoding", prompt, count, priority=priority))
+    compute(chosen, chosen.schedule())
+    return chosen
+
+
+def pattern(chosen: Scheduler, steps: int) -> str:
+    """What the steps do: P prompts alone, M prompts beside decodes, D decodes alone."""
+    done = ""
+    for _ in range(steps):
+        batch = chosen.schedule()
+        done += "M" if batch.prefills and batch.decodes else "P" if batch.prefills else "D"
+        compute(chosen, batch)
+    return done
+
+
+def test_decodes_stand_back_for_a_burst_and_go_on_with_its_last_step() -> None:
+    chosen = decoding(burst_steps=8)
+    burst(chosen, 7)
+    assert pattern(chosen, 6) == "PPPMDD"
+
+
+def test_without_burst_steps_every_decode_is_in_every_step() -> None:
+    chosen = decoding(burst_steps=0)
+    burst(chosen, 7)
+    assert pattern(chosen, 5) == "MMMMD"
+
+
+def test_no_more_steps_in_a_row_than_allowed() -> None:
+    chosen = decoding(burst_steps=2)
+    burst(chosen, 12)
+    assert pattern(chosen, 8) == "PPMPPMMD"
+
+
+def test_one_long_prompt_is_no_burst() -> None:
+    chosen = decoding(burst_steps=8)
+    burst(chosen, 1, prompt=40)
+    assert set(pattern(chosen, 4)) == {"M"}
+
+
+def test_a_more_important_answer_is_not_held_up() -> None:
+    chosen = decoding(burst_steps=8, priority=-1)
+    burst(chosen, 7)
+    assert set(pattern(chosen, 3)) == {"M"}
+
+
+def test_prompts_that_cannot_be_admitted_hold_nothing_up() -> None:
+    chosen, _ = scheduler(blocks=200, max_running=1, burst_steps=8)
+    chosen.add(sequence("decoding", 2, 90))
+    compute(chosen, chosen.schedule())
+    burst(chosen, 7)
+    assert set(pattern(chosen, 3)) == {"D"}
+
+
+@pytest.mark.parametrize("most", [1, 2, 8])
+def test_lasting_load_leaves_out_one_step_in_most_plus_one(most: int) -> None:
+    allowance = BurstAllowance(most)
+    done: Counter[bool] = Counter()
+    for step in range(1000 + 8 * most * most):
+        left = allowance.left
+        if step >= 8 * most * most:  # the stock is used up by then
+            done[left] += 1
+        if left:
+            allowance.stood_back()
+        else:
+            allowance.went_on()
+    assert done[True] == pytest.approx(1000 / (most + 1), abs=most + 1)
+
+
+def test_what_was_used_comes_back() -> None:
+    allowance = BurstAllowance(2)
+
+    def used_at_once() -> int:
+        count = 0
+        while allowance.left:
+            allowance.stood_back()
+            count += 1
+        allowance.went_on()
+        return count
+
+    assert [used_at_once() for _ in range(6)] == [2, 2, 2, 2, 2, 0]
+    for _ in range(16):
+        allowance.went_on()
+    assert [used_at_once() for _ in range(6)] == [2, 2, 2, 2, 2, 0]
