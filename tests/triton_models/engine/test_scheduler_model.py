@@ -1,7 +1,6 @@
 """A model check: scheduler, block manager and prefix cache under random histories, on a device of dicts."""
 
 from collections import Counter
-from collections.abc import Sequence as Tokens
 from typing import Any, ClassVar
 
 from hypothesis import settings as hypothesis_settings
@@ -15,19 +14,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.triton_models.engine.dict_device import BLOCK_SIZE, DictDevice, next_token
 from tests.triton_models.engine.test_scheduler import Anything
-from triton_models.engine.batch import Batch, Chunk
+from triton_models.engine.batch import Batch
 from triton_models.engine.block_manager import PADDING_BLOCK, BlockManager
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.scheduler import Scheduler
 from triton_models.engine.sequence import Request, Sequence, SequenceState
 
-BLOCK_SIZE, MAX_RUNNING, BUDGET, CONTEXT = 4, 5, 6, 48
-
-
-def next_token(tokens: Tokens[int]) -> int:
-    """Few values, so that answers often go on alike."""
-    return (3 * len(tokens) + sum(tokens)) % 2
+MAX_RUNNING, BUDGET, CONTEXT = 5, 6, 48
 
 
 OPTIONS = st.fixed_dictionaries(
@@ -50,40 +45,6 @@ BURSTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3), min_size=
 
 STEPS = st.integers(0, 3)
 """Few enough to leave prompts in their middle."""
-
-
-class Device:
-    """Cells of the KV cache, each with the whole text up to its token: what keys and values depend on."""
-
-    def __init__(self) -> None:
-        self.cells: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.texts: dict[Sequence, list[int]] = {}
-        """What each sequence's tokens are, those in flight included."""
-
-    def compute(self, batch: Batch) -> list[tuple[Sequence, int]]:
-        """Do a step; returns what it samples."""
-        cleared = set(batch.new_blocks)
-        self.cells = {cell: text for cell, text in self.cells.items() if cell[0] not in cleared}
-        for chunk in batch.chunks:
-            text = self.texts[chunk.sequence]
-            for position in range(chunk.start, chunk.end):
-                cell = self.cell(chunk, position)
-                # Cleared and never written since: so nobody writes to what another wrote, or twice.
-                assert cell not in self.cells
-                self.cells[cell] = tuple(text[: position + 1])
-        sampled = []
-        for chunk in batch.chunks:
-            text = self.texts[chunk.sequence]
-            for position in range(chunk.end):
-                assert self.cells[self.cell(chunk, position)] == tuple(text[: position + 1])
-            if chunk.samples:
-                assert chunk.end == len(text)
-                text.append(next_token(text))
-                sampled.append((chunk.sequence, text[-1]))
-        return sampled
-
-    def cell(self, chunk: Chunk, position: int) -> tuple[int, int]:
-        return chunk.sequence.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
 
 
 class SchedulerModel(RuleBasedStateMachine):
@@ -110,7 +71,7 @@ class SchedulerModel(RuleBasedStateMachine):
         )
         self.burst_steps, self.in_a_row = burst_steps, 0
         self.overlap = overlap
-        self.device = Device()
+        self.device = DictDevice()
         self.launched: list[tuple[Sequence, int]] | None = None
         self.open: list[Sequence] = []
         self.arrivals = 0
