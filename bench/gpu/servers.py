@@ -45,7 +45,7 @@ def ours(checkpoint: Path, log: Path, arguments: Sequence[str], port: int = 8080
         process = subprocess.Popen([*command, *arguments], stdout=output, stderr=output)
     url = f"http://127.0.0.1:{port}"
     try:
-        while not _answers(url + "/health/ready"):
+        while not answers(url + "/health/ready"):
             if process.poll() is not None or time.monotonic() - began > READY_S:
                 raise ServerError(f"tritongate up is not ready:\n{_end_of(log)}")
             time.sleep(0.2)
@@ -97,7 +97,8 @@ def other(program: Program) -> Iterator[Server]:
         subprocess.run([program.script, "stop"], env=environment, check=False, stdout=subprocess.DEVNULL)
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Return whether a GET of `url` is answered with 200 now."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310 - our own address
             return bool(answer.status == 200)  # noqa: PLR2004 - HTTP's OK

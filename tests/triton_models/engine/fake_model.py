@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
 class FakeModel:
-    """A `CausalModel`. `gate`: what each forward pass waits for; `faults`: how many fail, after `sound_steps`."""
+    """A `CausalModel`. `gate`: what a pass waits for; `faults`: how many fail, after `sound_steps`."""
 
     vocab_size = VOCABULARY
     kv_shape = KVShape(layers=1, heads=1, head_dim=2)

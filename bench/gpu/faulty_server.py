@@ -1,0 +1,106 @@
+"""A supervised Triton whose engine breaks on request, and a gateway in front of it."""
+
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import IO, Self
+
+import psutil
+
+from bench.gpu.servers import READY_S, ServerError, answers
+from triton_models.embedded.ports import Ports, choose
+from triton_models.entries import ModelEntry, write_entries
+from wire import names
+from wire.events import Failed, Ready, decode_event
+
+MODEL = "glm"
+_STOP_S = 30.0
+_FAULTY = Path(__file__).with_name("faulty_model.py")
+
+
+class FaultyServer:
+    """As a context it runs. What both programs print goes to `output`."""
+
+    def __init__(self, checkpoint: Path, device: str, repository: Path, output: IO[bytes]) -> None:
+        self._entry = ModelEntry(name=MODEL, checkpoint=str(checkpoint.resolve()), device=device)
+        self._repository = repository
+        self._output = output
+        self._stack = ExitStack()
+        self._supervisor: psutil.Process
+        self.url = f"http://127.0.0.1:{choose(Ports()).http}"
+
+    def __enter__(self) -> Self:
+        """Start everything.
+
+        Raises:
+            ServerError: it does not become ready.
+        """
+        write_entries(self._repository, model=self._entry)
+        shutil.copy(_FAULTY, self._repository / names.stream_entry(MODEL) / "1" / "model.py")
+        with self._stack:
+            ready = self._start_triton()
+            self._start_gateway(ready.grpc)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End everything."""
+        self._stack.close()
+
+    def stub(self) -> int | None:
+        """Return the process id of the engine's stub; None while there is none."""
+        place = f"/{names.stream_entry(MODEL)}/"
+        for each in self._supervisor.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if place in " ".join(each.cmdline()):
+                    return each.pid
+        return None
+
+    def _start_triton(self) -> Ready:
+        command = [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin"]
+        process = self._stack.enter_context(
+            subprocess.Popen(
+                [*command, "--repository", str(self._repository)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._output,
+            )
+        )
+        self._supervisor = psutil.Process(process.pid)
+        if process.stdin is None or process.stdout is None:
+            raise RuntimeError("a pipe that was asked for is missing")
+        self._stack.callback(process.stdin.close)
+        for line in process.stdout:
+            event = decode_event(line)
+            if isinstance(event, Ready):
+                # What it says later is read so that it is never kept waiting.
+                threading.Thread(target=self._copy, args=(process.stdout,), daemon=True).start()
+                return event
+            if isinstance(event, Failed):
+                raise ServerError(event.message)
+        raise ServerError("the supervisor ended before the model was ready")
+
+    def _copy(self, events: IO[bytes]) -> None:
+        for line in events:
+            self._output.write(line)
+            self._output.flush()
+
+    def _start_gateway(self, grpc: str) -> None:
+        port = self.url.rpartition(":")[2]
+        command = [str(Path(sys.executable).with_name("tritongate")), "serve", "--port", port]
+        process = subprocess.Popen(
+            [*command, "--upstreams", grpc, "--log-level", "warning"],
+            stdout=self._output,
+            stderr=self._output,
+        )
+        self._stack.callback(process.wait, _STOP_S)
+        self._stack.callback(process.terminate)
+        began = time.monotonic()
+        while not answers(self.url + "/health/ready"):
+            if process.poll() is not None or time.monotonic() - began > READY_S:
+                raise ServerError("the gateway is not ready")
+            time.sleep(0.2)
