@@ -30,6 +30,10 @@ class StepOperations(Protocol):
         """Cut chunks into what its attention works on, for `StepLayout.tiles`; or []."""
         ...
 
+    def most_tiles(self, rows: int, chunks: int) -> int:
+        """Return how many `tiles` the rows of up to `chunks` chunks come to at most, however shared out."""
+        ...
+
     def reset(self) -> None:
         """Forget what a step that failed may have left."""
         ...
@@ -61,6 +65,9 @@ class _PlainSteps:
 
     def tiles(self, chunks: Sequence[ChunkRows]) -> list[tuple[int, int, int, int]]:  # noqa: ARG002 - uncut
         return []
+
+    def most_tiles(self, rows: int, chunks: int) -> int:  # noqa: ARG002 - uncut
+        return 0
 
     def reset(self) -> None:
         pass

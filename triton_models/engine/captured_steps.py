@@ -2,11 +2,12 @@
 
 import logging
 import time
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from triton_models.engine.device_step import DeviceStep
 from triton_models.engine.graphs import PoolHandle, SizedGraphs
 from triton_models.engine.layout import StepLayout
 from triton_models.engine.slots import SlotTable
@@ -17,25 +18,11 @@ log = logging.getLogger(__name__)
 LARGEST_PROMPTS = 2048
 """Rows of the largest captured step with prompts: more take the device longer than the host."""
 
-_TOKENS_PER_TILE = 4
-_MORE_TILES = 64
-"""A captured step has room for a tile for every few tokens, and so many more for chunks that fill none."""
+_CHUNKS = 64
+"""A captured step has room for the tiles of so many chunks, however its rows are shared out among them."""
 
-
-class Step(Protocol):
-    """The parts of a step; all that they read but their arguments has its place on the device."""
-
-    def decode(self, slots: Tensor, longest: int) -> Tensor:
-        """Return [D, vocabulary] logits of decodes, [D] int64 slots."""
-        ...
-
-    def finish(self, slots: Tensor, logits: Tensor) -> Tensor:
-        """Sample for decodes that ask for nothing special, note it in their slots, return [3, D] status."""
-        ...
-
-    def forward(self, tokens: Tensor, layout: StepLayout) -> Tensor:
-        """Return [T, width], what a step leaves behind the last layer."""
-        ...
+MostTiles = Callable[[int, int], int]
+"""See `StepOperations.most_tiles`."""
 
 
 def decode_sizes(largest: int) -> list[int]:
@@ -60,15 +47,15 @@ def prompt_sizes(largest: int) -> list[int]:
 class CapturedDecodes:
     """Steps of decodes only, in two graphs each: what asks for something special is sampled otherwise."""
 
-    def __init__(self, step: Step, slots: SlotTable, *, longest: int) -> None:
+    def __init__(self, step: DeviceStep, slots: SlotTable, *, longest: int) -> None:
         self._step = step
         self._longest = longest
         largest, device = slots.spare, slots.tables.device
         self._slots = torch.full((largest,), slots.spare, dtype=torch.int64, device=device)
         self._logits = torch.empty(0)
         self._status = torch.empty((3, largest), dtype=torch.int64, device=device)
-        self._forward = SizedGraphs(self._compute, decode_sizes(largest))
-        self._finish = SizedGraphs(self._sample, decode_sizes(largest))
+        self._forward = SizedGraphs(decode_sizes(largest))
+        self._finish = SizedGraphs(decode_sizes(largest))
 
     def padding(self, decodes: int) -> int:
         """Return how many rows of the spare slot fill a step of so many decodes up."""
@@ -76,8 +63,8 @@ class CapturedDecodes:
 
     def capture(self, pool: PoolHandle) -> None:
         """Capture every size."""
-        self._forward.capture(pool)
-        self._finish.capture(pool)
+        self._forward.capture(self.compute, pool)
+        self._finish.capture(self.sample, pool)
 
     def forward(self, slots: Tensor) -> Tensor:
         """Return the logits of `slots`, [D] int64 with padding; the next call overwrites them."""
@@ -91,21 +78,26 @@ class CapturedDecodes:
         self._finish.replay(size)
         return self._status[:, :size]
 
-    def _compute(self, size: int) -> None:
+    def compute(self, size: int) -> None:
+        """Do the work of `forward` on what the tensors hold."""
         logits = self._step.decode(self._slots[:size], self._longest)
         if not self._logits.numel():
             self._logits = torch.empty_like(logits)
         self._logits[:size].copy_(logits)
 
-    def _sample(self, size: int) -> None:
+    def sample(self, size: int) -> None:
+        """Do the work of `finish` on what the tensors hold."""
         self._status[:, :size].copy_(self._step.finish(self._slots[:size], self._logits[:size]))
 
 
 class CapturedPrompts:
     """Steps with prompts in them, up to their last layer."""
 
-    def __init__(self, step: Step, slots: SlotTable, *, longest: int, largest: int) -> None:
+    def __init__(
+        self, step: DeviceStep, slots: SlotTable, *, longest: int, largest: int, most_tiles: MostTiles
+    ) -> None:
         self._step = step
+        self._most_tiles = most_tiles
         self._longest = longest
         self._tables = slots.tables
         sizes = prompt_sizes(largest)
@@ -114,18 +106,18 @@ class CapturedPrompts:
         self._slots = torch.full((most,), slots.spare, dtype=torch.int32, device=device)
         self._positions = torch.full((most,), -1, dtype=torch.int64, device=device)
         self._lengths = torch.zeros(min(most, slots.spare), dtype=torch.int32, device=device)
-        self._tiles = torch.zeros((_tiles_in(most), 4), dtype=torch.int32, device=device)
+        self._tiles = torch.zeros((self._tiles_in(most), 4), dtype=torch.int32, device=device)
         self._hidden = torch.empty(0)
-        self._graphs = SizedGraphs(self._compute, sizes)
+        self._graphs = SizedGraphs(sizes)
 
     def size_for(self, rows: int, tiles: int) -> int | None:
         """Return the size that holds a step of so many rows and tiles; None if none does."""
         size = self._graphs.size_for(rows)
-        return size if size is not None and tiles <= _tiles_in(size) else None
+        return size if size is not None and tiles <= self._tiles_in(size) else None
 
     def capture(self, pool: PoolHandle) -> None:
         """Capture every size."""
-        self._graphs.capture(pool)
+        self._graphs.capture(self.compute, pool)
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Return [T, width] of a step that was padded to a captured T; the next call overwrites it."""
@@ -140,27 +132,33 @@ class CapturedPrompts:
         self._graphs.replay(size)
         return self._hidden[:size]
 
-    def _compute(self, size: int) -> None:
+    def compute(self, size: int) -> None:
+        """Do the work of `forward` on what the tensors hold."""
         layout = StepLayout(
             tables=self._tables,
             slots=self._slots[:size],
             positions=self._positions[:size],
             decode_lengths=self._lengths[:size],
             longest_decode=self._longest,
-            tiles=self._tiles[: _tiles_in(size)],
+            tiles=self._tiles[: self._tiles_in(size)],
         )
         hidden = self._step.forward(self._tokens[:size], layout)
         if not self._hidden.numel():
             self._hidden = torch.empty_like(hidden)
         self._hidden[:size].copy_(hidden)
 
+    def _tiles_in(self, rows: int) -> int:
+        return self._most_tiles(rows, _CHUNKS)
+
 
 class CapturedSteps:
     """Both, in one memory pool."""
 
-    def __init__(self, step: Step, slots: SlotTable, *, longest: int, largest: int) -> None:
+    def __init__(
+        self, step: DeviceStep, slots: SlotTable, *, longest: int, largest: int, most_tiles: MostTiles
+    ) -> None:
         self.decodes = CapturedDecodes(step, slots, longest=longest)
-        self.prompts = CapturedPrompts(step, slots, longest=longest, largest=largest)
+        self.prompts = CapturedPrompts(step, slots, longest=longest, largest=largest, most_tiles=most_tiles)
 
     def capture(self) -> None:
         """Compile and capture everything."""
@@ -169,7 +167,3 @@ class CapturedSteps:
         self.prompts.capture(pool)
         self.decodes.capture(pool)
         log.info("captured the steps in %.1f s", time.monotonic() - began)
-
-
-def _tiles_in(rows: int) -> int:
-    return rows // _TOKENS_PER_TILE + _MORE_TILES

@@ -55,8 +55,7 @@ class Engine:
         self._clock = clock
         capacity = choose_capacity(settings, model)
         log.info("%s", capacity.reason)
-        self._max_context = capacity.max_context
-        self._kv_blocks = capacity.kv_blocks
+        self._capacity = capacity
         self._runner = Runner(model, backend, settings, capacity)
         self._launched: _Step | None = None
         self._fault: Exception | None = None
@@ -70,12 +69,12 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._outputs: list[TokenOutput] = []
         self._start_scheduler()
-        self._runner.warm_up()
+        self._runner.capture()
 
     @property
     def max_context(self) -> int:
         """Tokens of prompt and answer that a request may have together."""
-        return self._max_context
+        return self._capacity.max_context
 
     @property
     def open_requests(self) -> int:
@@ -93,7 +92,7 @@ class Engine:
             EngineStoppedError: the engine has stopped.
         """
         for request in requests:
-            check_request(request, max_context=self._max_context, vocabulary=self._vocabulary)
+            check_request(request, max_context=self._capacity.max_context, vocabulary=self._vocabulary)
         self._intake.add(requests, self._clock())
 
     def cancel(self, request_id: str) -> bool:
@@ -107,7 +106,7 @@ class Engine:
             running=running,
             waiting=max(0, self._intake.open - running),
             kv_blocks_used=self._blocks.used,
-            kv_blocks=self._kv_blocks,
+            kv_blocks=self._capacity.kv_blocks,
             preemptions=self._preemptions,
             failed_steps=self._failed_steps,
         )
@@ -170,7 +169,7 @@ class Engine:
         self._uncollected.clear()
 
     def _start_scheduler(self) -> None:
-        self._blocks = BlockManager(self._kv_blocks, self.settings.block_size)
+        self._blocks = BlockManager(self._capacity.kv_blocks, self.settings.block_size)
         self._scheduler = Scheduler(
             self._blocks,
             max_running=self.settings.max_running,
@@ -224,7 +223,7 @@ class Engine:
         """Let new requests wait; returns the ids to cancel."""
         requests, cancels = self._intake.collect()
         for request, arrived_at in requests:
-            room = self._max_context - len(request.prompt_ids)
+            room = self._capacity.max_context - len(request.prompt_ids)
             sequence = Sequence(
                 request,
                 arrival=self._arrivals,

@@ -11,31 +11,35 @@ PoolHandle = Any
 
 
 class SizedGraphs:
-    """Captures `work(size)` for each of some sizes.
+    """Captures `work(size)` for each of some sizes, and does not keep the work itself.
 
     The work reads and writes tensors that keep their places; what a graph allocates beside them comes from
     one pool, for graphs that are replayed one after the other.
     """
 
-    def __init__(self, work: Callable[[int], None], sizes: Iterable[int]) -> None:
-        self._work = work
+    def __init__(self, sizes: Iterable[int]) -> None:
         self._sizes = sorted(sizes)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    @property
+    def sizes(self) -> int:
+        """How many there are."""
+        return len(self._sizes)
 
     def size_for(self, count: int) -> int | None:
         """Return the smallest size that holds `count`; None if it is over the largest."""
         place = bisect_left(self._sizes, count)
         return self._sizes[place] if place < len(self._sizes) else None
 
-    def capture(self, pool: PoolHandle) -> None:
+    def capture(self, work: Callable[[int], None], pool: PoolHandle) -> None:
         """Compile and capture, the largest first: the smaller ones find room in its memory."""
         for size in reversed(self._sizes):
             # Compiles kernels and lets libraries set themselves up, neither of which a capture may do.
-            self._work(size)
+            work(size)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                self._work(size)
+                work(size)
             self._graphs[size] = graph
 
     def replay(self, size: int) -> None:

@@ -15,7 +15,7 @@ from triton_models.engine.kernels.attention_prefill import (
     queries_per_tile,
 )
 from triton_models.engine.kernels.decode_plan import DecodeWorkspace, choose_splits
-from triton_models.engine.kernels.linear import linear, linear_swiglu, new_arrivals
+from triton_models.engine.kernels.linear import MAX_ROWS, linear, linear_swiglu, new_arrivals
 from triton_models.engine.kernels.norm import norm
 from triton_models.engine.kernels.rotate_store import rotate_store
 from triton_models.engine.kernels.swiglu import swiglu
@@ -23,9 +23,6 @@ from triton_models.engine.kv_cache import KVCache
 from triton_models.engine.layout import ChunkRows, StepLayout
 from triton_models.engine.model import CausalModel
 from triton_models.engine.operations import Rotary
-
-FEW_ROWS = 32
-"""Up to so many rows our own products are faster than the library's: see bench/LOG.md."""
 
 _SPLITS_BESIDE_PROMPTS = 4
 """A captured step of prompts has room for as many decodes as may be; those that there are may be long."""
@@ -63,6 +60,10 @@ class KernelSteps:
             for chunk in chunks
         ]
         return make_tiles(ranges, self._tile)
+
+    def most_tiles(self, rows: int, chunks: int) -> int:
+        """See `StepOperations`: each chunk has one tile at most that it does not fill."""
+        return rows // self._tile + chunks
 
     def reset(self) -> None:
         """See `StepOperations`."""
@@ -124,19 +125,19 @@ class KernelOperations:
 
     def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Operations`."""
-        if len(inputs) <= FEW_ROWS:
+        if len(inputs) <= MAX_ROWS:
             return linear(inputs, weight, bias, arrivals=self._steps.arrivals)
         return functional.linear(inputs, weight, bias)
 
     def add_linear(self, hidden: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
         """See `Operations`; in place."""
-        if len(inputs) <= FEW_ROWS:
+        if len(inputs) <= MAX_ROWS:
             return linear(inputs, weight, arrivals=self._steps.arrivals, residual=hidden)
         return torch.addmm(hidden, inputs, weight.T, out=hidden)
 
     def linear_swiglu(self, inputs: Tensor, weight: Tensor) -> Tensor:
         """See `Operations`."""
-        if len(inputs) <= FEW_ROWS:
+        if len(inputs) <= MAX_ROWS:
             return linear_swiglu(inputs, weight, arrivals=self._steps.arrivals)
         return swiglu(functional.linear(inputs, weight))
 

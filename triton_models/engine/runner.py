@@ -10,13 +10,14 @@ from torch import Tensor
 from triton_models.engine.backend import Backend
 from triton_models.engine.batch import Batch
 from triton_models.engine.captured_steps import CapturedSteps
+from triton_models.engine.device_step import DeviceStep
 from triton_models.engine.kv_cache import KVCache
 from triton_models.engine.layout import ChunkRows, StepLayout
 from triton_models.engine.model import CausalModel
 from triton_models.engine.penalties import PenaltyTable, stage_penalties
 from triton_models.engine.results import Sampled, sampled_tokens
 from triton_models.engine.sampler import MASK_BITS, SamplerOutputs
-from triton_models.engine.sampling_rows import plain_inputs, sampler_inputs, stage_sampling
+from triton_models.engine.sampling_rows import sampler_inputs, stage_sampling
 from triton_models.engine.sequence import Sequence
 from triton_models.engine.settings import Capacity, EngineSettings
 from triton_models.engine.slots import SlotTable, slot_of, stage_blocks, stage_sequences
@@ -70,16 +71,22 @@ class Runner:
             *self._penalties.seen.shape,
         )
         self._operations = backend.operations(model, self._cache, settings.max_running)
+        # Not this runner itself: whoever drops it frees the device's memory, without waiting for a collector.
+        self._step = DeviceStep(model, backend, self._operations, self._slots)
         self._captured = (
             CapturedSteps(
-                self, self._slots, longest=capacity.max_context, largest=settings.max_batched_tokens
+                self._step,
+                self._slots,
+                longest=capacity.max_context,
+                largest=settings.max_batched_tokens,
+                most_tiles=self._operations.most_tiles,
             )
             if backend.graphs
             else None
         )
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def capture(self) -> None:
         """Compile and capture everything that steps will use, whatever they hold."""
         if self._captured is not None:
             with current(self._model.device):
@@ -110,7 +117,7 @@ class Runner:
             inputs = step_inputs(views, self._slots)
             logits = self._compute_prompts(inputs, chunks, longest, captured)
         else:
-            logits = captured.decodes.forward(slots) if captured else self.decode(slots, longest)
+            logits = captured.decodes.forward(slots) if captured else self._step.decode(slots, longest)
         if captured and not batch.prefills and all(map(_is_plain, sampling)):
             outputs = SamplerOutputs(captured.decodes.finish(len(slots)), None, None)
         elif sampling:
@@ -172,7 +179,7 @@ class Runner:
         longest_decode: int,
         captured: CapturedSteps | None,
     ) -> Tensor:
-        """Compute a step with prompts; returns the logits of the rows that sample."""
+        """Compute a step with prompts; returns the logits of the rows that sample, if any do."""
         layout = StepLayout(
             tables=self._slots.tables,
             slots=inputs.slots,
@@ -182,31 +189,10 @@ class Runner:
             chunks=chunks,
             tiles=inputs.tiles,
         )
-        hidden = captured.prompts.forward(inputs) if captured else self.forward(inputs.tokens, layout)
-        return self._model.logits(hidden[inputs.rows], self._operations(layout))
-
-    def forward(self, tokens: Tensor, layout: StepLayout) -> Tensor:
-        """See `Step`."""
-        return self._model.forward(tokens, self._operations(layout))
-
-    def decode(self, slots: Tensor, longest: int) -> Tensor:
-        """See `Step`."""
-        positions = self._slots.lengths[slots]
-        layout = StepLayout(
-            tables=self._slots.tables,
-            slots=slots.int(),
-            positions=positions,
-            decode_lengths=(positions + 1).int(),
-            longest_decode=longest,
-        )
-        operations = self._operations(layout)
-        return self._model.logits(self._model.forward(self._slots.tokens[slots], operations), operations)
-
-    def finish(self, slots: Tensor, logits: Tensor) -> Tensor:
-        """See `Step`."""
-        status = self._backend.sample(logits, plain_inputs(self._slots, slots)).status
-        self._slots.advance(slots, slots, status[0])
-        return status
+        hidden = captured.prompts.forward(inputs) if captured else self._step.forward(inputs.tokens, layout)
+        if not len(inputs.rows):
+            return hidden[:0]  # The head's weights are a tenth of all, and would be read for nothing.
+        return self._step.logits(hidden[inputs.rows], layout)
 
     def _fill_masks(self, sampling: list[Sequence]) -> tuple[Tensor | None, dict[str, str]]:
         """Ask every token mask; returns their words on the device, and errors by request."""

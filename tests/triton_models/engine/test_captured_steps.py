@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.triton_models.engine.uncaptured import do_again
 from triton_models.engine.captured_steps import CapturedPrompts, decode_sizes, prompt_sizes
-from triton_models.engine.graphs import SizedGraphs
+from triton_models.engine.device_step import DeviceStep
 from triton_models.engine.layout import StepLayout
 from triton_models.engine.slots import SlotTable
 from triton_models.engine.step_inputs import StepInputs
@@ -33,17 +34,15 @@ def test_prompt_sizes_stay_within_a_step_and_waste_little(largest: int) -> None:
 SPARE = 6
 
 
-class Seen:
-    """A `Step` that keeps what it is given."""
+def sum_of(rows: int, chunks: int) -> int:
+    return rows + chunks
+
+
+class Seen(DeviceStep):
+    """Keeps what it is given."""
 
     def __init__(self) -> None:
         self.layouts: list[StepLayout] = []
-
-    def decode(self, slots: Tensor, longest: int) -> Tensor:
-        raise NotImplementedError
-
-    def finish(self, slots: Tensor, logits: Tensor) -> Tensor:
-        raise NotImplementedError
 
     def forward(self, tokens: Tensor, layout: StepLayout) -> Tensor:
         self.layouts.append(layout)
@@ -65,9 +64,12 @@ def inputs(*, decodes: int, chunk: int, size: int) -> StepInputs:
 
 
 def test_a_captured_step_sees_nothing_of_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SizedGraphs, "replay", lambda self, size: self._work(size))
+    do_again(monkeypatch)
     step = Seen()
-    captured = CapturedPrompts(step, SlotTable(SPARE, 4, torch.device("cpu")), longest=64, largest=96)
+    captured = CapturedPrompts(
+        step, SlotTable(SPARE, 4, torch.device("cpu")), longest=64, largest=96, most_tiles=sum_of
+    )
+    captured.capture(None)
     captured.forward(inputs(decodes=5, chunk=80, size=96))
     hidden = captured.forward(inputs(decodes=2, chunk=20, size=32))
     assert hidden[:, 0].tolist() == [9] * 22 + [0] * 10

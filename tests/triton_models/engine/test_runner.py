@@ -1,16 +1,21 @@
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.triton_models.engine.fake_model import FakeModel, ids, request, run
+from tests.triton_models.engine.fake_model import FakeModel, continuation, ids, request, run
 from triton_models.engine import runner
+from triton_models.engine.backend import PLAIN
 from triton_models.engine.engine import Engine
 from triton_models.engine.operations import Operations
+from triton_models.engine.runner import Runner
 from triton_models.engine.sampling import SamplingParams
-from triton_models.engine.settings import EngineSettings
+from triton_models.engine.settings import Capacity, EngineSettings
 
 SMALL = EngineSettings(max_running=4, max_waiting=8, max_batched_tokens=8, block_size=4, kv_blocks=16)
 
@@ -37,6 +42,37 @@ def test_steps_make_the_models_device_the_current_one(monkeypatch: pytest.Monkey
     run(engine)
     assert inside
     assert all(inside)
+
+
+def captured(model: FakeModel) -> Runner:
+    """Made as for graphs, and not captured."""
+    return Runner(model, replace(PLAIN, graphs=True), SMALL, Capacity(16, 64, ""))
+
+
+def test_nothing_of_a_runner_outlives_it() -> None:
+    """Its device memory is free for the next model at once, not when the collector comes round."""
+    gc.collect()
+    gc.disable()
+    try:
+        made = captured(FakeModel())
+        cache = weakref.ref(made._cache)
+        del made
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+def test_a_step_that_samples_nothing_does_not_read_the_head() -> None:
+    class Counting(FakeModel):
+        def logits(self, hidden: Tensor, operations: Operations) -> Tensor:
+            heads.append(len(hidden))
+            return super().logits(hidden, operations)
+
+    heads: list[int] = []
+    engine = Engine(Counting(), SMALL)
+    engine.add(request("a", range(20), SamplingParams(temperature=0.0, max_tokens=2)))
+    assert ids(run(engine)["a"]) == continuation(range(20), 2)
+    assert heads == [1, 1]
 
 
 def test_only_a_gpu_is_made_current() -> None:

@@ -15,7 +15,7 @@ from triton_models.engine.kernels.swiglu import silu_times
 from triton_models.engine.kernels.tilings import Tiling, tiling_for
 
 MAX_ROWS = 32
-"""Of `x`; above, the arithmetic starts to count, and a library's products are the better ones."""
+"""Of `x`; above, the arithmetic starts to count, and a library's products are faster: see bench/LOG.md."""
 
 _MAX_TILES = 4096
 _MIN_ROWS = 16

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from tests.triton_models.engine.fake_model import ids, request, run
+from tests.triton_models.engine.uncaptured import do_again
 from triton_models.checkpoint import load_model
 from triton_models.engine.backend import PLAIN, Backend
-from triton_models.engine.captured_steps import CapturedSteps
 from triton_models.engine.engine import Engine
-from triton_models.engine.graphs import SizedGraphs
 from triton_models.engine.kernel_backend import kernel_backend
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
@@ -24,8 +23,7 @@ SMALL = EngineSettings(max_running=4, max_batched_tokens=40, kv_blocks=24)
 def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """Where there is no device to capture graphs, their work is done again instead of replayed."""
     if device.type != "cuda":
-        monkeypatch.setattr(CapturedSteps, "capture", lambda _: None)
-        monkeypatch.setattr(SizedGraphs, "replay", lambda self, size: self._work(size))
+        do_again(monkeypatch)
     return kernel_backend(torch.float32)
 
 

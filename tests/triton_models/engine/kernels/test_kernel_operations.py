@@ -1,0 +1,33 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from triton_models.engine.captured_steps import CapturedPrompts
+from triton_models.engine.kernel_operations import KernelSteps
+from triton_models.engine.layout import ChunkRows
+from triton_models.engine.model import KVShape
+from triton_models.engine.slots import SlotTable
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("query_heads", "kv_heads"), [(32, 2), (32, 32), (4, 2)])
+@pytest.mark.parametrize("lengths", [[160], [100, 60], [1] * 40 + [120]], ids=["one", "two", "many"])
+def test_every_step_of_prompts_has_room_among_the_captured(
+    device: torch.device, dtype: torch.dtype, query_heads: int, kv_heads: int, lengths: list[int]
+) -> None:
+    model = SimpleNamespace(
+        kv_shape=KVShape(layers=1, heads=kv_heads, head_dim=128),
+        query_heads=query_heads,
+        dtype=dtype,
+        device=device,
+    )
+    steps = KernelSteps(model, None, rows=1)
+    chunks, row = [], 0
+    for slot, length in enumerate(lengths):
+        chunks.append(ChunkRows(slot=slot, start=row, end=row + length, offset=0))
+        row += length
+    prompts = CapturedPrompts(
+        None, SlotTable(64, 4, device), longest=512, largest=160, most_tiles=steps.most_tiles
+    )
+    assert prompts.size_for(row, len(steps.tiles(chunks))) == 160
