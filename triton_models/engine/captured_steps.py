@@ -61,6 +61,12 @@ class CapturedDecodes:
         """Return how many rows of the spare slot fill a step of so many decodes up."""
         return (self._forward.size_for(decodes) or decodes) - decodes
 
+    def rehearse(self) -> int:
+        """Do the largest size's work; returns how many graphs there will be."""
+        self.compute(self._forward.largest)
+        self.sample(self._finish.largest)
+        return len(self._forward) + len(self._finish)
+
     def capture(self, pool: PoolHandle) -> None:
         """Capture every size."""
         self._forward.capture(self.compute, pool)
@@ -115,6 +121,11 @@ class CapturedPrompts:
         size = self._graphs.size_for(rows)
         return size if size is not None and tiles <= self._tiles_in(size) else None
 
+    def rehearse(self) -> int:
+        """Do the largest size's work; returns how many graphs there will be."""
+        self.compute(self._graphs.largest)
+        return len(self._graphs)
+
     def capture(self, pool: PoolHandle) -> None:
         """Capture every size."""
         self._graphs.capture(self.compute, pool)
@@ -159,6 +170,10 @@ class CapturedSteps:
     ) -> None:
         self.decodes = CapturedDecodes(step, slots, longest=longest)
         self.prompts = CapturedPrompts(step, slots, longest=longest, largest=largest, most_tiles=most_tiles)
+
+    def rehearse(self) -> int:
+        """Do the largest of each, for once; returns how many graphs there will be."""
+        return self.prompts.rehearse() + self.decodes.rehearse()
 
     def capture(self) -> None:
         """Compile and capture everything."""

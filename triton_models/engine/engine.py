@@ -5,12 +5,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from triton_models.engine.backend import Backend, choose_backend
 from triton_models.engine.batch import Batch
 from triton_models.engine.block_manager import BlockManager
 from triton_models.engine.intake import Intake
 from triton_models.engine.model import CausalModel
+from triton_models.engine.rehearsal import memory_beside_cache
 from triton_models.engine.request_check import check_request
 from triton_models.engine.results import Sampled, token_output
 from triton_models.engine.runner import Launched, Runner
@@ -53,19 +55,17 @@ class Engine:
         self.settings = settings
         self._vocabulary = model.vocab_size
         self._clock = clock
-        capacity = choose_capacity(settings, model)
-        log.info("%s", capacity.reason)
-        self._capacity = capacity
-        self._runner = Runner(model, backend, settings, capacity)
+        memory = partial(memory_beside_cache, model, backend, settings)
+        self._capacity = choose_capacity(settings, model, memory)
+        log.info("%s", self._capacity.reason)
+        self._runner = Runner(model, backend, settings, self._capacity)
         self._launched: _Step | None = None
         self._fault: Exception | None = None
         self._uncollected: deque[Batch] = deque()
         """Scheduled, and not known to have been computed."""
         self._collected_at = 0.0
         self._intake = Intake(settings.max_running + settings.max_waiting)
-        self._arrivals = 0
-        self._preemptions = 0
-        self._failed_steps = 0
+        self._arrivals = self._preemptions = self._failed_steps = 0
         self._sequences: dict[str, Sequence] = {}
         self._outputs: list[TokenOutput] = []
         self._start_scheduler()
@@ -187,10 +187,9 @@ class Engine:
         if not batch.chunks:
             return None
         self._uncollected.append(batch)
-        now = self._clock()
         for chunk in batch.prefills:
             if chunk.sequence.scheduled_at is None:
-                chunk.sequence.scheduled_at = now
+                chunk.sequence.scheduled_at = self._clock()
         launched = self._runner.launch(batch)
         batch.advance()
         return _Step(launched=launched, began=began, batch=batch)

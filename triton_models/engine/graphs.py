@@ -21,10 +21,14 @@ class SizedGraphs:
         self._sizes = sorted(sizes)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    @property
-    def sizes(self) -> int:
-        """How many there are."""
+    def __len__(self) -> int:
+        """Return the number of sizes."""
         return len(self._sizes)
+
+    @property
+    def largest(self) -> int:
+        """The largest size."""
+        return self._sizes[-1]
 
     def size_for(self, count: int) -> int | None:
         """Return the smallest size that holds `count`; None if it is over the largest."""

@@ -86,6 +86,14 @@ class Runner:
         )
 
     @torch.inference_mode()
+    def rehearse(self) -> int:
+        """Do the largest of the steps to be captured; returns how many graphs there will be."""
+        if self._captured is None:
+            return 0
+        with current(self._model.device):
+            return self._captured.rehearse()
+
+    @torch.inference_mode()
     def capture(self) -> None:
         """Compile and capture everything that steps will use, whatever they hold."""
         if self._captured is not None:

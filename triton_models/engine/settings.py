@@ -1,5 +1,6 @@
 """What the engine may use, and how much KV cache that comes to."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from math import inf
 
@@ -9,8 +10,8 @@ from triton_models.engine.memory import GIB, free_bytes, total_bytes
 from triton_models.engine.model import CausalModel
 from triton_models.errors import SettingsError
 
-GPU_SHARE = 0.9
-"""Of the device memory that is free once the weights are loaded; the rest is for activations."""
+GPU_SHARE = 0.95
+"""Of the device memory that is free beside the weights and what steps need; the rest is for fragments."""
 
 CPU_SHARE = 0.25
 """Of the available main memory; pages are only taken once a block is used."""
@@ -76,8 +77,16 @@ class Capacity:
     """How they were chosen, for the log."""
 
 
-def choose_capacity(settings: EngineSettings, model: CausalModel) -> Capacity:
+def choose_capacity(
+    settings: EngineSettings, model: CausalModel, beside_cache: Callable[[], int] = lambda: 0
+) -> Capacity:
     """Choose the number of KV blocks and the longest sequence they and the model allow.
+
+    Args:
+        settings: what was asked for.
+        model: where its cache will be.
+        beside_cache: finds out how many bytes of a GPU steps need for themselves; only asked where the blocks
+            are to take what is left.
 
     Raises:
         SettingsError: the context exceeds the model's, not even one block fits, or the device has no room for
@@ -86,7 +95,7 @@ def choose_capacity(settings: EngineSettings, model: CausalModel) -> Capacity:
     context = settings.max_context or model.max_positions
     if context > model.max_positions:
         raise SettingsError(f"max_context {context} exceeds the {model.max_positions} positions of the model")
-    blocks, reason = _choose_blocks(settings, model, context)
+    blocks, reason = _choose_blocks(settings, model, context, beside_cache)
     needed = blocks * settings.block_size * model.kv_shape.bytes_per_token(model.dtype)
     if needed > (there := total_bytes(model.device)):
         raise SettingsError(
@@ -100,7 +109,9 @@ def choose_capacity(settings: EngineSettings, model: CausalModel) -> Capacity:
     return Capacity(blocks, context, f"{blocks} KV blocks of {settings.block_size} tokens: {reason}")
 
 
-def _choose_blocks(settings: EngineSettings, model: CausalModel, context: int) -> tuple[int, str]:
+def _choose_blocks(
+    settings: EngineSettings, model: CausalModel, context: int, beside_cache: Callable[[], int]
+) -> tuple[int, str]:
     if settings.kv_blocks is not None:
         return settings.kv_blocks, "kv_blocks was set"
     block_bytes = settings.block_size * model.kv_shape.bytes_per_token(model.dtype)
@@ -108,7 +119,7 @@ def _choose_blocks(settings: EngineSettings, model: CausalModel, context: int) -
         memory = int(settings.kv_memory_gib * GIB)
         reason = f"{settings.kv_memory_gib} GiB were set"
     else:
-        memory, reason = _usable_memory(model.device)
+        memory, reason = _usable_memory(model.device, beside_cache)
     fitting = memory // block_bytes
     if fitting < 1:
         raise SettingsError(f"a KV block takes {block_bytes} bytes and {memory} are there ({reason})")
@@ -118,9 +129,11 @@ def _choose_blocks(settings: EngineSettings, model: CausalModel, context: int) -
     return fitting, reason
 
 
-def _usable_memory(device: torch.device) -> tuple[int, str]:
+def _usable_memory(device: torch.device, beside_cache: Callable[[], int]) -> tuple[int, str]:
     """Return the bytes that KV blocks may take, and why."""
     free = free_bytes(device)
     if device.type == "cuda":
-        return int(free * GPU_SHARE), f"{GPU_SHARE:.0%} of {free / GIB:.1f} GiB free on {device}"
+        steps = beside_cache()
+        reason = f"{GPU_SHARE:.0%} of {free / GIB:.1f} GiB free on {device}, less {steps / GIB:.1f} for steps"
+        return int(max(0, free - steps) * GPU_SHARE), reason
     return int(free * CPU_SHARE), f"{CPU_SHARE:.0%} of {free / GIB:.1f} GiB of main memory left"

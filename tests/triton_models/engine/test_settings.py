@@ -86,6 +86,39 @@ def test_more_than_the_machine_has_is_refused_before_it_is_taken(asked: dict[str
         choose_capacity(EngineSettings(**asked), FakeModel())
 
 
+def on_gpu(monkeypatch: pytest.MonkeyPatch, *, free: int) -> FakeModel:
+    monkeypatch.setattr("triton_models.engine.settings.free_bytes", lambda _: free)
+    monkeypatch.setattr("triton_models.engine.settings.total_bytes", lambda _: 2 * free)
+    model = FakeModel()
+    model.device = torch.device("cuda:0")
+    return model
+
+
+def test_on_a_gpu_the_cache_gets_what_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_gpu(monkeypatch, free=100 * 256)
+    capacity = choose_capacity(EngineSettings(), model, lambda: 60 * 256)
+    assert capacity.kv_blocks == 38, "95 % of the other 40"
+    assert capacity.reason.startswith("38 KV blocks of 16 tokens: 95% of 0.0 GiB free on cuda:0, less")
+
+
+def test_steps_that_need_more_than_there_is_leave_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_gpu(monkeypatch, free=100 * 256)
+    with pytest.raises(SettingsError, match="a KV block takes 256 bytes and 0 are there"):
+        choose_capacity(EngineSettings(), model, lambda: 101 * 256)
+
+
+@pytest.mark.parametrize("asked", [{"kv_blocks": 4}, {"kv_memory_gib": 4 * 256 / GIB}])
+def test_what_steps_need_is_not_asked_for_a_cache_of_a_given_size(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    model = on_gpu(monkeypatch, free=100 * 256)
+    assert choose_capacity(EngineSettings(**asked), model, pytest.fail).kv_blocks == 4
+
+
+def test_on_the_processor_nothing_is_rehearsed() -> None:
+    assert choose_capacity(EngineSettings(max_running=2), FakeModel(), pytest.fail).kv_blocks == 16
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(SettingsError, match="max_context 129 exceeds the 128 positions"):
         choose_capacity(EngineSettings(max_context=129), FakeModel())

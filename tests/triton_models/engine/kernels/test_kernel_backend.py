@@ -1,6 +1,8 @@
 """The engine on its kernels: the same answers as in plain torch, and as the original code's."""
 
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,9 @@ from triton_models.checkpoint import load_model
 from triton_models.engine.backend import PLAIN, Backend
 from triton_models.engine.engine import Engine
 from triton_models.engine.kernel_backend import kernel_backend
+from triton_models.engine.runner import Runner
 from triton_models.engine.sampling import SamplingParams
-from triton_models.engine.settings import EngineSettings
+from triton_models.engine.settings import Capacity, EngineSettings
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 SMALL = EngineSettings(max_running=4, max_batched_tokens=40, kv_blocks=24)
@@ -50,3 +53,17 @@ def test_sampled_answers_are_the_plain_ones(kernels: Backend, device: torch.devi
             engine.add(each)
         answers.append({key: ids(outputs) for key, outputs in run(engine).items()})
     assert answers[0] == answers[1]
+
+
+def test_a_rehearsal_needs_no_blocks_and_leaves_nothing(kernels: Backend, device: torch.device) -> None:
+    model = load_model(GOLDEN / "chatglm3", torch.float32, device)
+    made = Runner(model, kernels, SMALL, Capacity(1, 64, "one block"))
+    # Prompts of 32 and of 40 rows; decodes of 1, 2 and 4, each computed and sampled.
+    assert made.rehearse() == 2 + 2 * 3
+    cache = weakref.ref(made._cache)
+    gc.disable()
+    try:
+        del made
+        assert cache() is None
+    finally:
+        gc.enable()

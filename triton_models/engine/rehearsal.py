@@ -1,0 +1,76 @@
+"""How much device memory steps take beside weights and KV cache: found out by doing the largest once."""
+
+import gc
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from triton_models.engine.backend import Backend
+from triton_models.engine.captured_steps import LARGEST_PROMPTS
+from triton_models.engine.memory import GIB, free_bytes
+from triton_models.engine.model import CausalModel
+from triton_models.engine.runner import Runner, current
+from triton_models.engine.settings import Capacity, EngineSettings
+
+log = logging.getLogger(__name__)
+
+_GRAPH_BYTES = 2 * 2**20
+"""What a driver keeps for a captured graph of some hundreds of kernels, generously."""
+
+_LOGITS_COPIES = 10
+"""Float32 numbers for each logit of a step whose rows all ask for penalties, biases and log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsed:
+    """What doing the largest steps showed. All in bytes but `graphs`, the number of those to be captured."""
+
+    held: int
+    """Gone from the device with everything allocated but the cache, and the steps done: tables, workspaces,
+    libraries, kernels, and what the allocator keeps of the activations."""
+    activations: int
+    """The most that a step took and gave back."""
+    graphs: int
+
+
+def memory_beside_cache(model: CausalModel, backend: Backend, settings: EngineSettings) -> int:
+    """Return the bytes of a GPU that steps need beside the weights and the KV cache.
+
+    A runner with a cache of one block allocates what the real one will, does its largest steps, and goes.
+    """
+    with current(model.device):
+        before = free_bytes(model.device)
+        activations, graphs = _rehearse(model, backend, settings)
+        # The runner is gone, and the allocator still has all that it took.
+        held = before - free_bytes(model.device)
+        gc.collect()
+        torch.cuda.empty_cache()
+    rehearsed = Rehearsed(held=held, activations=activations, graphs=graphs)
+    needed = needed_bytes(rehearsed, settings, model.vocab_size)
+    log.info("steps need %.2f GiB beside weights and KV cache: %s", needed / GIB, rehearsed)
+    return needed
+
+
+def needed_bytes(rehearsed: Rehearsed, settings: EngineSettings, vocabulary: int) -> int:
+    """Return what to keep free of the KV cache.
+
+    Beside what is held: the graphs, whose activations have a pool of their own, and what may be larger than
+    what was rehearsed: a step of more prompt tokens than are captured, or one that samples by every rule.
+    """
+    activations = rehearsed.activations
+    prompts = activations * max(settings.max_batched_tokens, LARGEST_PROMPTS) // LARGEST_PROMPTS
+    sampling = _LOGITS_COPIES * settings.max_running * vocabulary * torch.float32.itemsize
+    pool = activations + rehearsed.graphs * _GRAPH_BYTES if rehearsed.graphs else 0
+    return rehearsed.held + pool + max(0, prompts - activations, sampling - activations)
+
+
+def _rehearse(model: CausalModel, backend: Backend, settings: EngineSettings) -> tuple[int, int]:
+    """Return the most bytes that a step took for itself, and how many graphs there will be."""
+    context = min(settings.max_context or model.max_positions, model.max_positions)
+    runner = Runner(model, backend, settings, Capacity(1, context, "a rehearsal"))
+    torch.cuda.reset_peak_memory_stats(model.device)
+    allocated = torch.cuda.memory_allocated(model.device)
+    graphs = runner.rehearse()
+    torch.cuda.synchronize(model.device)
+    return torch.cuda.max_memory_allocated(model.device) - allocated, graphs
