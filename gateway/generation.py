@@ -43,6 +43,8 @@ class Tool:
     name: str
     description: str | None
     parameters: Mapping[str, Any]
+    strict: bool = False
+    """Every call's arguments obey the schema, all of it; else as far as that can be enforced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,21 @@ class TokenIds:
 
 Prompt = Conversation | PlainText | TokenIds
 
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What the whole text of the answer is held to while it is sampled.
+
+    `text` is the schema as JSON, the regular expression, the choices as a JSON list, or the grammar in Lark's
+    or GBNF's notation; of any JSON object it is empty. `field` is what the request calls it, for errors.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+    field: str
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
@@ -129,11 +146,21 @@ class Generation:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     """Number of alternatives reported beside each sampled token; None: no log-probabilities at all."""
+    grammar: Grammar | None = None
+    """None: the text is free."""
     stream: bool = False
     """False lets the model send the whole answer at once."""
     return_token_ids: bool = False
     """Report the ids of the prompt and of the answer."""
     priority: int = 0
+
+    @property
+    def grammar_field(self) -> str | None:
+        """What the request calls that which the answer is held to; None: it is free."""
+        if self.grammar is not None:
+            return self.grammar.field
+        offer = self.prompt.offer if isinstance(self.prompt, Conversation) else None
+        return None if offer is None else offer.field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ ModelError
 │   └── UnsupportedArchitectureError
 ├── EntryError                       a repository entry's config.pbtxt asks for what there is not
 ├── EnvironmentPackError             a Python environment that cannot be packed for Triton
+├── InvalidGrammarError              a grammar that is broken, too large, or cannot be enforced
 ├── TextError                        a text or conversation that tokenizer or chat format cannot express
 ├── ClientInputError                 an input of the request/response entry that cannot be read
 ├── StreamRefusedError               `M-stream` refused what `M` asked of it, or is not there
@@ -41,6 +42,10 @@ class EntryError(ModelError):
 
 class EnvironmentPackError(ModelError):
     """A Python environment that cannot be built or packed."""
+
+
+class InvalidGrammarError(ModelError):
+    """A grammar that answers cannot be held to; the message says what of it."""
 
 
 class TextError(ModelError):

@@ -79,7 +79,7 @@ class AnswerText:
 
 
 class ContinuedText:
-    """The text of a raw answer, which continues plain text: shown as the model wrote it."""
+    """The text of an answer without format, raw or held to a grammar: shown as the model wrote it."""
 
     def push(self, text: str, segments: Sequence[Segment] = ()) -> str:
         """Take one delta of the answer; return what may be shown, which is all of it.

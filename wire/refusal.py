@@ -12,6 +12,8 @@ class RefusalCode(enum.StrEnum):
     """Why a request was refused or ended without its answer."""
 
     INVALID_REQUEST = "invalid_request"
+    INVALID_GRAMMAR = "invalid_grammar"
+    """The request's grammar is broken, too large, or asks for what cannot be enforced."""
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     QUEUE_FULL = "queue_full"
     DEADLINE_EXCEEDED = "deadline_exceeded"

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from wire.decoding import decode_bounded
+from wire.grammar import Grammar
 from wire.history import Role
 
 WIRE_VERSION = 1
@@ -66,6 +67,10 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     call of it, or nothing, so that it is text. Absent: the model decides, and the line is in its answer."""
     end_after_call_of: Annotated[list[ToolName], msgspec.Meta(max_length=TOOLS_LIMIT)] = []
     """The answer ends where a segment begins after one whose first line is one of these."""
+    grammar: Grammar | None = None
+    """Tokens are sampled so that the answer obeys it: whole, unless it ends with the reason `length` or by a
+    stop of the request's own. In a conversation, a grammar of any kind but `tool_calls` makes the answer one
+    piece of text, its first line part of the prompt."""
 
     n: Annotated[int, msgspec.Meta(ge=1, le=CHOICES_LIMIT)] = 1
     """Choices: answers to the one prompt, each sampled by itself. They are queued together or not at all."""

@@ -23,6 +23,7 @@ from gateway.generation import (
 )
 from wire import names
 from wire import sampling as wire_sampling
+from wire.grammar import Grammar
 from wire.history import Role, Turn, encode_history
 from wire.strings import pack_strings
 
@@ -117,6 +118,11 @@ def _prompt(prompt: Prompt, chat_format: str) -> _WirePrompt:
             assert_never(prompt)
 
 
+def _grammar(generation: Generation) -> Grammar | None:
+    asked = generation.grammar
+    return None if asked is None else Grammar(asked.kind, asked.text)
+
+
 def request_tensors(
     generation: Generation,
     report: ModelReport,
@@ -137,6 +143,7 @@ def request_tensors(
         raw=prompt.raw,
         answer_metadata=prompt.answer_metadata,
         end_after_call_of=prompt.end_after_call_of,
+        grammar=_grammar(generation),
         n=generation.n,
         max_tokens=generation.max_tokens,
         min_tokens=generation.min_tokens,

@@ -54,8 +54,8 @@ class _Choice:
 def _shown_text(generation: Generation, calls: list[Call]) -> AnswerText | ContinuedText | ToolText:
     """Return what makes the text to be shown of a raw choice of `generation`, and adds to `calls`."""
     prompt = generation.prompt
-    if not isinstance(prompt, Conversation):
-        return ContinuedText()
+    if generation.grammar is not None or not isinstance(prompt, Conversation):
+        return ContinuedText()  # What a grammar has decided, white space included, is not tidied up.
     if prompt.offer is None:
         return AnswerText()
     return ToolText(callable_names(prompt.offer), calls.append, metadata=answer_metadata(prompt.offer))

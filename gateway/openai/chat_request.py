@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field
 
 from gateway.errors import InvalidRequestError
-from gateway.generation import Conversation, Generation, Message, MessageRole, PastCall, ToolOffer
+from gateway.generation import Conversation, Generation, Grammar, Message, MessageRole, PastCall, ToolOffer
 from gateway.openai import generation_request
 from gateway.openai.document import read_object, validate, without_neutral
 from gateway.openai.generation_request import (
@@ -18,6 +18,7 @@ from gateway.openai.generation_request import (
     TokenBound,
     without_neutral_options,
 )
+from gateway.openai.structured import ResponseFormat, StructuredRequest
 from gateway.openai.tools import (
     FunctionCall,
     FunctionName,
@@ -132,13 +133,14 @@ class ChatMessage(Strict):
             raise InvalidRequestError(f"{path}.tool_calls has an id twice.", param=f"{path}.tool_calls")
 
 
-class ChatRequest(AnyCompletionRequest):
+class ChatRequest(AnyCompletionRequest, StructuredRequest):
     """A chat completion request. Null means absent everywhere."""
 
     messages: Annotated[Items[ChatMessage], Field(min_length=1)]
     max_completion_tokens: TokenBound | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -166,6 +168,31 @@ class ChatRequest(AnyCompletionRequest):
         of_functions = offer_of_functions(self.functions, self.function_call)
         of_tools = offer_of_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
         return of_tools or of_functions
+
+    def grammar_asked(self) -> Grammar | None:
+        """Return what the answer's text is held to; None: it is free.
+
+        Raises:
+            InvalidRequestError: several fields say it, or tools are to be called instead.
+        """
+        formatted = self.response_format.grammar("response_format") if self.response_format else None
+        grammar = super().grammar_asked()
+        if formatted is not None and grammar is not None:
+            raise InvalidRequestError(
+                "response_format and structured_outputs both say what the answer is; give one.",
+                param="structured_outputs",
+            )
+        grammar = grammar or formatted
+        if grammar is not None:
+            field, _, _ = grammar.field.partition(".")
+            offer = self.offer()
+            if offer is not None and offer.choice != "none":
+                raise InvalidRequestError(
+                    f"{field} says what the text of the answer is, and with {offer.field} it may be a call: "
+                    f'{offer.choice_field} "none" is needed beside it.',
+                    param=field,
+                )
+        return grammar
 
     def generation(self, *, request_id: str, deadline: float) -> Generation:
         """Return what is asked of the upstream."""

@@ -17,6 +17,7 @@ from gateway.openai.generation_request import (
     TokenId,
     without_neutral_options,
 )
+from gateway.openai.structured import StructuredRequest
 
 NOT_YET: Mapping[str, Any] = MappingProxyType(
     {
@@ -27,6 +28,7 @@ NOT_YET: Mapping[str, Any] = MappingProxyType(
         "logprobs": None,
         "prompt_embeds": None,
         "prompt_logprobs": None,
+        "response_format": {"type": "text"},
         "suffix": None,
     }
 )
@@ -42,7 +44,7 @@ def _one_prompt(prompt: Any) -> Any:
     return prompt
 
 
-class CompletionRequest(AnyCompletionRequest):
+class CompletionRequest(AnyCompletionRequest, StructuredRequest):
     """A text completion request. Null means absent everywhere."""
 
     prompt: Annotated[

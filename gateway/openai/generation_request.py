@@ -18,9 +18,7 @@ from gateway.openai.document import without_neutral
 NOT_YET: Mapping[str, Any] = MappingProxyType(
     {
         "priority": 0,
-        "response_format": {"type": "text"},
         "skip_special_tokens": True,
-        "structured_outputs": None,
     }
 )
 """Real parameters that are not supported yet, each with the value that asks for nothing."""

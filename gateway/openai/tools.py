@@ -1,37 +1,19 @@
 """Tools in a chat request, today's form and the older one with `functions`, and calls in its messages."""
 
-from itertools import chain
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import InvalidRequestError
 from gateway.generation import NamedTool, PastCall, Tool, ToolOffer
 from gateway.openai.generation_request import Items, NonEmpty, Strict
+from gateway.openai.schema import MAX_DEPTH, Schema, shallow
 
 TOOLS_LIMIT = 128
-MAX_DEPTH = 64
-"""Of a schema, and of a call's arguments: objects and lists within each other."""
-
-
-def _holds(value: Any) -> bool:
-    return isinstance(value, dict | list)
-
-
-def _shallow(value: Any) -> Any:
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        containers = [each.values() if isinstance(each, dict) else each for each in level if _holds(each)]
-        if not containers:
-            return value
-        level = list(chain.from_iterable(containers))
-    raise PydanticCustomError("too_deep", f"nested deeper than {MAX_DEPTH} levels")
-
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}\z")]
-Schema = Annotated[dict[str, Any], AfterValidator(_shallow)]
 
 
 class Function(Strict):
@@ -47,7 +29,12 @@ class Function(Strict):
 
     def tool(self) -> Tool:
         """Return what the model is offered."""
-        return Tool(name=self.name, description=self.description, parameters=self.parameters or {})
+        return Tool(
+            name=self.name,
+            description=self.description,
+            parameters=self.parameters or {},
+            strict=bool(self.strict),
+        )
 
 
 class FunctionTool(Strict):
@@ -90,7 +77,7 @@ class FunctionCall(Strict):
             InvalidRequestError: the arguments are not a JSON object, or nest too deeply.
         """
         try:
-            arguments = _shallow(msgspec.json.decode(self.arguments or "{}"))
+            arguments = shallow(msgspec.json.decode(self.arguments or "{}"))
         except (msgspec.DecodeError, RecursionError, PydanticCustomError, UnicodeEncodeError):
             arguments = None
         if not isinstance(arguments, dict):

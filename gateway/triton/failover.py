@@ -8,7 +8,13 @@ from gateway.triton.status import Fault, TritonError
 
 _log = logging.getLogger(__name__)
 
-_NO_FAULT_OF_UPSTREAM = {Fault.INVALID_REQUEST, Fault.CONTEXT_LENGTH, Fault.UNREAD, Fault.CLOSED}
+_NO_FAULT_OF_UPSTREAM = {
+    Fault.INVALID_REQUEST,
+    Fault.INVALID_GRAMMAR,
+    Fault.CONTEXT_LENGTH,
+    Fault.UNREAD,
+    Fault.CLOSED,
+}
 """The client's doing, or our own."""
 
 _LOGGED_LIMIT = 2000

@@ -175,7 +175,7 @@ class TritonUpstream:
                         yield event
             except TritonError as error:
                 replica.suspect(error)
-                tries.failed(error, delivered=delivered)
+                tries.failed(error.blame_grammar(request.grammar_field), delivered=delivered)
             else:
                 return
 

@@ -36,6 +36,7 @@ class Fault(enum.StrEnum):
     """How a call failed; the value is the label `code` of `tritongate_upstream_errors_total`."""
 
     INVALID_REQUEST = "invalid_request"
+    INVALID_GRAMMAR = "invalid_grammar"
     CONTEXT_LENGTH = "context_length_exceeded"
     QUEUE_FULL = "queue_full"
     DEADLINE = "deadline_exceeded"
@@ -83,6 +84,7 @@ class Treatment:
 
 TREATMENTS = {
     Fault.INVALID_REQUEST: Treatment(InvalidRequestError, "The model refused the request."),
+    Fault.INVALID_GRAMMAR: Treatment(InvalidRequestError, "The answer cannot be held to this grammar."),
     Fault.CONTEXT_LENGTH: Treatment(ContextLengthError, "The prompt exceeds the model's context."),
     Fault.QUEUE_FULL: Treatment(
         RateLimitError, "The model's queue is full; try again shortly.", retry_after_s=1, failover=True
@@ -124,6 +126,7 @@ TREATMENTS = {
 
 _REFUSALS = {
     RefusalCode.INVALID_REQUEST: Fault.INVALID_REQUEST,
+    RefusalCode.INVALID_GRAMMAR: Fault.INVALID_GRAMMAR,
     RefusalCode.CONTEXT_LENGTH_EXCEEDED: Fault.CONTEXT_LENGTH,
     RefusalCode.QUEUE_FULL: Fault.QUEUE_FULL,
     RefusalCode.DEADLINE_EXCEEDED: Fault.DEADLINE,
@@ -134,7 +137,7 @@ _REFUSALS = {
     RefusalCode.INTERNAL: Fault.INTERNAL,
 }
 
-_WORDS_FOR_CLIENTS = {Fault.INVALID_REQUEST, Fault.CONTEXT_LENGTH}
+_WORDS_FOR_CLIENTS = {Fault.INVALID_REQUEST, Fault.INVALID_GRAMMAR, Fault.CONTEXT_LENGTH}
 """Refusals about the request itself: their words are the only ones of use to whoever sent it."""
 
 _TEXTS = [
@@ -173,11 +176,21 @@ class TritonError(Exception):
     `message` may be shown to a client; `detail` is the raw text, for the log only.
     """
 
-    def __init__(self, fault: Fault, detail: str, *, message: str | None = None) -> None:
+    def __init__(
+        self, fault: Fault, detail: str, *, message: str | None = None, param: str | None = None
+    ) -> None:
         super().__init__(f"{fault}: {detail}")
         self.fault = fault
         self.detail = detail
         self.message = message or TREATMENTS[fault].message
+        self.param = param
+        """The field of the request that is at fault, where that is known."""
+
+    def blame_grammar(self, field: str | None) -> "TritonError":
+        """Return this error for a request whose grammar came from `field`, which a refusal of it names."""
+        if self.fault is not Fault.INVALID_GRAMMAR:
+            return self
+        return TritonError(self.fault, self.detail, message=self.message, param=field)
 
     def blame_client(self) -> "TritonError":
         """Return this error for a client's own tensors: their refusal is about them, in Triton's words."""
@@ -199,7 +212,7 @@ class TritonError(Exception):
     def to_gateway(self) -> GatewayError:
         """Return the error for the client."""
         treatment = TREATMENTS[self.fault]
-        return treatment.error(self.message, retry_after_s=treatment.retry_after_s)
+        return treatment.error(self.message, param=self.param, retry_after_s=treatment.retry_after_s)
 
 
 def classify(text: str, code: grpc.StatusCode | None = None) -> TritonError:

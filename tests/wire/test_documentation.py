@@ -2,12 +2,14 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 
 from wire import names
 from wire.channel import Frame
+from wire.grammar import CallableTool, Grammar, GrammarKind, ToolCalls
 from wire.history import Turn
 from wire.meta import Meta
 from wire.refusal import RefusalCode
@@ -43,6 +45,15 @@ def test_nested_documents_are_described_by_their_keys() -> None:
             assert all(re.search(rf"\b{key}\b", row) for key in struct.__struct_fields__), field.name
     sentence = CONTRACT.split("`wire.history.Turn`")[1].split("\n\n")[0]
     assert all(f"`{key}`" in sentence for key in Turn.__struct_fields__)
+
+
+def test_every_kind_of_grammar_is_listed() -> None:
+    assert table_after("`wire.grammar.Grammar`") == list(get_args(GrammarKind))
+    row = next(line for line in CONTRACT.splitlines() if line.startswith("| `grammar` |"))
+    assert all(re.search(rf"\b{key}\b", row) for key in Grammar.__struct_fields__)
+    row = next(line for line in CONTRACT.splitlines() if line.startswith("| `tool_calls` |"))
+    keys = ToolCalls.__struct_fields__ + CallableTool.__struct_fields__
+    assert all(re.search(rf"\b{key}\b", row) for key in keys)
 
 
 def structs_within(kind: object) -> list[type[msgspec.Struct]]:

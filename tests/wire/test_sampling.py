@@ -3,6 +3,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from wire.grammar import Grammar
 from wire.sampling import (
     Cancel,
     ChannelStream,
@@ -24,6 +25,7 @@ FULL = Generation(
     raw=True,
     answer_metadata="",
     end_after_call_of=["a"],
+    grammar=Grammar("regex", "a+"),
     temperature=0,
     top_p=0.5,
     top_k=4,
@@ -100,6 +102,17 @@ def test_what_no_kind_knows_is_refused(document: bytes, where: str) -> None:
         ("request_id", ["r", "r" * 128], ["", "r" * 129, 1]),
         ("role", ["user", "system", "assistant", "observation"], ["tool"]),
         ("prompt_token_ids", [[0]], [[], [-1], [1.5], "1"]),
+        (
+            "grammar",
+            [{"kind": "json_object"}, {"kind": "lark", "text": "x" * 2**18}],
+            [
+                "a",
+                {},
+                {"kind": "prolog"},
+                {"kind": "regex", "text": "x" * (2**18 + 1)},
+                {"kind": "regex", "x": 1},
+            ],
+        ),
         ("n", [1, 128], [0, 129, 1.5, True]),
         ("max_tokens", [1, 10**9], [0, 1.5, "1", True]),
         ("min_tokens", [0], [-1]),

@@ -34,6 +34,7 @@ def refusal_response(code: RefusalCode, message: str, pb_utils: Any) -> Any:
     error = pb_utils.TritonError
     statuses = {
         RefusalCode.INVALID_REQUEST: error.INVALID_ARG,
+        RefusalCode.INVALID_GRAMMAR: error.INVALID_ARG,
         RefusalCode.CONTEXT_LENGTH_EXCEEDED: error.INVALID_ARG,
         RefusalCode.QUEUE_FULL: error.UNAVAILABLE,
         RefusalCode.DEADLINE_EXCEEDED: error.UNAVAILABLE,

@@ -15,6 +15,7 @@ from triton_models.engine.sequence import FinishReason
 from triton_models.errors import (
     ChannelLostError,
     EngineStoppedError,
+    InvalidGrammarError,
     ModelError,
     PromptTooLongError,
     QueueFullError,
@@ -44,6 +45,7 @@ _REFUSALS: tuple[tuple[type[Exception], RefusalCode], ...] = (
     (PromptTooLongError, RefusalCode.CONTEXT_LENGTH_EXCEEDED),
     (QueueFullError, RefusalCode.QUEUE_FULL),
     (EngineStoppedError, RefusalCode.SHUTTING_DOWN),
+    (InvalidGrammarError, RefusalCode.INVALID_GRAMMAR),
     (ChannelLostError, RefusalCode.CHANNEL_LOST),
     (ModelError, RefusalCode.INVALID_REQUEST),
     (msgspec.MsgspecError, RefusalCode.INVALID_REQUEST),
@@ -184,6 +186,8 @@ class StreamService:
             return
         if self._closing.is_set():
             raise EngineStoppedError("the model is being unloaded")
+        if generation.grammar is not None:
+            raise InvalidGrammarError("grammars are not supported by this model yet")
         prompt_ids = self._prompt_ids(generation, inputs)
         if generation.channel is not None:
             first = generation.channel.stream

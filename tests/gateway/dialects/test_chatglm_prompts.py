@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.errors import InvalidRequestError
-from gateway.generation import Accepted, Conversation, Message, PlainText, TokenIds
+from gateway.generation import Accepted, Conversation, Grammar, Message, PlainText, TokenIds
 from tests.gateway.dialects.test_chatglm import (
     ACCEPTED,
     CHATGLM2,
@@ -15,6 +15,7 @@ from tests.gateway.dialects.test_chatglm import (
     sampling_of,
     tensors,
 )
+from wire.grammar import Grammar as WireGrammar
 from wire.history import decode_history
 
 
@@ -46,3 +47,18 @@ def test_their_answer_is_text_as_it_stands(prompt: PlainText | TokenIds) -> None
     ]
     assert events[0] == Accepted(prompt_tokens=7, prompt_token_ids=(5, 6))
     assert [(event.text, event.token_ids) for event in events[1:]] == [(" \n", (7,)), ("a ", (2,))]
+
+
+@pytest.mark.parametrize("prompt", [Conversation((Message(role="user", content="a"),)), PlainText("a")])
+def test_an_answer_held_to_a_grammar_is_text_as_it_stands(prompt: Conversation | PlainText) -> None:
+    asked = generation(prompt=prompt, grammar=Grammar(kind="regex", text=" a+", field="f"))
+    request = DIALECT.request(asked, CHATGLM3, remaining_s=1)
+    assert sampling_of(request).grammar == WireGrammar("regex", " a+")
+    answer = DIALECT.decoder(asked)
+    accepted, *rest = [
+        *answer.decode(response(meta=ACCEPTED)),
+        *answer.decode(response(" [[训练时间]]", {"tokens": 1})),
+        *answer.decode(response(" ", END)),
+    ]
+    assert isinstance(accepted, Accepted)
+    assert [event.text for event in rest] == [" [[训练时间]]", " "]

@@ -178,7 +178,6 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"min_p": 1.1}, "min_p"),
         ({"tools": [{"type": "function"}]}, "tools.0.function"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"temprature": 1}, "temprature"),
     ],
 )

@@ -15,7 +15,7 @@ from gateway.errors import (
     UnavailableError,
     UpstreamProtocolError,
 )
-from gateway.generation import Accepted, Conversation, Delta, Event, Heartbeat, Message
+from gateway.generation import Accepted, Conversation, Delta, Event, Grammar, Heartbeat, Message
 from gateway.triton.pool import TritonUpstream
 from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_triton import (
@@ -153,6 +153,15 @@ async def test_refusals_reach_the_client_as_what_they_are(
         await collect(pool, generation())
     assert type(raised.value) is error
     assert "/" not in str(raised.value)
+
+
+async def test_a_refused_grammar_names_the_field_that_it_came_from(triton: Any, serve: Serve) -> None:
+    pool = await serve(triton)
+    triton.model.answer = refusing("tritongate:invalid_grammar: no such keyword")
+    asked = generation(grammar=Grammar(kind="json_schema", text="{}", field="response_format.x"))
+    with pytest.raises(InvalidRequestError, match="no such keyword") as raised:
+        await collect(pool, asked)
+    assert raised.value.param == "response_format.x"
 
 
 async def test_a_failure_is_counted_and_logged_with_its_detail_a_clients_own_mistake_is_not(

@@ -79,6 +79,7 @@ TABLE = [
     (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", Fault.INTERNAL, 502),
     (None, "", Fault.INTERNAL, 502),
     (grpc.StatusCode.INVALID_ARGUMENT, "tritongate:invalid_request: bad seed", Fault.INVALID_REQUEST, 400),
+    (None, "tritongate:invalid_grammar: no such keyword", Fault.INVALID_GRAMMAR, 400),
     (
         None,
         "[request id: r] tritongate:context_length_exceeded: 9 tokens are too many",
@@ -118,7 +119,11 @@ def test_only_refusals_of_the_request_itself_are_passed_on_in_their_own_words() 
     passed_on = {
         code for code in RefusalCode if "own words" in classify(refusal_text(code, "own words")).message
     }
-    assert passed_on == {RefusalCode.INVALID_REQUEST, RefusalCode.CONTEXT_LENGTH_EXCEEDED}
+    assert passed_on == {
+        RefusalCode.INVALID_REQUEST,
+        RefusalCode.INVALID_GRAMMAR,
+        RefusalCode.CONTEXT_LENGTH_EXCEEDED,
+    }
 
 
 def test_a_refusal_is_shown_without_what_follows_its_first_line_and_not_at_any_length() -> None:
@@ -141,3 +146,10 @@ def test_a_request_that_may_have_done_harm_or_was_refused_for_itself_is_not_repe
         Fault.CHANNEL_LOST,
     }
     assert [fault for fault in Fault if TREATMENTS[fault].same_replica] == [Fault.CHANNEL_LOST]
+
+
+def test_a_refused_grammar_is_blamed_on_the_field_that_it_came_from() -> None:
+    told = classify("tritongate:invalid_grammar: no such keyword").blame_grammar("tools").to_gateway()
+    assert (told.message, told.param) == ("no such keyword", "tools")
+    told = classify("tritongate:invalid_request: bad seed").blame_grammar("tools").to_gateway()
+    assert (told.message, told.param) == ("bad seed", None)

@@ -1,0 +1,204 @@
+"""What the text of an answer is held to: `response_format`, and `structured_outputs` in vLLM's spelling.
+
+Both are enforced while the answer is sampled, at any temperature, so that an answer which ends with the
+reason `stop` obeys. Which schemas and grammars that can be done for is known on the model's side, whose
+refusal comes back as a 400 that names the field.
+"""
+
+from abc import ABC
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from gateway.errors import InvalidRequestError
+from gateway.generation import Generation, Grammar
+from gateway.openai.generation_request import GenerationRequest, Items, Strict
+from gateway.openai.schema import Schema
+
+TEXT_LIMIT = 2**18
+"""Characters of a schema, written as JSON, or of a grammar."""
+CHOICES_LIMIT = 1024
+
+_encode = msgspec.json.Encoder().encode
+
+
+class JsonSchema(Strict):
+    """The schema of an answer. It is enforced with `strict` and without."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}\z", description="bookkeeping")]
+    description: Annotated[str | None, Field(description="bookkeeping: it is not shown to the model")] = None
+    schema_: Annotated[Schema | None, Field(alias="schema", description="absent: any JSON object")] = None
+    strict: Annotated[
+        bool | None, Field(description="the schema is enforced either way, or refused where it cannot be")
+    ] = None
+
+
+class TextFormat(Strict):
+    """Free text."""
+
+    type: Literal["text"]
+
+    def grammar(self, field: str) -> Grammar | None:
+        """Return what the answer is held to; `field` is what the request calls this object."""
+        del field
+        return None
+
+
+class JsonObjectFormat(Strict):
+    """Any JSON object, whatever the prompt says."""
+
+    type: Literal["json_object"]
+
+    def grammar(self, field: str) -> Grammar | None:
+        """Return what the answer is held to; `field` is what the request calls this object."""
+        return Grammar(kind="json_object", field=field)
+
+
+class JsonSchemaFormat(Strict):
+    """JSON that obeys a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+    def grammar(self, field: str) -> Grammar | None:
+        """Return what the answer is held to; `field` is what the request calls this object."""
+        return schema_grammar(self.json_schema.schema_, f"{field}.json_schema.schema")
+
+
+def _branch(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind}>" if isinstance(kind, str) else None
+
+
+ResponseFormat = Annotated[
+    Annotated[TextFormat, Tag("<text>")]
+    | Annotated[JsonObjectFormat, Tag("<json_object>")]
+    | Annotated[JsonSchemaFormat, Tag("<json_schema>")],
+    # By a function, since locations of faults name the branch: a bare `json_schema` there would look like the
+    # key of that name.
+    Discriminator(
+        _branch,
+        custom_error_type="response_format",
+        custom_error_message="an object with the type text, json_object or json_schema is needed",
+    ),
+]
+
+
+class StructuredOutputs(Strict):
+    """One of the ways to say what an answer may be."""
+
+    json_: Annotated[
+        Schema | str | None, Field(alias="json", description="a JSON schema, or one as text")
+    ] = None
+    regex: Annotated[
+        str | None,
+        Field(min_length=1, max_length=TEXT_LIMIT, description="of the whole answer, in Rust's syntax"),
+    ] = None
+    choice: Annotated[
+        Items[Annotated[str, Field(min_length=1)]] | None,
+        Field(min_length=1, max_length=CHOICES_LIMIT, description="the answer is one of these"),
+    ] = None
+    grammar_: Annotated[
+        str | None,
+        Field(alias="grammar", min_length=1, max_length=TEXT_LIMIT, description="in Lark's notation or GBNF"),
+    ] = None
+
+    @model_validator(mode="after")
+    def _one(self) -> "StructuredOutputs":
+        ways = (self.json_, self.regex, self.choice, self.grammar_)
+        if sum(way is not None for way in ways) != 1:
+            raise PydanticCustomError("one_way", "exactly one of json, regex, choice and grammar is needed")
+        return self
+
+    def grammar(self, field: str) -> Grammar:
+        """Return what the answer is held to; `field` is what the request calls this object.
+
+        Raises:
+            InvalidRequestError: a schema that is too large, or not JSON.
+        """
+        if self.regex is not None:
+            return Grammar(kind="regex", text=self.regex, field=f"{field}.regex")
+        if self.choice is not None:
+            return _bounded(
+                Grammar(kind="choice", text=_encode(self.choice).decode(), field=f"{field}.choice")
+            )
+        if self.grammar_ is not None:
+            return Grammar(kind="lark", text=self.grammar_, field=f"{field}.grammar")
+        if isinstance(self.json_, str):
+            return schema_grammar(_decoded(self.json_, f"{field}.json"), f"{field}.json")
+        return schema_grammar(self.json_, f"{field}.json")
+
+
+class StructuredRequest(GenerationRequest, ABC):
+    """A request whose answer may be held to something."""
+
+    structured_outputs: StructuredOutputs | None = None
+
+    def grammar_asked(self) -> Grammar | None:
+        """Return what the answer is held to; None: it is free.
+
+        Raises:
+            InvalidRequestError: the fields about it contradict each other.
+        """
+        if self.structured_outputs is None:
+            return None
+        return self.structured_outputs.grammar("structured_outputs")
+
+    def generation(self, *, request_id: str, deadline: float) -> Generation:
+        """Return what is asked of the upstream."""
+        asked = super().generation(request_id=request_id, deadline=deadline)
+        return replace(asked, grammar=self.grammar_asked())
+
+    def check_combinations(self) -> None:
+        """See `GenerationRequest.check_combinations`."""
+        super().check_combinations()
+        grammar = self.grammar_asked()
+        if grammar is not None:
+            refuse_open_ends(self, f"an answer that is held to {grammar.field}")
+
+
+def refuse_open_ends(asked: GenerationRequest, answer: str) -> None:
+    """Refuse what keeps an answer from ending where it is complete; `answer` says which one.
+
+    Raises:
+        InvalidRequestError: there is such a thing in the request.
+    """
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(asked, name):
+            raise InvalidRequestError(
+                f"{name} contradicts {answer}, which ends where it is complete.", param=name
+            )
+
+
+def schema_grammar(schema: dict[str, Any] | None, field: str) -> Grammar:
+    """Return what holds an answer to `schema`; None: to any JSON object.
+
+    Args:
+        schema: a JSON schema.
+        field: what the request calls it.
+
+    Raises:
+        InvalidRequestError: it is too large.
+    """
+    if schema is None:
+        return Grammar(kind="json_object", field=field)
+    return _bounded(Grammar(kind="json_schema", text=_encode(schema).decode(), field=field))
+
+
+def _bounded(grammar: Grammar) -> Grammar:
+    if len(grammar.text) > TEXT_LIMIT:
+        raise InvalidRequestError(
+            f"{grammar.field} has {len(grammar.text)} characters, and at most {TEXT_LIMIT} are allowed.",
+            param=grammar.field,
+        )
+    return grammar
+
+
+def _decoded(text: str, field: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
+        raise InvalidRequestError(f"{field} must be a JSON schema, an object.", param=field) from None

@@ -1,0 +1,147 @@
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gateway.errors import InvalidRequestError
+from gateway.generation import Grammar
+from gateway.openai.chat_request import read_chat_request
+from gateway.openai.completion_request import read_completion_request
+from gateway.openai.schema import MAX_DEPTH
+from gateway.openai.structured import TEXT_LIMIT, StructuredRequest
+
+SCHEMA = {"type": "object", "properties": {"城": {"type": "string"}}}
+TOOLS = [{"type": "function", "function": {"name": "now"}}]
+
+
+def chat(**parameters: Any) -> StructuredRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **parameters}
+    return read_chat_request(json.dumps(body).encode())
+
+
+def completion(**parameters: Any) -> StructuredRequest:
+    return read_completion_request(json.dumps({"model": "m", "prompt": "hi", **parameters}).encode())
+
+
+def json_schema(schema: Any = SCHEMA, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, **more}}
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        schema = {"not": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("parameters", "kind", "text", "field"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", "", "response_format"),
+        (
+            {"response_format": json_schema(strict=True, description="d")},
+            "json_schema",
+            SCHEMA,
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "json_object",
+            "",
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "tools": TOOLS, "tool_choice": "none"},
+            "json_object",
+            "",
+            "response_format",
+        ),
+    ],
+)
+def test_response_formats(parameters: dict[str, Any], kind: str, text: Any, field: str) -> None:
+    asked = chat(**parameters).generation(request_id="r", deadline=0)
+    assert asked.grammar is not None
+    assert (asked.grammar.kind, asked.grammar.field) == (kind, field)
+    assert (json.loads(asked.grammar.text) if kind == "json_schema" else asked.grammar.text) == text
+    assert asked.grammar_field == field
+
+
+@pytest.mark.parametrize("read", [chat, completion])
+@pytest.mark.parametrize(
+    ("outputs", "kind", "text"),
+    [
+        ({"json": {"type": "null"}}, "json_schema", '{"type":"null"}'),
+        ({"json": '{"type": "null"}'}, "json_schema", '{"type":"null"}'),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"choice": ["是", "no"], "regex": None}, "choice", '["是","no"]'),
+        ({"grammar": "start: /a/"}, "lark", "start: /a/"),
+    ],
+)
+def test_structured_outputs(
+    read: Callable[..., StructuredRequest], outputs: dict[str, Any], kind: Any, text: str
+) -> None:
+    asked = read(structured_outputs=outputs).generation(request_id="r", deadline=0)
+    name = next(name for name, value in outputs.items() if value is not None)
+    assert asked.grammar == Grammar(kind=kind, text=text, field=f"structured_outputs.{name}")
+
+
+@pytest.mark.parametrize("parameters", [{}, {"structured_outputs": None}])
+def test_text_is_free_where_nothing_is_said(parameters: dict[str, Any]) -> None:
+    for asked in (chat(response_format={"type": "text"}, **parameters), completion(**parameters)):
+        assert asked.generation(request_id="r", deadline=0).grammar is None
+
+
+@pytest.mark.parametrize(
+    ("parameters", "param"),
+    [
+        ({"response_format": {}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": "json_object"}, "response_format"),
+        ({"response_format": {"type": "text", "x": 1}}, "response_format.x"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": json_schema() | {"strict": True}}, "response_format.strict"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "response_format.json_schema.name",
+        ),
+        ({"response_format": json_schema(name="a b")}, "response_format.json_schema.name"),
+        ({"response_format": json_schema([])}, "response_format.json_schema.schema"),
+        ({"response_format": json_schema(deep(MAX_DEPTH + 1))}, "response_format.json_schema.schema"),
+        (
+            {"response_format": json_schema({"description": "x" * TEXT_LIMIT})},
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a" * (TEXT_LIMIT + 1)}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice.1"),
+        ({"structured_outputs": {"choice": ["a" * TEXT_LIMIT]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"grammar": 5}}, "structured_outputs.grammar"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+        ),
+        ({"response_format": {"type": "json_object"}, "tools": TOOLS}, "response_format"),
+        (
+            {"structured_outputs": {"regex": "a"}, "tools": TOOLS, "tool_choice": "required"},
+            "structured_outputs",
+        ),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "min_tokens"),
+    ],
+)
+def test_refused(parameters: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        chat(**parameters)
+    assert refused.value.param == param
+
+
+def test_what_is_nested_to_the_limit_passes() -> None:
+    assert chat(response_format=json_schema(deep(MAX_DEPTH)))
+    assert chat(response_format={"type": "text"}, tools=TOOLS)

@@ -1,0 +1,78 @@
+"""What the text of an answer is held to while it is sampled: a grammar, by its kind and its text.
+
+A grammar is about what an answer says, not about how a model's format writes it: the models' side brings the
+two together, and neither side of the wire names a token.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from wire.decoding import decode_bounded
+
+TEXT_LIMIT = 2**18
+"""Characters of a grammar's text."""
+TOOLS_LIMIT = 128
+CHOICES_LIMIT = 1024
+
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "tool_calls"]
+"""What `text` holds: nothing (any JSON object will do), a JSON schema, a regular expression (of the whole
+answer, in Rust's syntax), a JSON list of strings (`Choices`), a grammar in llguidance's dialect of Lark or in
+GBNF, or a JSON document about calls (`ToolCalls`)."""
+
+ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A grammar, as a generation carries it."""
+
+    kind: GrammarKind
+    text: Annotated[str, msgspec.Meta(max_length=TEXT_LIMIT)] = ""
+
+
+class CallableTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A tool that an answer may call."""
+
+    name: ToolName
+    parameters: dict[str, Any] = {}
+    """The JSON schema of its arguments, an object."""
+    strict: bool = False
+    """Refuse a schema that cannot be expressed in full. Otherwise such parts of it are left out, and
+    arguments follow the rest."""
+
+
+class ToolCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """An answer of text and calls, each call's arguments held to its tool's schema."""
+
+    tools: Annotated[list[CallableTool], msgspec.Meta(min_length=1, max_length=TOOLS_LIMIT)]
+    required: bool = False
+    """The answer is calls alone, at least one; else it may be text, and text before calls."""
+    single: bool = False
+    """At most one call."""
+
+
+Choices = Annotated[
+    list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1, max_length=CHOICES_LIMIT)
+]
+"""The strings of which an answer is one."""
+
+_tool_calls = msgspec.json.Decoder(ToolCalls)
+_choices = msgspec.json.Decoder(Choices)
+
+
+def decode_tool_calls(text: str) -> ToolCalls:
+    """Read the text of a grammar of kind `tool_calls`.
+
+    Raises:
+        msgspec.MsgspecError: it is not that.
+    """
+    return decode_bounded(_tool_calls, text.encode())
+
+
+def decode_choices(text: str) -> list[str]:
+    """Read the text of a grammar of kind `choice`.
+
+    Raises:
+        msgspec.MsgspecError: it is not that.
+    """
+    return decode_bounded(_choices, text.encode())
