@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from demo import mixture
 from demo.scene import Line
 from triton_models.text.formats import ChatFormat, chat_format
-from triton_models.text.tokenizer import Tokenizer
+from triton_models.text.tokenizers import load_tokenizer
 
 _JOB = 2_000
 """Dialogues that one process makes at a time, each job from its own seed."""
@@ -34,7 +34,7 @@ class Sample:
 
 def load_format(directory: Path) -> ChatFormat:
     """Return the chat format over the tokenizer in `directory`."""
-    return chat_format("chatglm3", Tokenizer(directory, "chatglm3"))
+    return chat_format("chatglm3", load_tokenizer(directory, "chatglm3"))
 
 
 def encode(lines: Sequence[Line], directory_format: ChatFormat, stops: tuple[int, int]) -> Sample:
@@ -70,7 +70,7 @@ def make_samples(directory: Path, seed: int, count: int, longest: int, processes
 
 
 def _make(directory: Path, seed: int, longest: int, job: int) -> list[Sample]:
-    tokenizer = Tokenizer(directory, "chatglm3")
+    tokenizer = load_tokenizer(directory, "chatglm3")
     chat = chat_format("chatglm3", tokenizer)
     stops = tokenizer.special_ids["<|user|>"], tokenizer.special_ids["<|observation|>"]
     rng = random.Random(f"{seed}/{job}")

@@ -15,7 +15,7 @@ from triton_models.engine.sequence import Request
 from triton_models.engine.settings import EngineSettings
 from triton_models.text.answer import AnswerStream
 from triton_models.text.formats import chat_format
-from triton_models.text.tokenizer import Tokenizer
+from triton_models.text.tokenizers import load_tokenizer
 from wire.history import Turn
 
 _LONGEST_ANSWER = 160
@@ -35,7 +35,7 @@ class Responder:
     """A checkpoint on the CPU in float32, as `tritongate up` loads it, asked in process."""
 
     def __init__(self, directory: Path) -> None:
-        self._tokenizer = Tokenizer(directory, "chatglm3")
+        self._tokenizer = load_tokenizer(directory, "chatglm3")
         self._format = chat_format("chatglm3", self._tokenizer)
         model = load_model(directory, torch.float32, torch.device("cpu"))
         self._engine = Engine(model, EngineSettings(max_running=64, max_waiting=100_000, kv_memory_gib=0.5))

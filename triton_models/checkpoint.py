@@ -1,4 +1,4 @@
-"""Reads a ChatGLM2 or ChatGLM3 directory as published into our own forward pass.
+"""Reads a ChatGLM2, ChatGLM3 or GLM-4 directory as published into our own forward pass.
 
 No remote code runs and nothing is unpickled but tensors. The meaning of each configuration key is that of the
 original `configuration_chatglm.py` and `modeling_chatglm.py`.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from triton_models.directory import format_evidence, read_json, read_optional_json
+from triton_models.directory import format_evidence, read_json
 from triton_models.engine.memory import GIB, total_bytes
 from triton_models.engine.models.chatglm import ChatGLM, ChatGLMConfig
 from triton_models.errors import CheckpointError, UnsupportedArchitectureError
@@ -40,7 +40,7 @@ _DROPPED = {"transformer.rotary_pos_emb.inv_freq"}
 
 _DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 
-_GLM4_VOCABULARY = 151552
+_NATIVE = {"glm", "glm4"}
 
 
 def read_config(directory: Path) -> ChatGLMConfig:
@@ -168,13 +168,13 @@ def progress_bar(name: str) -> Iterator[LoadProgress]:
 
 def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
     model_type = raw.get("model_type")
-    tokenizer = read_optional_json(path.parent / "tokenizer_config.json")
-    if (
-        model_type in {"glm", "glm4"}
-        or raw.get("padded_vocab_size") == _GLM4_VOCABULARY
-        or tokenizer.get("tokenizer_class") == "ChatGLM4Tokenizer"
-    ):
-        raise UnsupportedArchitectureError(f"{path}: this is GLM-4, which is not supported yet")
+    if model_type in _NATIVE:
+        raise UnsupportedArchitectureError(
+            f"{path}: this is a conversion to transformers' own classes (model_type {model_type!r}), which is"
+            " not supported yet; the checkpoint with model_type 'chatglm' is"
+        )
+    if "vision_config" in raw:
+        raise UnsupportedArchitectureError(f"{path}: this model sees images, which is not supported")
     if model_type != "chatglm":
         raise UnsupportedArchitectureError(
             f"{path}: model_type {model_type!r} is not supported; 'chatglm' is"

@@ -9,9 +9,16 @@ from typing import Any, Literal
 
 from triton_models.errors import CheckpointError
 
-ChatFormat = Literal["chatglm2", "chatglm3"]
+ChatFormat = Literal["chatglm2", "chatglm3", "glm4"]
 
-_FORMATS: tuple[ChatFormat, ...] = ("chatglm2", "chatglm3")
+_NAMES: dict[ChatFormat, tuple[str, ...]] = {
+    "chatglm2": ("chatglm2",),
+    "chatglm3": ("chatglm3",),
+    "glm4": ("glm4", "glm-4"),
+}
+"""How names of checkpoints spell each."""
+
+_GLM4_TOKENIZER = "ChatGLM4Tokenizer"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -43,8 +50,8 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 def detect_format(directory: Path) -> ChatFormat:
     """Return the chat format that a checkpoint was trained with.
 
-    Asks, in this order: the name that the checkpoint was published under, tokens and template of the
-    tokenizer configuration, the directory's name.
+    Asks, in this order: the tokenizer's class where it is GLM-4's, the name that the checkpoint was published
+    under, tokens and template of the tokenizer configuration, the directory's name.
 
     Raises:
         CheckpointError: none of these tells.
@@ -52,8 +59,8 @@ def detect_format(directory: Path) -> ChatFormat:
     found = format_evidence(directory)
     if found is None:
         raise CheckpointError(
-            f"{directory}: neither its files nor its name say whether it is ChatGLM2 or ChatGLM3;"
-            f" set the parameter 'format' to one of {', '.join(_FORMATS)}"
+            f"{directory}: neither its files nor its name say whether it is ChatGLM2, ChatGLM3 or GLM-4;"
+            f" set the parameter 'format' to one of {', '.join(_NAMES)}"
         )
     return found
 
@@ -66,6 +73,8 @@ def format_evidence(directory: Path) -> ChatFormat | None:
     """
     tokenizer = read_optional_json(directory / "tokenizer_config.json")
     config = read_optional_json(directory / "config.json")
+    if tokenizer.get("tokenizer_class") == _GLM4_TOKENIZER:  # its other evidence is ChatGLM3's as well
+        return "glm4"
     for document in (tokenizer, config):
         for key in ("name_or_path", "_name_or_path"):
             if (found := _format_in(document.get(key))) is not None:
@@ -76,7 +85,17 @@ def format_evidence(directory: Path) -> ChatFormat | None:
     return _format_in(directory.resolve().name)
 
 
+def chat_template(directory: Path) -> str | None:
+    """Return the template of the tokenizer configuration, as text that nobody runs; None: there is none.
+
+    Raises:
+        CheckpointError: that file is broken.
+    """
+    template = read_optional_json(directory / "tokenizer_config.json").get("chat_template")
+    return template if isinstance(template, str) else None
+
+
 def _format_in(name: object) -> ChatFormat | None:
     """Return the format whose name is in `name`, if exactly one's is."""
-    found = [each for each in _FORMATS if each in str(name).lower()]
+    found = [each for each, names in _NAMES.items() if any(part in str(name).lower() for part in names)]
     return found[0] if len(found) == 1 else None

@@ -40,7 +40,7 @@ class ModelEntry:
     """`cpu` or `cuda:N`; decides the entry's instance group."""
 
     format: str | None = None
-    """The chat format, `chatglm2` or `chatglm3`; None: found in the checkpoint."""
+    """The chat format, `chatglm2`, `chatglm3` or `glm4`; None: found in the checkpoint."""
     dtype: str | None = None
     max_context: int | None = None
     """Prompt and answer together, in tokens."""

@@ -13,7 +13,7 @@ from bench.engine import random_model
 from bench.gpu.tokenizer import tokenizer_model
 from triton_models.checkpoint import tensor_places
 from triton_models.engine.models.chatglm import ChatGLMConfig
-from triton_models.text.tokenizer import TOKENIZER_FILE
+from triton_models.text.tokenizers import TOKENIZER_FILE
 
 PIECES = 64_789
 """Of ChatGLM3's tokenizer; its special ids follow."""

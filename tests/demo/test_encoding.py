@@ -8,7 +8,7 @@ from demo.pages import read
 from demo.scene import Line
 from demo.tools import call_text, system_text
 from triton_models.text.formats import ChatFormat
-from triton_models.text.tokenizer import Tokenizer
+from triton_models.text.tokenizers import Tokenizer, load_tokenizer
 from wire.history import Turn
 
 TOOLS = [{"name": "get_weather", "description": "查询天气", "parameters": {"type": "object"}}]
@@ -16,7 +16,7 @@ TOOLS = [{"name": "get_weather", "description": "查询天气", "parameters": {"
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(CHECKPOINT, "chatglm3")
+    return load_tokenizer(CHECKPOINT, "chatglm3")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from triton_models.engine.sequence import FinishReason, TokenLogprobs, TokenOutput
 from triton_models.text.answer import AnswerDelta, AnswerStream
-from triton_models.text.tokenizer import Tokenizer
+from triton_models.text.tokenizers import Tokenizer
 from wire import meta as wire
 from wire.sampling import Generation
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 
 from triton_models.checkpoint import load_model, progress_bar
-from triton_models.directory import detect_format
+from triton_models.directory import chat_template, detect_format
 from triton_models.engine.engine import Engine
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.warm_up import warm_up
@@ -17,7 +17,7 @@ from triton_models.serving.metrics import EngineMetrics
 from triton_models.serving.parameters import EntryParameters
 from triton_models.serving.service import StreamService
 from triton_models.text.formats import chat_format
-from triton_models.text.tokenizer import Tokenizer
+from triton_models.text.tokenizers import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +44,9 @@ def load_text(parameters: EntryParameters) -> ChatText:
         ModelError: a file is missing or broken, or the format cannot be known.
     """
     name = parameters.format or detect_format(parameters.checkpoint)
-    tokenizer = Tokenizer(parameters.checkpoint, name)
-    return ChatText(tokenizer, chat_format(name, tokenizer))
+    tokenizer = load_tokenizer(parameters.checkpoint, name)
+    template = chat_template(parameters.checkpoint)
+    return ChatText(tokenizer, chat_format(name, tokenizer, template))
 
 
 def build_service(parameters: EntryParameters, pb_utils: Any) -> StreamService:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from triton_models.errors import ModelError
 from triton_models.text.answer import AnswerStream
 from triton_models.text.formats import ChatFormat
-from triton_models.text.tokenizer import Tokenizer
+from triton_models.text.tokenizers import Tokenizer
 from wire.history import Turn
 from wire.sampling import Generation
 

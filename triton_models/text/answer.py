@@ -7,7 +7,7 @@ import msgspec
 from triton_models.text.detokenizer import Detokenizer
 from triton_models.text.formats import ChatFormat
 from triton_models.text.stops import StopStrings
-from triton_models.text.tokenizer import Tokenizer
+from triton_models.text.tokenizers import Tokenizer
 
 
 class AnswerDelta(msgspec.Struct, frozen=True):

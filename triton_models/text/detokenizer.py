@@ -8,7 +8,7 @@ decoding the whole at one go would put it. Nothing is decoded twice.
 import codecs
 import re
 
-from triton_models.text.tokenizer import Tokenizer
+from triton_models.text.tokenizers import Tokenizer
 
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # where "surrogateescape" leaves invalid bytes, one for each

@@ -10,7 +10,7 @@ from bench.gpu.checkpoint import PIECES, TINY, write_checkpoint
 from bench.gpu.tokenizer import tokenizer_model
 from triton_models.checkpoint import load_model, read_config
 from triton_models.directory import detect_format
-from triton_models.text.tokenizer import Tokenizer
+from triton_models.text.tokenizers import load_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def test_what_is_written_is_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
     assert not torch.equal(model.head, model.embedding)
 
     assert detect_format(tmp_path) == "chatglm3"
-    tokenizer = Tokenizer(tmp_path, "chatglm3")
+    tokenizer = load_tokenizer(tmp_path, "chatglm3")
     assert tokenizer.special_ids["[gMASK]"] == PIECES + 1
     assert tokenizer.size < small.padded_vocab_size
     text = "hello the 世界 world 12\n👋"

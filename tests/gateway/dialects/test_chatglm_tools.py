@@ -21,14 +21,14 @@ from tests.gateway.dialects.test_chatglm import ACCEPTED, CHATGLM2, CHATGLM3, EN
 from tests.triton_models.text.conftest import GOLDEN
 from triton_models.serving.chat_text import ChatText
 from triton_models.text.formats import ChatGLM3Format
-from triton_models.text.tokenizer import Tokenizer
+from triton_models.text.tokenizers import load_tokenizer
 from wire.calls import write_call
 from wire.history import decode_history
 from wire.sampling import Generation as WireGeneration
 from wire.sampling import decode_sampling
 
 DIALECT = ChatGLMDialect()
-TOKENIZER = Tokenizer(GOLDEN / "chatglm3", "chatglm3")
+TOKENIZER = load_tokenizer(GOLDEN / "chatglm3", "chatglm3")
 TEXT = ChatText(TOKENIZER, ChatGLM3Format(TOKENIZER))
 USER = {"role": "user", "content": "hi"}
 CALL = "get_weather\n " + write_call({"city": "Berlin"})

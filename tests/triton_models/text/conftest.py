@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from triton_models.text.tokenizer import Tokenizer
+from tests.glm4_checkpoint import write_tokenizer
+from triton_models.text.tokenizers import Tokenizer, load_tokenizer
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 NAMES = ("chatglm2", "chatglm3")
@@ -18,8 +19,11 @@ def golden() -> Callable[[str], dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def tokenizers() -> dict[str, Tokenizer]:
-    return {name: Tokenizer(GOLDEN / name, name) for name in NAMES}
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    directory = tmp_path_factory.mktemp("glm4")
+    write_tokenizer(directory)
+    golden = {name: load_tokenizer(GOLDEN / name, name) for name in NAMES}
+    return golden | {"glm4": load_tokenizer(directory, "glm4")}
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +34,8 @@ def chatglm2(tokenizers: dict[str, Tokenizer]) -> Tokenizer:
 @pytest.fixture(scope="session")
 def chatglm3(tokenizers: dict[str, Tokenizer]) -> Tokenizer:
     return tokenizers["chatglm3"]
+
+
+@pytest.fixture(scope="session")
+def glm4(tokenizers: dict[str, Tokenizer]) -> Tokenizer:
+    return tokenizers["glm4"]

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from triton_models.text.answer import AnswerDelta, AnswerStream
 from triton_models.text.formats import ChatGLM3Format
-from triton_models.text.tokenizer import Tokenizer
+from triton_models.text.tokenizers import load_tokenizer
 
-TOKENIZER = Tokenizer(Path(__file__).parents[2] / "golden" / "chatglm3", "chatglm3")
+TOKENIZER = load_tokenizer(Path(__file__).parents[2] / "golden" / "chatglm3", "chatglm3")
 FORMAT = ChatGLM3Format(TOKENIZER)
 ASSISTANT = TOKENIZER.special_ids["<|assistant|>"]
 OPENED = "assistant"

@@ -6,9 +6,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from triton_models.text.detokenizer import Detokenizer
-from triton_models.text.tokenizer import Tokenizer
+from triton_models.text.tokenizers import Tokenizer, load_tokenizer
 
-TOKENIZER = Tokenizer(Path(__file__).parents[2] / "golden" / "chatglm3", "chatglm3")
+TOKENIZER = load_tokenizer(Path(__file__).parents[2] / "golden" / "chatglm3", "chatglm3")
 BYTES = {value: 3 + value for value in range(256)}
 SPACE = TOKENIZER.encode(" ")[0]
 

@@ -1,4 +1,4 @@
-"""The forward pass of ChatGLM2 and ChatGLM3. Knows nothing of files, blocks or requests."""
+"""The forward pass of ChatGLM2, ChatGLM3 and GLM-4. Knows nothing of files, blocks or requests."""
 
 from dataclasses import dataclass
 

@@ -4,13 +4,19 @@ from triton_models.errors import TextError
 from triton_models.text.formats.base import ChatFormat
 from triton_models.text.formats.chatglm2 import ChatGLM2Format
 from triton_models.text.formats.chatglm3 import ChatGLM3Format
-from triton_models.text.tokenizer import Tokenizer
+from triton_models.text.formats.glm4 import GLM4Format
+from triton_models.text.tokenizers import Tokenizer
 
-__all__ = ["ChatFormat", "ChatGLM2Format", "ChatGLM3Format", "chat_format"]
+__all__ = ["ChatFormat", "ChatGLM2Format", "ChatGLM3Format", "GLM4Format", "chat_format"]
 
 
-def chat_format(name: str, tokenizer: Tokenizer) -> ChatFormat:
-    """Return the format called `name`, writing with `tokenizer`, which must be of the same name.
+def chat_format(name: str, tokenizer: Tokenizer, template: str | None = None) -> ChatFormat:
+    """Return the format called `name`.
+
+    Args:
+        name: as settings and the wire spell it.
+        tokenizer: it writes with this one, which must be of the same name.
+        template: the checkpoint's own `chat_template`, for what revisions of a format word differently.
 
     Raises:
         TextError: there is none of that name.
@@ -20,7 +26,8 @@ def chat_format(name: str, tokenizer: Tokenizer) -> ChatFormat:
             return ChatGLM2Format(tokenizer)
         case ChatGLM3Format.name:
             return ChatGLM3Format(tokenizer)
+        case GLM4Format.name:
+            return GLM4Format(tokenizer, template)
         case _:
-            raise TextError(
-                f"unknown chat format {name!r}; there are {ChatGLM2Format.name} and {ChatGLM3Format.name}"
-            )
+            known = (ChatGLM2Format.name, ChatGLM3Format.name, GLM4Format.name)
+            raise TextError(f"unknown chat format {name!r}; there are {', '.join(known)}")

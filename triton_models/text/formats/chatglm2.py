@@ -11,7 +11,7 @@ from typing import Final
 
 from triton_models.errors import TextError
 from triton_models.text.formats.base import refuse
-from triton_models.text.tokenizer import Tokenizer
+from triton_models.text.tokenizers import Tokenizer
 from wire.history import Role, Turn
 
 _QUESTION = "问\N{FULLWIDTH COLON}"

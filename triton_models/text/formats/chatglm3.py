@@ -1,89 +1,21 @@
-"""ChatGLM3's prompt: turns that special ids open, so that no text can pass for another role's.
+"""ChatGLM3's prompt: tagged turns, the tools behind the system's own text.
 
-Format: `build_chat_input` and `build_single_message` of the published `tokenization_chatglm.py`. A turn is
-its role's id, then the metadata and a newline, then the content, these two tokenised apart.
+Format: `build_chat_input` of the published `tokenization_chatglm.py`.
 """
 
-import json
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Final
 
-from triton_models.errors import TextError
-from triton_models.text.formats.base import refuse
-from triton_models.text.tokenizer import Tokenizer
-from wire.history import Role, Turn
-
-LONGEST_TOOLS = 2**20
-"""Characters of tools as they stand in the prompt, more than any context holds. Indenting makes thousands of
-characters of a few nested brackets, so that no bound on what the client sent would do."""
-
-_TOOLS_ENCODER = json.JSONEncoder(indent=4, ensure_ascii=False)
+from triton_models.text.formats.tagged_turns import TaggedTurnsFormat, indented
+from triton_models.text.tokenizers import Tokenizer
 
 
-class ChatGLM3Format:
-    """System (first only), user, assistant and observation turns; tools in the system turn."""
+class ChatGLM3Format(TaggedTurnsFormat):
+    """See the module."""
 
     name: Final = "chatglm3"
-    supports_tools: Final = True
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        special = tokenizer.special_ids
-        self._tokenizer = tokenizer
-        self._prefix = [special["[gMASK]"], special["sop"]]
-        self._roles: dict[Role, int] = {
-            "system": special["<|system|>"],
-            "user": special["<|user|>"],
-            "assistant": special["<|assistant|>"],
-            "observation": special["<|observation|>"],
-        }
-        self.stop_ids = frozenset({tokenizer.eos_id, self._roles["user"], self._roles["observation"]})
-        self.segment_roles: Mapping[int, str] = MappingProxyType({self._roles["assistant"]: "assistant"})
+        super().__init__(tokenizer, "sop")
 
-    def render(
-        self, history: Sequence[Turn], prompt: str, role: Role = "user", *, answer_metadata: str | None = None
-    ) -> list[int]:
-        """See `ChatFormat.render`."""
-        ids = self.render_turns([*history, Turn(role, prompt)])
-        return ids if answer_metadata is None else ids + self._metadata(answer_metadata)
-
-    def render_turns(self, turns: Sequence[Turn], *, add_generation_prompt: bool = True) -> list[int]:
-        """See `ChatFormat.render_turns`."""
-        ids = list(self._prefix)
-        for at, turn in enumerate(turns):
-            if turn.role == "system" and at > 0:
-                raise refuse(turns, at, "only the first turn can be the system's")
-            if turn.tools is not None and turn.role != "system":
-                raise refuse(turns, at, "only a system turn can offer tools")
-            if "\n" in turn.metadata:
-                raise refuse(turns, at, "metadata is a single line")
-            ids.append(self._roles[turn.role])
-            ids += self._metadata(turn.metadata)
-            ids += self._tokenizer.encode(_content(turn))
-        if add_generation_prompt:
-            ids.append(self._roles["assistant"])
-        return ids
-
-    def render_text(self, text: str) -> list[int]:
-        """See `ChatFormat.render_text`."""
-        return self._prefix + self._tokenizer.encode(text)
-
-    def _metadata(self, metadata: str) -> list[int]:
-        return self._tokenizer.encode(metadata + "\n")
-
-
-def _content(turn: Turn) -> str:
-    if turn.tools is None:
-        return turn.content
-    return turn.content + "\n" + _tools_text(turn.tools)
-
-
-def _tools_text(tools: list[dict[str, Any]]) -> str:
-    parts: list[str] = []
-    left = LONGEST_TOOLS
-    for part in _TOOLS_ENCODER.iterencode(tools):
-        left -= len(part)
-        if left < 0:
-            raise TextError(f"the tools come to more than {LONGEST_TOOLS} characters in the prompt")
-        parts.append(part)
-    return "".join(parts)
+    def _with_tools(self, content: str, tools: list[dict[str, Any]]) -> list[str]:
+        return [content + "\n" + indented(tools)]

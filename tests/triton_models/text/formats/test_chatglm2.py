@@ -6,11 +6,11 @@ import pytest
 
 from triton_models.errors import TextError
 from triton_models.text.formats import ChatGLM2Format
-from triton_models.text.tokenizer import Tokenizer
+from triton_models.text.tokenizers import Tokenizer, load_tokenizer
 from wire.history import Turn
 
 DIRECTORY = Path(__file__).parents[3] / "golden" / "chatglm2"
-TOKENIZER = Tokenizer(DIRECTORY, "chatglm2")
+TOKENIZER = load_tokenizer(DIRECTORY, "chatglm2")
 FORMAT = ChatGLM2Format(TOKENIZER)
 
 COLON = "\N{FULLWIDTH COLON}"

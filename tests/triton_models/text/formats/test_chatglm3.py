@@ -7,11 +7,11 @@ import pytest
 
 from triton_models.errors import TextError
 from triton_models.text.formats import ChatGLM3Format
-from triton_models.text.tokenizer import Tokenizer
+from triton_models.text.tokenizers import load_tokenizer
 from wire.history import Turn
 
 DIRECTORY = Path(__file__).parents[3] / "golden" / "chatglm3"
-TOKENIZER = Tokenizer(DIRECTORY, "chatglm3")
+TOKENIZER = load_tokenizer(DIRECTORY, "chatglm3")
 FORMAT = ChatGLM3Format(TOKENIZER)
 GMASK, SOP, SYSTEM, USER, ASSISTANT, OBSERVATION = (
     TOKENIZER.special_ids[name]

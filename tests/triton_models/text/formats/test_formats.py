@@ -2,7 +2,7 @@ import pytest
 
 from triton_models.errors import TextError
 from triton_models.text.formats import chat_format
-from triton_models.text.tokenizer import SPECIAL_TOKENS, Tokenizer
+from triton_models.text.tokenizers import SPECIAL_TOKENS, Tokenizer
 
 
 @pytest.mark.parametrize("name", SPECIAL_TOKENS)
@@ -11,5 +11,5 @@ def test_every_format_goes_by_its_name(name: str, tokenizers: dict[str, Tokenize
 
 
 def test_an_unknown_name_is_refused(chatglm3: Tokenizer) -> None:
-    with pytest.raises(TextError, match="unknown chat format 'glm5'; there are chatglm2 and chatglm3"):
+    with pytest.raises(TextError, match="unknown chat format 'glm5'; there are chatglm2, chatglm3, glm4"):
         chat_format("glm5", chatglm3)

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triton_models.errors import CheckpointError, TextError
-from triton_models.text.tokenizer import SPECIAL_TOKENS, TOKENIZER_FILE, Tokenizer
+from triton_models.text.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from triton_models.text.tokenizers.sentence_pieces import SPECIAL_TOKENS
 
-GOLDEN = Path(__file__).parents[2] / "golden"
-TOKENIZER = Tokenizer(GOLDEN / "chatglm3", "chatglm3")
+GOLDEN = Path(__file__).parents[3] / "golden"
+TOKENIZER = load_tokenizer(GOLDEN / "chatglm3", "chatglm3")
 PIECES = TOKENIZER.size - len(SPECIAL_TOKENS["chatglm3"])
 
 
@@ -95,7 +96,7 @@ def test_threads_share_one_tokenizer() -> None:
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.model: cannot be read: No such file"):
-        Tokenizer(tmp_path, "chatglm3")
+        load_tokenizer(tmp_path, "chatglm3")
 
 
 @pytest.mark.parametrize("kept", [0, 100, 9000])
@@ -103,7 +104,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, kept: int) -> None:
     whole = (GOLDEN / "chatglm3" / TOKENIZER_FILE).read_bytes()
     (tmp_path / TOKENIZER_FILE).write_bytes(whole[:kept])
     with pytest.raises(CheckpointError, match=r"tokenizer\.model: "):
-        Tokenizer(tmp_path, "chatglm3")
+        load_tokenizer(tmp_path, "chatglm3")
 
 
 def _train(file: Path, **options: Any) -> None:
@@ -127,9 +128,9 @@ def _train(file: Path, **options: Any) -> None:
 def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     _train(tmp_path / TOKENIZER_FILE, **options)
     with pytest.raises(CheckpointError, match="treats leading spaces differently"):
-        Tokenizer(tmp_path, "chatglm3")
+        load_tokenizer(tmp_path, "chatglm3")
 
 
 def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(TextError, match="unknown chat format 'glm5'"):
-        Tokenizer(GOLDEN / "chatglm3", "glm5")
+    with pytest.raises(TextError, match="unknown chat format 'glm5'; there are chatglm2, chatglm3, glm4"):
+        load_tokenizer(GOLDEN / "chatglm3", "glm5")

@@ -1,0 +1,50 @@
+"""GLM-4's prompt: tagged turns; tools have a system turn of their own, worded by the format.
+
+Format: `chat_template` of the published `tokenizer_config.json`. The system's own text, where there is any,
+is the turn after the one with the tools.
+"""
+
+from typing import Any, Final
+
+from triton_models.text.formats.tagged_turns import LONGEST_TOOLS, TaggedTurnsFormat, indented
+from triton_models.text.tokenizers import Tokenizer
+
+INTRODUCTION: Final = (
+    "你是一个名为 ChatGLM 的人工智能助手。你是基于智谱AI训练的语言模型 GLM-4 模型开发的，"
+    "你的任务是针对用户的问题和要求提供适当的答复和支持。"
+)
+"""What the model reads before its tools, where its template does not say."""
+
+_TITLE: Final = "\n\n# 可用工具"
+_AFTER_TOOL: Final = "\n在调用上述函数时，请使用 Json 格式表示调用的参数。"
+
+
+class GLM4Format(TaggedTurnsFormat):
+    """See the module.
+
+    Args:
+        tokenizer: writes the turns.
+        template: the checkpoint's `chat_template`. Its revisions introduce the model differently, which
+            is taken from it; nothing of it is run.
+    """
+
+    name: Final = "glm4"
+
+    def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
+        super().__init__(tokenizer, "<sop>")
+        self._introduction = _introduction(template or "")
+
+    def _with_tools(self, content: str, tools: list[dict[str, Any]]) -> list[str]:
+        text = self._introduction + _TITLE
+        left = LONGEST_TOOLS
+        for tool in tools:
+            described = indented(tool, longest=left)
+            left -= len(described)
+            text += f"\n\n## {tool.get('name', '')}\n\n{described}{_AFTER_TOOL}"
+        return [text, content] if content else [text]
+
+
+def _introduction(template: str) -> str:
+    before, title, _ = template.partition(_TITLE)
+    _, tag, introduction = before.rpartition("<|system|>\n")
+    return introduction if title and tag and "{" not in introduction else INTRODUCTION

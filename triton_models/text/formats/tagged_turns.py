@@ -1,0 +1,103 @@
+"""Prompts of turns that special ids open, so that no text can pass for another role's.
+
+Format: `build_single_message` of the published `tokenization_chatglm.py`, ChatGLM3's and GLM-4's alike. A
+turn is its role's id, then the metadata and a newline, then the content, these two tokenised apart.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+from triton_models.errors import TextError
+from triton_models.text.formats.base import refuse
+from triton_models.text.tokenizers import Tokenizer
+from wire.history import Role, Turn
+
+LONGEST_TOOLS: Final = 2**20
+"""Characters of tools as they stand in the prompt, more than any context holds. Indenting makes thousands of
+characters of a few nested brackets, so that no bound on what the client sent would do."""
+
+_TOOLS_ENCODER = json.JSONEncoder(indent=4, ensure_ascii=False)
+
+
+class TaggedTurnsFormat(ABC):
+    """System (first only), user, assistant and observation turns; tools with the system turn.
+
+    Args:
+        tokenizer: writes the turns.
+        sop: the name of the second id of every prompt; the first is `[gMASK]`.
+    """
+
+    supports_tools: Final = True
+
+    def __init__(self, tokenizer: Tokenizer, sop: str) -> None:
+        special = tokenizer.special_ids
+        self._tokenizer = tokenizer
+        self._prefix = [special["[gMASK]"], special[sop]]
+        self._roles: dict[Role, int] = {
+            "system": special["<|system|>"],
+            "user": special["<|user|>"],
+            "assistant": special["<|assistant|>"],
+            "observation": special["<|observation|>"],
+        }
+        self.stop_ids = frozenset({tokenizer.eos_id, self._roles["user"], self._roles["observation"]})
+        self.segment_roles: Mapping[int, str] = MappingProxyType({self._roles["assistant"]: "assistant"})
+
+    def render(
+        self, history: Sequence[Turn], prompt: str, role: Role = "user", *, answer_metadata: str | None = None
+    ) -> list[int]:
+        """See `ChatFormat.render`."""
+        ids = self.render_turns([*history, Turn(role, prompt)])
+        return ids if answer_metadata is None else ids + self._metadata(answer_metadata)
+
+    def render_turns(self, turns: Sequence[Turn], *, add_generation_prompt: bool = True) -> list[int]:
+        """See `ChatFormat.render_turns`."""
+        ids = list(self._prefix)
+        for at, turn in enumerate(turns):
+            if turn.role == "system" and at > 0:
+                raise refuse(turns, at, "only the first turn can be the system's")
+            if turn.tools is not None and turn.role != "system":
+                raise refuse(turns, at, "only a system turn can offer tools")
+            if "\n" in turn.metadata:
+                raise refuse(turns, at, "metadata is a single line")
+            contents = [turn.content] if turn.tools is None else self._with_tools(turn.content, turn.tools)
+            for content in contents:
+                ids.append(self._roles[turn.role])
+                ids += self._metadata(turn.metadata)
+                ids += self._tokenizer.encode(content)
+        if add_generation_prompt:
+            ids.append(self._roles["assistant"])
+        return ids
+
+    def render_text(self, text: str) -> list[int]:
+        """See `ChatFormat.render_text`."""
+        return self._prefix + self._tokenizer.encode(text)
+
+    @abstractmethod
+    def _with_tools(self, content: str, tools: list[dict[str, Any]]) -> Iterable[str]:
+        """Return the contents of the turns that a system turn of `content` is where it offers `tools`.
+
+        Raises:
+            TextError: the tools are too long.
+        """
+
+    def _metadata(self, metadata: str) -> list[int]:
+        return self._tokenizer.encode(metadata + "\n")
+
+
+def indented(document: Any, *, longest: int = LONGEST_TOOLS) -> str:
+    """Return tools, or one, as JSON as it stands in the prompt.
+
+    Raises:
+        TextError: it is longer than `longest` characters.
+    """
+    parts: list[str] = []
+    left = longest
+    for part in _TOOLS_ENCODER.iterencode(document):
+        left -= len(part)
+        if left < 0:
+            raise TextError(f"the tools come to more than {LONGEST_TOOLS} characters in the prompt")
+        parts.append(part)
+    return "".join(parts)

@@ -1,0 +1,119 @@
+"""The tokenizer of GLM-4: pairs of bytes merged by rank, then special ids that text never encodes to.
+
+`tokenizer.model` is text, a line for each token: its bytes in base64, a space, its rank, which is its id.
+Special ids follow the ranks. Pattern, names and order are those of `ChatGLM4Tokenizer` in the published
+`tokenization_chatglm.py`; the merging is tiktoken's, as there.
+"""
+
+import base64
+import binascii
+import re
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import tiktoken
+
+from triton_models.errors import CheckpointError
+from triton_models.text.tokenizers.base import TOKENIZER_FILE, display_piece, read_tokenizer, to_utf8
+
+SPECIAL_TOKENS: Final = (
+    *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"),
+    *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    *("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
+)
+
+PATTERN: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Cuts text into the words within which bytes are merged."""
+
+LONGEST_BLANK: Final = 2**16
+"""Characters of white space that are cut at one go: some ten times as many are more than the matching of
+`PATTERN` can look ahead over, and far more than a context holds once they are merged."""
+
+_LONG_BLANK = re.compile(rf"\s{{{LONGEST_BLANK}}}(?=\s)")
+_ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # where "surrogateescape" leaves invalid bytes, one for each
+_NO_TEXT: Final = ""
+_BYTES: Final = 256
+
+
+class BytePairTokenizer:
+    """See the module, and `Tokenizer`. Every token is bytes; a text's first keeps its leading space."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read `tokenizer.model`.
+
+        Raises:
+            CheckpointError: the file is missing or broken.
+        """
+        file = directory / TOKENIZER_FILE
+        ranks = _ranks(file)
+        self._pieces = list(ranks)
+        self._special_names = dict(enumerate(SPECIAL_TOKENS, start=len(ranks)))
+        self.special_ids: Mapping[str, int] = MappingProxyType(
+            {name: token_id for token_id, name in self._special_names.items()}
+        )
+        self.eos_id = self.special_ids["<|endoftext|>"]
+        self.size = len(ranks) + len(SPECIAL_TOKENS)
+        self._encoding = tiktoken.Encoding(
+            file.parent.name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=dict(self.special_ids)
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer.encode`. White space beyond `LONGEST_BLANK` characters is merged in parts."""
+        to_utf8(text)
+        encode = self._encoding.encode_ordinary
+        ids: list[int] = []
+        start = 0
+        for blank in _LONG_BLANK.finditer(text):
+            ids += encode(text[start : blank.end()])
+            start = blank.end()
+        return ids + encode(text[start:])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """See `Tokenizer.decode`."""
+        runs = groupby(ids, key=range(len(self._pieces)).__contains__)
+        return "".join(
+            _text(b"".join(self._pieces[token_id] for token_id in run)) for is_text, run in runs if is_text
+        )
+
+    def piece(self, token_id: int) -> str | bytes:
+        """See `Tokenizer.piece`."""
+        return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else _NO_TEXT
+
+    def display(self, token_id: int) -> tuple[str, bytes]:
+        """See `Tokenizer.display`."""
+        if piece := self.piece(token_id):
+            return display_piece(piece)
+        return self._special_names.get(token_id, f"<unused {token_id}>"), b""
+
+
+def _ranks(file: Path) -> dict[bytes, int]:
+    """Return the rank of each token, lowest first.
+
+    Raises:
+        CheckpointError: the file cannot be read, a line is no token with its rank, or one is missing.
+    """
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(read_tokenizer(file).splitlines(), start=1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise CheckpointError(f"{file}: line {number} is no token in base64 with its rank") from error
+        if len(ranks) != number:
+            raise CheckpointError(f"{file}: line {number} has a token that stood before")
+    ranks = dict(sorted(ranks.items(), key=lambda each: each[1]))
+    if list(ranks.values()) != list(range(len(ranks))):
+        raise CheckpointError(f"{file}: the ranks are not 0 to {len(ranks) - 1}, each once")
+    if b"" in ranks or any(bytes([byte]) not in ranks for byte in range(_BYTES)):
+        raise CheckpointError(f"{file}: not every byte is a token, or an empty one is")
+    return ranks
+
+
+def _text(utf8: bytes) -> str:
+    return _ESCAPED_BYTE.sub("\N{REPLACEMENT CHARACTER}", utf8.decode("utf-8", "surrogateescape"))
