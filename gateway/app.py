@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from gateway.admission import Admission
-from gateway.api import admin, chat, completions, health, models, openapi, predict
+from gateway.api import admin, chat, completions, health, models, openapi, predict, responses
 from gateway.api.failures import error_handlers
 from gateway.auth import Keyring
 from gateway.body_limit import BodyLimitMiddleware
@@ -57,7 +57,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.gateway = gateway
-    for resource in (chat, completions, predict, admin, models, health):
+    for resource in (chat, completions, responses, predict, admin, models, health):
         app.include_router(resource.router)
     # The last one added is the outermost.
     app.add_middleware(BodyLimitMiddleware, gateway=gateway)

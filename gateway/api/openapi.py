@@ -3,6 +3,7 @@
 The schemas come from the very types that read and write them.
 """
 
+from types import UnionType
 from typing import Any
 
 import msgspec
@@ -47,13 +48,13 @@ def whole(answer: type[msgspec.Struct]) -> dict[int | str, dict[str, Any]]:
 
 
 def streamed_or_whole(
-    answer: type[msgspec.Struct], chunk: type[msgspec.Struct]
+    answer: type[msgspec.Struct], chunk: type[msgspec.Struct] | UnionType
 ) -> dict[int | str, dict[str, Any]]:
     """Declare a JSON answer or a stream of events whose data are `chunk`s, and errors."""
     return {**whole(answer), 200: _answer({"application/json": answer, "text/event-stream": chunk})}
 
 
-def _answer(types: dict[str, type[msgspec.Struct]]) -> dict[str, Any]:
+def _answer(types: dict[str, type[msgspec.Struct] | UnionType]) -> dict[str, Any]:
     schemas, components = msgspec.json.schema_components(types.values(), ref_template=_REF.format("{name}"))
     content = {name: {"schema": schema} for name, schema in zip(types, schemas, strict=True)}
     return {
@@ -81,7 +82,9 @@ def install(app: FastAPI) -> None:
 def _collect(node: Any, schemas: dict[str, Any]) -> None:
     """Move what operations carry under `x-components` into `schemas`."""
     if isinstance(node, dict):
-        schemas.update(node.pop(_COMPONENTS, {}))
+        for name, schema in node.pop(_COMPONENTS, {}).items():
+            if schemas.setdefault(name, schema) != schema:
+                raise ValueError(f"two types of the document are called {name}")
         for child in node.values():
             _collect(child, schemas)
     elif isinstance(node, list):

@@ -41,7 +41,7 @@ class ToolCallDelta(Struct, frozen=True):
 
 def tool_call(call: Call) -> ToolCall:
     """Write a whole call, with a new id."""
-    return ToolCall(_new_id(), CalledFunction(call.name, call.arguments))
+    return ToolCall(new_call_id(), CalledFunction(call.name, call.arguments))
 
 
 def function_call(call: Call) -> CalledFunction:
@@ -53,7 +53,7 @@ def tool_call_deltas(call: Call, index: int) -> tuple[ToolCallDelta, ToolCallDel
     """Write a call for two chunks, with a new id: its head, and its arguments."""
     head = CalledFunctionDelta(name=call.name, arguments="")
     return (
-        ToolCallDelta(index, id=_new_id(), type="function", function=head),
+        ToolCallDelta(index, id=new_call_id(), type="function", function=head),
         ToolCallDelta(index, function=CalledFunctionDelta(arguments=call.arguments)),
     )
 
@@ -66,5 +66,6 @@ def function_call_deltas(call: Call) -> tuple[CalledFunctionDelta, CalledFunctio
     )
 
 
-def _new_id() -> str:
+def new_call_id() -> str:
+    """Make what a call's result names it by."""
     return f"call_{secrets.token_hex(12)}"

@@ -40,14 +40,19 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def without_neutral(
-    document: Mapping[str, Any], neutral: Mapping[str, Any], path: str = ""
+    document: Mapping[str, Any],
+    neutral: Mapping[str, Any],
+    path: str = "",
+    *,
+    refusal: str = "is not supported by this server yet",
 ) -> dict[str, Any]:
-    """Drop parameters that are not supported yet, where they are null or at their neutral value.
+    """Drop parameters that are not supported, where they are null or at their neutral value.
 
     Args:
         document: an object of the request.
         neutral: the names of such parameters, each with the value that asks for nothing.
         path: the dotted path of `document`, with a dot at its end, for errors.
+        refusal: what is said of other values.
 
     Raises:
         InvalidRequestError: one of them has another value.
@@ -59,10 +64,20 @@ def without_neutral(
             kept[name] = value
         elif value is not None and not _equal(value, neutral_value):
             only = f"; only {_show(neutral_value)} is" if neutral_value not in (None, []) else ""
-            raise InvalidRequestError(
-                f"The parameter {path}{name} is not supported by this server yet{only}.", param=path + name
-            )
+            raise InvalidRequestError(f"The parameter {path}{name} {refusal}{only}.", param=path + name)
     return kept
+
+
+def without_neutral_in(document: Mapping[str, Any], name: str, neutral: Mapping[str, Any]) -> dict[str, Any]:
+    """Do the same within the object `name` of `document`, if it has one.
+
+    Raises:
+        InvalidRequestError: as `without_neutral`.
+    """
+    inner = document.get(name)
+    if not isinstance(inner, dict):
+        return dict(document)
+    return {**document, name: without_neutral(inner, neutral, f"{name}.")}
 
 
 def validate(model: type[M], document: dict[str, Any]) -> M:

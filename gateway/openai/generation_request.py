@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from gateway.errors import InvalidRequestError
 from gateway.generation import Generation, Prompt
-from gateway.openai.document import without_neutral
+from gateway.openai.document import without_neutral_in
 
 NOT_YET: Mapping[str, Any] = MappingProxyType(
     {
@@ -208,7 +208,4 @@ def without_neutral_options(document: dict[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidRequestError: one of them asks for something that is not supported yet.
     """
-    options = document.get("stream_options")
-    if not isinstance(options, dict):
-        return document
-    return document | {"stream_options": without_neutral(options, STREAM_OPTIONS_NOT_YET, "stream_options.")}
+    return without_neutral_in(document, "stream_options", STREAM_OPTIONS_NOT_YET)

@@ -1,5 +1,6 @@
 """Tools in a chat request, today's form and the older one with `functions`, and calls in its messages."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -7,7 +8,7 @@ from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import InvalidRequestError
-from gateway.generation import NamedTool, PastCall, Tool, ToolOffer
+from gateway.generation import NamedTool, PastCall, Tool, ToolChoice, ToolOffer
 from gateway.openai.generation_request import Items, NonEmpty, Strict
 from gateway.openai.schema import MAX_DEPTH, Schema, shallow
 
@@ -103,31 +104,45 @@ Tools = Annotated[Items[FunctionTool], Field(max_length=TOOLS_LIMIT)]
 Functions = Annotated[Items[Function], Field(max_length=TOOLS_LIMIT)]
 
 
+def offer_of(
+    functions: Sequence[Function], choice: ToolChoice | None, *, names: str, single: bool
+) -> ToolOffer | None:
+    """Return what `functions` among `tools` and `tool_choice` ask for; None: no tools.
+
+    Args:
+        functions: what may be called.
+        choice: what has to be.
+        names: path of a function's name in the request, with `{}` for its place.
+        single: at most one call in the answer.
+
+    Raises:
+        InvalidRequestError: they contradict each other.
+    """
+    _check(functions, names, choice.name if isinstance(choice, NamedTool) else None, "tool_choice")
+    if not functions:
+        if choice == "required":
+            raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
+        return None
+    tools = tuple(function.tool() for function in functions)
+    return ToolOffer(tools=tools, choice=choice or "auto", single=single)
+
+
 def offer_of_tools(
     tools: list[FunctionTool] | None,
     choice: Literal["none", "auto", "required"] | NamedChoice | None,
     *,
     parallel: bool | None,
 ) -> ToolOffer | None:
-    """Return what `tools`, `tool_choice` and `parallel_tool_calls` ask for; None: no tools.
+    """Return what `tools`, `tool_choice` and `parallel_tool_calls` of a chat ask for; None: no tools.
 
     Raises:
         InvalidRequestError: they contradict each other.
     """
+    if parallel is not None and not tools:
+        raise InvalidRequestError("parallel_tool_calls needs tools.", param="parallel_tool_calls")
     functions = [tool.function for tool in tools or ()]
-    named = choice.function.name if isinstance(choice, NamedChoice) else None
-    _check(functions, "tools.{}.function.name", named, "tool_choice")
-    if not functions:
-        if choice == "required":
-            raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
-        if parallel is not None:
-            raise InvalidRequestError("parallel_tool_calls needs tools.", param="parallel_tool_calls")
-        return None
-    return ToolOffer(
-        tools=tuple(function.tool() for function in functions),
-        choice=NamedTool(choice.function.name) if isinstance(choice, NamedChoice) else choice or "auto",
-        single=parallel is False,
-    )
+    named = NamedTool(choice.function.name) if isinstance(choice, NamedChoice) else choice
+    return offer_of(functions, named, names="tools.{}.function.name", single=parallel is False)
 
 
 def offer_of_functions(
@@ -152,7 +167,7 @@ def offer_of_functions(
     )
 
 
-def _check(functions: list[Function], path: str, named: str | None, choice_field: str) -> None:
+def _check(functions: Sequence[Function], path: str, named: str | None, choice_field: str) -> None:
     """Hold that the names differ, and that the chosen one is among them."""
     names = [function.name for function in functions]
     for at, name in enumerate(names):

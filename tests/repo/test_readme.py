@@ -82,13 +82,13 @@ def test_the_quick_start_answers(quick_start: UpProcess) -> None:
     assert f"{here}/v1/chat/completions" in printed
     assert "a few pages by heart" in printed
     for readme in READMES:
-        (program,) = blocks(readme, "python")
-        answered = subprocess.run(
-            [quick_start.python, "-c", program.replace("http://127.0.0.1:8080", here)],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        )
-        assert "OpenAI" in answered.stdout
+        for program, answer in zip(blocks(readme, "python"), ("OpenAI", "221"), strict=True):
+            answered = subprocess.run(
+                [quick_start.python, "-c", program.replace("http://127.0.0.1:8080", here)],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=60,
+            )
+            assert answer in answered.stdout
     assert quick_start.stop() == 0

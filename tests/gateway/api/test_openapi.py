@@ -1,5 +1,7 @@
 from typing import Any
 
+import pytest
+
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.serving import CHAT, in_process
 
@@ -11,10 +13,11 @@ def references(node: Any) -> set[str]:
     return set().union(*map(references, node)) if isinstance(node, list) else set()
 
 
-async def test_the_document_is_whole() -> None:
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses"])
+async def test_the_document_is_whole(path: str) -> None:
     async with in_process(FakeUpstream()) as served:
         document = (await served.http.get("/openapi.json")).json()
-    operation = document["paths"][CHAT]["post"]
+    operation = document["paths"][path]["post"]
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     assert "default" in operation["responses"]
     assert operation["requestBody"]["required"]

@@ -1,0 +1,220 @@
+"""The course of a response: the events that the deltas of its answer make, and what it is at each point.
+
+A whole response is what stands at the end of the same course, so that it cannot differ from a streamed one.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from msgspec.structs import replace
+
+from gateway.errors import GatewayError
+from gateway.generation import Call, Delta, FinishReason, TokenLogprob, Usage
+from gateway.openai.answer import incomplete
+from gateway.openai.call_documents import new_call_id
+from gateway.openai.chat_answer import logprobs_document
+from gateway.openai.responses_documents import (
+    IncompleteDetails,
+    ItemStatus,
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    begun,
+    error_of,
+    new_id,
+    usage_of,
+)
+from gateway.openai.responses_events import (
+    CallArgumentsDelta,
+    CallArgumentsDone,
+    ContentPartAdded,
+    ContentPartDone,
+    OutputItemAdded,
+    OutputItemDone,
+    OutputTextDelta,
+    OutputTextDone,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseEvent,
+    ResponseFailed,
+    ResponseIncomplete,
+    ResponseInProgress,
+    StreamFailed,
+    event_logprobs,
+)
+from gateway.openai.responses_request import ResponsesRequest
+
+_CONTENT_INDEX = 0
+"""Of a message's text, which is its only part."""
+
+
+@dataclass(slots=True)
+class _OpenMessage:
+    """A message that may get more text."""
+
+    id: str = field(default_factory=lambda: new_id("msg"))
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def part(self) -> OutputText:
+        return OutputText(text="".join(self.texts), logprobs=logprobs_document(self.logprobs).content)
+
+    def item(self, status: ItemStatus) -> OutputMessage:
+        return OutputMessage(id=self.id, status=status, content=[self.part()])
+
+
+class ResponseCourse:
+    """Follows one answer. Each method returns the events that it makes, in order.
+
+    Text opens a message; a call ends it and is an item of its own; text after a call opens another message.
+    """
+
+    def __init__(self, asked: ResponsesRequest) -> None:
+        self.response = begun(asked, int(time.time()))
+        """As it stands."""
+        self._sequence_numbers = count()
+        self._done: list[OutputItem] = []
+        self._message: _OpenMessage | None = None
+        self._logprobs: list[TokenLogprob] = []
+        """Of tokens whose text was not shown yet."""
+        self._finish_reason: FinishReason | None = None
+        self._usage: Usage | None = None
+
+    def begin(self) -> list[ResponseEvent]:
+        """Say that the request was accepted."""
+        return [
+            ResponseCreated(sequence_number=self._number(), response=self.response),
+            ResponseInProgress(sequence_number=self._number(), response=self.response),
+        ]
+
+    def take(self, delta: Delta) -> list[ResponseEvent]:
+        """Add a piece of the answer."""
+        events: list[ResponseEvent] = []
+        self._logprobs.extend(delta.logprobs or ())
+        if delta.text:
+            events += self._add_text(delta.text)
+        for call in delta.calls:
+            events += self._close_message("completed")
+            events += self._add_call(call)
+        self._usage = delta.usage or self._usage
+        if delta.finish_reason is not None:
+            self._finish_reason = delta.finish_reason
+            if not self._done:
+                events += self._add_text("")  # an answer without a word is a message without text
+            events += self._close_message("incomplete" if delta.finish_reason == "length" else "completed")
+        return events
+
+    def end(self) -> list[ResponseEvent]:
+        """Complete the response.
+
+        Raises:
+            UpstreamProtocolError: the answer ended without a finish reason or usage.
+        """
+        if self._finish_reason is None or self._usage is None:
+            raise incomplete()
+        self.response = replace(self.response, output=self._done, usage=usage_of(self._usage))
+        if self._finish_reason == "length":
+            self.response = replace(
+                self.response, status="incomplete", incomplete_details=IncompleteDetails()
+            )
+            return [ResponseIncomplete(sequence_number=self._number(), response=self.response)]
+        self.response = replace(self.response, status="completed", completed_at=int(time.time()))
+        return [ResponseCompleted(sequence_number=self._number(), response=self.response)]
+
+    def fail(self, error: GatewayError) -> list[ResponseEvent]:
+        """End the response with what broke it."""
+        cut = [] if self._message is None else [self._message.item("incomplete")]
+        self.response = replace(
+            self.response, status="failed", error=error_of(error), output=[*self._done, *cut]
+        )
+        return [
+            StreamFailed(
+                sequence_number=self._number(), code=error.code, message=error.message, param=error.param
+            ),
+            ResponseFailed(sequence_number=self._number(), response=self.response),
+        ]
+
+    def _number(self) -> int:
+        return next(self._sequence_numbers)
+
+    def _add_text(self, text: str) -> Iterator[ResponseEvent]:
+        message, index = self._message, len(self._done)
+        if message is None:
+            message = self._message = _OpenMessage()
+            item = OutputMessage(id=message.id, status="in_progress", content=[])
+            yield OutputItemAdded(sequence_number=self._number(), output_index=index, item=item)
+            yield ContentPartAdded(
+                sequence_number=self._number(),
+                item_id=message.id,
+                output_index=index,
+                content_index=_CONTENT_INDEX,
+                part=message.part(),
+            )
+        logprobs, self._logprobs = self._logprobs, []
+        message.texts.append(text)
+        message.logprobs.extend(logprobs)
+        if text or logprobs:
+            yield OutputTextDelta(
+                sequence_number=self._number(),
+                item_id=message.id,
+                output_index=index,
+                content_index=_CONTENT_INDEX,
+                delta=text,
+                logprobs=event_logprobs(logprobs),
+            )
+
+    def _close_message(self, status: ItemStatus) -> Iterator[ResponseEvent]:
+        """Close the one that is open, if one is."""
+        if self._message is None:
+            return
+        if self._logprobs:
+            yield from self._add_text("")
+        message, self._message, index = self._message, None, len(self._done)
+        item = message.item(status)
+        (part,) = item.content
+        yield OutputTextDone(
+            sequence_number=self._number(),
+            item_id=message.id,
+            output_index=index,
+            content_index=_CONTENT_INDEX,
+            text=part.text,
+            logprobs=event_logprobs(message.logprobs),
+        )
+        yield ContentPartDone(
+            sequence_number=self._number(),
+            item_id=message.id,
+            output_index=index,
+            content_index=_CONTENT_INDEX,
+            part=part,
+        )
+        yield self._done_with(item)
+
+    def _add_call(self, call: Call) -> Iterator[ResponseEvent]:
+        index = len(self._done)
+        self._logprobs = []  # of the call, which has no place for them
+        item = OutputCall(
+            id=new_id("fc"),
+            status="completed",
+            arguments=call.arguments,
+            call_id=new_call_id(),
+            name=call.name,
+        )
+        yield OutputItemAdded(
+            sequence_number=self._number(),
+            output_index=index,
+            item=replace(item, status="in_progress", arguments=""),
+        )
+        yield CallArgumentsDelta(
+            sequence_number=self._number(), item_id=item.id, output_index=index, delta=call.arguments
+        )
+        yield CallArgumentsDone(
+            sequence_number=self._number(), item_id=item.id, output_index=index, arguments=call.arguments
+        )
+        yield self._done_with(item)
+
+    def _done_with(self, item: OutputItem) -> ResponseEvent:
+        self._done.append(item)
+        return OutputItemDone(sequence_number=self._number(), output_index=len(self._done) - 1, item=item)

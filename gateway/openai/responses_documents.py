@@ -1,0 +1,213 @@
+"""A response as OpenAI writes it: its items, its counts, and what it repeats of the request."""
+
+import secrets
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from gateway.errors import GatewayError, InvalidRequestError, RateLimitError
+from gateway.generation import Usage
+from gateway.openai.chat_answer import TokenLogprobContent
+from gateway.openai.responses_request import FlatFunctionTool, FlatNamedChoice, ResponsesRequest
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+ErrorCode = Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+
+
+class OutputText(Struct, frozen=True, kw_only=True):
+    """The text of a message. `logprobs` is empty unless the request included them."""
+
+    type: Literal["output_text"] = "output_text"
+    annotations: list[Any] = []
+    logprobs: list[TokenLogprobContent] = []
+    text: str
+
+
+class OutputMessage(Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
+    """An item with what the model says."""
+
+    id: str
+    status: ItemStatus
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class OutputCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
+    """An item with a call. `arguments` is a JSON object, as text; its result names it by `call_id`."""
+
+    id: str
+    status: ItemStatus
+    arguments: str
+    call_id: str
+    name: str
+
+
+OutputItem = OutputMessage | OutputCall
+
+
+class InputTokensDetails(Struct, frozen=True, kw_only=True):
+    """What of the input was not computed again. No request asks for writes to a cache."""
+
+    cache_write_tokens: int = 0
+    cached_tokens: int
+
+
+class OutputTokensDetails(Struct, frozen=True, kw_only=True):
+    """These models do not reason apart from their answer."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(Struct, frozen=True, kw_only=True):
+    """Token counts of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(Struct, frozen=True, kw_only=True):
+    """What broke a response that had begun."""
+
+    code: ErrorCode
+    message: str
+
+
+class IncompleteDetails(Struct, frozen=True, kw_only=True):
+    """Why a response ended before it was complete."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class RepeatedTool(Struct, frozen=True, kw_only=True):
+    """A function of the request."""
+
+    type: Literal["function"] = "function"
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool
+
+
+class RepeatedChoice(Struct, frozen=True, kw_only=True):
+    """The choice of one function, of the request."""
+
+    type: Literal["function"] = "function"
+    name: str
+
+
+class RepeatedFormat(Struct, frozen=True, kw_only=True):
+    """The form of the text."""
+
+    type: Literal["text"] = "text"
+
+
+class RepeatedText(Struct, frozen=True, kw_only=True):
+    """What the text had to be like."""
+
+    format: RepeatedFormat = RepeatedFormat()
+
+
+class RepeatedReasoning(Struct, frozen=True, kw_only=True):
+    """How it was reasoned: not apart from the answer."""
+
+    effort: None = None
+    summary: None = None
+
+
+class ResponseDocument(Struct, frozen=True, kw_only=True):
+    """A response, at any point of its course. What the request left open has the value that was used."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: ResponseStatus
+    background: Literal[False] = False
+    completed_at: int | None = None
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None = None
+    model: str
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    prompt_cache_key: str | None
+    reasoning: RepeatedReasoning = RepeatedReasoning()
+    safety_identifier: str | None
+    service_tier: Literal["default"] = "default"
+    store: Literal[False] = False
+    temperature: float
+    text: RepeatedText = RepeatedText()
+    tool_choice: Literal["none", "auto", "required"] | RepeatedChoice
+    tools: list[RepeatedTool]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None
+    metadata: dict[str, str]
+
+
+def begun(asked: ResponsesRequest, created_at: int) -> ResponseDocument:
+    """Return the response to `asked` as it begins at `created_at`, Unix time in seconds."""
+    choice = asked.tool_choice
+    return ResponseDocument(
+        id=new_id("resp"),
+        created_at=created_at,
+        status="in_progress",
+        instructions=asked.instructions,
+        max_output_tokens=asked.max_output_tokens,
+        model=asked.model,
+        parallel_tool_calls=asked.parallel_tool_calls is not False,
+        prompt_cache_key=asked.prompt_cache_key,
+        safety_identifier=asked.safety_identifier,
+        temperature=1.0 if asked.temperature is None else asked.temperature,
+        tool_choice=RepeatedChoice(name=choice.name)
+        if isinstance(choice, FlatNamedChoice)
+        else choice or "auto",
+        tools=[_repeated(tool) for tool in asked.tools or ()],
+        top_logprobs=asked.top_logprobs or 0,
+        top_p=1.0 if asked.top_p is None else asked.top_p,
+        user=asked.user,
+        metadata=asked.metadata or {},
+    )
+
+
+def new_id(kind: str) -> str:
+    """Make a unique id that begins with `kind`."""
+    return f"{kind}_{secrets.token_hex(24)}"
+
+
+def usage_of(counts: Usage) -> ResponseUsage:
+    """Write token counts."""
+    return ResponseUsage(
+        input_tokens=counts.prompt_tokens,
+        input_tokens_details=InputTokensDetails(cached_tokens=counts.cached_tokens),
+        output_tokens=counts.completion_tokens,
+        output_tokens_details=OutputTokensDetails(),
+        total_tokens=counts.prompt_tokens + counts.completion_tokens,
+    )
+
+
+def error_of(error: GatewayError) -> ResponseError:
+    """Write what broke a response, with the nearest of OpenAI's codes."""
+    code: ErrorCode = "server_error"
+    if isinstance(error, RateLimitError):
+        code = "rate_limit_exceeded"
+    elif isinstance(error, InvalidRequestError):
+        code = "invalid_prompt"
+    return ResponseError(code=code, message=error.message)
+
+
+def _repeated(tool: FlatFunctionTool) -> RepeatedTool:
+    return RepeatedTool(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.parameters,
+        strict=bool(tool.strict),
+    )

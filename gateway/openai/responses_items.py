@@ -1,0 +1,168 @@
+"""The items of a Responses request's `input`: messages, calls of functions and their results.
+
+Items lie side by side that are one message of the conversation: an assistant's text and the calls that it
+made with it. Ids and states of items are bookkeeping, since nothing is stored that they could refer to.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from gateway.errors import InvalidRequestError
+from gateway.generation import Message, MessageRole, PastCall
+from gateway.openai.generation_request import Items, NonEmpty, Strict
+from gateway.openai.tools import FunctionCall
+
+ITEM_NOT_YET: Mapping[str, Any] = MappingProxyType(
+    {"async": None, "caller": None, "namespace": None, "phase": None}
+)
+"""Real fields of items that are not supported yet, each with the value that asks for nothing."""
+
+_ROLES: Mapping[str, MessageRole] = MappingProxyType(
+    {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+)
+
+_MESSAGE = "message"
+
+ItemId = Annotated[str | None, Field(description="bookkeeping: accepted, not used")]
+ItemStatus = Annotated[
+    Literal["in_progress", "completed", "incomplete"] | None,
+    Field(description="bookkeeping: accepted, not used"),
+]
+
+
+class InputTextPart(Strict):
+    """A piece of a message's content, or of a result."""
+
+    type: Literal["input_text"]
+    text: str
+
+
+class OutputTextPart(Strict):
+    """A piece of an answer that is sent back."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: Annotated[Items[Any] | None, Field(max_length=0)] = None
+    logprobs: Annotated[Any, Field(description="bookkeeping: of the answer that is sent back")] = None
+
+
+def _type_of(value: Any) -> str | None:
+    tag = value.get("type") if isinstance(value, dict) else None
+    return tag if isinstance(tag, str) else None
+
+
+def _kind_of(value: Any) -> str | None:
+    """Return the item's type; messages need not have one."""
+    return _type_of(value) or (_MESSAGE if isinstance(value, dict) and value.get("type") is None else None)
+
+
+Part = Annotated[
+    Annotated[InputTextPart, Tag("input_text")] | Annotated[OutputTextPart, Tag("output_text")],
+    Discriminator(
+        _type_of,
+        custom_error_type="part_type",
+        custom_error_message="only parts of the types input_text and output_text are supported",
+    ),
+]
+
+
+class MessageItem(Strict):
+    """One message; `developer` is another name for `system`."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Items[Part]
+    id: ItemId = None
+    status: ItemStatus = None
+
+
+class FunctionCallItem(FunctionCall):
+    """A call that the model made. Its result names it by `call_id`."""
+
+    type: Literal["function_call"]
+    call_id: NonEmpty
+    id: ItemId = None
+    status: ItemStatus = None
+
+
+class FunctionResultItem(Strict):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: NonEmpty
+    output: str | Items[InputTextPart]
+    id: ItemId = None
+    status: ItemStatus = None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag(_MESSAGE)]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionResultItem, Tag("function_call_output")],
+    Discriminator(
+        _kind_of,
+        custom_error_type="item_type",
+        custom_error_message="only items of the types message, function_call and function_call_output "
+        "are supported",
+    ),
+]
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A message of the conversation while its items are put together."""
+
+    role: MessageRole
+    path: str
+    texts: list[str] = field(default_factory=list)
+    calls: dict[str, PastCall] = field(default_factory=dict)
+    """By id."""
+    answers: str | None = None
+
+    def message(self) -> Message:
+        return Message(
+            role=self.role,
+            content="".join(self.texts),
+            calls=tuple(self.calls.values()),
+            answers=self.answers,
+            field=self.path,
+        )
+
+
+def messages_of(items: Iterable[Item]) -> list[Message]:
+    """Return the conversation that `items` are.
+
+    Calls belong to the assistant message that they follow, or to one without text; so does text that follows
+    a call without a result between them, which is how an answer of several parts comes back.
+
+    Raises:
+        InvalidRequestError: a call's arguments are not a JSON object, or its id is another's.
+    """
+    turns: list[_Turn] = []
+    for at, item in enumerate(items):
+        path = f"input.{at}"
+        last = turns[-1] if turns and turns[-1].role == "assistant" else None
+        if isinstance(item, FunctionResultItem):
+            turns.append(_Turn("tool", path, [_text(item.output)], answers=item.call_id))
+        elif isinstance(item, FunctionCallItem):
+            if last is None:
+                last = _Turn("assistant", path)
+                turns.append(last)
+            if item.call_id in last.calls:
+                raise InvalidRequestError(
+                    f"{path}.call_id is that of a call before it.", param=f"{path}.call_id"
+                )
+            last.calls[item.call_id] = item.past(item.call_id, path)
+        elif last is not None and last.calls and item.role == "assistant":
+            last.texts.append(_text(item.content))
+        else:
+            turns.append(_Turn(_ROLES[item.role], path, [_text(item.content)]))
+    return [turn.message() for turn in turns]
+
+
+def _text(content: str | list[InputTextPart] | list[InputTextPart | OutputTextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)

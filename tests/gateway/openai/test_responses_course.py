@@ -1,0 +1,252 @@
+import itertools
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.errors import (
+    ContextLengthError,
+    DeadlineError,
+    GatewayError,
+    InternalError,
+    RateLimitError,
+    UpstreamProtocolError,
+)
+from gateway.generation import Call, Delta, TokenLogprob, TopLogprob, Usage
+from gateway.openai.answer import encode
+from gateway.openai.responses_course import ResponseCourse
+from gateway.openai.responses_events import ResponseEvent
+from gateway.openai.responses_request import read_responses_request
+from tests.gateway.openai.sdk_shapes import check_event, check_response
+
+COUNTS = Usage(prompt_tokens=3, completion_tokens=9, cached_tokens=2)
+CALLS = (Call("get_weather", '{"city": "北京"}'), Call("now", "{}"))
+TOOLS = [
+    {"type": "function", "name": "get_weather", "description": "Tells it.", "parameters": {"type": "object"}},
+    {"type": "function", "name": "now", "parameters": None, "strict": None},
+]
+WITH_LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+
+
+def course(**asked: Any) -> ResponseCourse:
+    return ResponseCourse(read_responses_request(json.dumps({"model": "m", "input": "hi", **asked}).encode()))
+
+
+def last(reason: Any = "stop", text: str = "", calls: tuple[Call, ...] = ()) -> Delta:
+    return Delta(text=text, tokens=1, calls=calls, finish_reason=reason, usage=COUNTS)
+
+
+def logprob(token: str) -> tuple[TokenLogprob]:
+    utf8 = token.encode()
+    top = (TopLogprob(token=token, utf8=utf8, logprob=-0.5),)
+    return (TokenLogprob(token=token, utf8=utf8, logprob=-0.5, top=top),)
+
+
+def documents(events: list[ResponseEvent]) -> list[dict[str, Any]]:
+    return [msgspec.json.decode(encode(event)) for event in events]
+
+
+def run(*deltas: Delta, **asked: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return all events and the last response, each checked against the SDK."""
+    way = course(**asked)
+    events = documents(way.begin())
+    for delta in deltas:
+        events += documents(way.take(delta))
+    events += documents(way.end())
+    for number, event in enumerate(events):
+        check_event(event)
+        assert event["sequence_number"] == number
+    response = msgspec.json.decode(encode(way.response))
+    assert events[-1]["response"] == response
+    check_response(response)
+    assert put_together(events) == response["output"]
+    return events, response
+
+
+def put_together(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the items, after checking that what came in pieces is what came whole."""
+    items: list[dict[str, Any]] = []
+    for event in events:
+        if event["type"] == "response.output_item.added":
+            assert event["item"]["status"] == "in_progress"
+            items.append(event["item"])
+        if "output_index" in event:
+            assert event["output_index"] == len(items) - 1, "items come one after the other"
+            assert event.get("item_id", items[-1]["id"]) == items[-1]["id"]
+            add(event, items)
+    return items
+
+
+def add(event: dict[str, Any], items: list[dict[str, Any]]) -> None:
+    """Add what `event` says to the last item."""
+    match event:
+        case {"type": "response.content_part.added", "part": part}:
+            items[-1]["content"].append(part)
+        case {"type": "response.output_text.delta", "delta": text, "logprobs": logprobs}:
+            (part,) = items[-1]["content"]
+            part["text"] += text
+            part["logprobs"] += logprobs
+        case {"type": "response.output_text.done", "text": text, "logprobs": logprobs}:
+            assert [(part["text"], part["logprobs"]) for part in items[-1]["content"]] == [(text, logprobs)]
+        case {"type": "response.content_part.done", "part": part}:
+            assert items[-1]["content"][event["content_index"]]["text"] == part["text"]
+            items[-1]["content"] = [part]
+        case {"type": "response.function_call_arguments.delta", "delta": text}:
+            items[-1]["arguments"] += text
+        case {"type": "response.function_call_arguments.done", "arguments": text}:
+            assert items[-1]["arguments"] == text
+        case {"type": "response.output_item.done", "item": item}:
+            assert {**items[-1], "status": item["status"]} == item
+            items[-1] = item
+
+
+MESSAGE = [
+    "response.output_item.added",
+    "response.content_part.added",
+    "response.output_text.delta",
+    "response.output_text.done",
+    "response.content_part.done",
+    "response.output_item.done",
+]
+CALL = [
+    "response.output_item.added",
+    "response.function_call_arguments.delta",
+    "response.function_call_arguments.done",
+    "response.output_item.done",
+]
+BEGIN = ["response.created", "response.in_progress"]
+
+
+def kinds(events: list[dict[str, Any]]) -> list[str]:
+    """Return the types of events, each once where it repeats."""
+    return [kind for kind, _ in itertools.groupby(event["type"] for event in events)]
+
+
+def test_text() -> None:
+    events, response = run(Delta(text="Hel", tokens=1), Delta(text="", tokens=1), last(text="lo"))
+    assert kinds(events) == [*BEGIN, *MESSAGE, "response.completed"]
+    (item,) = response["output"]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+    assert item["content"] == [{"type": "output_text", "annotations": [], "logprobs": [], "text": "Hello"}]
+    assert (response["status"], response["error"], response["incomplete_details"]) == (
+        "completed",
+        None,
+        None,
+    )
+    assert response["completed_at"] >= response["created_at"]
+    assert response["usage"] == {
+        "input_tokens": 3,
+        "input_tokens_details": {"cache_write_tokens": 0, "cached_tokens": 2},
+        "output_tokens": 9,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 12,
+    }
+    assert response["id"].startswith("resp_")
+    assert item["id"].startswith("msg_")
+
+
+def test_a_response_that_ends_at_its_bound_is_incomplete() -> None:
+    events, response = run(Delta(text="Hel", tokens=1), last("length"), max_output_tokens=2)
+    assert events[-1]["type"] == "response.incomplete"
+    assert (response["status"], response["completed_at"]) == ("incomplete", None)
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert [item["status"] for item in response["output"]] == ["incomplete"]
+    assert response["max_output_tokens"] == 2
+
+
+def test_calls_are_items_behind_the_text() -> None:
+    events, response = run(
+        Delta(text="Let me see.", tokens=2),
+        Delta(text="", tokens=1, calls=CALLS[:1]),
+        last("tool_calls", calls=CALLS[1:]),
+        tools=TOOLS,
+    )
+    assert kinds(events) == [*BEGIN, *MESSAGE, *CALL, *CALL, "response.completed"]
+    message, *calls = response["output"]
+    assert message["content"][0]["text"] == "Let me see."
+    assert [(call["name"], call["arguments"], call["status"]) for call in calls] == [
+        (call.name, call.arguments, "completed") for call in CALLS
+    ]
+    assert len({call["call_id"] for call in calls}) == 2
+    assert all(len(call["call_id"]) >= 9 and call["id"].startswith("fc_") for call in calls)
+
+
+def test_text_and_calls_keep_their_order() -> None:
+    _, response = run(
+        Delta(text="", tokens=1, calls=CALLS[:1]),
+        Delta(text="And", tokens=1),
+        last("tool_calls", text=" then", calls=CALLS[1:]),
+        tools=TOOLS,
+    )
+    assert [item["type"] for item in response["output"]] == ["function_call", "message", "function_call"]
+    assert response["output"][1]["content"][0]["text"] == "And then"
+
+
+def test_a_call_alone_has_no_message_and_no_words_are_an_empty_one() -> None:
+    _, response = run(last("tool_calls", calls=CALLS[:1]), tools=TOOLS)
+    assert [item["type"] for item in response["output"]] == ["function_call"]
+    _, response = run(last())
+    assert response["output"][0]["content"][0]["text"] == ""
+
+
+def test_log_probabilities() -> None:
+    held = Delta(text="", tokens=1, logprobs=logprob("a"))
+    said = Delta(text="ab", tokens=1, logprobs=logprob("b"))
+    end = Delta(text="", tokens=1, logprobs=logprob("</s>"), finish_reason="stop", usage=COUNTS)
+    events, response = run(held, said, end, **WITH_LOGPROBS)
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [(delta["delta"], [each["token"] for each in delta["logprobs"]]) for delta in deltas] == [
+        ("ab", ["a", "b"]),
+        ("", ["</s>"]),
+    ]
+    assert response["output"][0]["content"][0]["logprobs"][0] == {
+        "token": "a",
+        "logprob": -0.5,
+        "bytes": [97],
+        "top_logprobs": [{"token": "a", "logprob": -0.5, "bytes": [97]}],
+    }
+    assert response["top_logprobs"] == 1
+
+
+def test_a_calls_own_tokens_open_no_message() -> None:
+    held = Delta(text="", tokens=1, logprobs=logprob("get"))
+    _, response = run(held, last("tool_calls", calls=CALLS[:1]), tools=TOOLS, **WITH_LOGPROBS)
+    assert [item["type"] for item in response["output"]] == ["function_call"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (DeadlineError("late"), "server_error"),
+        (InternalError("broken"), "server_error"),
+        (RateLimitError("full"), "rate_limit_exceeded"),
+        (ContextLengthError("long", param="input"), "invalid_prompt"),
+    ],
+)
+def test_an_error_ends_the_response_as_failed(error: GatewayError, code: str) -> None:
+    way = course()
+    way.begin()
+    way.take(Delta(text="Hel", tokens=1))
+    failed, ended = documents(way.fail(error))
+    check_event(failed)
+    check_event(ended)
+    assert (failed["type"], failed["code"], failed["message"]) == ("error", error.code, error.message)
+    assert failed["param"] == error.param
+    response = ended["response"]
+    assert (ended["type"], response["status"], response["usage"]) == ("response.failed", "failed", None)
+    assert response["error"] == {"code": code, "message": error.message}
+    (item,) = response["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "Hel")
+    assert ended["sequence_number"] == failed["sequence_number"] + 1
+
+
+@pytest.mark.parametrize(
+    "deltas", [[], [Delta(text="a", tokens=1)], [Delta(text="", tokens=1, finish_reason="stop")]]
+)
+def test_an_answer_without_an_end_is_the_upstreams_fault(deltas: list[Delta]) -> None:
+    way = course()
+    for delta in deltas:
+        way.take(delta)
+    with pytest.raises(UpstreamProtocolError):
+        way.end()
