@@ -176,23 +176,7 @@ class ChatRequest(AnyCompletionRequest, StructuredRequest):
             InvalidRequestError: several fields say it, or tools are to be called instead.
         """
         formatted = self.response_format.grammar("response_format") if self.response_format else None
-        grammar = super().grammar_asked()
-        if formatted is not None and grammar is not None:
-            raise InvalidRequestError(
-                "response_format and structured_outputs both say what the answer is; give one.",
-                param="structured_outputs",
-            )
-        grammar = grammar or formatted
-        if grammar is not None:
-            field, _, _ = grammar.field.partition(".")
-            offer = self.offer()
-            if offer is not None and offer.choice != "none":
-                raise InvalidRequestError(
-                    f"{field} says what the text of the answer is, and with {offer.field} it may be a call: "
-                    f'{offer.choice_field} "none" is needed beside it.',
-                    param=field,
-                )
-        return grammar
+        return self.held_to(formatted, "response_format", self.offer())
 
     def generation(self, *, request_id: str, deadline: float) -> Generation:
         """Return what is asked of the upstream."""

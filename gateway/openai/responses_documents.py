@@ -8,7 +8,14 @@ from msgspec import Struct
 from gateway.errors import GatewayError, InvalidRequestError, RateLimitError
 from gateway.generation import Usage
 from gateway.openai.chat_answer import TokenLogprobContent
-from gateway.openai.responses_request import FlatFunctionTool, FlatNamedChoice, ResponsesRequest
+from gateway.openai.responses_request import (
+    FlatFunctionTool,
+    FlatJsonSchemaFormat,
+    FlatNamedChoice,
+    ResponsesRequest,
+    TextConfig,
+)
+from gateway.openai.structured import JsonObjectFormat
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -99,16 +106,27 @@ class RepeatedChoice(Struct, frozen=True, kw_only=True):
     name: str
 
 
-class RepeatedFormat(Struct, frozen=True, kw_only=True):
-    """The form of the text."""
-
-    type: Literal["text"] = "text"
+class RepeatedTextFormat(Struct, frozen=True, tag_field="type", tag="text"):
+    """Free text."""
 
 
-class RepeatedText(Struct, frozen=True, kw_only=True):
+class RepeatedObjectFormat(Struct, frozen=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class RepeatedSchemaFormat(Struct, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
+    """JSON that obeys a schema, which it always does."""
+
+    name: str
+    description: str | None
+    schema: dict[str, Any]
+    strict: Literal[True] = True
+
+
+class RepeatedText(Struct, frozen=True):
     """What the text had to be like."""
 
-    format: RepeatedFormat = RepeatedFormat()
+    format: RepeatedTextFormat | RepeatedObjectFormat | RepeatedSchemaFormat
 
 
 class RepeatedReasoning(Struct, frozen=True, kw_only=True):
@@ -142,7 +160,7 @@ class ResponseDocument(Struct, frozen=True, kw_only=True):
     service_tier: Literal["default"] = "default"
     store: Literal[False] = False
     temperature: float
-    text: RepeatedText = RepeatedText()
+    text: RepeatedText
     tool_choice: Literal["none", "auto", "required"] | RepeatedChoice
     tools: list[RepeatedTool]
     top_logprobs: int
@@ -167,10 +185,11 @@ def begun(asked: ResponsesRequest, created_at: int) -> ResponseDocument:
         prompt_cache_key=asked.prompt_cache_key,
         safety_identifier=asked.safety_identifier,
         temperature=1.0 if asked.temperature is None else asked.temperature,
+        text=_repeated_text(asked.text),
         tool_choice=RepeatedChoice(name=choice.name)
         if isinstance(choice, FlatNamedChoice)
         else choice or "auto",
-        tools=[_repeated(tool) for tool in asked.tools or ()],
+        tools=[_repeated_tool(tool) for tool in asked.tools or ()],
         top_logprobs=asked.top_logprobs or 0,
         top_p=1.0 if asked.top_p is None else asked.top_p,
         user=asked.user,
@@ -204,10 +223,22 @@ def error_of(error: GatewayError) -> ResponseError:
     return ResponseError(code=code, message=error.message)
 
 
-def _repeated(tool: FlatFunctionTool) -> RepeatedTool:
+def _repeated_tool(tool: FlatFunctionTool) -> RepeatedTool:
     return RepeatedTool(
         name=tool.name,
         description=tool.description,
         parameters=tool.parameters,
         strict=bool(tool.strict),
     )
+
+
+def _repeated_text(text: TextConfig | None) -> RepeatedText:
+    match text and text.format:
+        case FlatJsonSchemaFormat() as asked:
+            return RepeatedText(
+                RepeatedSchemaFormat(name=asked.name, description=asked.description, schema=asked.schema_)
+            )
+        case JsonObjectFormat():
+            return RepeatedText(RepeatedObjectFormat())
+        case _:
+            return RepeatedText(RepeatedTextFormat())

@@ -5,20 +5,23 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import InvalidRequestError
-from gateway.generation import Conversation, Generation, Message, NamedTool, ToolOffer
+from gateway.generation import Conversation, Generation, Grammar, Message, NamedTool, ToolOffer
 from gateway.openai.document import read_object, validate, without_neutral, without_neutral_in
-from gateway.openai.generation_request import (
-    GenerationRequest,
-    Items,
-    Strict,
-    TokenBound,
-    without_neutral_options,
-)
+from gateway.openai.generation_request import Items, Strict, TokenBound, without_neutral_options
 from gateway.openai.responses_items import ITEM_NOT_YET, Item, messages_of
+from gateway.openai.schema import Schema
+from gateway.openai.structured import (
+    JsonObjectFormat,
+    JsonSchema,
+    StructuredRequest,
+    TextFormat,
+    branch,
+    schema_grammar,
+)
 from gateway.openai.tools import TOOLS_LIMIT, Function, ToolName, offer_of
 
 NOT_YET: Mapping[str, Any] = MappingProxyType(
@@ -33,7 +36,6 @@ NOT_YET: Mapping[str, Any] = MappingProxyType(
         "prompt_cache_options": None,
         "prompt_cache_retention": None,
         "skip_special_tokens": True,
-        "structured_outputs": None,
         "truncation": "disabled",
     }
 )
@@ -48,7 +50,7 @@ REASONING_NOT_YET: Mapping[str, Any] = MappingProxyType(
     dict.fromkeys(("context", "effort", "generate_summary", "mode", "summary"))
 )
 
-TEXT_NOT_YET: Mapping[str, Any] = MappingProxyType({"format": {"type": "text"}, "verbosity": None})
+TEXT_NOT_YET: Mapping[str, Any] = MappingProxyType({"verbosity": None})
 
 TOOL_NOT_YET: Mapping[str, Any] = MappingProxyType(
     {"allowed_callers": None, "async": False, "defer_loading": False, "output_schema": None}
@@ -74,15 +76,40 @@ class FlatNamedChoice(Strict):
     name: ToolName
 
 
+class FlatJsonSchemaFormat(JsonSchema):
+    """JSON that obeys a schema."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[Schema, Field(alias="schema")]
+
+    def grammar(self, field: str) -> Grammar | None:
+        """Return what the answer is held to; `field` is what the request calls this object."""
+        return schema_grammar(self.schema_, f"{field}.schema")
+
+
+FlatFormat = Annotated[
+    Annotated[TextFormat, Tag("<text>")]
+    | Annotated[JsonObjectFormat, Tag("<json_object>")]
+    | Annotated[FlatJsonSchemaFormat, Tag("<json_schema>")],
+    Discriminator(
+        branch,
+        custom_error_type="text_format",
+        custom_error_message="an object with the type text, json_object or json_schema is needed",
+    ),
+]
+
+
 class TextConfig(Strict):
-    """What the text is to be like: nothing that is supported yet."""
+    """What the text is to be like."""
+
+    format: FlatFormat | None = None
 
 
 class Reasoning(Strict):
     """How to reason: nothing that is supported yet."""
 
 
-class ResponsesRequest(GenerationRequest):
+class ResponsesRequest(StructuredRequest):
     """A request for a response. Null means absent everywhere."""
 
     input: str | Annotated[Items[Item], Field(min_length=1)]
@@ -130,6 +157,15 @@ class ResponsesRequest(GenerationRequest):
             names="tools.{}.name",
             single=self.parallel_tool_calls is False,
         )
+
+    def grammar_asked(self) -> Grammar | None:
+        """Return what the answer's text is held to; None: it is free.
+
+        Raises:
+            InvalidRequestError: several fields say it, or tools are to be called instead.
+        """
+        text = self.text.format if self.text else None
+        return self.held_to(text.grammar("text.format") if text else None, "text.format", self.offer())
 
     def generation(self, *, request_id: str, deadline: float) -> Generation:
         """Return what is asked of the upstream."""

@@ -14,7 +14,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import InvalidRequestError
-from gateway.generation import Generation, Grammar
+from gateway.generation import Generation, Grammar, ToolOffer
 from gateway.openai.generation_request import GenerationRequest, Items, Strict
 from gateway.openai.schema import Schema
 
@@ -68,7 +68,8 @@ class JsonSchemaFormat(Strict):
         return schema_grammar(self.json_schema.schema_, f"{field}.json_schema.schema")
 
 
-def _branch(value: Any) -> str | None:
+def branch(value: Any) -> str | None:
+    """Return the tag of the format that `value` is, by its type."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return f"<{kind}>" if isinstance(kind, str) else None
 
@@ -80,7 +81,7 @@ ResponseFormat = Annotated[
     # By a function, since locations of faults name the branch: a bare `json_schema` there would look like the
     # key of that name.
     Discriminator(
-        _branch,
+        branch,
         custom_error_type="response_format",
         custom_error_message="an object with the type text, json_object or json_schema is needed",
     ),
@@ -146,6 +147,35 @@ class StructuredRequest(GenerationRequest, ABC):
         if self.structured_outputs is None:
             return None
         return self.structured_outputs.grammar("structured_outputs")
+
+    def held_to(self, formatted: Grammar | None, field: str, offer: ToolOffer | None) -> Grammar | None:
+        """Return what the text of an answer is held to that may be a call instead; None: it is free.
+
+        Args:
+            formatted: what OpenAI's own field says.
+            field: what the request calls that one.
+            offer: the tools.
+
+        Raises:
+            InvalidRequestError: several fields say it, or tools are to be called instead.
+        """
+        grammar = StructuredRequest.grammar_asked(self)
+        if grammar is None:
+            grammar = formatted
+        elif formatted is not None:
+            raise InvalidRequestError(
+                f"{field} and structured_outputs both say what the answer is; give one.",
+                param="structured_outputs",
+            )
+        else:
+            field = "structured_outputs"
+        if grammar is not None and offer is not None and offer.choice != "none":
+            raise InvalidRequestError(
+                f"{field} says what the text of the answer is, and with {offer.field} it may be a call: "
+                f'{offer.choice_field} "none" is needed beside it.',
+                param=field,
+            )
+        return grammar
 
     def generation(self, *, request_id: str, deadline: float) -> Generation:
         """Return what is asked of the upstream."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from gateway.errors import (
     ContextLengthError,
@@ -94,6 +95,27 @@ async def test_stream(served: Served) -> None:
     assert events[0].response.status == "in_progress"
     assert events[0].response.id == events[-1].response.id
     assert served.upstream.requests[0].stream
+
+
+class Word(BaseModel):
+    said: str
+
+
+async def test_the_sdk_parses_what_it_asked_for(served: Served) -> None:
+    served.upstream.script = lambda _: say('{"said": ', '"hi"}')
+    whole = await served.sdk.responses.parse(model="glm", input="hi", text_format=Word)
+    assert whole.output_parsed == Word(said="hi")
+    async with served.sdk.responses.stream(model="glm", input="hi", text_format=Word) as stream:
+        streamed = await stream.get_final_response()
+    assert streamed.output_parsed == Word(said="hi")
+    for asked in served.upstream.requests:
+        assert asked.grammar is not None
+        assert json.loads(asked.grammar.text)["required"] == ["said"]
+    await served.sdk.responses.create(model="glm", input=[*whole.output, *streamed.output])
+    assert [message.content for message in served.upstream.requests[2].prompt.messages] == [
+        '{"said": "hi"}',
+        '{"said": "hi"}',
+    ]
 
 
 async def test_the_stream_on_the_wire(served: Served) -> None:

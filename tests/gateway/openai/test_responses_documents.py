@@ -1,3 +1,7 @@
+from typing import Any
+
+import pytest
+
 from tests.gateway.openai.test_responses_course import TOOLS, last, run
 
 
@@ -35,6 +39,27 @@ def test_what_the_request_said_is_repeated() -> None:
         {**TOOLS[0], "strict": False},
         {**TOOLS[1], "strict": False, "description": None},
     ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "repeated"),
+    [
+        ({"format": {"type": "json_object"}}, {"type": "json_object"}),
+        (
+            {"format": {"type": "json_schema", "name": "a", "schema": {"type": "null"}, "strict": None}},
+            {
+                "type": "json_schema",
+                "name": "a",
+                "description": None,
+                "schema": {"type": "null"},
+                "strict": True,
+            },
+        ),
+    ],
+)
+def test_the_form_of_the_text_is_repeated(asked: Any, repeated: Any) -> None:
+    _, response = run(last(text="null"), text=asked)
+    assert response["text"] == {"format": repeated}
 
 
 def test_what_the_request_left_open_is_told() -> None:

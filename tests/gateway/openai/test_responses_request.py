@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import InvalidRequestError
-from gateway.generation import Conversation, Message, NamedTool, Tool, ToolOffer
+from gateway.generation import Conversation, Grammar, Message, NamedTool, Tool, ToolOffer
 from gateway.openai.responses_request import NOT_YET, STORED, ResponsesRequest, read_responses_request
 
 TOOL = {"type": "function", "name": "now"}
@@ -84,6 +84,33 @@ def test_tools_are_flat() -> None:
         assert offer.choice == choice
 
 
+SCHEMA = {"type": "object", "properties": {"城": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "text", "field"),
+    [
+        ({"type": "json_object"}, "json_object", "", "text.format"),
+        (
+            {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True, "description": "d"},
+            "json_schema",
+            SCHEMA,
+            "text.format.schema",
+        ),
+    ],
+)
+def test_what_the_text_is_held_to(form: dict[str, Any], kind: str, text: Any, field: str) -> None:
+    for more in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+        grammar = read(text={"format": form}, **more).generation(request_id="r", deadline=0).grammar
+        assert grammar is not None
+        assert (grammar.kind, grammar.field) == (kind, field)
+        assert (json.loads(grammar.text) if kind == "json_schema" else grammar.text) == text
+    free = read(text={"format": {"type": "text"}}, tools=[TOOL]).generation(request_id="r", deadline=0)
+    assert free.grammar is None
+    chosen = read(structured_outputs={"choice": ["a"]}).generation(request_id="r", deadline=0)
+    assert chosen.grammar == Grammar(kind="choice", text='["a"]', field="structured_outputs.choice")
+
+
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -128,7 +155,17 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"reasoning": {"colour": "red"}}, "reasoning.colour"),
         ({"reasoning": "low"}, "reasoning"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+        ({"text": {"format": {"type": "json_schema", "json_schema": {"name": "a"}}}}, "text.format.name"),
+        ({"text": {"format": {"type": "json_object"}}, "tools": [TOOL]}, "text.format"),
+        ({"text": {"format": {"type": "json_object"}}, "min_tokens": 1}, "min_tokens"),
+        (
+            {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+        ),
+        ({"structured_outputs": {"regex": "a"}, "tools": [TOOL]}, "structured_outputs"),
         ({"text": {"colour": "red"}}, "text.colour"),
         ({"include": ["reasoning.encrypted_content"]}, "include.0"),
         ({"include": LOGPROBS}, "include"),
