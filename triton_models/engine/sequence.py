@@ -87,6 +87,10 @@ class TokenOutput:
     """With the first token: seconds from arrival."""
 
 
+PRIORITY_S = 30.0
+"""Seconds of waiting that make up for one level of priority."""
+
+
 class Sequence:
     """A request in the engine: its tokens, its KV blocks and its state.
 
@@ -120,7 +124,8 @@ class Sequence:
         self.max_tokens = max_tokens
         self.max_length = len(request.prompt_ids) + max_tokens
         self.masked = request.sampling.mask is not None
-        self.rank = (request.priority, arrival)
+        self.rank = (arrived_at + PRIORITY_S * request.priority, arrival)
+        """Lower ranks first. Waiting makes up for priority, and of two that wait the same one stays ahead."""
         seed = request.sampling.seed
         self.seed = secrets.randbits(63) if seed is None else seed
         self.tokens = list(request.prompt_ids)

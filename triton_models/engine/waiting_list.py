@@ -11,11 +11,12 @@ _rank = attrgetter("rank")
 
 
 class WaitingList:
-    """Lower priority first, order of arrival among equals.
+    """Lower priority first, order of arrival among equals; `PRIORITY_S` of waiting make up for a level.
 
-    A preempted sequence that comes back keeps its arrival number, which puts it at the head of its priority:
-    whatever waits there came later. The list has no bound of its own: what is not to wait is refused at the
-    engine's door (`Intake`), and a preempted sequence always has its place.
+    So nobody waits for ever behind a stream of others that are more urgent. A preempted sequence that comes
+    back keeps its rank, which puts it at the head of its priority: whatever waits there came later. The list
+    has no bound of its own: what is not to wait is refused at the engine's door (`Intake`), and a preempted
+    sequence always has its place.
     """
 
     def __init__(self) -> None:

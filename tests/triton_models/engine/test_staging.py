@@ -36,6 +36,7 @@ def test_numbers_arrive_as_they_are() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_an_upload_does_not_wait_for_the_device() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -2,13 +2,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.triton_models.engine.fake_model import request
-from triton_models.engine.sequence import Sequence
+from triton_models.engine.sequence import PRIORITY_S, Sequence
 from triton_models.engine.waiting_list import WaitingList
 
 
-def sequence(arrival: int, *, priority: int = 0, deadline: float | None = None) -> Sequence:
+def sequence(
+    arrival: int, *, priority: int = 0, deadline: float | None = None, arrived_at: float = 0.0
+) -> Sequence:
     ask = request(f"r{arrival}", priority=priority, deadline=deadline)
-    return Sequence(ask, arrival=arrival, arrived_at=0.0, max_tokens=1)
+    return Sequence(ask, arrival=arrival, arrived_at=arrived_at, max_tokens=1)
 
 
 def drain(waiting: WaitingList) -> list[int]:
@@ -42,6 +44,15 @@ def test_a_preempted_sequence_is_first_of_its_priority_again() -> None:
         waiting.add(each)
     waiting.add(sequence(2))
     assert drain(waiting) == [7, 2, 5, 6]
+
+
+def test_who_waits_long_enough_overtakes_the_more_urgent_that_come_later() -> None:
+    waiting = WaitingList()
+    waiting.add(sequence(0, priority=2, arrived_at=100.0))
+    for arrival, arrived_at in enumerate((100.0, 100.0 + PRIORITY_S, 99.0 + 2 * PRIORITY_S), 1):
+        waiting.add(sequence(arrival, arrived_at=arrived_at))
+    waiting.add(sequence(4, arrived_at=101.0 + 2 * PRIORITY_S))
+    assert drain(waiting) == [1, 2, 3, 0, 4]
 
 
 def test_expired_names_exactly_those_whose_time_is_over() -> None:
