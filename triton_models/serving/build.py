@@ -32,7 +32,7 @@ _ENGINE_PARAMETERS: Final = (
     "burst_steps",
 )
 
-_GPU_DEFAULTS: Final = {"max_running": 512, "max_batched_tokens": 1024, "burst_steps": 8}
+_GPU_DEFAULTS: Final = {"max_running": 512, "max_batched_tokens": 1024, "burst_steps": 16}
 """A GPU computes many more tokens in the time that it takes to read the weights once. Steps of twice as many
 prompt tokens are hardly more efficient, and stall the decodes beside them twice as long (bench/LOG.md)."""
 
