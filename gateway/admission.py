@@ -1,31 +1,36 @@
-"""How many generations may be at work, and how many may wait for that.
+"""How many answers may be at work, and how many requests may wait for that.
 
 First come, first served. Knows nothing of HTTP, models or deadlines: whoever waits may be cancelled at any
-moment, and a permit that was just granted to a cancelled waiter goes to the next one.
+moment, and permits that were just granted to a cancelled waiter go to the next one.
 """
 
 import asyncio
-import contextlib
 from collections import deque
 
 from gateway.errors import RateLimitError
 
 _RETRY_AFTER_S = 1
 
+Turn = tuple[asyncio.Future[None], int]
+"""A waiter's turn, and the permits that it waits for."""
+
 
 class Admission:
     """A bounded number of permits and a bounded queue for them. Belongs to one event loop.
 
+    A caller takes as many permits as it will cost upstream. One that wants more than there are takes all, so
+    that nothing is refused for its size; the queue's first is never overtaken by a smaller one.
+
     Args:
         max_in_flight: permits.
-        max_waiting: callers that may wait for one; any more are refused at once.
+        max_waiting: callers that may wait for some; any more are refused at once.
     """
 
     def __init__(self, *, max_in_flight: int, max_waiting: int) -> None:
         self._max_in_flight = max_in_flight
         self._max_waiting = max_waiting
         self._in_flight = 0
-        self._queue: deque[asyncio.Future[None]] = deque()
+        self._queue: deque[Turn] = deque()
 
     @property
     def in_flight(self) -> int:
@@ -37,38 +42,43 @@ class Admission:
         """Callers in the queue."""
         return len(self._queue)
 
-    async def acquire(self) -> None:
-        """Take a permit, waiting for one in order of arrival. Each is given back by `release`.
+    async def acquire(self, permits: int = 1) -> None:
+        """Take permits, waiting for them in order of arrival. As many are given back by `release`.
 
         Raises:
             RateLimitError: the queue is full.
         """
-        if self._in_flight < self._max_in_flight:
-            # A free permit means an empty queue: `release` hands permits over, never past a waiter.
-            self._in_flight += 1
+        wanted = self._possible(permits)
+        if not self._queue and self._in_flight + wanted <= self._max_in_flight:
+            self._in_flight += wanted
             return
         if len(self._queue) >= self._max_waiting:
             raise RateLimitError(
-                f"The gateway is full: {self._in_flight} requests at work, {len(self._queue)} waiting.",
+                f"The gateway is full: {self._in_flight} answers at work, {len(self._queue)} requests wait.",
                 retry_after_s=_RETRY_AFTER_S,
             )
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append(turn)
+        self._queue.append((turn, wanted))
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.release()  # granted and cancelled in the same turn of the loop: pass it on
-            else:
-                with contextlib.suppress(ValueError):  # `release` may have dropped it from the queue already
-                    self._queue.remove(turn)
+                self._in_flight -= wanted  # granted and cancelled in the same turn of the loop: pass them on
+            self._grant()
             raise
 
-    def release(self) -> None:
-        """Give a permit back: to the first in the queue if there is one."""
-        while self._queue:
-            turn = self._queue.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._in_flight -= 1
+    def release(self, permits: int = 1) -> None:
+        """Give permits back: to the first in the queue if there is one."""
+        self._in_flight -= self._possible(permits)
+        self._grant()
+
+    def _possible(self, permits: int) -> int:
+        return min(permits, self._max_in_flight)
+
+    def _grant(self) -> None:
+        """Drop from the queue who was cancelled, and give turns from its front while there are permits."""
+        self._queue = deque(entry for entry in self._queue if not entry[0].cancelled())
+        while self._queue and self._in_flight + self._queue[0][1] <= self._max_in_flight:
+            turn, wanted = self._queue.popleft()
+            self._in_flight += wanted
+            turn.set_result(None)

@@ -1,18 +1,17 @@
-"""One generation between its client and the upstream.
+"""One request for text between its client and the upstream.
 
 A running generation is a race: the upstream's next word against the client's hang-up, the deadline and the
 end of a drain. Whichever comes first ends the others. Knows nothing of JSON or server-sent events.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import replace
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from time import perf_counter
 from typing import Any, TypeVar
 
+from gateway.batch import bounded, together
 from gateway.errors import (
     ClientGoneError,
-    ContextLengthError,
     DeadlineError,
     GatewayError,
     RateLimitError,
@@ -30,7 +29,7 @@ _REJECTED = {RateLimitError: "queue_full", DeadlineError: "deadline", Unavailabl
 
 
 class Flight(AsyncIterator[Event]):
-    """Runs one generation: `start`, then iterate over what follows `Accepted`; or `call`, for one answer.
+    """Runs generations: `start`, then iterate over what follows `Accepted`; or `call`, for one answer.
 
     Everything it holds (permit, upstream call, watcher) is released with the exchange's resources.
     """
@@ -56,27 +55,31 @@ class Flight(AsyncIterator[Event]):
         if self._waiting is not None:
             self._waiting.cancel()
 
-    async def start(self, generation: Generation, receive: Receive) -> Accepted:
+    async def start(self, generations: Sequence[Generation], receive: Receive) -> Accepted:
         """Wait for admission and for the upstream's acceptance: from here the client may be told 200.
 
         Args:
-            generation: what to run.
+            generations: what to run, one for each prompt; told as one (see `gateway.batch`).
             receive: the request's ASGI channel, its body read: the client's hang-up comes from there.
 
         Raises:
             GatewayError: full, late, hung up, shutting down, or refused by the upstream.
         """
-        await self._enter(receive)
-        bound = self._gateway.settings.default_max_tokens
-        if generation.max_tokens is None and bound is not None:
-            # The bound is ours, not the client's: it gives way to min_tokens, and where the context has no
-            # room for it, the rest of the context bounds the answer. Only the upstream counts prompts, and a
-            # refusal costs it little.
-            try:
-                return await self._open(replace(generation, max_tokens=max(bound, generation.min_tokens)))
-            except ContextLengthError:
-                pass
-        return await self._open(generation)
+        # A choice costs the upstream as much as a request.
+        await self._enter(receive, permits=sum(generation.n for generation in generations))
+        self._check()  # what was over while it waited never goes upstream
+        if len(generations) == 1:
+            self._source = self._generate(generations[0])
+        else:
+            self._source = together(self._generate, generations)
+        self._exchange.resources.push_async_callback(self._source.aclose)
+        try:
+            first = await anext(self)
+        except StopAsyncIteration:
+            first = None
+        if not isinstance(first, Accepted):
+            raise UpstreamProtocolError("The upstream began an answer without accepting the request.")
+        return first
 
     async def call(self, work: Callable[[], Coroutine[Any, Any, T]], receive: Receive) -> T:
         """Wait for admission and then for `work`, which answers as a whole; what ends the race cancels it.
@@ -88,8 +91,8 @@ class Flight(AsyncIterator[Event]):
         Raises:
             GatewayError: as for `start`.
         """
-        await self._enter(receive)
-        self._check()  # what was over while it waited never goes upstream
+        await self._enter(receive, permits=1)
+        self._check()  # as in `start`
         answer = await self._race(work())
         self._over = True
         return answer
@@ -114,7 +117,7 @@ class Flight(AsyncIterator[Event]):
             await asyncio.wait({self._watcher})
             self._watcher = None
 
-    async def _enter(self, receive: Receive) -> None:
+    async def _enter(self, receive: Receive, *, permits: int) -> None:
         """Begin the race, and wait for a place in it."""
         exchange, gateway = self._exchange, self._gateway
         exchange.generates = True
@@ -124,33 +127,27 @@ class Flight(AsyncIterator[Event]):
         exchange.resources.callback(deadline.cancel)
         self._watcher = self._loop.create_task(self._watch(receive))
         exchange.resources.push_async_callback(self.stop_watching)
-        await self._admit()
+        await self._admit(permits)
 
-    async def _admit(self) -> None:
+    async def _admit(self, permits: int) -> None:
         admission, metrics, model = self._gateway.admission, self._gateway.metrics, self._exchange.model
         metrics.waiting.labels(model).inc()
         try:
-            await self._race(admission.acquire())
+            await self._race(admission.acquire(permits))
         except tuple(_REJECTED) as error:
             metrics.rejected.labels(model, _REJECTED[type(error)]).inc()
             raise
         finally:
             metrics.waiting.labels(model).dec()
-        self._exchange.resources.callback(admission.release)
+        self._exchange.resources.callback(admission.release, permits)
         metrics.in_flight.labels(model).inc()
         self._exchange.resources.callback(metrics.in_flight.labels(model).dec)
 
-    async def _open(self, generation: Generation) -> Accepted:
-        self._check()  # what was over while it waited never goes upstream
-        self._source = self._gateway.upstream.generate(generation)
-        self._exchange.resources.push_async_callback(self._source.aclose)
-        try:
-            first = await anext(self)
-        except StopAsyncIteration:
-            first = None
-        if not isinstance(first, Accepted):
-            raise UpstreamProtocolError("The upstream began an answer without accepting the request.")
-        return first
+    def _generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
+        generate, bound = self._gateway.upstream.generate, self._gateway.settings.default_max_tokens
+        if generation.max_tokens is None and bound is not None:
+            return bounded(generate, generation, bound)
+        return generate(generation)
 
     async def _race(self, step: Awaitable[T]) -> T:
         """Wait for `step`, unless `end` comes first: then it is cancelled, and the end's error raised."""

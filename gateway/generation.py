@@ -123,6 +123,8 @@ class Generation:
     deadline: float
     """Of the event loop's clock, in seconds."""
 
+    prompt_field: str | None = None
+    """What the request calls the prompt, for errors; None where there can be no doubt."""
     n: int = 1
     """Choices: answers to the one prompt, each sampled by itself."""
     max_tokens: int | None = None
@@ -143,11 +145,17 @@ class Generation:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    include_stop: bool = False
+    """What stopped a choice, a stop string or the text of a stop id, ends its text."""
+    show_special: bool = False
+    """Special tokens of the answer are text, by their names; none of them opens a segment then."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     """Number of alternatives reported beside each sampled token; None: no log-probabilities at all."""
     grammar: Grammar | None = None
     """None: the text is free."""
+    echo: bool = False
+    """Each choice's text begins with the prompt's. For text and ids only."""
     stream: bool = False
     """False lets the model send the whole answer at once."""
     return_token_ids: bool = False
@@ -168,8 +176,9 @@ class Accepted:
     """The upstream validated and queued the request: from here the client may be told 200."""
 
     prompt_tokens: int
-    prompt_token_ids: tuple[int, ...] | None = None
-    """Where they were asked for."""
+    """Of all prompts."""
+    prompt_token_ids: tuple[tuple[int, ...], ...] | None = None
+    """Of each prompt, where they were asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +207,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Token counts of the whole request: the prompt once, and what all choices have."""
+    """Token counts of the whole request: each prompt once, and what all choices have."""
 
     prompt_tokens: int
     completion_tokens: int

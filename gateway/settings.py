@@ -130,8 +130,12 @@ class Settings(BaseSettings):
         default=False, description="serve without keys even when bound to more than the loopback interface"
     )
     metrics_need_key: bool = Field(default=False, description="ask for a key, of any scope, at /metrics too")
-    max_in_flight: int = Field(512, ge=1, description="generations at work at once; more of them wait")
-    max_waiting: int = Field(512, ge=0, description="generations that may wait; more are refused with a 429")
+    max_in_flight: int = Field(
+        512,
+        ge=1,
+        description="answers at work at once, a request counting once for each of its choices; more wait",
+    )
+    max_waiting: int = Field(512, ge=0, description="requests that may wait; more are refused with a 429")
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="largest request body in bytes")
     max_held_body_bytes: int = Field(
         256 * 2**20,
@@ -168,10 +172,10 @@ class Settings(BaseSettings):
         description="most new tokens when a request gives no bound; unset is the rest of the context",
     )
     max_choices: int = Field(
-        16,
+        32,
         ge=1,
         le=128,
-        description="answers (n) that one request may ask for; each takes a place of its own in the engine",
+        description="answers that one request may ask for: n times the number of its prompts",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
 

@@ -22,6 +22,7 @@ STOP_LENGTH_LIMIT = 1024
 LOGIT_BIAS_LIMIT = 1024
 TOOLS_LIMIT = 128
 CHOICES_LIMIT = 128
+STOP_IDS_LIMIT = 128
 
 INT64_MAX = 2**63 - 1
 """Larger numbers fit no tensor, and no clock."""
@@ -101,9 +102,16 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """Log-probabilities of each sampled token and of this many most likely ones; absent: none."""
 
     stop: Annotated[list[StopString], msgspec.Meta(max_length=STOPS_LIMIT)] = []
-    stop_token_ids: list[TokenId] = []
+    stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=STOP_IDS_LIMIT)] = []
     ignore_eos: bool = False
     """Go on past the model's own stop ids (`stop_token_ids` still stop)."""
+    include_stop: bool = False
+    """What stopped an answer is the end of its text: a stop string, or the text of a stop id."""
+    show_special: bool = False
+    """Special tokens of the answer are text, by their names, and open no segments."""
+
+    echo: bool = False
+    """Each answer's text begins with the prompt's, in its first delta. For raw prompts only."""
 
     stream: bool = True
     """False: no deltas, the whole answer in the final response."""

@@ -8,7 +8,7 @@ from fastapi import Depends, Request
 from starlette.responses import Response
 
 from gateway.api.deps import ExchangeDep, FlightDep, GatewayDep
-from gateway.errors import ClientGoneError, GatewayError, InternalError, InvalidRequestError
+from gateway.errors import ClientGoneError, GatewayError, InternalError
 from gateway.exchange import Exchange
 from gateway.flight import Flight
 from gateway.openai.answer import Answer, StreamWriter, encode
@@ -38,11 +38,9 @@ class Answering:
         self._gateway.upstream.model(asked.model)
         exchange.model = asked.model
         exchange.stream = bool(asked.stream)
-        limit = self._gateway.settings.max_choices
-        if asked.choices > limit:
-            raise InvalidRequestError(f"n is {asked.choices}, and this gateway allows {limit}.", param="n")
-        generation = asked.generation(request_id=exchange.request_id, deadline=exchange.deadline)
-        accepted = await flight.start(generation, self._request.receive)
+        asked.check_choices(self._gateway.settings.max_choices)
+        generations = asked.generations(request_id=exchange.request_id, deadline=exchange.deadline)
+        accepted = await flight.start(generations, self._request.receive)
         if not asked.stream:
             document = await answer.whole(accepted, flight)
             return Response(encode(document), media_type="application/json")

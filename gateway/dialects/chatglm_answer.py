@@ -146,8 +146,9 @@ def _accepted(text: str, meta: wire_meta.Meta) -> Accepted:
     """Read the first response, which says nothing but `accepted`."""
     if meta.accepted is None or text or meta != wire_meta.Meta(accepted=meta.accepted):
         raise not_understood("it does not begin with accepted alone")
+    ids = _ids(meta.accepted.prompt_token_ids)
     return Accepted(
-        prompt_tokens=meta.accepted.prompt_tokens, prompt_token_ids=_ids(meta.accepted.prompt_token_ids)
+        prompt_tokens=meta.accepted.prompt_tokens, prompt_token_ids=None if ids is None else (ids,)
     )
 
 

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -22,6 +22,8 @@ from gateway.openai.generation_request import StreamOptions
 from gateway.version import version
 
 encode = msgspec.json.Encoder().encode
+
+D = TypeVar("D", bound=Struct)
 
 
 class PromptTokensDetails(Struct, frozen=True):
@@ -54,6 +56,16 @@ class Head:
         """Make a unique one for an answer that begins now; its id begins with `kind`."""
         digest = hashlib.sha256(f"{version()}/{model}".encode()).hexdigest()
         return cls(f"{kind}-{secrets.token_hex(12)}", int(time.time()), model, f"fp_{digest[:10]}")
+
+    def document(self, kind: type[D], **rest: Any) -> D:
+        """Make a document of the answer: a `kind` with this head and the `rest` of its fields."""
+        return kind(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            system_fingerprint=self.system_fingerprint,
+            **rest,
+        )
 
 
 def usage_document(counts: TokenCounts) -> Usage:
@@ -114,13 +126,24 @@ class ChunkWriter(ABC):
     """Turns the events of one answer into encoded chunks; each route has its own documents.
 
     Args:
+        head: of all of them.
+        chunk: the route's kind of chunk: takes the head's fields, `choices` and `usage`.
         accepted: gives the prompt's token count for running usage.
         options: whether a last chunk without choices carries usage, and the ones before null or, with
             continuous usage, the counts so far.
         choices: how many there are.
     """
 
-    def __init__(self, accepted: Accepted, options: StreamOptions | None, choices: int) -> None:
+    def __init__(
+        self,
+        head: Head,
+        chunk: type[Struct],
+        accepted: Accepted,
+        options: StreamOptions | None,
+        choices: int,
+    ) -> None:
+        self._head = head
+        self._chunk = chunk
         options = options or StreamOptions()
         self._prompt_tokens = accepted.prompt_tokens
         self._include_usage = options.include_usage
@@ -147,15 +170,15 @@ class ChunkWriter(ABC):
         """
         if self._unfinished or self._usage is None:
             raise incomplete()
-        return [self._counts(usage_document(self._usage))] if self._include_usage else []
+        return [self._encode([], usage_document(self._usage))] if self._include_usage else []
 
     @abstractmethod
     def _delta(self, delta: Delta, usage: Usage | UnsetType | None) -> list[bytes]:
         """Return the chunks of one delta, with `usage` in each."""
 
-    @abstractmethod
-    def _counts(self, usage: Usage) -> bytes:
-        """Return the chunk without choices."""
+    def _encode(self, choices: Sequence[Struct], usage: Usage | UnsetType | None, **rest: Any) -> bytes:
+        """Return a chunk of these choices; none: the last one, with the token counts."""
+        return encode(self._head.document(self._chunk, choices=choices, usage=usage, **rest))
 
     def _running_usage(self) -> Usage | UnsetType | None:
         if not self._include_usage:
@@ -205,6 +228,11 @@ class Answer(Protocol):
     def stream(self, accepted: Accepted) -> StreamWriter:
         """Return what writes them as a stream."""
         ...
+
+
+def ids_document(ids: Sequence[int] | None) -> list[int] | UnsetType:
+    """Write token ids, where they were asked for."""
+    return UNSET if ids is None else list(ids)
 
 
 def incomplete() -> UpstreamProtocolError:

@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from gateway.generation import Accepted, Call, Delta, Event, FinishReason, TokenLogprob
-from gateway.openai.answer import ChunkWriter, Head, Usage, encode, gather
+from gateway.openai.answer import ChunkWriter, Head, Usage, encode, gather, ids_document
 from gateway.openai.call_documents import (
     CalledFunction,
     CalledFunctionDelta,
@@ -71,6 +71,7 @@ class Choice(Struct, frozen=True):
     message: ResponseMessage
     logprobs: ChoiceLogprobs | None
     finish_reason: ChatFinishReason
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(Struct, frozen=True, kw_only=True):
@@ -83,6 +84,7 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: list[Choice]
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChunkDelta(Struct, frozen=True):
@@ -101,10 +103,14 @@ class ChunkChoice(Struct, frozen=True):
     delta: ChunkDelta
     logprobs: ChoiceLogprobs | None = None
     finish_reason: ChatFinishReason | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
-    """One event of a stream. `usage` is there only where the request asked for it, null until its end."""
+    """One event of a stream. `usage` is there only where the request asked for it, null until its end.
+
+    The prompt's ids, where they were asked for, are in the first.
+    """
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -113,6 +119,7 @@ class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 def logprobs_document(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:
@@ -136,28 +143,28 @@ class ChatAnswer(ChunkedAnswer):
     def __init__(self, asked: ChatRequest) -> None:
         self._head = Head.new("chatcmpl", asked.model)
         self._wants_logprobs = bool(asked.logprobs)
+        self._wants_ids = bool(asked.return_token_ids)
         self._options = asked.stream_options
         self._calls = CallWriter(offered=bool(asked.tools or asked.functions), older=bool(asked.functions))
         self._choices = asked.choices
 
-    async def whole(self, _accepted: Accepted, events: AsyncIterator[Event]) -> ChatCompletion:
+    async def whole(self, accepted: Accepted, events: AsyncIterator[Event]) -> ChatCompletion:
         """Return the whole answer."""
         answers, usage = await gather(events, self._choices)
-        return ChatCompletion(
-            id=self._head.id,
-            created=self._head.created,
-            model=self._head.model,
-            system_fingerprint=self._head.system_fingerprint,
+        return self._head.document(
+            ChatCompletion,
             choices=[
                 Choice(
                     answer.index,
                     self._calls.message(answer.text, answer.calls),
                     logprobs_document(answer.logprobs) if self._wants_logprobs else None,
                     self._calls.reason(answer.finish_reason),
+                    answer.token_ids if self._wants_ids else UNSET,
                 )
                 for answer in answers
             ],
             usage=usage,
+            prompt_token_ids=_prompt_ids(accepted),
         )
 
     def chunks(self, accepted: Accepted) -> "ChatChunkWriter":
@@ -208,8 +215,8 @@ class ChatChunkWriter(ChunkWriter):
     def __init__(
         self, head: Head, accepted: Accepted, options: StreamOptions | None, calls: CallWriter, choices: int
     ) -> None:
-        super().__init__(accepted, options, choices)
-        self._head = head
+        super().__init__(head, ChatCompletionChunk, accepted, options, choices)
+        self._prompt_ids = _prompt_ids(accepted)
         self._calls = calls
         self._indices = range(choices)
         self._calls_made: Counter[int] = Counter()
@@ -218,18 +225,31 @@ class ChatChunkWriter(ChunkWriter):
         self._templates: dict[int, tuple[bytes, bytes]] = {}
 
     def _delta(self, delta: Delta, usage: Usage | UnsetType | None) -> list[bytes]:
-        only_text = delta.logprobs is None and not delta.calls and delta.finish_reason is None
+        only_text = (
+            delta.logprobs is None
+            and delta.token_ids is None
+            and not delta.calls
+            and delta.finish_reason is None
+        )
         if self._begun and delta.text and only_text:
             return [self._text_chunk(delta.index, delta.text, usage)]
-        choices: list[ChunkChoice] = []
+        chunks: list[bytes] = []
         if not self._begun:
             self._begun = True
             role = ChunkDelta(role="assistant", content=self._calls.no_content)
-            choices += [ChunkChoice(index, role) for index in self._indices]
-        if delta.text or delta.logprobs:
+            roles = [[ChunkChoice(index, role)] for index in self._indices]
+            chunks.append(self._encode(roles[0], usage, prompt_token_ids=self._prompt_ids))
+            chunks += [self._encode(each, usage) for each in roles[1:]]
+        return chunks + [self._encode([choice], usage) for choice in self._choices(delta)]
+
+    def _choices(self, delta: Delta) -> list[ChunkChoice]:
+        """Return what a delta adds to its choice, for one chunk each."""
+        choices: list[ChunkChoice] = []
+        if delta.text or delta.logprobs or delta.token_ids:
             logprobs = None if delta.logprobs is None else logprobs_document(delta.logprobs)
-            content = delta.text or self._calls.no_content
-            choices.append(ChunkChoice(delta.index, ChunkDelta(content=content), logprobs))
+            content = ChunkDelta(content=delta.text or self._calls.no_content)
+            ids = ids_document(delta.token_ids)
+            choices.append(ChunkChoice(delta.index, content, logprobs, token_ids=ids))
         for call in delta.calls:
             parts = self._calls.deltas(call, self._calls_made[delta.index])
             choices += [ChunkChoice(delta.index, part) for part in parts]
@@ -237,7 +257,7 @@ class ChatChunkWriter(ChunkWriter):
         if delta.finish_reason is not None:
             reason = self._calls.reason(delta.finish_reason)
             choices.append(ChunkChoice(delta.index, ChunkDelta(), finish_reason=reason))
-        return [self._encode([choice], usage) for choice in choices]
+        return choices
 
     def _text_chunk(self, index: int, text: str, usage: Usage | UnsetType | None) -> bytes:
         """Return a chunk of text alone, as nearly all are: without running usage, only the text differs."""
@@ -250,18 +270,7 @@ class ChatChunkWriter(ChunkWriter):
         before, after = self._templates[index]
         return before + encode(text) + after
 
-    def _counts(self, usage: Usage) -> bytes:
-        return self._encode([], usage)
 
-    def _encode(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> bytes:
-        head = self._head
-        return encode(
-            ChatCompletionChunk(
-                id=head.id,
-                created=head.created,
-                model=head.model,
-                system_fingerprint=head.system_fingerprint,
-                choices=choices,
-                usage=usage,
-            )
-        )
+def _prompt_ids(accepted: Accepted) -> list[int] | UnsetType:
+    """Write the ids of a conversation, which is the only prompt of its request."""
+    return UNSET if accepted.prompt_token_ids is None else list(accepted.prompt_token_ids[0])

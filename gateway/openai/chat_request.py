@@ -41,8 +41,6 @@ NOT_YET: Mapping[str, Any] = MappingProxyType(
         "prompt_cache_options": None,
         "prompt_cache_retention": None,
         "reasoning_effort": None,
-        "return_token_ids": False,
-        "store": False,
         "verbosity": None,
         "web_search_options": None,
     }

@@ -1,13 +1,15 @@
 """Text completions as OpenAI writes them, whole and streamed; token ids as vLLM adds them."""
 
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
 from gateway.generation import Accepted, Delta, Event, FinishReason
-from gateway.openai.answer import ChunkWriter, Head, Usage, encode, gather
+from gateway.openai.answer import ChunkWriter, Head, Usage, gather, ids_document
 from gateway.openai.chunk_stream import ChunkedAnswer
+from gateway.openai.completion_logprobs import CompletionLogprobs, LogprobsWriter
 from gateway.openai.completion_request import CompletionRequest
 from gateway.openai.generation_request import StreamOptions
 
@@ -17,7 +19,7 @@ class CompletionChoice(Struct, frozen=True):
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
@@ -48,29 +50,32 @@ class CompletionChunk(Struct, frozen=True, kw_only=True):
 
 
 class CompletionAnswer(ChunkedAnswer):
-    """Writes the answer to one completion request: see `gateway.openai.answer.Answer`."""
+    """Writes the answer to one completion request: see `gateway.openai.answer.Answer`.
+
+    Choices are numbered prompt by prompt.
+    """
 
     def __init__(self, asked: CompletionRequest) -> None:
         self._head = Head.new("cmpl", asked.model)
         self._wants_ids = bool(asked.return_token_ids)
+        self._wants_logprobs = asked.logprobs is not None
         self._options = asked.stream_options
         self._choices = asked.choices
 
     async def whole(self, accepted: Accepted, events: AsyncIterator[Event]) -> Completion:
         """Return the whole answer."""
         answers, usage = await gather(events, self._choices)
-        return Completion(
-            id=self._head.id,
-            created=self._head.created,
-            model=self._head.model,
-            system_fingerprint=self._head.system_fingerprint,
+        prompt_ids = _PromptIds(accepted, self._choices)
+        return self._head.document(
+            Completion,
             choices=[
                 CompletionChoice(
                     answer.index,
                     answer.text,
-                    finish_reason=answer.finish_reason,
-                    prompt_token_ids=_ids(accepted.prompt_token_ids),
-                    token_ids=answer.token_ids if self._wants_ids else UNSET,
+                    LogprobsWriter().write(answer.logprobs) if self._wants_logprobs else None,
+                    answer.finish_reason,
+                    prompt_ids.of(answer.index),
+                    answer.token_ids if self._wants_ids else UNSET,
                 )
                 for answer in answers
             ],
@@ -86,41 +91,35 @@ class CompletionChunkWriter(ChunkWriter):
     """Writes one chunk for each delta that shows something; the last has the reason of the end as well."""
 
     def __init__(self, head: Head, accepted: Accepted, options: StreamOptions | None, choices: int) -> None:
-        super().__init__(accepted, options, choices)
-        self._head = head
-        self._prompt_ids = _ids(accepted.prompt_token_ids)
+        super().__init__(head, CompletionChunk, accepted, options, choices)
+        self._prompt_ids = _PromptIds(accepted, choices)
+        self._logprobs: defaultdict[int, LogprobsWriter] = defaultdict(LogprobsWriter)
+        """By choice."""
         self._begun: set[int] = set()
 
     def _delta(self, delta: Delta, usage: Usage | UnsetType | None) -> list[bytes]:
-        if not (delta.text or delta.token_ids) and delta.finish_reason is None:
+        if not (delta.text or delta.token_ids or delta.logprobs or delta.finish_reason):
             return []
-        begun = delta.index in self._begun
-        self._begun.add(delta.index)
+        index = delta.index
+        begun = index in self._begun
+        self._begun.add(index)
         choice = CompletionChoice(
-            delta.index,
+            index,
             delta.text,
-            finish_reason=delta.finish_reason,
-            prompt_token_ids=UNSET if begun else self._prompt_ids,
-            token_ids=_ids(delta.token_ids),
+            None if delta.logprobs is None else self._logprobs[index].write(delta.logprobs),
+            delta.finish_reason,
+            UNSET if begun else self._prompt_ids.of(index),
+            ids_document(delta.token_ids),
         )
         return [self._encode([choice], usage)]
 
-    def _counts(self, usage: Usage) -> bytes:
-        return self._encode([], usage)
 
-    def _encode(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
-        head = self._head
-        return encode(
-            CompletionChunk(
-                id=head.id,
-                created=head.created,
-                model=head.model,
-                system_fingerprint=head.system_fingerprint,
-                choices=choices,
-                usage=usage,
-            )
-        )
+class _PromptIds:
+    """The ids of the prompts, where they were asked for; each prompt has equally many choices."""
 
+    def __init__(self, accepted: Accepted, choices: int) -> None:
+        self._ids = accepted.prompt_token_ids
+        self._each = 1 if self._ids is None else choices // len(self._ids)
 
-def _ids(ids: tuple[int, ...] | None) -> list[int] | UnsetType:
-    return UNSET if ids is None else list(ids)
+    def of(self, choice: int) -> list[int] | UnsetType:
+        return UNSET if self._ids is None else list(self._ids[choice // self._each])

@@ -1,17 +1,18 @@
-"""`POST /v1/completions`: text, or token ids, to be continued as they stand."""
+"""`POST /v1/completions`: texts, or lists of token ids, to be continued as they stand."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, Tag
 
+from gateway.errors import InvalidRequestError
 from gateway.generation import Generation, PlainText, TokenIds
 from gateway.openai import generation_request
 from gateway.openai.document import read_object, validate, without_neutral
 from gateway.openai.generation_request import (
+    CHOICES_LIMIT,
     AnyCompletionRequest,
     Items,
     TokenId,
@@ -24,8 +25,6 @@ NOT_YET: Mapping[str, Any] = MappingProxyType(
         **generation_request.NOT_YET,
         "add_special_tokens": True,
         "best_of": 1,
-        "echo": False,
-        "logprobs": None,
         "prompt_embeds": None,
         "prompt_logprobs": None,
         "response_format": {"type": "text"},
@@ -35,35 +34,90 @@ NOT_YET: Mapping[str, Any] = MappingProxyType(
 """Real parameters that are not supported yet, each with the value that asks for nothing."""
 
 
-def _one_prompt(prompt: Any) -> Any:
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        raise PydanticCustomError(
-            "one_prompt",
-            "several prompts in one request are not supported yet; give one string or one list of ids",
-        )
-    return prompt
+def _kind(prompt: Any) -> str:
+    """Tell what `prompt` is meant to be; its first item decides, so that errors are about the others."""
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else None
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
+
+
+Ids = Annotated[Items[TokenId], Field(min_length=1)]
+Prompts = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[Ids, Tag("ids")]
+    | Annotated[Items[str], Field(max_length=CHOICES_LIMIT), Tag("texts")]
+    | Annotated[Items[Ids], Field(max_length=CHOICES_LIMIT), Tag("lists")],
+    Discriminator(_kind),
+]
 
 
 class CompletionRequest(AnyCompletionRequest, StructuredRequest):
     """A text completion request. Null means absent everywhere."""
 
-    prompt: Annotated[
-        str | Annotated[Items[TokenId], Field(min_length=1)],
-        BeforeValidator(_one_prompt),
-        Field(description="one text, or the ids of one"),
-    ]
-    return_token_ids: Annotated[
-        bool | None, Field(description="report the ids of the prompt and of the answer")
+    prompt: Annotated[Prompts, Field(description="one text, the ids of one, or a list of either")]
+    echo: Annotated[bool | None, Field(description="each answer's text begins with the prompt's")] = None
+    logprobs: Annotated[
+        int | None, Field(ge=0, le=5, description="alternatives reported beside each token of the answer")
     ] = None
 
+    @property
+    def prompts(self) -> tuple[PlainText | TokenIds, ...]:
+        """The prompts, one of them or more."""
+        if isinstance(self.prompt, str):
+            return (PlainText(self.prompt),)
+        if isinstance(self.prompt[0], int):
+            return (TokenIds(tuple(each for each in self.prompt if isinstance(each, int))),)
+        return tuple(
+            PlainText(each) if isinstance(each, str) else TokenIds(tuple(each))
+            for each in self.prompt
+            if not isinstance(each, int)
+        )
+
+    @property
+    def choices(self) -> int:
+        """The number of answers wanted, to all prompts."""
+        return len(self.prompts) * (self.n or 1)
+
+    def check_choices(self, limit: int) -> None:
+        """See `GenerationRequest.check_choices`."""
+        prompts = len(self.prompts)
+        if prompts > 1 and self.choices > limit:
+            each = f" with {self.n} answers each" if self.n else ""
+            raise InvalidRequestError(
+                f"There are {prompts} prompts{each}, and this gateway allows {limit} answers in one request.",
+                param="prompt",
+            )
+        super().check_choices(limit)
+
     def prompt_asked(self) -> PlainText | TokenIds:
-        """Return the text or the ids."""
-        return PlainText(self.prompt) if isinstance(self.prompt, str) else TokenIds(tuple(self.prompt))
+        """Return the first prompt; `generations` has them all."""
+        return self.prompts[0]
 
     def generation(self, *, request_id: str, deadline: float) -> Generation:
-        """Return what is asked of the upstream."""
+        """Return what is asked of the upstream for the first prompt."""
         asked = super().generation(request_id=request_id, deadline=deadline)
-        return replace(asked, return_token_ids=bool(self.return_token_ids))
+        return replace(asked, echo=bool(self.echo), logprobs=self.logprobs)
+
+    def generations(self, *, request_id: str, deadline: float) -> list[Generation]:
+        """Return what is asked of the upstream, for each prompt."""
+        asked = self.generation(request_id=request_id, deadline=deadline)
+        prompts = self.prompts
+        if len(prompts) == 1:
+            return [asked]
+        return [
+            replace(asked, prompt=prompt, prompt_field=f"prompt.{place}")
+            for place, prompt in enumerate(prompts)
+        ]
+
+    def check_combinations(self) -> None:
+        """See `GenerationRequest.check_combinations`."""
+        super().check_combinations()
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequestError(
+                "echo with logprobs needs log-probabilities of the prompt, which this server does not have.",
+                param="echo",
+            )
 
 
 def read_completion_request(body: bytes) -> CompletionRequest:

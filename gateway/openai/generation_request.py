@@ -5,6 +5,7 @@ Source: OpenAI's API reference; extensions: vLLM's sampling parameters, in its s
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, Self, TypeVar
 
@@ -12,13 +13,12 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import InvalidRequestError
-from gateway.generation import Generation, Prompt
+from gateway.generation import Conversation, Generation, Prompt
 from gateway.openai.document import without_neutral_in
 
 NOT_YET: Mapping[str, Any] = MappingProxyType(
     {
-        "priority": 0,
-        "skip_special_tokens": True,
+        "store": False,
     }
 )
 """Real parameters that are not supported yet, each with the value that asks for nothing."""
@@ -29,6 +29,11 @@ INT64 = 2**63
 
 CHOICES_LIMIT = 128
 """As OpenAI's; a setting of the gateway may be lower."""
+
+STOP_IDS_LIMIT = 128
+"""Token ids that may end one answer."""
+
+PRIORITY_LIMIT = 100
 
 ID_LIMIT = 2**32
 """Ids are below it, in any vocabulary."""
@@ -116,7 +121,18 @@ class GenerationRequest(Strict, ABC):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Items[TokenId] | None = None
+    stop_token_ids: Annotated[Items[TokenId], Field(max_length=STOP_IDS_LIMIT)] | None = None
+    include_stop_str_in_output: Annotated[
+        bool | None,
+        Field(description="what stopped the answer is its end: a stop string, a stop token's text"),
+    ] = None
+    skip_special_tokens: Annotated[
+        bool | None, Field(description="false: special tokens of the answer are in its text, by their names")
+    ] = None
+    priority: Annotated[
+        int | None,
+        Field(ge=-PRIORITY_LIMIT, le=PRIORITY_LIMIT, description="place in the engine's queue, lower first"),
+    ] = None
 
     user: Annotated[str | None, Field(description="bookkeeping: accepted, not used")] = None
     safety_identifier: Annotated[str | None, Field(description="bookkeeping: accepted, not used")] = None
@@ -130,6 +146,15 @@ class GenerationRequest(Strict, ABC):
     def choices(self) -> int:
         """The number of answers wanted."""
         return 1
+
+    def check_choices(self, limit: int) -> None:
+        """Refuse more answers than `limit`.
+
+        Raises:
+            InvalidRequestError: with the field that asks for them in `param`.
+        """
+        if self.choices > limit:
+            raise InvalidRequestError(f"n is {self.choices}, and this gateway allows {limit}.", param="n")
 
     @property
     @abstractmethod
@@ -147,7 +172,6 @@ class GenerationRequest(Strict, ABC):
             model=self.model,
             prompt=self.prompt_asked(),
             deadline=deadline,
-            n=self.choices,
             max_tokens=self.token_bound,
             min_tokens=self.min_tokens or 0,
             temperature=1.0 if self.temperature is None else float(self.temperature),
@@ -165,9 +189,16 @@ class GenerationRequest(Strict, ABC):
             else tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            include_stop=bool(self.include_stop_str_in_output),
+            show_special=self.skip_special_tokens is False,
             logit_bias={int(token): float(bias) for token, bias in (self.logit_bias or {}).items()},
             stream=bool(self.stream),
+            priority=self.priority or 0,
         )
+
+    def generations(self, *, request_id: str, deadline: float) -> list[Generation]:
+        """Return what is asked of the upstream, for each prompt; most routes have one."""
+        return [self.generation(request_id=request_id, deadline=deadline)]
 
     def check_combinations(self) -> None:
         """Refuse what is right by itself and wrong together.
@@ -177,6 +208,13 @@ class GenerationRequest(Strict, ABC):
         """
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream=true.", param="stream_options")
+        if self.skip_special_tokens is False:
+            prompt = self.prompt_asked()
+            if isinstance(prompt, Conversation) and prompt.offer is not None:
+                raise InvalidRequestError(
+                    "skip_special_tokens=false excludes tools: special tokens tell their calls from text.",
+                    param="skip_special_tokens",
+                )
         bound = self.token_bound
         if bound is not None and (self.min_tokens or 0) > bound:
             raise InvalidRequestError(
@@ -190,6 +228,9 @@ class AnyCompletionRequest(GenerationRequest):
     n: Annotated[int, Field(ge=1, le=CHOICES_LIMIT)] | None = None
     max_tokens: TokenBound | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: Annotated[
+        bool | None, Field(description="report the ids of the prompt and of the answer")
+    ] = None
 
     @property
     def choices(self) -> int:
@@ -200,6 +241,11 @@ class AnyCompletionRequest(GenerationRequest):
     def token_bound(self) -> int | None:
         """The bound on new tokens that the client gave."""
         return self.max_tokens
+
+    def generation(self, *, request_id: str, deadline: float) -> Generation:
+        """Return what is asked of the upstream."""
+        asked = super().generation(request_id=request_id, deadline=deadline)
+        return replace(asked, n=self.n or 1, return_token_ids=bool(self.return_token_ids))
 
 
 def without_neutral_options(document: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ async def say(
 
 async def say_choices(request: Generation) -> AsyncGenerator[Event, None]:
     """Answer each choice with `Hello <index>`, two tokens, in turns; the last choice is always ahead."""
-    yield Accepted(prompt_tokens=3, prompt_token_ids=(8, 9, 8) if request.return_token_ids else None)
+    yield Accepted(prompt_tokens=3, prompt_token_ids=((8, 9, 8),) if request.return_token_ids else None)
     for index in reversed(range(request.n)):
         yield _word("Hello", index, request)
     for index in reversed(range(request.n)):

@@ -71,3 +71,40 @@ async def test_a_waiter_cancelled_in_the_turn_of_a_release() -> None:
     admission.release()
     await asyncio.wait({waiter})
     assert (admission.in_flight, admission.waiting) == (0, 0)
+
+
+async def test_a_request_takes_as_many_permits_as_it_costs() -> None:
+    admission = Admission(max_in_flight=4, max_waiting=3)
+    await admission.acquire(3)
+    big, small = (asyncio.create_task(admission.acquire(permits)) for permits in (2, 1))
+    await asyncio.sleep(0)
+    # The small one would fit, and does not overtake.
+    assert (admission.in_flight, admission.waiting) == (3, 2)
+    admission.release(3)
+    await asyncio.gather(big, small)
+    assert admission.in_flight == 3
+    admission.release(2)
+    admission.release()
+    assert (admission.in_flight, admission.waiting) == (0, 0)
+
+
+async def test_one_that_wants_more_than_there_is_takes_all() -> None:
+    admission = Admission(max_in_flight=2, max_waiting=1)
+    await admission.acquire(5)
+    assert admission.in_flight == 2
+    other = asyncio.create_task(admission.acquire())
+    await asyncio.sleep(0)
+    admission.release(5)
+    await other
+    assert admission.in_flight == 1
+
+
+async def test_a_big_waiter_that_leaves_lets_the_small_ones_pass() -> None:
+    admission = Admission(max_in_flight=2, max_waiting=2)
+    await admission.acquire()
+    big, small = (asyncio.create_task(admission.acquire(permits)) for permits in (2, 1))
+    await asyncio.sleep(0)
+    big.cancel()
+    await asyncio.wait({big})
+    await asyncio.wait_for(small, 5)
+    assert (admission.in_flight, admission.waiting) == (2, 0)

@@ -41,7 +41,7 @@ class Setup:
         )
 
     async def start(self) -> Accepted:
-        return await self.flight.start(self.generation, connected)
+        return await self.flight.start([self.generation], connected)
 
 
 @pytest.fixture

@@ -26,8 +26,9 @@ class Answer:
     """
 
     def __init__(
-        self, generation: Generation, tokenizer: Tokenizer, stream: AnswerStream, index: int
+        self, generation: Generation, tokenizer: Tokenizer, stream: AnswerStream, index: int, echo: str = ""
     ) -> None:
+        """Begin choice `index` of `generation`, with `echo` in front of its text."""
         self._generation = generation
         self._tokenizer = tokenizer
         self._stream = stream
@@ -40,7 +41,7 @@ class Answer:
         self.finish: FinishReason | None = None
         self.error: str | None = None
         """What the engine said of an end that is not the answer's own."""
-        self._text = ""
+        self._text = echo
         self._tokens = 0
         self._begin_details()
 
@@ -65,9 +66,11 @@ class Answer:
             if self._wants_ids:
                 self._token_ids.append(token_id)
             if reason is FinishReason.STOP:
-                # The token that stops is counted and reported by id; it is no text.
+                # The token that stops is counted and reported by id; it is no text, unless asked for.
                 if token_id in self._generation.stop_token_ids:
                     self._stop_reason = token_id
+                if self._stop_shows(token_id):
+                    self._add_text(token_id, output.logprobs)
             else:
                 self._add_text(token_id, output.logprobs)
         if reason is not None and self.finish is None:
@@ -117,6 +120,10 @@ class Answer:
         self._token_ids: list[int] = []
         self._logprobs: list[wire.TokenLogprob] = []
         self._segments: list[wire.Segment] = []
+
+    def _stop_shows(self, token_id: int) -> bool:
+        asked = self._generation
+        return asked.include_stop and (asked.show_special or bool(self._tokenizer.piece(token_id)))
 
     def _add_text(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         if logprobs is not None:

@@ -35,13 +35,35 @@ class ChatText:
             raise ModelError("raw excludes history and role")
         return self.format.render_text(prompt)
 
+    def echo(self, generation: Generation, prompt: str, ids: list[int], stream: AnswerStream) -> str:
+        """Return the prompt's text for the front of the answer that `stream` makes; empty without echo.
+
+        Text is repeated as it was given, ids by what they decode to, special ones left out.
+
+        Raises:
+            ModelError: the prompt is a conversation.
+        """
+        if not generation.echo:
+            return ""
+        if generation.prompt_token_ids is not None:
+            return stream.echo(ids)
+        if not generation.raw:
+            raise ModelError("echo belongs to raw text or ids, not to a conversation")
+        return prompt
+
     def stop_ids(self, generation: Generation) -> frozenset[int]:
         """Return the ids that end the answer: the format's unless ignored, and the request's own."""
         own = frozenset(generation.stop_token_ids)
         return own if generation.ignore_eos else own | self.format.stop_ids
 
     def answer(self, generation: Generation) -> AnswerStream:
-        """Return a new stream from token ids to text."""
+        """Return a new stream from token ids to text.
+
+        Raises:
+            ModelError: it is to find calls, and what tells them from text is to be text.
+        """
+        if generation.show_special and generation.end_after_call_of:
+            raise ModelError("show_special excludes end_after_call_of")
         return AnswerStream(
             self.tokenizer,
             self.format,
@@ -50,4 +72,7 @@ class ChatText:
             raw=generation.raw,
             metadata=generation.answer_metadata,
             end_after_call_of=generation.end_after_call_of,
+            include_stop=generation.include_stop,
+            show_special=generation.show_special,
+            echoes=generation.echo and generation.prompt_token_ids is not None,
         )

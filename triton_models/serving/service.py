@@ -192,7 +192,8 @@ class StreamService:
         if generation.channel is not None:
             first = generation.channel.stream
             request.attach(self._channels.find(generation.channel.id), range(first, first + generation.n))
-        request.expect([self._choice(request, index) for index in range(generation.n)], len(prompt_ids))
+        choices = [self._choice(request, index, inputs, prompt_ids) for index in range(generation.n)]
+        request.expect(choices, len(prompt_ids))
         deadline_ms = generation.deadline_ms
         asked = engine_requests(
             generation,
@@ -213,9 +214,11 @@ class StreamService:
         )
         self._metrics.accepted(len(prompt_ids) * generation.n)
 
-    def _choice(self, request: OpenRequest, index: int) -> Choice:
+    def _choice(self, request: OpenRequest, index: int, inputs: Inputs, prompt_ids: list[int]) -> Choice:
         generation, text = request.generation, self._text
-        answer = Answer(generation, text.tokenizer, text.answer(generation), index)
+        stream = text.answer(generation)
+        echo = text.echo(generation, inputs.prompt.decode(), prompt_ids, stream)
+        answer = Answer(generation, text.tokenizer, stream, index, echo)
         return Choice(f"{request.key}.{index}", index, answer)
 
     def _prompt_ids(self, generation: Generation, inputs: Inputs) -> list[int]:

@@ -45,6 +45,8 @@ class AnswerStream:
     A raw answer continues text instead of a conversation: nothing is format there, so that it is one piece
     from the first character, which may be a space, and stop strings are looked for in all of it.
 
+    Where special tokens are to be shown, each is text in its place, by its name, and none is a boundary.
+
     Attributes:
         tokens: number of tokens taken, up to the one that completed a stop string.
     """
@@ -59,6 +61,9 @@ class AnswerStream:
         raw: bool = False,
         metadata: str | None = None,
         end_after_call_of: Iterable[str] = (),
+        include_stop: bool = False,
+        show_special: bool = False,
+        echoes: bool = False,
     ) -> None:
         """Begin an answer in which text that is complete before `min_tokens` tokens never stops it.
 
@@ -71,14 +76,18 @@ class AnswerStream:
             metadata: the first line of the answer, where it was part of the prompt.
             end_after_call_of: names of tools; the answer ends where a segment begins after one whose first
                 line is one of them, however few tokens it has.
+            include_stop: a stop string that ends the answer is its end.
+            show_special: special tokens are text.
+            echoes: `echo` will be called.
 
         Raises:
             ValueError: a stop string is empty.
         """
         self._tokenizer = tokenizer
-        self._segment_roles = {} if raw else chat_format.segment_roles
-        self._detokenizer = Detokenizer(tokenizer, continues=raw)
+        self._segment_roles = {} if raw or show_special else chat_format.segment_roles
+        self._detokenizer = Detokenizer(tokenizer, continues=raw and not echoes, special=show_special)
         self._stops = StopStrings(stops)
+        self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._looks_for_stops = self._stops.any
         self._blank = not raw
@@ -86,6 +95,13 @@ class AnswerStream:
         self._last_calls = frozenset(end_after_call_of)
         self._first_line = "" if metadata is None else metadata + "\n"
         self.tokens = 0
+
+    def echo(self, ids: Iterable[int]) -> str:
+        """Return the text of the prompt's `ids`, whose last character the answer may complete.
+
+        Called at most once, before `push`.
+        """
+        return "".join([self._detokenizer.push(token_id) for token_id in ids])
 
     def push(self, token_id: int) -> AnswerDelta:
         """Take the next sampled token. After a stop string further ones are ignored: an engine runs ahead."""
@@ -123,4 +139,6 @@ class AnswerStream:
         if self.tokens < self._min_tokens:
             return text, None
         safe, stop = self._stops.push(answer)
+        if stop is not None and self._include_stop:
+            safe += stop
         return text[: len(text) - len(answer)] + safe, stop

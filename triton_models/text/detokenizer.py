@@ -21,10 +21,12 @@ class Detokenizer:
     the very end: its bytes are never returned, where decoding at one go shows a U+FFFD for each.
 
     With `continues` the ids go on from text, so that a space which they begin with is theirs and is kept.
+    With `special` ids that are no text show by their names.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, continues: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, continues: bool = False, special: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._special = special
         self._utf8 = _new_utf8_decoder("surrogateescape")
         self._bytes_waiting = False
         self._at_start = not continues
@@ -32,6 +34,8 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Take the next id and return the text that it completes, often none."""
         piece = self._tokenizer.piece(token_id)
+        if self._special and not piece:
+            piece, _ = self._tokenizer.display(token_id)
         if isinstance(piece, bytes):
             self._bytes_waiting = True
             return self._decode(piece, final=False)

@@ -21,7 +21,7 @@ async def served() -> AsyncIterator[Served]:
 
 async def with_ids(_request: Generation) -> AsyncGenerator[Event, None]:
     """Say something that shows no text at first."""
-    yield Accepted(prompt_tokens=2, prompt_token_ids=(8, 9))
+    yield Accepted(prompt_tokens=2, prompt_token_ids=((8, 9),))
     yield Delta(text="", tokens=1, token_ids=(5,))
     usage = Usage(prompt_tokens=2, completion_tokens=3)
     yield Delta(text=" é", tokens=2, token_ids=(6, 2), finish_reason="stop", usage=usage)
@@ -92,9 +92,9 @@ async def test_errors_are_the_sdks_own(served: Served) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         await served.sdk.completions.create(model="other", prompt="a")
     assert unknown.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError) as several:
-        await served.sdk.completions.create(model="glm", prompt=["a", "b"])
-    assert several.value.param == "prompt"
+    with pytest.raises(openai.BadRequestError) as empty:
+        await served.sdk.completions.create(model="glm", prompt=[])
+    assert empty.value.param == "prompt"
 
     async def refuse(_request: Generation) -> AsyncGenerator[Event, None]:
         raise ContextLengthError("too long")

@@ -114,9 +114,8 @@ def test_every_field_of_a_generation_reaches_the_model() -> None:
         "stop": ("a", "b"),
         "logit_bias": {5: -1.5},
         "logprobs": 3,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
+        **dict.fromkeys(("ignore_eos", "include_stop", "show_special", "echo"), True),
+        **dict.fromkeys(("stream", "return_token_ids"), True),
         "priority": -4,
     }
     sent = sampling_of(DIALECT.request(generation(**fields), CHATGLM3, remaining_s=1))
@@ -126,7 +125,7 @@ def test_every_field_of_a_generation_reaches_the_model() -> None:
     assert sent.request_id == "req-1"
     untouched = set(Generation.__dataclass_fields__) - set(fields)
     # The grammar is asked about by itself (`test_chatglm_prompts`).
-    assert untouched == {"request_id", "model", "prompt", "deadline", "grammar"}
+    assert untouched == {"request_id", "model", "prompt", "prompt_field", "deadline", "grammar"}
 
 
 def test_a_generation_that_asks_for_nothing_sends_the_defaults_and_no_stream() -> None:

@@ -45,7 +45,7 @@ def test_their_answer_is_text_as_it_stands(prompt: PlainText | TokenIds) -> None
         *answer.decode(response(" \n", {"tokens": 1, "token_ids": [7]})),
         *answer.decode(response("a ", END | {"token_ids": [2]})),
     ]
-    assert events[0] == Accepted(prompt_tokens=7, prompt_token_ids=(5, 6))
+    assert events[0] == Accepted(prompt_tokens=7, prompt_token_ids=((5, 6),))
     assert [(event.text, event.token_ids) for event in events[1:]] == [(" \n", (7,)), ("a ", (2,))]
 
 

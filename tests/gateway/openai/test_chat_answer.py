@@ -9,9 +9,11 @@ from gateway.errors import UpstreamProtocolError
 from gateway.generation import Accepted, Call, Delta, Event, TokenLogprob, Usage
 from gateway.openai.answer import encode
 from gateway.openai.chat_answer import ChatAnswer, ChatCompletionChunk, ChunkChoice, ChunkDelta
+from gateway.openai.chat_request import read_chat_request
 from gateway.openai.generation_request import StreamOptions
 
 AWKWARD = ["a", '"content":""', "\\", "\n\x00\x1f\x7f", "你好🙂", '"', "\u2028</script>"]
+ASKED_WITH_IDS = b'{"model":"m","messages":[{"role":"user","content":"a"}],"return_token_ids":true}'
 COUNTS = Usage(prompt_tokens=3, completion_tokens=9)
 
 
@@ -23,7 +25,13 @@ def writer(
     functions: Any = None,
 ) -> Any:
     asked = SimpleNamespace(
-        model=model, logprobs=None, stream_options=options, choices=choices, tools=tools, functions=functions
+        model=model,
+        logprobs=None,
+        stream_options=options,
+        choices=choices,
+        tools=tools,
+        functions=functions,
+        return_token_ids=None,
     )
     return ChatAnswer(asked).chunks(Accepted(prompt_tokens=3))
 
@@ -93,6 +101,31 @@ def test_chunks_that_are_more_than_text_are_written_whole() -> None:
     assert chunks.write(Delta(text="", tokens=1)) == []
 
 
+def test_token_ids_are_beside_the_text_that_they_are_of() -> None:
+    chunks = ChatAnswer(read_chat_request(ASKED_WITH_IDS)).chunks(
+        Accepted(prompt_tokens=2, prompt_token_ids=((8, 9),))
+    )
+    written = [
+        msgspec.json.decode(chunk)
+        for delta in (
+            Delta(text="a", tokens=1, token_ids=(5,)),
+            Delta(text="b", tokens=2, token_ids=(6, 7)),
+            Delta(text="", tokens=1, token_ids=(2,), finish_reason="stop", usage=COUNTS),
+        )
+        for chunk in chunks.write(delta)
+    ]
+    assert [chunk.get("prompt_token_ids") for chunk in written] == [[8, 9], *[None] * (len(written) - 1)]
+    choices = [chunk["choices"][0] for chunk in written]
+    assert [(choice["delta"].get("content"), choice.get("token_ids")) for choice in choices] == [
+        ("", None),
+        ("a", [5]),
+        ("b", [6, 7]),
+        ("", [2]),
+        (None, None),
+    ]
+    assert choices[-1]["finish_reason"] == "stop"
+
+
 CALLS = (Call("get_weather", '{"city": "北京"}'), Call("now", "{}"))
 TOOL_DELTAS = [
     Delta(text="Let me ", tokens=2),
@@ -109,7 +142,9 @@ async def told(deltas: list[Delta]) -> AsyncIterator[Event]:
 
 def asked_with(*, older: bool) -> Any:
     offered = {"tools": None if older else [1], "functions": [1] if older else None}
-    return SimpleNamespace(model="m", logprobs=None, stream_options=None, choices=1, **offered)
+    return SimpleNamespace(
+        model="m", logprobs=None, stream_options=None, choices=1, return_token_ids=None, **offered
+    )
 
 
 async def whole(deltas: list[Delta], *, older: bool = False) -> Any:

@@ -78,8 +78,12 @@ def test_choices_are_one_unless_asked_for() -> None:
         ({"prompt": None}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": {}}, "prompt"),
-        ({"prompt": ["a"]}, "prompt"),
-        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt.1"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt.1"),
+        ({"prompt": [[]]}, "prompt.0"),
+        ({"prompt": [[1], [2, -1]]}, "prompt.1.1"),
+        ({"prompt": [[1], "a"]}, "prompt.1"),
         ({"prompt": [1, "a"]}, "prompt.1"),
         ({"prompt": [1, True]}, "prompt.1"),
         ({"prompt": [1.5]}, "prompt.0"),
@@ -96,8 +100,15 @@ def test_choices_are_one_unless_asked_for() -> None:
             "stream_options.include_obfuscation",
         ),
         ({"max_tokens": 3, "min_tokens": 4}, "min_tokens"),
-        ({"logprobs": 0}, "logprobs"),
-        ({"echo": True}, "echo"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 0, "echo": True}, "echo"),
+        ({"echo": 1}, "echo"),
+        ({"echo": True, "max_tokens": 0}, "max_tokens"),
+        ({"store": True}, "store"),
+        ({"priority": 101}, "priority"),
+        ({"stop_token_ids": [1] * 129}, "stop_token_ids"),
         ({"suffix": ""}, "suffix"),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
@@ -121,6 +132,43 @@ def test_neutral_values_are_accepted(name: str) -> None:
     assert read(**{name: NOT_YET[name]}) == read() == read(**{name: None})
 
 
-def test_several_prompts_are_told_so() -> None:
-    with pytest.raises(InvalidRequestError, match="several prompts"):
-        read(prompt=["a", "b"])
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        (["a"], [PlainText("a")]),
+        (["a", ""], [PlainText("a"), PlainText("")]),
+        ([[1], [2, 3]], [TokenIds((1,)), TokenIds((2, 3))]),
+    ],
+)
+def test_several_prompts_are_asked_for_one_by_one(prompt: Any, expected: list[PlainText | TokenIds]) -> None:
+    asked = read(prompt=prompt, n=2, echo=True)
+    generations = asked.generations(request_id="r", deadline=1)
+    assert [each.prompt for each in generations] == expected
+    assert {(each.request_id, each.n, each.echo) for each in generations} == {("r", 2, True)}
+    assert asked.choices == 2 * len(expected)
+    if len(expected) > 1:
+        assert [each.prompt_field for each in generations] == ["prompt.0", "prompt.1"]
+
+
+def test_prompts_times_n_are_bounded() -> None:
+    read(prompt=["a", "b"], n=2).check_choices(4)
+    for asked, param in (
+        ({"prompt": ["a"] * 5}, "prompt"),
+        ({"prompt": ["a", "b"], "n": 3}, "prompt"),
+        ({"n": 5}, "n"),
+    ):
+        with pytest.raises(InvalidRequestError) as refused:
+            read(**asked).check_choices(4)
+        assert refused.value.param == param
+
+
+def test_extensions_arrive() -> None:
+    asked = read(
+        logprobs=0, include_stop_str_in_output=True, skip_special_tokens=False, priority=-100, store=False
+    )
+    generation = asked.generation(request_id="r", deadline=0)
+    assert (generation.logprobs, generation.priority) == (0, -100)
+    assert generation.include_stop
+    assert generation.show_special
+    plain = read(skip_special_tokens=True, echo=False).generation(request_id="r", deadline=0)
+    assert not any((plain.include_stop, plain.show_special, plain.echo))

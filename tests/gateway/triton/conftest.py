@@ -8,6 +8,7 @@ import pytest
 
 from gateway.triton.pool import TritonUpstream
 from gateway.triton.replicas import HealthPolicy, ReplicaState
+from tests.gateway.triton.fake_channel import FakeChannels
 from tests.gateway.triton.fake_triton import FakeTriton, until
 
 FAST = HealthPolicy(
@@ -38,6 +39,11 @@ async def tritons() -> AsyncIterator[Callable[[], Awaitable[FakeTriton]]]:
 @pytest.fixture
 async def triton(tritons: Callable[[], Awaitable[FakeTriton]]) -> FakeTriton:
     return await tritons()
+
+
+@pytest.fixture
+def fake(triton: FakeTriton) -> FakeChannels:
+    return FakeChannels(triton.model)
 
 
 class Observer:

@@ -21,11 +21,6 @@ PAUSE_S = 0.2
 
 
 @pytest.fixture
-def fake(triton: FakeTriton) -> FakeChannels:
-    return FakeChannels(triton.model)
-
-
-@pytest.fixture
 async def link(triton: FakeTriton, fake: FakeChannels) -> AsyncIterator[DeltaLink]:
     channel = Channel(triton.address)
     link = DeltaLink("m", channel, idle_timeout_s=1.0, backoff=Backoff(PAUSE_S, PAUSE_S))

@@ -1,0 +1,147 @@
+"""Several prompts of one request, run side by side and told as one generation.
+
+Each prompt is a generation of its own to the upstream. What comes of them is one stream of events by the same
+rules: one `Accepted` when all are, deltas of all in the order of their arrival, usage with the very last one.
+Knows nothing of JSON or tensors, nor why a request has several prompts.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from msgspec import structs
+
+from gateway.errors import ContextLengthError, InvalidRequestError
+from gateway.generation import Accepted, Delta, Event, Generation, Usage
+
+Generate = Callable[[Generation], AsyncGenerator[Event, None]]
+"""As `gateway.upstream.Upstream.generate`."""
+
+
+async def together(generate: Generate, generations: Sequence[Generation]) -> AsyncGenerator[Event, None]:
+    """Run all of `generations`, which want equally many choices, by `generate`.
+
+    Choice i of the generation at place p is choice `p * n + i` here. The first error ends them all, and
+    closing the generator does.
+
+    Raises:
+        GatewayError: of any one; what the request calls the prompt is in an error about that.
+    """
+    # No more than one event of each is read ahead of the client.
+    arrivals: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(len(generations))
+    all_accepted = asyncio.Event()
+    readers = [
+        asyncio.create_task(_read(generate(each), place, arrivals, all_accepted))
+        for place, each in enumerate(generations)
+    ]
+    whole = _Whole(generations)
+    try:
+        while whole.unended:
+            place, arrived = await arrivals.get()
+            if isinstance(arrived, Exception):
+                raise whole.named(place, arrived)
+            if (event := whole.take(place, arrived)) is not None:
+                yield event
+            if whole.accepted:
+                all_accepted.set()
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def bounded(generate: Generate, generation: Generation, bound: int) -> AsyncGenerator[Event, None]:
+    """Run `generation`, whose client set no bound on new tokens, with ours.
+
+    Ours gives way to min_tokens, and where the context has no room for it, the rest of the context bounds the
+    answer. Only the upstream counts prompts, and a refusal costs it little.
+    """
+    for max_tokens in (max(bound, generation.min_tokens), None):
+        begun = False
+        try:
+            async with aclosing(generate(replace(generation, max_tokens=max_tokens))) as events:
+                async for event in events:
+                    begun = True
+                    yield event
+        except ContextLengthError:
+            if begun or max_tokens is None:
+                raise
+        else:
+            return
+
+
+async def _read(
+    events: AsyncGenerator[Event, None],
+    place: int,
+    arrivals: asyncio.Queue[tuple[int, Event | Exception | None]],
+    all_accepted: asyncio.Event,
+) -> None:
+    """Pass on what one generation says; None at its end, and nothing past `Accepted` before all have that."""
+    try:
+        async with aclosing(events):
+            async for event in events:
+                await arrivals.put((place, event))
+                await all_accepted.wait()
+    except Exception as error:  # noqa: BLE001 - passed on to whoever reads them all
+        await arrivals.put((place, error))
+    else:
+        await arrivals.put((place, None))
+
+
+class _Whole:
+    """What all of the generations have said so far."""
+
+    def __init__(self, generations: Sequence[Generation]) -> None:
+        self._generations = generations
+        self._accepted: dict[int, Accepted] = {}
+        self._usages: list[Usage] = []
+        self.unended = len(generations)
+
+    @property
+    def accepted(self) -> bool:
+        """Whether all were accepted."""
+        return len(self._accepted) == len(self._generations)
+
+    def take(self, place: int, event: Event | None) -> Event | None:
+        """Take the newest event of the generation at `place`, None for its end; return what it makes."""
+        if event is None:
+            self.unended -= 1
+        elif isinstance(event, Accepted):
+            self._accepted[place] = event
+            return self._all_accepted() if self.accepted else None
+        elif isinstance(event, Delta):
+            return self._delta(place, event)
+        return event
+
+    def named(self, place: int, error: Exception) -> Exception:
+        """Return the error of the generation at `place`, with the prompt's name where it is about that."""
+        field = self._generations[place].prompt_field
+        if not isinstance(error, InvalidRequestError) or error.param is not None or field is None:
+            return error
+        return type(error)(f"{field}: {error.message}", param=field)
+
+    def _all_accepted(self) -> Accepted:
+        in_order = [self._accepted[place] for place in range(len(self._generations))]
+        ids = [each for accepted in in_order for each in accepted.prompt_token_ids or ()]
+        return Accepted(
+            prompt_tokens=sum(accepted.prompt_tokens for accepted in in_order),
+            prompt_token_ids=tuple(ids) or None,
+        )
+
+    def _delta(self, place: int, delta: Delta) -> Delta:
+        index = place * self._generations[place].n + delta.index
+        if delta.usage is not None:
+            self._usages.append(delta.usage)
+        usage = self._sum() if delta.usage is not None and self._all_counted() else None
+        return structs.replace(delta, index=index, usage=usage)
+
+    def _all_counted(self) -> bool:
+        return len(self._usages) == len(self._generations)
+
+    def _sum(self) -> Usage:
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in self._usages),
+            completion_tokens=sum(usage.completion_tokens for usage in self._usages),
+            cached_tokens=sum(usage.cached_tokens for usage in self._usages),
+        )

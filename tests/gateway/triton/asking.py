@@ -1,0 +1,38 @@
+"""A generation that a test has asked the pool for, over a delta channel."""
+
+import asyncio
+from typing import Any
+
+from gateway.generation import Delta, Event
+from gateway.triton.pool import TritonUpstream
+from tests.gateway.triton.fake_channel import FakeChannels
+from tests.gateway.triton.fake_triton import generation, until
+
+
+class Asked:
+    """A generation that is collected in a task of its own."""
+
+    def __init__(self, pool: TritonUpstream, **changes: Any) -> None:
+        self.events: list[Event] = []
+        self.task = asyncio.create_task(self._collect(pool, generation(**changes)))
+
+    async def _collect(self, pool: TritonUpstream, request: Any) -> None:
+        async for event in pool.generate(request):
+            self.events.append(event)
+
+    @property
+    def deltas(self) -> list[Delta]:
+        return [event for event in self.events if isinstance(event, Delta)]
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+
+async def asked(pool: TritonUpstream, fake: FakeChannels, **changes: Any) -> tuple[Asked, int]:
+    """Ask, and return the answer-to-be and its number on the channel."""
+    before = set(fake.own)
+    asking = Asked(pool, **changes)
+    await until(lambda: set(fake.own) > before)
+    (number,) = set(fake.own) - before
+    return asking, number
