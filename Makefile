@@ -35,7 +35,7 @@ check: install-dev
 test: check
 	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
 
-# LangChain in an environment of its own, against the stack of the other. The tests' common conftest needs what
+# LangChain and agents in an environment of their own, against the stack of the other. The tests' common conftest needs what
 # only `make test` has.
 test-clients: install $(CLIENTS)/.installed
 	STACK_COMMAND=$(BIN)/tritongate $(CLIENTS)/bin/python -m pytest --confcutdir=tests/clients tests/clients

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# `make test` has no LangChain. Where it should be and is not, no test runs: a failure, to pytest.
+# `make test` has no such clients. Where it should be and is not, no test runs: a failure, to pytest.
 collect_ignore_glob = [] if importlib.util.find_spec("langchain_openai") else ["test_*.py"]
 
 
