@@ -3,11 +3,11 @@
 The supervisor and the gateway of `tritongate up`, as two processes, over a repository whose engine has faults
 built in (`faulty_model.py`). Prints a line of JSON for every check, and exits with 1 if one does not hold.
 
-* `outside`: another process takes nearly all memory that is left on the GPU, then requests come.
 * `memory`: a step finds the device's memory full.
 * `kernel`: a kernel reads out of range, which ends the process's CUDA context. The model must be loaded anew.
+* `outside`: another process takes nearly all memory that is left on the GPU, then requests come.
 
-On the CPU there is no `outside`, and the other two are imitated.
+On the CPU the first two are imitated, and there is no `outside`.
 """
 
 import json
@@ -134,10 +134,10 @@ def main(
         answer = clients.ask()
         checks("none", "a request is answered", ok=answer == "200", answer=answer)
         provocation = Provocation(server, clients, checks, come_back_s=come_back_s)
-        if device != "cpu":
-            provocation.outside()
         provocation.inside("memory", MEMORY_SEED, reloads=False)
         provocation.inside("kernel", KERNEL_SEED, reloads=True)
+        if device != "cpu":
+            provocation.outside()
     sys.exit(int(checks.failed))
 
 
