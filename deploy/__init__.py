@@ -1,0 +1,1 @@
+"""What runs tritongate in production, and the scripts that make and check it."""
