@@ -1,0 +1,82 @@
+"""What the Triton image starts: writes the models' repository entries, then becomes tritonserver.
+
+    start_triton.py --model [NAME=]DIR [--device cuda:0] [--dtype auto] -- [ARGUMENTS OF tritonserver]
+
+The entries are written anew at each start: the checkpoint's directory is all that a deployment keeps.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+import click
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from triton_models.embedded.errors import OptionsError
+from triton_models.embedded.models import ModelOptions, Served, write_models
+
+_SERVER = "tritonserver"
+
+
+@click.command(context_settings={"max_content_width": 110})
+@click.option("--model", "models", multiple=True, required=True, metavar="[NAME=]DIR", help="Repeatable.")
+@click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda:N")
+@click.option("--dtype", default="auto", show_default=True)
+@click.option("--max-context", type=click.IntRange(min=2), help="Tokens of prompt and answer together.")
+@click.option("--max-running", type=click.IntRange(min=1), help="Sequences in one step of an engine.")
+@click.option("--max-batched-tokens", type=click.IntRange(min=1), help="Tokens in one step of an engine.")
+@click.option("--kv-memory-gib", type=click.FloatRange(min=0, min_open=True), help="Memory for the KV cache.")
+@click.option("--contract", "contracts", multiple=True, metavar="[NAME=]CONTRACT", help="Repeatable.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def main(  # noqa: D103 - the module's docstring is its help
+    *,
+    models: tuple[str, ...],
+    device: str,
+    dtype: str,
+    max_context: int | None,
+    max_running: int | None,
+    max_batched_tokens: int | None,
+    kv_memory_gib: float | None,
+    contracts: tuple[str, ...],
+    arguments: tuple[str, ...],
+) -> None:
+    options = ModelOptions(
+        device=device,
+        dtype=None if dtype == "auto" else dtype,
+        max_context=max_context,
+        max_running=max_running,
+        max_batched_tokens=max_batched_tokens,
+        kv_memory_gib=kv_memory_gib,
+        contracts=contracts,
+    )
+    repository = Path(tempfile.mkdtemp(prefix="repository-"))
+    try:
+        served = write_models(repository, models, options)
+    except OptionsError as error:
+        raise click.ClickException(str(error)) from None
+    for model in served:
+        for entry in model.dependents:
+            leave_out_warmup(repository / entry / "config.pbtxt")
+    os.execvp(_SERVER, [_SERVER, *server_arguments(repository, served), *arguments])  # noqa: S606 - what we are for
+
+
+def leave_out_warmup(config: Path) -> None:
+    """Have an entry load without its warm-up, which would ask `M-stream`.
+
+    A server that loads all of its repository as it starts refuses that until it is ready, and it is not ready
+    before all is loaded. `M-stream` itself is warmed up as ever, and `M` has nothing else to be warmed.
+    """
+    message = text_format.Parse(config.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
+    message.ClearField("model_warmup")
+    config.write_text(text_format.MessageToString(message, as_utf8=True), encoding="utf-8")
+
+
+def server_arguments(repository: Path, served: list[Served]) -> list[str]:
+    """Return what tritonserver needs to know of the entries: where they are; to load them side by side."""
+    entries = sum(len(model.entries) for model in served)
+    return [f"--model-repository={repository}", f"--model-load-thread-count={entries + 1}"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""A container's health check: Triton is ready, and every engine in it is alive.
+
+    triton_health.py [--http HOST:PORT] [--metrics HOST:PORT] [--stale-s 30]
+                     [--end-process PID] [--end-after-s 60]
+
+Triton goes on calling a model ready whose process is dead or stuck, so this reads each engine's heartbeat
+from Triton's metrics. Exit status 0: well; 1: not, with the reason. A server with an engine whose heart has
+not beaten for `--end-after-s` never becomes well by itself: `--end-process` names the process that then gets
+a SIGTERM, for whoever restarts it.
+
+The standard library is all it needs.
+"""
+
+import argparse
+import os
+import re
+import signal
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+
+_HEARTBEAT = re.compile(r"^tritongate_engine_heartbeat_timestamp_seconds\{([^}]*)\} (\S+)$", re.MULTILINE)
+_MODEL = re.compile(r'model="([^"]*)"')
+_TIMEOUT_S = 3.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check, say what is wrong, and return the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        _get(f"http://{options.http}/v2/health/ready")
+        ages = dict(heartbeat_ages(_get(f"http://{options.metrics}/metrics"), now=time.time()))
+    except OSError as error:
+        sys.stdout.write(f"Triton does not answer, or is not ready: {error}\n")
+        return 1
+    late = {model: age for model, age in ages.items() if age > options.stale_s}
+    for model, age in late.items():
+        sys.stdout.write(f"{model}: the engine's last heartbeat was {age:.0f} s ago\n")
+    if options.end_process and any(age > options.end_after_s for age in late.values()):
+        sys.stdout.write(f"ending process {options.end_process}\n")
+        os.kill(options.end_process, signal.SIGTERM)
+    if not ages:
+        sys.stdout.write("Triton is ready, but no engine's heartbeat is among its metrics\n")
+    return 1 if late or not ages else 0
+
+
+def heartbeat_ages(exposition: str, *, now: float) -> Iterator[tuple[str, float]]:
+    """Yield each loaded engine's model and the seconds since its last heartbeat, as of Unix time `now`.
+
+    An unloaded engine's heartbeat is 0: it is left out.
+    """
+    for labels, value in _HEARTBEAT.findall(exposition):
+        if float(value) > 0:
+            model = _MODEL.search(labels)
+            yield (model[1] if model else labels), now - float(value)
+
+
+def _get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:  # noqa: S310 - an address of our own
+        return str(response.read().decode())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--http", default="127.0.0.1:8000")
+    parser.add_argument("--metrics", default="127.0.0.1:8002")
+    parser.add_argument("--stale-s", type=float, default=30.0)
+    parser.add_argument("--end-process", type=int)
+    parser.add_argument("--end-after-s", type=float, default=60.0)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""What docker-compose.yml says, beside what the code reads."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from deploy.docker.start_triton import main as start_triton
+from gateway.settings import load_settings, settings_table
+from gateway.up import TritonOptions
+from tests.deploy.compose_file import (
+    COMPOSE_FILE,
+    EXAMPLE_ENV,
+    EXAMPLE_KEYS,
+    ROOT,
+    entrypoint,
+    load_compose,
+    read_env,
+    variables,
+)
+
+OURS = ("triton", "triton-cpu", "gateway")
+FROM_ELSEWHERE = ("prometheus", "grafana")
+SHA = "0" * 64
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    return load_compose(read_env(EXAMPLE_ENV) | {"GRAFANA_PASSWORD": "chosen"})
+
+
+def services(compose: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield from compose["services"].items()
+
+
+def test_it_is_a_compose_file() -> None:
+    command = [Path(sys.executable).with_name("check-jsonschema"), "--builtin-schema", "vendor.compose-spec"]
+    done = subprocess.run([*command, COMPOSE_FILE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_grafana_has_no_password_of_ours() -> None:
+    with pytest.raises(KeyError, match="GRAFANA_PASSWORD"):
+        load_compose(read_env(EXAMPLE_ENV))
+
+
+def test_the_example_has_every_variable_and_no_other() -> None:
+    written = set(re.findall(r"^#?([A-Z_]+)=", EXAMPLE_ENV.read_text(encoding="utf-8"), re.MULTILINE))
+    assert written - {"COMPOSE_PROFILES"} == variables()
+    profiles = {each for _, service in services(load_all()) for each in service.get("profiles", [])}
+    assert read_env(EXAMPLE_ENV)["COMPOSE_PROFILES"] in profiles
+
+
+def load_all() -> dict[str, Any]:
+    return load_compose({"GRAFANA_PASSWORD": "chosen"})
+
+
+def test_the_examples_defaults_are_the_files(compose: dict[str, Any]) -> None:
+    """A line that is commented out says what holds without it."""
+    text = EXAMPLE_ENV.read_text(encoding="utf-8")
+    commented = dict(re.findall(r"^#([A-Z_]+)=(.*)$", text, re.MULTILINE))
+    assert commented
+    assert load_compose(read_env(EXAMPLE_ENV) | commented | {"GRAFANA_PASSWORD": "chosen"}) == compose
+
+
+def test_every_variable_of_the_gateway_is_a_setting(
+    compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {row.env for row in settings_table()}
+    given = compose["services"]["gateway"]["environment"] | read_env(EXAMPLE_KEYS)
+    assert set(given) <= known
+    for name, value in given.items():
+        monkeypatch.setenv(name, re.sub(r"<.*>", SHA, value))
+    settings = load_settings()
+    assert settings.api_keys[0].sha256 == SHA
+    for _, service in services(compose):
+        others = set(service.get("environment", {})) - set(given)
+        assert not [name for name in others if name.startswith("TRITONGATE_")]
+
+
+def test_the_gateways_command_and_defaults(compose: dict[str, Any]) -> None:
+    gateway = compose["services"]["gateway"]
+    assert [*entrypoint(gateway), *gateway["command"]] == ["tritongate", "serve"]
+    defaults = {row.env: row.default for row in settings_table()}
+    for name in ("TRITONGATE_PORT", "TRITONGATE_MAX_IN_FLIGHT", "TRITONGATE_MAX_WAITING"):
+        assert gateway["environment"][name] == defaults[name]
+
+
+def test_the_ports_are_the_ones_that_are_served(compose: dict[str, Any]) -> None:
+    gateway = compose["services"]["gateway"]
+    port = gateway["environment"]["TRITONGATE_PORT"]
+    assert [each.rpartition(":")[2] for each in gateway["ports"]] == [port]
+    assert f":{port}/health/ready" in " ".join(gateway["healthcheck"]["test"])
+    tritons = [compose["services"][name] for name in ("triton", "triton-cpu")]
+    usual = TritonOptions()
+    for triton in tritons:
+        flags = dict(word.removeprefix("--").split("=", 1) for word in triton["command"] if "=" in word)
+        assert flags["http-port"] == str(usual.http_port)
+        assert flags["grpc-port"] == str(usual.grpc_port)
+        assert flags["metrics-port"] == str(usual.metrics_port)
+        checked = dict(word.split("=", 1) for word in triton["healthcheck"]["test"] if "=" in word)
+        assert checked["--http"] == f"127.0.0.1:{usual.http_port}"
+        assert checked["--metrics"] == f"127.0.0.1:{usual.metrics_port}"
+        assert triton["networks"] == {"inside": {"aliases": ["triton"]}}
+    assert gateway["environment"]["TRITONGATE_UPSTREAMS"] == f"triton:{usual.grpc_port}"
+    scraped = (ROOT / "deploy/prometheus/prometheus.yml").read_text(encoding="utf-8")
+    assert f"[gateway:{port}]" in scraped
+    assert f"[triton:{usual.metrics_port}]" in scraped
+    source = (ROOT / "deploy/grafana/provisioning/datasources/prometheus.yml").read_text(encoding="utf-8")
+    listening = next(word for word in compose["services"]["prometheus"]["command"] if "listen" in word)
+    assert f"http://prometheus:{listening.rpartition(':')[2]}" in source
+
+
+@pytest.mark.parametrize("name", ["triton", "triton-cpu"])
+def test_the_start_of_triton_knows_its_flags(compose: dict[str, Any], name: str) -> None:
+    command = compose["services"][name]["command"]
+    own = command[: command.index("--")]
+    result = CliRunner().invoke(start_triton, [*own, "--help"])
+    assert result.exit_code == 0, result.output
+    result = CliRunner().invoke(start_triton, own)
+    assert "No such option" not in result.output
+    assert "/checkpoint is not a directory" in result.output
+
+
+def test_triton_cannot_be_reached_from_outside(compose: dict[str, Any]) -> None:
+    assert compose["networks"]["inside"] == {"internal": True}
+    for name, service in services(compose):
+        networks = set(service["networks"])
+        assert bool(service.get("ports")) == (name in {"gateway", "grafana"}) == ("edge" in networks), name
+        assert all(each.startswith("127.0.0.1:") for each in service.get("ports", [])), name
+    for name in ("triton", "triton-cpu"):
+        assert "--model-control-mode=none" in compose["services"][name]["command"]
+
+
+def test_every_service_is_confined(compose: dict[str, Any]) -> None:
+    assert {*OURS, *FROM_ELSEWHERE} == set(compose["services"])
+    for name, service in services(compose):
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["restart"] == "unless-stopped", name
+        assert service["user"].split(":")[0] not in {"", "0", "root"}, name
+        assert {"memory", "pids"} <= set(service["deploy"]["resources"]["limits"]), name
+        assert service["healthcheck"]["test"][0] == "CMD", name
+        binds = [volume for volume in service.get("volumes", []) if volume[0] in "./"]
+        assert all(volume.endswith(":ro") for volume in binds), name
+
+
+def test_images_are_pinned(compose: dict[str, Any]) -> None:
+    for name, service in services(compose):
+        image, _, tag = service["image"].rpartition(":")
+        assert image, name
+        assert tag != "latest", name
+        assert ("build" in service) == (name in OURS)
+    for service in OURS:
+        text = (ROOT / compose["services"][service]["build"]["dockerfile"]).read_text(encoding="utf-8")
+        assert not re.search(r"^FROM [^$\n]*:latest|^ARG \w+=latest", text, re.MULTILINE)
+
+
+def test_what_is_mounted_is_there(compose: dict[str, Any]) -> None:
+    for name, service in services(compose):
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            if source.startswith("./"):
+                assert (ROOT / source).exists(), (name, source)
+            elif not source.startswith("/"):
+                assert source in compose["volumes"], (name, source)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "deploy/docker").glob("*.Dockerfile")), ids=lambda p: p.stem)
+def test_dockerfiles(path: Path) -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run(
+        [hadolint, "--config", ROOT / ".hadolint.yaml", path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = path.read_text(encoding="utf-8")
+    assert re.findall(r"^USER (\d+):", text, re.MULTILINE)[-1] != "0"
+    # The context is an allow list: what is copied must be on it, and must be there.
+    allowed = set(re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE))
+    for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE):
+        for source in line.split()[:-1]:
+            assert (ROOT / source).exists(), source
+            assert any(source == each or source.startswith(each + "/") for each in allowed), source
+
+
+def test_the_gateways_image_has_the_gateway_only() -> None:
+    text = (ROOT / "deploy/docker/gateway.Dockerfile").read_text(encoding="utf-8")
+    copied = set(" ".join(re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE)).split())
+    assert {"gateway", "wire"} <= copied
+    assert "triton_models" not in copied
+    assert "[engine]" not in text

@@ -1,0 +1,185 @@
+"""The CPU profile of docker-compose.yml, run by hand: a real Triton, the gateway, a real Prometheus.
+
+Once for all tests here: it answers, gets traffic with everything in it that dashboards show, loses its
+engine, and is restarted.
+"""
+
+import concurrent.futures
+import contextlib
+import hashlib
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.deploy.compose_file import EXAMPLE_ENV, EXAMPLE_KEYS, ROOT, read_env
+from tests.deploy.compose_stack import ComposeStack
+from tests.deploy.prometheus_client import Prometheus, panels
+from tests.e2e.up_process import metric, wait_until
+
+pytestmark = pytest.mark.e2e
+
+KEY = "a key of the tests"
+MODEL = "chatglm3-demo"
+DASHBOARDS = sorted((ROOT / "deploy/grafana/dashboards").glob("*.json"))
+QUESTION = "What is tritongate?"
+LONG = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
+PROMETHEUS = pytest.mark.skipif(
+    shutil.which("prometheus") is None,
+    reason="LEFT OUT: Prometheus is not installed, so no dashboard was asked (apt install prometheus)",
+)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
+    folder = tmp_path_factory.mktemp("stack")
+    keys = folder / "keys.env"
+    digest = hashlib.sha256(KEY.encode()).hexdigest()
+    keys.write_text(re.sub(r"<.*>", digest, EXAMPLE_KEYS.read_text(encoding="utf-8")))
+    chosen = {"GRAFANA_PASSWORD": "chosen", "MAX_IN_FLIGHT": "4", "MAX_WAITING": "2"}
+    with ComposeStack(folder, read_env(EXAMPLE_ENV) | chosen, keys) as stack:
+        if shutil.which("prometheus"):
+            stack.start("prometheus")
+        stack.start("triton-cpu")
+        stack.start("gateway")
+        stack.wait_healthy("triton-cpu", 60)
+        stack.wait_healthy("gateway", 30)
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def sdk(stack: ComposeStack) -> Iterator[openai.OpenAI]:
+    url = f"http://{stack.address('8080')}/v1"
+    with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60) as client:
+        yield client
+
+
+def ask(sdk: openai.OpenAI, **more: object) -> str:
+    """Stream an answer; returns its text."""
+    messages = [{"role": "user", "content": QUESTION}]
+    chunks = sdk.chat.completions.create(model=MODEL, messages=messages, stream=True, **more)
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+def count(stack: ComposeStack, name: str, **labels: str) -> float:
+    return metric(httpx.get(f"http://{stack.address('8080')}/metrics", timeout=20).text, name, **labels)
+
+
+@pytest.fixture(scope="module")
+def eventful(stack: ComposeStack, sdk: openai.OpenAI) -> ComposeStack:
+    """A stack that has seen everything that dashboards show."""
+    # More at once than may work and wait: some are turned away.
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(ask, sdk, **LONG) for _ in range(12)]
+        turned_away = [each for each in asked if isinstance(each.exception(), openai.RateLimitError)]
+    assert turned_away
+    assert len(turned_away) < len(asked)
+    with pytest.raises(openai.BadRequestError):
+        ask(sdk, temperature=9)
+    # A client that hangs up.
+    with sdk.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": QUESTION}], stream=True, **LONG
+    ) as chunks:
+        next(iter(chunks))
+    wait_until(lambda: count(stack, "tritongate_client_cancels_total") > 0)
+    lose_the_engine(stack, sdk)
+    return stack
+
+
+def lose_the_engine(stack: ComposeStack, sdk: openai.OpenAI) -> None:
+    """Kill the model's process under a request; what Compose runs and restarts repairs it."""
+    (stub,) = [
+        process
+        for process in stack.process("triton-cpu").children(recursive=True)
+        if f"/{MODEL}-stream/" in " ".join(process.cmdline())
+    ]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, sdk, **LONG)
+        wait_until(lambda: count(stack, "tritongate_requests_in_flight") > 0)
+        stub.kill()
+        assert isinstance(answer.exception(), openai.APIError)
+    assert httpx.get(f"http://{stack.address('8000')}/v2/health/ready", timeout=5).status_code == 200
+    patience = ("--stale-s=2", "--end-after-s=4")
+    wait_until(lambda: stack.healthy("triton-cpu", *patience).returncode == 1)
+    assert stack.healthy("gateway").returncode == 1
+
+    def told_to_end() -> bool:
+        stack.healthy("triton-cpu", *patience)
+        return "Signal (15) received" in stack.log("triton-cpu")
+
+    wait_until(told_to_end)
+    stack.kill("triton-cpu")  # it gives the dead model its whole --exit-timeout-secs
+    stack.start("triton-cpu")  # the restart policy
+    stack.wait_healthy("triton-cpu", 60)
+    stack.wait_healthy("gateway", 30)
+
+
+def test_a_chat_completion(stack: ComposeStack, sdk: openai.OpenAI) -> None:
+    answer = sdk.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": QUESTION}])
+    assert "OpenAI" in answer.choices[0].message.content
+    with pytest.raises(openai.AuthenticationError):
+        ask(sdk.with_options(api_key="another"))
+
+
+def test_an_engine_that_died_is_replaced(eventful: ComposeStack, sdk: openai.OpenAI) -> None:
+    assert "OpenAI" in ask(sdk)
+    assert f"{MODEL}: the engine's last heartbeat was" in eventful.said
+
+
+@pytest.fixture(scope="module")
+def prometheus(eventful: ComposeStack) -> Iterator[Prometheus]:
+    assert eventful.healthy("prometheus").returncode == 0, eventful.log("prometheus")
+    client = Prometheus(eventful.address("9090"))
+    yield client
+    client.close()
+
+
+@PROMETHEUS
+def test_every_target_is_scraped_and_every_rule_evaluated(prometheus: Prometheus) -> None:
+    targets = prometheus.get("/targets")["activeTargets"]
+    assert {each["labels"]["job"]: each["health"] for each in targets} == {
+        "tritongate": "up",
+        "triton": "up",
+        "prometheus": "up",
+    }
+    assert not prometheus.series("tritongate_no_such_metric", seconds=120)
+    rules = [rule for group in prometheus.get("/rules")["groups"] for rule in group["rules"]]
+    assert len(rules) > 20
+    assert not [rule for rule in rules if rule["health"] != "ok"]
+    for rule in rules:
+        if rule["type"] == "recording":
+            assert prometheus.series(rule["name"], seconds=120), rule["name"]
+
+
+@PROMETHEUS
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_every_panel_shows_something(prometheus: Prometheus, path: Path) -> None:
+    empty = [
+        f"{title}: {expr}"
+        for title, exprs in panels(path)
+        for expr in exprs
+        # No GPU here: these are asked of a recording, in test_recording.py.
+        if "nv_gpu_" not in expr and not prometheus.series(expr, seconds=120)
+    ]
+    assert not empty, "\n".join(empty)
+
+
+@PROMETHEUS
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_every_variable_has_values(prometheus: Prometheus, path: Path) -> None:
+    queries = re.findall(r"label_values\((\w+), (\w+)\)", path.read_text(encoding="utf-8"))
+    assert queries
+    for name, label in queries:
+        assert MODEL in prometheus.label_values(name, label)
+
+
+def test_it_stops_when_asked(stack: ComposeStack) -> None:
+    """Last: nothing is left, and nothing was killed."""
+    for name in ("gateway", "triton-cpu"):
+        assert stack.stop(name) == 0, stack.log(name)
+    with contextlib.suppress(KeyError):
+        assert stack.stop("prometheus") == 0

@@ -1,0 +1,103 @@
+import http.server
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from deploy.docker.triton_health import heartbeat_ages, main
+
+HEARTBEAT = "tritongate_engine_heartbeat_timestamp_seconds"
+
+
+class FakeTriton(http.server.ThreadingHTTPServer):
+    """Both of Triton's HTTP ports in one."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.ready = 200
+        self.metrics = ""
+        self.address = f"127.0.0.1:{self.server_address[1]}"
+        self.arguments = [f"--http={self.address}", f"--metrics={self.address}"]
+
+    def beat(self, model: str, seconds_ago: float) -> None:
+        self.metrics += f'{HEARTBEAT}{{model="{model}",version="1"}} {time.time() - seconds_ago}\n'
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: FakeTriton
+
+    def do_GET(self) -> None:
+        metrics = self.path == "/metrics"
+        self.send_response(200 if metrics else self.server.ready)
+        self.end_headers()
+        self.wfile.write(self.server.metrics.encode() if metrics else b"")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def triton() -> Iterator[FakeTriton]:
+    with FakeTriton() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def victim() -> Iterator["subprocess.Popen[bytes]"]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_all_is_well(triton: FakeTriton, capsys: pytest.CaptureFixture[str]) -> None:
+    triton.beat("glm", 0.2)
+    assert main(triton.arguments) == 0
+    assert not capsys.readouterr().out
+
+
+def test_a_triton_that_is_not_ready(triton: FakeTriton, capsys: pytest.CaptureFixture[str]) -> None:
+    triton.ready = 400
+    assert main(triton.arguments) == 1
+    assert "not ready" in capsys.readouterr().out
+
+
+def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--http=127.0.0.1:1", "--end-process=1"]) == 1
+    assert "ending" not in capsys.readouterr().out
+
+
+def test_a_ready_triton_without_an_engine_is_not_well(
+    triton: FakeTriton, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(triton.arguments) == 1
+    assert "no engine" in capsys.readouterr().out
+
+
+def test_a_late_heartbeat_is_told_and_borne_for_a_while(
+    triton: FakeTriton, victim: "subprocess.Popen[bytes]", capsys: pytest.CaptureFixture[str]
+) -> None:
+    triton.beat("well", 0.1)
+    triton.beat("glm", 45)
+    assert main([*triton.arguments, f"--end-process={victim.pid}"]) == 1
+    assert capsys.readouterr().out == "glm: the engine's last heartbeat was 45 s ago\n"
+    assert victim.poll() is None
+
+
+def test_a_dead_engine_ends_the_server(triton: FakeTriton, victim: "subprocess.Popen[bytes]") -> None:
+    triton.beat("glm", 61)
+    assert main([*triton.arguments, f"--end-process={victim.pid}"]) == 1
+    assert victim.wait(10) == -signal.SIGTERM
+
+
+def test_an_unloaded_engine_does_not_count() -> None:
+    exposition = f'{HEARTBEAT}{{model="gone",version="1"}} 0\n{HEARTBEAT}{{model="glm",version="1"}} 1.5e3\n'
+    assert dict(heartbeat_ages(exposition, now=1502.0)) == {"glm": 2.0}
