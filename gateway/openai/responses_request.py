@@ -31,11 +31,9 @@ NOT_YET: Mapping[str, Any] = MappingProxyType(
         "image": None,
         "max_tool_calls": None,
         "moderation": None,
-        "priority": 0,
         "prompt": None,
         "prompt_cache_options": None,
         "prompt_cache_retention": None,
-        "skip_special_tokens": True,
         "truncation": "disabled",
     }
 )

@@ -49,6 +49,8 @@ def test_every_parameter_arrives() -> None:
         min_tokens=2,
         ignore_eos=True,
         stop_token_ids=[2],
+        priority=-3,
+        skip_special_tokens=False,
     ).generation(request_id="r", deadline=0)
     assert (generation.max_tokens, generation.temperature, generation.top_p) == (5, 0.0, 0.5)
     assert (generation.logprobs, generation.stream, generation.seed, generation.stop) == (20, True, 7, ("x",))
@@ -56,6 +58,7 @@ def test_every_parameter_arrives() -> None:
     assert (generation.presence_penalty, generation.frequency_penalty) == (1.0, -1.0)
     assert (generation.logit_bias, generation.min_tokens) == ({5: -100.0}, 2)
     assert (generation.ignore_eos, generation.stop_token_ids) == (True, (2,))
+    assert (generation.priority, generation.show_special) == (-3, True)
     assert read(include=[LOGPROBS]).generation(request_id="r", deadline=0).logprobs == 0
 
 
@@ -143,6 +146,7 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"max_tokens": 5}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"response_format": {"type": "text"}}, "response_format"),
+        ({"return_token_ids": True}, "return_token_ids"),
         ({"store": True}, "store"),
         ({"background": True}, "background"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
