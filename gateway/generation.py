@@ -3,7 +3,7 @@
 Nothing here knows OpenAI's JSON (above) or tensors (below).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -215,10 +215,28 @@ class Usage:
 
 
 class Call(Struct, frozen=True):
-    """The model calls a tool. `arguments` is a JSON object, as text."""
+    """The model calls a tool. `arguments` is meant to be a JSON object, as text."""
 
     name: str
     arguments: str
+
+
+class CallPart(Struct, frozen=True):
+    """A call as it comes: one with a name begins the next call, one without goes on with its arguments."""
+
+    name: str | None
+    arguments: str
+
+
+def joined_calls(parts: Iterable[CallPart]) -> list[Call]:
+    """Return the calls that `parts` are, the first of which has a name."""
+    calls: list[Call] = []
+    for part in parts:
+        if part.name is not None:
+            calls.append(Call(part.name, part.arguments))
+        else:
+            calls[-1] = Call(calls[-1].name, calls[-1].arguments + part.arguments)
+    return calls
 
 
 class Delta(Struct, frozen=True, kw_only=True):
@@ -235,8 +253,8 @@ class Delta(Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] | None = None
     """Of those tokens, where they were asked for; the one that stopped the answer is among them."""
     logprobs: tuple[TokenLogprob, ...] | None = None
-    calls: tuple[Call, ...] = ()
-    """Each is whole; they come after `text`."""
+    calls: tuple[CallPart, ...] = ()
+    """A first one without a name comes before `text`, all others after it."""
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
 

@@ -6,11 +6,12 @@ What the formats cannot hold as it stands is joined or refused, never dropped:
 * ChatGLM2 knows only rounds of question and answer: consecutive user (or assistant) messages join the same
   way. A conversation that begins with an assistant message stays: its round has an empty question, which is
   what the model's own history of (question, answer) pairs makes of a greeting;
-* ChatGLM3 keeps every message as its own turn, and a conversation that ends with an assistant message is
-  rendered as it stands: another answer follows that one;
-* tools stand in the system turn, behind the sentence that the model was trained with. A call is an assistant
-  turn of its own, after the text that its message may have, and its result an observation. The results of one
-  message's calls come in the order of the calls, which is all that tells the model whose they are.
+* ChatGLM3 and GLM-4 keep every message as its own turn, and a conversation that ends with an assistant
+  message is rendered as it stands: another answer follows that one;
+* tools stand in the system turn, for ChatGLM3 behind the sentence that the model was trained with. A call is
+  an assistant turn of its own, after the text that its message may have, and its result an observation. The
+  results of one message's calls come in the order of the calls, which is all that tells the model whose they
+  are.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,11 +20,11 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Literal
 
-from gateway.chatglm.tool_offer import INSTRUCTION, documents
+from gateway.chatglm.formats import ChatForm, ToolForm
+from gateway.chatglm.tool_offer import documents
 from gateway.chatglm.tool_results import ToolResults
-from gateway.errors import InvalidRequestError, UpstreamProtocolError
+from gateway.errors import InvalidRequestError
 from gateway.generation import Message, ToolOffer
-from wire.calls import write_call
 from wire.history import Role, Turn
 
 Speaker = Literal["user", "assistant"]
@@ -49,23 +50,20 @@ class _Spoken:
     content: str
 
 
-def to_history(messages: Sequence[Message], chat_format: str, offer: ToolOffer | None = None) -> ChatInput:
-    """Turn `messages` into what a model of `chat_format` ("chatglm2" or "chatglm3") is asked.
+def to_history(messages: Sequence[Message], form: ChatForm, offer: ToolOffer | None = None) -> ChatInput:
+    """Turn `messages` into what a model of the chat format `form` is asked.
 
     Args:
         messages: the conversation.
-        chat_format: of the model.
+        form: what the model was trained with.
         offer: the tools that it may use.
 
     Raises:
         InvalidRequestError: the format cannot express the conversation; `param` names the message.
-        UpstreamProtocolError: the model speaks neither format.
     """
-    if chat_format not in ("chatglm2", "chatglm3"):
-        raise UpstreamProtocolError(f"the model's chat format {chat_format!r} is not known to this gateway")
     if not messages:
         raise InvalidRequestError("a conversation needs at least one message", param="messages")
-    turns = _rounds(messages, offer) if chat_format == "chatglm2" else _turns(messages, offer)
+    turns = _rounds(messages, form, offer) if form.tools is None else _turns(messages, form.tools, offer)
     *history, newest = turns
     if newest.tools is not None:
         raise InvalidRequestError(
@@ -74,30 +72,33 @@ def to_history(messages: Sequence[Message], chat_format: str, offer: ToolOffer |
     return ChatInput(prompt=newest.content, role=newest.role, history=history)
 
 
-def _rounds(messages: Sequence[Message], offer: ToolOffer | None) -> list[Turn]:
-    """Return the turns of a ChatGLM2 conversation: text, one speaker after the other."""
+def _rounds(messages: Sequence[Message], form: ChatForm, offer: ToolOffer | None) -> list[Turn]:
+    """Return the turns of a conversation without tools: text, one speaker after the other."""
     if offer is not None:
-        raise InvalidRequestError("ChatGLM2 was trained without tools, and cannot use any", param=offer.field)
+        raise InvalidRequestError(
+            f"{form.title} was trained without tools, and cannot use any", param=offer.field
+        )
     spoken: list[_Spoken] = []
     for message in messages:
         if message.role == "tool" or message.calls:
-            raise InvalidRequestError("ChatGLM2 has no tools", param=message.field)
+            raise InvalidRequestError(f"{form.title} has no tools", param=message.field)
         if message.role != "system":
             spoken.append(_Spoken(message.field, message.role, message.content))
     if spoken and spoken[-1].role == "assistant":
         raise InvalidRequestError(
-            "a ChatGLM2 conversation ends with a question, not with an assistant message",
+            f"a {form.title} conversation ends with a question, not with an assistant message",
             param=spoken[-1].field,
         )
     return [
-        *_system(messages, None),
+        *_system(messages),
         *(Turn(message.role, message.content) for message in _join_neighbours(spoken)),
     ]
 
 
-def _turns(messages: Sequence[Message], offer: ToolOffer | None) -> list[Turn]:
-    """Return the turns of a ChatGLM3 conversation: every message its own, every call and result too."""
-    turns = _system(messages, offer)
+def _turns(messages: Sequence[Message], tools: ToolForm, offer: ToolOffer | None) -> list[Turn]:
+    """Return the turns of a conversation with tools: every message its own, every call and result too."""
+    turns = _system(messages) if offer is None else [_system_with_tools(messages, tools, offer)]
+    write = tools.notation.write
     results = ToolResults()
     for message in messages:
         if message.role == "system":
@@ -108,19 +109,26 @@ def _turns(messages: Sequence[Message], offer: ToolOffer | None) -> list[Turn]:
         turns += results.turns()
         if message.content or not message.calls:
             turns.append(Turn(message.role, message.content))
-        turns += [Turn("assistant", write_call(call.arguments), metadata=call.name) for call in message.calls]
+        turns += [Turn("assistant", write(call.arguments), metadata=call.name) for call in message.calls]
         results = ToolResults(message)
     return turns + results.turns()
 
 
-def _system(messages: Sequence[Message], offer: ToolOffer | None) -> list[Turn]:
+def _system(messages: Sequence[Message]) -> list[Turn]:
     """Return the system's turn, if there is one."""
-    texts = [message.content for message in messages if message.role == "system"]
-    if offer is None:
-        return [Turn("system", _join(texts))] if texts else []
-    if not texts or not texts[-1].rstrip().endswith(INSTRUCTION):
-        texts.append(INSTRUCTION)
-    return [Turn("system", _join(texts), tools=documents(offer))]
+    texts = _system_texts(messages)
+    return [Turn("system", _join(texts))] if texts else []
+
+
+def _system_with_tools(messages: Sequence[Message], tools: ToolForm, offer: ToolOffer) -> Turn:
+    texts = _system_texts(messages)
+    if tools.instruction and not (texts and texts[-1].rstrip().endswith(tools.instruction)):
+        texts.append(tools.instruction)
+    return Turn("system", _join(texts), tools=documents(offer))
+
+
+def _system_texts(messages: Sequence[Message]) -> list[str]:
+    return [message.content for message in messages if message.role == "system"]
 
 
 def _join_neighbours(spoken: Iterable[_Spoken]) -> list[_Spoken]:

@@ -1,4 +1,4 @@
-"""Tools as ChatGLM3 is offered them, and what its answer may and has to begin with.
+"""Tools as models are offered them, and what an answer may and has to begin with.
 
 A choice is enforced by the first line of the answer, which becomes part of the prompt: the name of the tool
 that has to be called, or an empty line where the answer has to be text.
@@ -8,9 +8,6 @@ from typing import Any
 
 from gateway.errors import InvalidRequestError
 from gateway.generation import NamedTool, ToolOffer
-
-INSTRUCTION = "Answer the following questions as best as you can. You have access to the following tools:"
-"""What the model was trained to read before the tools."""
 
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 

@@ -89,8 +89,8 @@ class Dialect(Protocol):
         """
         ...
 
-    def decoder(self, generation: Generation) -> AnswerDecoder:
-        """Return a decoder for the answer to `generation`."""
+    def decoder(self, generation: Generation, report: ModelReport) -> AnswerDecoder:
+        """Return a decoder for the answer of the model that `report` is about to `generation`."""
         ...
 
 
@@ -135,6 +135,6 @@ class ChannelDialect(Protocol):
         """Return `generation` as tensors, its deltas to go to `channel`; else as `Dialect.request`."""
         ...
 
-    def decoder(self, generation: Generation) -> ChannelDecoder:
-        """Return a decoder for the answer to `generation`."""
+    def decoder(self, generation: Generation, report: ModelReport) -> ChannelDecoder:
+        """Return a decoder for the answer of the model that `report` is about to `generation`."""
         ...

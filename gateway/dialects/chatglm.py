@@ -11,6 +11,7 @@ from typing import assert_never
 from tritonclient.grpc import service_pb2
 
 from gateway.chatglm.conversation import to_history
+from gateway.chatglm.formats import chat_form
 from gateway.chatglm.tool_offer import answer_metadata, last_calls
 from gateway.dialects.base import ModelReport
 from gateway.dialects.chatglm_answer import ChatGLMAnswer, not_understood, read
@@ -26,8 +27,6 @@ from wire import sampling as wire_sampling
 from wire.grammar import Grammar
 from wire.history import Role, Turn, encode_history
 from wire.strings import pack_strings
-
-_FORMATS = frozenset({"chatglm2", "chatglm3"})
 
 _PROBE_ID = "probe"
 
@@ -56,8 +55,7 @@ class ChatGLMDialect:
         probe = read(responses[0])[1].probe
         if probe is None:
             raise not_understood("no report in the response to a probe")
-        if probe.format not in _FORMATS:
-            raise not_understood(f"the chat format {probe.format!r} is not known to this gateway")
+        chat_form(probe.format)
         return ModelReport(
             heartbeat_age_s=probe.heartbeat_age_s,
             chat_format=probe.format,
@@ -81,9 +79,9 @@ class ChatGLMDialect:
         tensors = request_tensors(generation, report, remaining_s=remaining_s)
         return infer_request(generation.model, generation.request_id, names.DEFAULT_PRIORITY, tensors)
 
-    def decoder(self, generation: Generation) -> ChatGLMAnswer:
-        """Return a decoder for the answer to `generation`."""
-        return ChatGLMAnswer(generation)
+    def decoder(self, generation: Generation, report: ModelReport) -> ChatGLMAnswer:
+        """Return a decoder for the answer of the model that `report` is about to `generation`."""
+        return ChatGLMAnswer(generation, report)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +100,7 @@ class _WirePrompt:
 def _prompt(prompt: Prompt, chat_format: str) -> _WirePrompt:
     match prompt:
         case Conversation(messages, offer):
-            chat = to_history(messages, chat_format, offer)
+            chat = to_history(messages, chat_form(chat_format), offer)
             return _WirePrompt(
                 text=chat.prompt,
                 role=chat.role,

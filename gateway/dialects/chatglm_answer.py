@@ -6,12 +6,15 @@ Strict: what is not in the contract is an error, never a guess.
 import msgspec
 from tritonclient.grpc import service_pb2
 
+from gateway.chatglm.call_readers import OnPart
+from gateway.chatglm.formats import chat_form
 from gateway.chatglm.tool_offer import answer_metadata, callable_names
 from gateway.chatglm.tool_text import ToolText
+from gateway.dialects.base import ModelReport
 from gateway.errors import UpstreamProtocolError
 from gateway.generation import (
     Accepted,
-    Call,
+    CallPart,
     Conversation,
     Delta,
     Event,
@@ -33,13 +36,19 @@ _HEARTBEAT = wire_meta.Meta()
 class _Choice:
     """What is shown of one choice: its text, and the calls that it makes."""
 
-    def __init__(self, generation: Generation) -> None:
-        self._calls: list[Call] = []
+    def __init__(self, generation: Generation, report: ModelReport) -> None:
+        self._calls: list[CallPart] = []
         """Made, and not yet told of."""
         self._any_calls = False
-        self.text = _shown_text(generation, self._calls)
+        self.text = _shown_text(generation, report, self._add_call)
 
-    def take_calls(self) -> tuple[Call, ...]:
+    def _add_call(self, part: CallPart) -> None:
+        if part.name is None and self._calls:
+            last = self._calls.pop()
+            part = CallPart(last.name, last.arguments + part.arguments)
+        self._calls.append(part)
+
+    def take_calls(self) -> tuple[CallPart, ...]:
         """Return the calls since the last time."""
         calls = tuple(self._calls)
         self._any_calls = self._any_calls or bool(calls)
@@ -51,14 +60,20 @@ class _Choice:
         return "tool_calls" if reason == "stop" and self._any_calls else reason
 
 
-def _shown_text(generation: Generation, calls: list[Call]) -> AnswerText | ContinuedText | ToolText:
-    """Return what makes the text to be shown of a raw choice of `generation`, and adds to `calls`."""
+def _shown_text(
+    generation: Generation, report: ModelReport, on_call: OnPart
+) -> AnswerText | ContinuedText | ToolText:
+    """Return what makes the text to be shown of a raw choice of `generation`, and tells of its calls."""
     prompt = generation.prompt
     if generation.grammar is not None or not isinstance(prompt, Conversation):
         return ContinuedText()  # What a grammar has decided, white space included, is not tidied up.
     if prompt.offer is None:
         return AnswerText()
-    return ToolText(callable_names(prompt.offer), calls.append, metadata=answer_metadata(prompt.offer))
+    tools = chat_form(report.chat_format).tools
+    if tools is None:
+        return AnswerText()
+    offer = prompt.offer
+    return ToolText(callable_names(offer), tools.read, on_call, metadata=answer_metadata(offer))
 
 
 class ChatGLMAnswer:
@@ -68,10 +83,11 @@ class ChatGLMAnswer:
 
     Args:
         generation: what it answers.
+        report: of the model that answers.
     """
 
-    def __init__(self, generation: Generation) -> None:
-        self._choices = {index: _Choice(generation) for index in range(generation.n)}
+    def __init__(self, generation: Generation, report: ModelReport) -> None:
+        self._choices = {index: _Choice(generation, report) for index in range(generation.n)}
         """Those that have not ended."""
         self._accepted = False
 
@@ -124,6 +140,11 @@ class ChatGLMAnswer:
             finish_reason=choice.reason(meta.finish_reason),
             usage=_usage(meta.usage),
         )
+
+    def _plain(self, index: int, text: str, tokens: int) -> Delta:
+        """Return the event for a delta of text alone."""
+        choice = self._choice(index)
+        return Delta(text=choice.text.push(text), tokens=tokens, index=index, calls=choice.take_calls())
 
     def _choice(self, index: int) -> "_Choice":
         choice = self._choices.get(index)

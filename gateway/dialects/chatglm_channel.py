@@ -9,7 +9,7 @@ from tritonclient.grpc import service_pb2
 from gateway.dialects.base import AnswerDelta, ModelReport
 from gateway.dialects.chatglm import infer_request, request_tensors
 from gateway.dialects.chatglm_answer import ChatGLMAnswer, not_understood, read
-from gateway.generation import Delta, Event, Generation
+from gateway.generation import Event, Generation
 from wire import names
 from wire.channel import Frame, decode_frame
 from wire.meta import Delivered, decode_meta
@@ -51,9 +51,9 @@ class ChatGLMChannels:
         tensors = request_tensors(generation, report, remaining_s=remaining_s, channel=channel)
         return infer_request(generation.model, generation.request_id, names.DEFAULT_PRIORITY, tensors)
 
-    def decoder(self, generation: Generation) -> "ChannelledAnswer":
-        """Return a decoder for the answer to `generation`."""
-        return ChannelledAnswer(generation)
+    def decoder(self, generation: Generation, report: ModelReport) -> "ChannelledAnswer":
+        """Return a decoder for the answer of the model that `report` is about to `generation`."""
+        return ChannelledAnswer(generation, report)
 
 
 class ChannelledAnswer(ChatGLMAnswer):
@@ -81,7 +81,7 @@ class ChannelledAnswer(ChatGLMAnswer):
         # Sorting keeps the order within a choice.
         for index, added, count, document in sorted(deltas, key=_index):
             if tokens and (index != choice or document is not None):
-                events.append(Delta(text=self._choice(choice).text.push(text), tokens=tokens, index=choice))
+                events.append(self._plain(choice, text, tokens))
                 text, tokens = "", 0
             choice = index
             if document is None:
@@ -90,7 +90,7 @@ class ChannelledAnswer(ChatGLMAnswer):
             else:
                 events.append(self._detailed(index, added, count, document))
         if tokens:
-            events.append(Delta(text=self._choice(choice).text.push(text), tokens=tokens, index=choice))
+            events.append(self._plain(choice, text, tokens))
         return events
 
     def _detailed(self, index: int, text: str, tokens: int, document: bytes) -> Event:

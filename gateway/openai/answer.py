@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from gateway.errors import GatewayError, UpstreamProtocolError
-from gateway.generation import Accepted, Call, Delta, Event, FinishReason, TokenLogprob
+from gateway.generation import Accepted, Call, Delta, Event, FinishReason, TokenLogprob, joined_calls
 from gateway.generation import Usage as TokenCounts
 from gateway.openai.generation_request import StreamOptions
 from gateway.version import version
@@ -117,7 +117,7 @@ def _joined(index: int, deltas: Sequence[Delta]) -> Gathered:
         "".join([delta.text for delta in deltas]),
         [token_id for delta in deltas for token_id in delta.token_ids or ()],
         [logprob for delta in deltas for logprob in delta.logprobs or ()],
-        [call for delta in deltas for call in delta.calls],
+        joined_calls(part for delta in deltas for part in delta.calls),
         finish_reason,
     )
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from gateway.generation import Call
+from gateway.generation import Call, CallPart
 
 
 class CalledFunction(Struct, frozen=True):
@@ -49,21 +49,19 @@ def function_call(call: Call) -> CalledFunction:
     return CalledFunction(call.name, call.arguments)
 
 
-def tool_call_deltas(call: Call, index: int) -> tuple[ToolCallDelta, ToolCallDelta]:
-    """Write a call for two chunks, with a new id: its head, and its arguments."""
-    head = CalledFunctionDelta(name=call.name, arguments="")
-    return (
-        ToolCallDelta(index, id=new_call_id(), type="function", function=head),
-        ToolCallDelta(index, function=CalledFunctionDelta(arguments=call.arguments)),
-    )
+def tool_call_deltas(part: CallPart, index: int) -> list[ToolCallDelta]:
+    """Write what came of the call `index`, for a chunk each: its head, with a new id, and arguments."""
+    head, *more = function_call_deltas(part)
+    if part.name is None:
+        return [ToolCallDelta(index, function=head)]
+    begin = ToolCallDelta(index, id=new_call_id(), type="function", function=head)
+    return [begin, *(ToolCallDelta(index, function=each) for each in more)]
 
 
-def function_call_deltas(call: Call) -> tuple[CalledFunctionDelta, CalledFunctionDelta]:
-    """Write a call for two chunks in the older form."""
-    return (
-        CalledFunctionDelta(name=call.name, arguments=""),
-        CalledFunctionDelta(arguments=call.arguments),
-    )
+def function_call_deltas(part: CallPart) -> list[CalledFunctionDelta]:
+    """Write what came of a call, for a chunk each, in the older form."""
+    more = CalledFunctionDelta(arguments=part.arguments)
+    return [more] if part.name is None else [CalledFunctionDelta(name=part.name, arguments=""), more]
 
 
 def new_call_id() -> str:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from gateway.generation import Accepted, Call, Delta, Event, FinishReason, TokenLogprob
+from gateway.generation import Accepted, Call, CallPart, Delta, Event, FinishReason, TokenLogprob
 from gateway.openai.answer import ChunkWriter, Head, Usage, encode, gather, ids_document
 from gateway.openai.call_documents import (
     CalledFunction,
@@ -198,11 +198,11 @@ class CallWriter:
             return ResponseMessage(content=content, function_call=function_call(calls[0]))
         return ResponseMessage(content=content, tool_calls=[tool_call(call) for call in calls])
 
-    def deltas(self, call: Call, index: int) -> list[ChunkDelta]:
-        """Write the answer's call number `index` for one chunk each."""
+    def deltas(self, part: CallPart, index: int) -> list[ChunkDelta]:
+        """Write what came of the answer's call number `index`, for a chunk each."""
         if self._older:
-            return [ChunkDelta(function_call=part) for part in function_call_deltas(call)]
-        return [ChunkDelta(tool_calls=[part]) for part in tool_call_deltas(call, index)]
+            return [ChunkDelta(function_call=each) for each in function_call_deltas(part)]
+        return [ChunkDelta(tool_calls=[each]) for each in tool_call_deltas(part, index)]
 
 
 class ChatChunkWriter(ChunkWriter):
@@ -219,7 +219,7 @@ class ChatChunkWriter(ChunkWriter):
         self._prompt_ids = _prompt_ids(accepted)
         self._calls = calls
         self._indices = range(choices)
-        self._calls_made: Counter[int] = Counter()
+        self._calls_begun: Counter[int] = Counter()
         """By choice."""
         self._begun = False
         self._templates: dict[int, tuple[bytes, bytes]] = {}
@@ -250,10 +250,10 @@ class ChatChunkWriter(ChunkWriter):
             content = ChunkDelta(content=delta.text or self._calls.no_content)
             ids = ids_document(delta.token_ids)
             choices.append(ChunkChoice(delta.index, content, logprobs, token_ids=ids))
-        for call in delta.calls:
-            parts = self._calls.deltas(call, self._calls_made[delta.index])
-            choices += [ChunkChoice(delta.index, part) for part in parts]
-            self._calls_made[delta.index] += 1
+        for part in delta.calls:
+            self._calls_begun[delta.index] += part.name is not None
+            deltas = self._calls.deltas(part, self._calls_begun[delta.index] - 1)
+            choices += [ChunkChoice(delta.index, each) for each in deltas]
         if delta.finish_reason is not None:
             reason = self._calls.reason(delta.finish_reason)
             choices.append(ChunkChoice(delta.index, ChunkDelta(), finish_reason=reason))

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
+import msgspec
 from msgspec.structs import replace
 
 from gateway.errors import GatewayError
-from gateway.generation import Call, Delta, FinishReason, TokenLogprob, Usage
+from gateway.generation import CallPart, Delta, FinishReason, TokenLogprob, Usage
 from gateway.openai.answer import incomplete
 from gateway.openai.call_documents import new_call_id
 from gateway.openai.chat_answer import logprobs_document
@@ -66,6 +67,25 @@ class _OpenMessage:
         return OutputMessage(id=self.id, status=status, content=[self.part()])
 
 
+@dataclass(frozen=True, slots=True)
+class _OpenCall:
+    """A call that may get more arguments."""
+
+    name: str
+    arguments: list[str] = field(default_factory=list)
+    id: str = field(default_factory=lambda: new_id("fc"))
+    call_id: str = field(default_factory=new_call_id)
+
+    def item(self, status: ItemStatus) -> OutputCall:
+        return OutputCall(
+            id=self.id,
+            status=status,
+            arguments="".join(self.arguments),
+            call_id=self.call_id,
+            name=self.name,
+        )
+
+
 class ResponseCourse:
     """Follows one answer. Each method returns the events that it makes, in order.
 
@@ -78,6 +98,8 @@ class ResponseCourse:
         self._sequence_numbers = count()
         self._done: list[OutputItem] = []
         self._message: _OpenMessage | None = None
+        self._call: _OpenCall | None = None
+        """At most one of the two is open."""
         self._logprobs: list[TokenLogprob] = []
         """Of tokens whose text was not shown yet."""
         self._finish_reason: FinishReason | None = None
@@ -94,17 +116,25 @@ class ResponseCourse:
         """Add a piece of the answer."""
         events: list[ResponseEvent] = []
         self._logprobs.extend(delta.logprobs or ())
+        first, parts = delta.calls[:1], delta.calls
+        if first and first[0].name is None:
+            events += self._add_arguments(first[0].arguments)
+            parts = delta.calls[1:]
         if delta.text:
+            events += self._close_call("completed")
             events += self._add_text(delta.text)
-        for call in delta.calls:
+        for part in parts:
             events += self._close_message("completed")
-            events += self._add_call(call)
+            events += self._close_call("completed")
+            events += self._open_call(part)
         self._usage = delta.usage or self._usage
         if delta.finish_reason is not None:
             self._finish_reason = delta.finish_reason
-            if not self._done:
+            if not self._done and self._call is None:
                 events += self._add_text("")  # an answer without a word is a message without text
-            events += self._close_message("incomplete" if delta.finish_reason == "length" else "completed")
+            status: ItemStatus = "incomplete" if delta.finish_reason == "length" else "completed"
+            events += self._close_message(status)
+            events += self._close_call(status)
         return events
 
     def end(self) -> list[ResponseEvent]:
@@ -126,7 +156,7 @@ class ResponseCourse:
 
     def fail(self, error: GatewayError) -> list[ResponseEvent]:
         """End the response with what broke it."""
-        cut = [] if self._message is None else [self._message.item("incomplete")]
+        cut = [each.item("incomplete") for each in (self._message, self._call) if each is not None]
         self.response = replace(
             self.response, status="failed", error=error_of(error), output=[*self._done, *cut]
         )
@@ -192,29 +222,49 @@ class ResponseCourse:
         )
         yield self._done_with(item)
 
-    def _add_call(self, call: Call) -> Iterator[ResponseEvent]:
-        index = len(self._done)
+    def _open_call(self, part: CallPart) -> Iterator[ResponseEvent]:
         self._logprobs = []  # of the call, which has no place for them
-        item = OutputCall(
-            id=new_id("fc"),
-            status="completed",
-            arguments=call.arguments,
-            call_id=new_call_id(),
-            name=call.name,
-        )
+        call = self._call = _OpenCall(part.name or "")
         yield OutputItemAdded(
-            sequence_number=self._number(),
-            output_index=index,
-            item=replace(item, status="in_progress", arguments=""),
+            sequence_number=self._number(), output_index=len(self._done), item=call.item("in_progress")
         )
+        yield from self._add_arguments(part.arguments)
+
+    def _add_arguments(self, arguments: str) -> Iterator[ResponseEvent]:
+        self._logprobs = []
+        if self._call is None:
+            return
+        self._call.arguments.append(arguments)
         yield CallArgumentsDelta(
-            sequence_number=self._number(), item_id=item.id, output_index=index, delta=call.arguments
+            sequence_number=self._number(),
+            item_id=self._call.id,
+            output_index=len(self._done),
+            delta=arguments,
         )
+
+    def _close_call(self, status: ItemStatus) -> Iterator[ResponseEvent]:
+        """Close the one that is open, if one is; arguments that were whole before the end are complete."""
+        if self._call is None:
+            return
+        item, self._call = self._call.item(status), None
+        if _is_json(item.arguments):
+            item = replace(item, status="completed")
         yield CallArgumentsDone(
-            sequence_number=self._number(), item_id=item.id, output_index=index, arguments=call.arguments
+            sequence_number=self._number(),
+            item_id=item.id,
+            output_index=len(self._done),
+            arguments=item.arguments,
         )
         yield self._done_with(item)
 
     def _done_with(self, item: OutputItem) -> ResponseEvent:
         self._done.append(item)
         return OutputItemDone(sequence_number=self._number(), output_index=len(self._done) - 1, item=item)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True

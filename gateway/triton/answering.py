@@ -32,7 +32,7 @@ async def answer_plainly(
         UpstreamProtocolError: the answer cannot be understood.
         InvalidRequestError: the model cannot express the request.
     """
-    decoder = dialect.decoder(generation)
+    decoder = dialect.decoder(generation, report)
     responses = channel.stream_infer(
         dialect.request(generation, report, remaining_s=_remaining_s(generation)),
         deadline=generation.deadline,
@@ -62,7 +62,7 @@ async def answer_over_channel(
     inbox = Inbox(numbers, now, lambda: own.cancel())  # noqa: PLW0108 - not begun
     with link.deliver(inbox):
         own = asyncio.create_task(_read_own_stream(channel, request, generation.deadline, inbox))
-        answer = _Answer(link, inbox, dialect.decoder(generation))
+        answer = _Answer(link, inbox, dialect.decoder(generation, report))
         try:
             async with contextlib.aclosing(answer.events()) as events:
                 async for event in events:

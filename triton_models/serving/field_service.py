@@ -134,7 +134,7 @@ class FieldService:
             finished = finished or meta.finish_reason is not None
         if not finished:
             raise StreamRefusedError(RefusalCode.UNAVAILABLE, "the answer ended before it was complete")
-        return read_reply(text, segments, turns)
+        return read_reply(text, segments, turns, self._chat_format)
 
     def _watch(self) -> None:
         while not self._closing.wait(MONITOR_INTERVAL_S):

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from wire.answer import AnswerText
-from wire.calls import read_call
+from wire.calls import NOTATIONS
 from wire.history import Turn
 from wire.meta import Segment
 
@@ -30,8 +30,10 @@ class Reply:
     """Of the assistant, one for each segment where tools are in play."""
 
 
-def read_reply(text: str, segments: Sequence[Segment], conversation: Sequence[Turn]) -> Reply:
-    """Read the raw answer `text` to `conversation`.
+def read_reply(
+    text: str, segments: Sequence[Segment], conversation: Sequence[Turn], chat_format: str
+) -> Reply:
+    """Read the raw answer `text` of a model of `chat_format` to `conversation`.
 
     A call answers with JSON, `{"name", "parameters"}`, or `{"name", "content"}` where it cannot be parsed or
     is code.
@@ -47,7 +49,7 @@ def read_reply(text: str, segments: Sequence[Segment], conversation: Sequence[Tu
         response = answer.push(text, segments) + answer.finish()
         return Reply(response, (Turn("assistant", response),))
     last = parts[-1]
-    return Reply(_call(last) if last.metadata else last.content, tuple(parts))
+    return Reply(_call(last, chat_format) if last.metadata else last.content, tuple(parts))
 
 
 def _callable_names(conversation: Sequence[Turn]) -> set[str]:
@@ -67,9 +69,10 @@ def _part(text: str, callable_names: set[str]) -> Turn:
     return Turn("assistant", answer.push(text) + answer.finish())
 
 
-def _call(turn: Turn) -> str:
+def _call(turn: Turn, chat_format: str) -> str:
     said: dict[str, Any] = {"name": turn.metadata}
-    parameters = None if turn.metadata == INTERPRETER else read_call(turn.content)
+    notation = None if turn.metadata == INTERPRETER else NOTATIONS.get(chat_format)
+    parameters = None if notation is None else notation.read(turn.content)
     if parameters is None:
         said["content"] = turn.content
     else:

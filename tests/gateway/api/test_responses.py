@@ -16,7 +16,7 @@ from gateway.errors import (
     UnavailableError,
     UpstreamProtocolError,
 )
-from gateway.generation import Accepted, Call, Delta, Event, Generation, Heartbeat, Usage
+from gateway.generation import Accepted, CallPart, Delta, Event, Generation, Heartbeat, Usage
 from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.openai.sdk_shapes import check_event, check_response
 from tests.gateway.serving import Served, in_process, on_socket
@@ -44,7 +44,7 @@ async def call(request: Generation) -> AsyncGenerator[Event, None]:
     yield Accepted(prompt_tokens=3)
     yield Delta(text="Let me see.", tokens=3)
     usage = Usage(prompt_tokens=3, completion_tokens=9)
-    calls = (Call("now", '{"zone": "北京"}'),)
+    calls = (CallPart("now", '{"zone": "北京"}'),)
     yield Delta(text="", tokens=6, calls=calls, finish_reason="tool_calls", usage=usage)
 
 

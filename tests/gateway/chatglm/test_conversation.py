@@ -5,13 +5,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.chatglm.conversation import ChatInput, to_history
-from gateway.chatglm.tool_offer import INSTRUCTION
+from gateway.chatglm import conversation
+from gateway.chatglm.conversation import ChatInput
+from gateway.chatglm.formats import INSTRUCTION, chat_form
 from gateway.errors import InvalidRequestError, UpstreamProtocolError
 from gateway.generation import Message, PastCall, Tool, ToolOffer
 from wire.history import Turn
 
-FORMATS = ("chatglm2", "chatglm3")
+FORMATS = ("chatglm2", "chatglm3", "glm4")
+
+
+def to_history(said: Sequence[Message], chat_format: str, offer: ToolOffer | None = None) -> ChatInput:
+    return conversation.to_history(said, chat_form(chat_format), offer)
 
 
 def messages(*said: tuple[str, str]) -> list[Message]:
@@ -180,6 +185,19 @@ def test_calls_and_results_are_turns_in_the_order_of_the_calls() -> None:
     assert to_history(said, "chatglm3") == ChatInput(prompt="noon", role="observation", history=expected)
     later = to_history([*said, ASKED], "chatglm3", OFFER)
     assert later.history[1:] == [*expected, Turn("observation", "noon")]
+
+
+def test_glm_4_words_its_tools_itself_and_calls_with_json() -> None:
+    assert to_history([ASKED], "glm4", OFFER).history == [Turn("system", "", tools=DOCUMENTS)]
+    kind = to_history([*messages(("system", "Be kind.")), ASKED], "glm4", OFFER)
+    assert kind.history == [Turn("system", "Be kind.", tools=DOCUMENTS)]
+    asked = to_history([ASKED, BOTH, result("a", "warm"), result("b", "noon")], "glm4")
+    assert asked.history[1:] == [
+        Turn("assistant", "Let me see."),
+        Turn("assistant", '{"city": "北京"}', metadata="get_weather"),
+        Turn("assistant", "{}", metadata="now"),
+        Turn("observation", "warm"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.chatglm.call_readers import FencedCallReader
 from gateway.chatglm.tool_text import ToolText
 from wire.answer import AnswerText
-from wire.calls import OPENING, write_call
+from wire.fenced_calls import OPENING, write_call
 from wire.meta import Segment
 
 OFFERED = ("get_weather", "get", "calculate")
@@ -24,7 +25,7 @@ def read(segments: list[str], cuts: list[int] | None = None, metadata: str | Non
     whole = "".join(segments)
     starts = [sum(map(len, segments[:number])) for number in range(1, len(segments))]
     calls: list[Any] = []
-    answer = ToolText(OFFERED, calls.append, metadata=metadata)
+    answer = ToolText(OFFERED, FencedCallReader, calls.append, metadata=metadata)
     shown = ""
     bounds = [0, *sorted(cut % (len(whole) + 1) for cut in cuts or ()), len(whole)]
     for number, (begin, end) in enumerate(pairwise(bounds)):
@@ -92,19 +93,19 @@ def test_whatever_is_no_call_reads_as_it_does_without_tools(segment: str) -> Non
 
 
 def test_text_is_not_held_back() -> None:
-    answer = ToolText(OFFERED, lambda _call: None)
+    answer = ToolText(OFFERED, FencedCallReader, lambda _part: None)
     assert answer.push("\n Hel") == "Hel"
     assert answer.push("lo") == "lo"
-    answer = ToolText(OFFERED, lambda _call: None)
+    answer = ToolText(OFFERED, FencedCallReader, lambda _part: None)
     assert answer.push("get") == ""
     assert answer.push("ting") == "getting"
-    answer = ToolText(OFFERED, lambda _call: None)
+    answer = ToolText(OFFERED, FencedCallReader, lambda _part: None)
     assert answer.push("get\n ```python\nprint") == "get\n ```python\nprint"
 
 
 def test_a_call_is_told_when_its_segment_ends() -> None:
     calls: list[Any] = []
-    answer = ToolText(OFFERED, calls.append)
+    answer = ToolText(OFFERED, FencedCallReader, calls.append)
     assert answer.push(BERLIN) == ""
     assert not calls
     answer.push("", [Segment(0, "assistant")])
@@ -113,7 +114,7 @@ def test_a_call_is_told_when_its_segment_ends() -> None:
 
 def test_a_segment_outside_the_text_is_refused() -> None:
     with pytest.raises(ValueError, match="outside"):
-        ToolText(OFFERED, lambda _call: None).push("x", [Segment(2, "assistant")])
+        ToolText(OFFERED, FencedCallReader, lambda _part: None).push("x", [Segment(2, "assistant")])
 
 
 PIECES = st.sampled_from(

@@ -9,7 +9,7 @@ from tritonclient.grpc import service_pb2
 from gateway.dialects.chatglm_channel import ChatGLMChannels
 from gateway.errors import UpstreamProtocolError
 from gateway.generation import Accepted, Delta, Heartbeat, Usage
-from tests.gateway.dialects.test_chatglm import ACCEPTED, END, FINAL, USAGE, decoded, response
+from tests.gateway.dialects.test_chatglm import ACCEPTED, CHATGLM3, END, FINAL, USAGE, decoded, response
 from tests.gateway.dialects.test_chatglm_tools import BERLIN, CALL, OPENED, asked, deltas
 
 
@@ -57,7 +57,7 @@ def test_two_choices_out_of_order_are_an_error(responses: list[service_pb2.Model
 
 
 def test_each_choice_makes_its_own_calls() -> None:
-    answer = ChatGLMChannels().decoder(replace(asked(), n=2))
+    answer = ChatGLMChannels().decoder(replace(asked(), n=2), CHATGLM3)
     answer.decode(response(meta=ACCEPTED))
     opened = json.dumps({"segments": [OPENED]}).encode()
     events = answer.deltas([(0, "\n ok", 2, None), (1, CALL, 9, None), (0, ".", 1, None), (1, "", 1, opened)])

@@ -7,6 +7,7 @@ from gateway.dialects.base import ModelReport
 from gateway.dialects.chatglm_channel import ChatGLMChannels
 from gateway.errors import UpstreamProtocolError
 from gateway.generation import Conversation, Delta, Generation, Message, PlainText
+from tests.gateway.dialects.test_chatglm import CHATGLM3
 from wire.channel import Frame, encode_frame
 from wire.meta import Delivered, Meta, Usage, encode_meta
 from wire.sampling import ChannelStream, OpenChannel, decode_sampling
@@ -82,7 +83,7 @@ def test_what_is_no_frame_is_a_protocol_error(broken: service_pb2.ModelInferResp
 
 
 def test_deltas_are_joined_where_they_are_text_alone() -> None:
-    decoder = DIALECT.decoder(generation())
+    decoder = DIALECT.decoder(generation(), CHATGLM3)
     details = encode_meta(Meta(token_ids=[7]))
     events = decoder.deltas(
         [(0, "a", 1, None), (0, "b", 2, None), (0, "c", 1, details), (0, "d", 1, None), (0, " ", 1, None)]
@@ -96,7 +97,7 @@ def test_deltas_are_joined_where_they_are_text_alone() -> None:
 
 
 def test_deltas_of_several_choices_are_joined_choice_by_choice() -> None:
-    decoder = DIALECT.decoder(generation(n=3))
+    decoder = DIALECT.decoder(generation(n=3), CHATGLM3)
     details = encode_meta(Meta(token_ids=[7]))
     assert decoder.deltas(
         [(2, "x", 1, None), (0, "a", 1, None), (2, "y", 1, None), (1, "m", 1, details), (0, "b", 1, None)]
@@ -110,12 +111,12 @@ def test_deltas_of_several_choices_are_joined_choice_by_choice() -> None:
 
 
 def test_a_continued_text_is_shown_as_it_is() -> None:
-    decoder = DIALECT.decoder(generation(prompt=PlainText("x")))
+    decoder = DIALECT.decoder(generation(prompt=PlainText("x")), CHATGLM3)
     assert decoder.deltas([(0, " a ", 1, None)]) == [Delta(text=" a ", tokens=1)]
 
 
 def test_the_last_response_says_what_was_delivered() -> None:
-    decoder = DIALECT.decoder(generation())
+    decoder = DIALECT.decoder(generation(), CHATGLM3)
     assert decoder.delivered(response("x", encode_meta(END))) == (0, Delivered(deltas=2, frame=9))
     assert decoder.delivered(response("", encode_meta(Meta()))) is None
 
@@ -123,4 +124,4 @@ def test_the_last_response_says_what_was_delivered() -> None:
 @pytest.mark.parametrize("document", [b"[", encode_meta(END), encode_meta(Meta(index=1))])
 def test_what_does_not_belong_to_a_delta_is_a_protocol_error(document: bytes) -> None:
     with pytest.raises(UpstreamProtocolError):
-        DIALECT.decoder(generation()).deltas([(0, "x", 1, document)])
+        DIALECT.decoder(generation(), CHATGLM3).deltas([(0, "x", 1, document)])

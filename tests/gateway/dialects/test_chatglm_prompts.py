@@ -38,7 +38,7 @@ def test_plain_text_and_token_ids_go_outside_the_chat_format() -> None:
 
 @pytest.mark.parametrize("prompt", [PlainText("a"), TokenIds((1,))])
 def test_their_answer_is_text_as_it_stands(prompt: PlainText | TokenIds) -> None:
-    answer = DIALECT.decoder(generation(prompt=prompt))
+    answer = DIALECT.decoder(generation(prompt=prompt), CHATGLM3)
     accepted = {"accepted": ACCEPTED["accepted"] | {"prompt_token_ids": [5, 6]}}
     events = [
         *answer.decode(response(meta=accepted)),
@@ -54,7 +54,7 @@ def test_an_answer_held_to_a_grammar_is_text_as_it_stands(prompt: Conversation |
     asked = generation(prompt=prompt, grammar=Grammar(kind="regex", text=" a+", field="f"))
     request = DIALECT.request(asked, CHATGLM3, remaining_s=1)
     assert sampling_of(request).grammar == WireGrammar("regex", " a+")
-    answer = DIALECT.decoder(asked)
+    answer = DIALECT.decoder(asked, CHATGLM3)
     accepted, *rest = [
         *answer.decode(response(meta=ACCEPTED)),
         *answer.decode(response(" [[训练时间]]", {"tokens": 1})),

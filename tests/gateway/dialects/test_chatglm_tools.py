@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gateway.dialects.chatglm import ChatGLMDialect
 from gateway.dialects.chatglm_channel import ChatGLMChannels
 from gateway.errors import InvalidRequestError
-from gateway.generation import Accepted, Call, Delta, Event, Generation
+from gateway.generation import Accepted, CallPart, Delta, Event, Generation
 from gateway.openai.answer import encode
 from gateway.openai.chat_answer import ChatAnswer
 from gateway.openai.chat_request import read_chat_request
@@ -22,7 +22,7 @@ from tests.triton_models.text.conftest import GOLDEN
 from triton_models.serving.chat_text import ChatText
 from triton_models.text.formats import ChatGLM3Format
 from triton_models.text.tokenizers import load_tokenizer
-from wire.calls import write_call
+from wire.fenced_calls import write_call
 from wire.history import decode_history
 from wire.sampling import Generation as WireGeneration
 from wire.sampling import decode_sampling
@@ -61,11 +61,11 @@ def prompt_ids(**parameters: Any) -> list[int]:
 
 
 def read(*responses: Any, **parameters: Any) -> list[Event]:
-    answer = DIALECT.decoder(asked(**parameters))
+    answer = DIALECT.decoder(asked(**parameters), CHATGLM3)
     return [event for each in (response(meta=ACCEPTED), *responses) for event in answer.decode(each)][1:]
 
 
-def deltas(events: list[Event]) -> list[tuple[str, tuple[Call, ...], str | None]]:
+def deltas(events: list[Event]) -> list[tuple[str, tuple[CallPart, ...], str | None]]:
     return [(event.text, event.calls, event.finish_reason) for event in events if isinstance(event, Delta)]
 
 
@@ -93,7 +93,7 @@ def test_what_a_model_cannot_do_is_refused() -> None:
         assert refused.value.param == param
 
 
-BERLIN = Call("get_weather", '{"city": "Berlin"}')
+BERLIN = CallPart("get_weather", '{"city": "Berlin"}')
 
 
 def test_calls_are_told_when_they_are_whole_and_the_end_says_so() -> None:
@@ -119,7 +119,7 @@ def test_an_answer_in_one_piece_has_its_calls_too() -> None:
 
 
 def test_over_a_channel_it_is_the_same() -> None:
-    answer = ChatGLMChannels().decoder(asked())
+    answer = ChatGLMChannels().decoder(asked(), CHATGLM3)
     answer.decode(response(meta=ACCEPTED))
     opened = json.dumps({"segments": [OPENED]}).encode()
     events = answer.deltas(

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from gateway.errors import UpstreamProtocolError
-from gateway.generation import Accepted, Call, Delta, Event, TokenLogprob, Usage
+from gateway.generation import Accepted, CallPart, Delta, Event, TokenLogprob, Usage
 from gateway.openai.answer import encode
 from gateway.openai.chat_answer import ChatAnswer, ChatCompletionChunk, ChunkChoice, ChunkDelta
 from gateway.openai.chat_request import read_chat_request
@@ -126,7 +126,7 @@ def test_token_ids_are_beside_the_text_that_they_are_of() -> None:
     assert choices[-1]["finish_reason"] == "stop"
 
 
-CALLS = (Call("get_weather", '{"city": "北京"}'), Call("now", "{}"))
+CALLS = (CallPart("get_weather", '{"city": "北京"}'), CallPart("now", "{}"))
 TOOL_DELTAS = [
     Delta(text="Let me ", tokens=2),
     Delta(text="see.", tokens=3, calls=CALLS[:1]),

@@ -13,7 +13,7 @@ from gateway.errors import (
     RateLimitError,
     UpstreamProtocolError,
 )
-from gateway.generation import Call, Delta, TokenLogprob, TopLogprob, Usage
+from gateway.generation import CallPart, Delta, TokenLogprob, TopLogprob, Usage
 from gateway.openai.answer import encode
 from gateway.openai.responses_course import ResponseCourse
 from gateway.openai.responses_events import ResponseEvent
@@ -21,7 +21,7 @@ from gateway.openai.responses_request import read_responses_request
 from tests.gateway.openai.sdk_shapes import check_event, check_response
 
 COUNTS = Usage(prompt_tokens=3, completion_tokens=9, cached_tokens=2)
-CALLS = (Call("get_weather", '{"city": "北京"}'), Call("now", "{}"))
+CALLS = (CallPart("get_weather", '{"city": "北京"}'), CallPart("now", "{}"))
 TOOLS = [
     {"type": "function", "name": "get_weather", "description": "Tells it.", "parameters": {"type": "object"}},
     {"type": "function", "name": "now", "parameters": None, "strict": None},
@@ -33,7 +33,7 @@ def course(**asked: Any) -> ResponseCourse:
     return ResponseCourse(read_responses_request(json.dumps({"model": "m", "input": "hi", **asked}).encode()))
 
 
-def last(reason: Any = "stop", text: str = "", calls: tuple[Call, ...] = ()) -> Delta:
+def last(reason: Any = "stop", text: str = "", calls: tuple[CallPart, ...] = ()) -> Delta:
     return Delta(text=text, tokens=1, calls=calls, finish_reason=reason, usage=COUNTS)
 
 
@@ -181,6 +181,31 @@ def test_text_and_calls_keep_their_order() -> None:
     )
     assert [item["type"] for item in response["output"]] == ["function_call", "message", "function_call"]
     assert response["output"][1]["content"][0]["text"] == "And then"
+
+
+def test_a_call_that_comes_in_parts_is_one_item() -> None:
+    events, response = run(
+        Delta(text="", tokens=1, calls=(CallPart("now", '{"zo'),)),
+        Delta(text="", tokens=1, calls=(CallPart(None, 'ne": 8'),)),
+        Delta(text="Then", tokens=1, calls=(CallPart(None, "}"), CallPart("now", "{"))),
+        last("length"),
+        tools=TOOLS,
+    )
+    assert [(item["type"], item["status"], item.get("arguments")) for item in response["output"]] == [
+        ("function_call", "completed", '{"zone": 8}'),
+        ("message", "completed", None),
+        ("function_call", "incomplete", "{"),
+    ]
+    parts = [event["delta"] for event in events if event["type"].endswith("arguments.delta")]
+    assert parts == ['{"zo', 'ne": 8', "}", "{"]
+
+
+def test_a_failure_leaves_the_call_as_far_as_it_came() -> None:
+    way = course(tools=TOOLS)
+    way.take(Delta(text="", tokens=1, calls=(CallPart("now", '{"zo'),)))
+    way.fail(UpstreamProtocolError("x"))
+    (item,) = msgspec.json.decode(encode(way.response))["output"]
+    assert (item["status"], item["arguments"]) == ("incomplete", '{"zo')
 
 
 def test_a_call_alone_has_no_message_and_no_words_are_an_empty_one() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.calls import MAX_DEPTH, MAX_LENGTH, OPENING, read_call, write_call
+from wire.fenced_calls import MAX_DEPTH, MAX_LENGTH, OPENING, read_call, write_call
 
 JSON_VALUES = st.recursive(
     st.none()

@@ -1,0 +1,143 @@
+"""Reading what follows a tool's name in an answer, as it comes: a call in the format's notation, or none.
+
+A call that is only known at its end, as ChatGLM3's, is told of whole. One whose arguments are JSON from their
+first character on, as GLM-4's, is told of as it is written: what was passed on cannot be taken back, so that
+arguments are what the model wrote, whole or not, and whatever the answer ended with.
+"""
+
+import enum
+import json
+import re
+from collections.abc import Callable
+from typing import Protocol
+
+from gateway.generation import CallPart
+from wire.fenced_calls import OPENING, read_call
+
+OnPart = Callable[[CallPart], None]
+"""Told of each part of a call, in order."""
+
+
+class Verdict(enum.Enum):
+    """What is known of the text after a tool's name."""
+
+    PENDING = enum.auto()
+    """It may yet be a call, and nothing was told of it."""
+    CALL = enum.auto()
+    NO_CALL = enum.auto()
+
+
+class CallReader(Protocol):
+    """Reads one segment's text behind the line with the tool's name."""
+
+    def push(self, text: str) -> Verdict:
+        """Take more of it."""
+        ...
+
+    def end(self) -> Verdict:
+        """Return CALL or NO_CALL: the segment is over."""
+        ...
+
+    def take_rest(self) -> str:
+        """Return what came behind the call since the last time: text."""
+        ...
+
+
+class FencedCallReader:
+    """Reads ChatGLM3's fenced `tool_call(...)` (`wire.fenced_calls`), told of at its end."""
+
+    def __init__(self, name: str, on_part: OnPart) -> None:
+        self._name = name
+        self._on_part = on_part
+        self._content: list[str] = []
+        self._beginning = ""
+        self._opened = False
+
+    def push(self, text: str) -> Verdict:
+        """See `CallReader.push`."""
+        self._content.append(text)
+        if not self._opened:
+            self._beginning = (self._beginning + text).lstrip()
+            self._opened = self._beginning.startswith(OPENING)
+            if not self._opened and not OPENING.startswith(self._beginning):
+                return Verdict.NO_CALL
+        return Verdict.PENDING
+
+    def end(self) -> Verdict:
+        """See `CallReader.end`."""
+        arguments = read_call("".join(self._content).lstrip()) if self._opened else None
+        if arguments is None:
+            return Verdict.NO_CALL
+        self._on_part(CallPart(self._name, json.dumps(arguments, ensure_ascii=False)))
+        return Verdict.CALL
+
+    def take_rest(self) -> str:
+        """See `CallReader.take_rest`: the whole segment is the call."""
+        return ""
+
+
+_OUTSIDE_STRING = re.compile(r'["{}\[\]]')
+_INSIDE_STRING = re.compile(r'["\\]')
+
+
+class JsonCallReader:
+    """Reads GLM-4's JSON object (`wire.json_calls`), told of from its first bracket to its last."""
+
+    def __init__(self, name: str, on_part: OnPart) -> None:
+        self._name: str | None = name
+        self._on_part = on_part
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self._over = False
+        self._rest = ""
+
+    def push(self, text: str) -> Verdict:
+        """See `CallReader.push`."""
+        if self._over:
+            self._rest += text
+            return Verdict.CALL
+        if self._name is not None:
+            text = text.lstrip()
+            if not text.startswith("{"):
+                return Verdict.NO_CALL if text else Verdict.PENDING
+        end = self._end_in(text)
+        self._on_part(CallPart(self._name, text[:end]))
+        self._name = None
+        self._rest = text[end:]
+        return Verdict.CALL
+
+    def end(self) -> Verdict:
+        """See `CallReader.end`."""
+        return Verdict.NO_CALL if self._name is not None else Verdict.CALL
+
+    def take_rest(self) -> str:
+        """See `CallReader.take_rest`."""
+        rest, self._rest = self._rest, ""
+        return rest
+
+    def _end_in(self, text: str) -> int:
+        """Return where in `text` the object ends; its length, where it goes on."""
+        at = 0
+        while at < len(text):
+            if self._escaped:
+                self._escaped = False
+                at += 1
+                continue
+            found = (_INSIDE_STRING if self._in_string else _OUTSIDE_STRING).search(text, at)
+            if found is None:
+                break
+            at = found.end()
+            match found[0]:
+                case "\\":
+                    self._escaped = True
+                case '"':
+                    self._in_string = not self._in_string
+                case "{" | "[":
+                    self._depth += 1
+                case _:
+                    self._depth -= 1
+                    if self._depth == 0:
+                        self._over = True
+                        return at
+        return len(text)

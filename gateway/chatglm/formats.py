@@ -1,0 +1,67 @@
+"""What the gateway knows of each chat format: which conversations it holds, and how it writes tools."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from gateway.chatglm.call_readers import CallReader, FencedCallReader, JsonCallReader, OnPart
+from gateway.errors import UpstreamProtocolError
+from wire.calls import NOTATIONS, CallNotation
+
+INSTRUCTION: Final = (
+    "Answer the following questions as best as you can. You have access to the following tools:"
+)
+"""What ChatGLM3 was trained to read before its tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolForm:
+    """How a format writes tools."""
+
+    notation: CallNotation
+    read: Callable[[str, OnPart], CallReader]
+    """Returns what reads a call of the tool of that name."""
+    instruction: str | None = None
+    """What the model was trained to read before its tools, where the format does not bring it along."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatForm:
+    """One chat format."""
+
+    name: str
+    """As models report it."""
+    title: str
+    """For people."""
+    tools: ToolForm | None = None
+    """None: there are none, and a conversation is rounds of question and answer. Else every message is a
+    turn."""
+
+
+_FORMS: Final[Mapping[str, ChatForm]] = MappingProxyType(
+    {
+        form.name: form
+        for form in (
+            ChatForm("chatglm2", "ChatGLM2"),
+            ChatForm(
+                "chatglm3",
+                "ChatGLM3",
+                ToolForm(NOTATIONS["chatglm3"], FencedCallReader, INSTRUCTION),
+            ),
+            ChatForm("glm4", "GLM-4", ToolForm(NOTATIONS["glm4"], JsonCallReader)),
+        )
+    }
+)
+
+
+def chat_form(name: str) -> ChatForm:
+    """Return the format that a model reports as `name`.
+
+    Raises:
+        UpstreamProtocolError: there is none of that name.
+    """
+    form = _FORMS.get(name)
+    if form is None:
+        raise UpstreamProtocolError(f"the model's chat format {name!r} is not known to this gateway")
+    return form

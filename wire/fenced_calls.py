@@ -1,0 +1,131 @@
+r"""How ChatGLM3 writes the call of a tool: a fenced block with `tool_call(city='北京', days=3)`.
+
+Format: `process_response` of the published `modeling_chatglm.py`, which evaluates the block. Here the
+arguments are Python literals and nothing else. They are parsed, never evaluated, and only after a look at
+their size, their nesting and everything outside their strings, so that hostile ones cost no stack.
+"""
+
+import ast
+import json
+import re
+import unicodedata
+from collections.abc import Mapping
+from typing import Any, Final
+
+FENCE: Final = "```"
+OPENING: Final = FENCE + "python\ntool_call("
+"""Every call begins with it."""
+
+MAX_LENGTH: Final = 2**15
+"""Characters of a call that is parsed; about as many as a context of 8,192 tokens holds."""
+MAX_DEPTH: Final = 64
+"""Brackets within brackets."""
+
+_FENCED = re.compile(r"\s*```[^\n]*\n(.*?)\n?```\s*", re.DOTALL)
+
+_WORD = r"[A-Za-z_\x80-\U0010ffff][\w\x80-\U0010ffff]*"
+_TOKEN = re.compile(
+    rf"""(?P<string> '{{3}}(?:[^\\]|\\.)*?'{{3}} | "{{3}}(?:[^\\]|\\.)*?"{{3}}
+                   | "(?:[^"\\\n]|\\.)*" | '(?:[^'\\\n]|\\.)*' )
+    | (?P<open> [\[({{] )
+    | (?P<close> [\])}}] )
+    | (?P<parameter> {_WORD} (?=\s*=) )
+    | {_WORD} (?! [\w\x80-\U0010ffff'"] )
+    | [-+]?\.?[0-9][0-9A-Za-z_.]*(?:(?<=[eE])[-+][0-9]+)?
+    | [\s,:=*]+""",
+    re.VERBOSE | re.DOTALL,
+)
+"""What literals and their names are made of. Strings have no prefix, so that all their escapes are read
+alike."""
+
+_ESCAPE = re.compile(r"\\([0-7]{1,3}|.)", re.DOTALL)
+_ESCAPES = frozenset("\\'\"abfnrtvxuUN\n")
+_LARGEST_OCTAL = 0o377
+
+_MARK = "_"
+"""Stands before each parameter's name while it is parsed: some, as `from`, are words of Python's own."""
+
+
+def read_call(content: str) -> dict[str, Any] | None:
+    """Return the arguments of the call that `content` is, with or without its fence; None: it is none.
+
+    Every value can be written as JSON. Tuples are arrays there.
+    """
+    fenced = _FENCED.fullmatch(content)
+    source = (fenced[1] if fenced else content).strip()
+    marked = _mark_parameters(source) if len(source) <= MAX_LENGTH else None
+    if marked is None:
+        return None
+    try:
+        call = ast.parse(marked, mode="eval").body
+        if not isinstance(call, ast.Call) or ast.unparse(call.func) != "tool_call" or call.args:
+            return None
+        arguments = _arguments(call)
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        # ValueError: not a literal, NaN, a number of thousands of digits, half of a surrogate pair.
+        return None
+    return arguments
+
+
+def write_call(arguments: Mapping[str, Any]) -> str:
+    """Return the fenced block that calls a tool with `arguments`, values as JSON has them."""
+    return f"{OPENING}{', '.join(_written(name, value) for name, value in arguments.items())})\n{FENCE}"
+
+
+def _mark_parameters(source: str) -> str | None:
+    """Return `source` with marked parameters; None: there is more in it than literals, or too deep."""
+    parts = []
+    depth = position = 0
+    while position < len(source):
+        token = _TOKEN.match(source, position)
+        if token is None:
+            return None
+        position = token.end()
+        text = token[0]
+        if token["string"]:
+            text = _ESCAPE.sub(_escape, text)
+        elif token["open"]:
+            depth += 1
+            if depth > MAX_DEPTH:
+                return None
+        elif token["close"]:
+            depth -= 1
+        elif token["parameter"]:
+            text = _MARK + text
+        parts.append(text)
+    return "".join(parts)
+
+
+def _escape(found: re.Match[str]) -> str:
+    r"""Double the backslash of an escape that Python does not know: it keeps both, but warns (`'\d'`)."""
+    after = found[1]
+    known = int(after, 8) <= _LARGEST_OCTAL if after[0] in "01234567" else after in _ESCAPES
+    return found[0] if known else "\\" + found[0]
+
+
+def _arguments(call: ast.Call) -> dict[str, Any]:
+    """Return the literals by name; `**{...}` holds those whose names are no identifiers.
+
+    Raises:
+        ValueError: there is something else than literals, or a name twice.
+    """
+    arguments: dict[str, Any] = {}
+    for word in call.keywords:
+        value = ast.literal_eval(word.value)
+        if word.arg is not None:
+            found = {word.arg.removeprefix(_MARK): value}
+        elif isinstance(value, dict) and all(isinstance(name, str) for name in value):
+            found = value
+        else:
+            raise ValueError("only names and their values can be unpacked")
+        if found.keys() & arguments.keys():
+            raise ValueError("a name twice")
+        arguments.update(found)
+    return arguments
+
+
+def _written(name: str, value: Any) -> str:
+    # Python reads names in a normal form, which would change others.
+    plain = name.isidentifier() and unicodedata.normalize("NFKC", name) == name
+    return f"{name}={value!r}" if plain else f"**{ {name: value}!r}"

@@ -1,0 +1,26 @@
+"""How GLM-4 writes the call of a tool: the arguments as a JSON object, behind the line with the name."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from wire.decoding import decode_bounded
+
+_decoder = msgspec.json.Decoder(dict[str, Any])
+
+
+def read_call(content: str) -> dict[str, Any] | None:
+    """Return the arguments of the call that `content` is; None: it is none."""
+    try:
+        arguments = decode_bounded(_decoder, content.encode())
+        json.dumps(arguments)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return None
+    return arguments
+
+
+def write_call(arguments: Mapping[str, Any]) -> str:
+    """Return the object."""
+    return json.dumps(dict(arguments), ensure_ascii=False)
