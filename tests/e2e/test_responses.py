@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.test_load import idle, until
 from tests.e2e.test_tools import QUESTIONS, SUNNY
 from tests.e2e.test_tools import TOOLS as CHAT_TOOLS
-from tests.e2e.up_process import UpProcess
+from tests.e2e.up_process import GOLDEN, UpProcess
 from tests.gateway.openai.sdk_shapes import check_event, check_response
 
 pytestmark = pytest.mark.e2e
@@ -179,3 +179,33 @@ async def test_a_hang_up_frees_the_engine(stream: bool, up: UpProcess) -> None:
         await asyncio.gather(asking, return_exceptions=True)
         await idle(up)
         assert up.gauge("tritongate_client_cancels_total", model="chatglm3") >= 1
+
+
+async def test_a_model_that_dies_fails_the_response() -> None:
+    process = await asyncio.to_thread(UpProcess, "--model", str(GOLDEN / "chatglm3"))
+    try:
+        await asyncio.to_thread(process.wait_ready)
+        async with openai.AsyncOpenAI(base_url=process.base_url + "/v1", api_key="unused") as client:
+            stream: Any = await client.responses.create(
+                model="chatglm3",
+                input="你好",
+                stream=True,
+                max_output_tokens=480,
+                extra_body={"ignore_eos": True},
+            )
+            events = []
+            async for event in stream:
+                events.append(event)
+                if event.type == "response.output_text.delta":
+                    process.stub("chatglm3-stream").kill()
+                    break
+            events += [event async for event in stream]
+        *before, error, failed = events
+        assert before[-1].type == "response.output_text.delta"
+        assert (error.type, error.code) == ("error", "service_unavailable")
+        assert (failed.type, failed.response.status) == ("response.failed", "failed")
+        assert failed.response.error.code == "server_error"
+        said = "".join(event.delta for event in before if event.type == "response.output_text.delta")
+        assert failed.response.output_text == said
+    finally:
+        await asyncio.to_thread(process.close)
