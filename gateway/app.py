@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from gateway.admission import Admission
-from gateway.api import admin, chat, completions, health, models, openapi, predict, responses
+from gateway.api import admin, chat, completions, health, models, openapi, predict, responses, tokenize
 from gateway.api.failures import error_handlers
 from gateway.auth import Keyring
 from gateway.body_limit import BodyLimitMiddleware
@@ -18,6 +18,9 @@ from gateway.settings import Settings
 from gateway.triton.pool import TritonUpstream
 from gateway.upstream import Upstream
 from gateway.version import version
+
+_TOKENIZED_AT_ONCE = 8
+"""A tokenizer does one thing at a time: what is more than its next few had better wait here."""
 
 
 def create_app(settings: Settings, upstream: Upstream | None = None) -> FastAPI:
@@ -34,6 +37,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None) -> FastAPI:
         upstream=upstream if upstream is not None else triton_upstream(settings, metrics),
         metrics=metrics,
         admission=Admission(max_in_flight=settings.max_in_flight, max_waiting=settings.max_waiting),
+        tokenizing=Admission(max_in_flight=_TOKENIZED_AT_ONCE, max_waiting=settings.max_waiting),
         keyring=Keyring(settings.api_keys),
         drain=Drain(),
     )
@@ -57,7 +61,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.gateway = gateway
-    for resource in (chat, completions, responses, predict, admin, models, health):
+    for resource in (chat, completions, responses, tokenize, predict, admin, models, health):
         app.include_router(resource.router)
     # The last one added is the outermost.
     app.add_middleware(BodyLimitMiddleware, gateway=gateway)

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from time import perf_counter
 from typing import Any, TypeVar
 
+from gateway.admission import Admission
 from gateway.batch import bounded, together
 from gateway.errors import (
     ClientGoneError,
@@ -81,17 +82,24 @@ class Flight(AsyncIterator[Event]):
             raise UpstreamProtocolError("The upstream began an answer without accepting the request.")
         return first
 
-    async def call(self, work: Callable[[], Coroutine[Any, Any, T]], receive: Receive) -> T:
+    async def call(
+        self,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        receive: Receive,
+        *,
+        admission: Admission | None = None,
+    ) -> T:
         """Wait for admission and then for `work`, which answers as a whole; what ends the race cancels it.
 
         Args:
             work: asks the upstream.
             receive: as for `start`.
+            admission: who lets it in; None: whoever lets generations in.
 
         Raises:
             GatewayError: as for `start`.
         """
-        await self._enter(receive, permits=1)
+        await self._enter(receive, permits=1, admission=admission)
         self._check()  # as in `start`
         answer = await self._race(work())
         self._over = True
@@ -117,7 +125,7 @@ class Flight(AsyncIterator[Event]):
             await asyncio.wait({self._watcher})
             self._watcher = None
 
-    async def _enter(self, receive: Receive, *, permits: int) -> None:
+    async def _enter(self, receive: Receive, *, permits: int, admission: Admission | None = None) -> None:
         """Begin the race, and wait for a place in it."""
         exchange, gateway = self._exchange, self._gateway
         exchange.generates = True
@@ -127,10 +135,10 @@ class Flight(AsyncIterator[Event]):
         exchange.resources.callback(deadline.cancel)
         self._watcher = self._loop.create_task(self._watch(receive))
         exchange.resources.push_async_callback(self.stop_watching)
-        await self._admit(permits)
+        await self._admit(admission or gateway.admission, permits)
 
-    async def _admit(self, permits: int) -> None:
-        admission, metrics, model = self._gateway.admission, self._gateway.metrics, self._exchange.model
+    async def _admit(self, admission: Admission, permits: int) -> None:
+        metrics, model = self._gateway.metrics, self._exchange.model
         metrics.waiting.labels(model).inc()
         try:
             await self._race(admission.acquire(permits))

@@ -18,6 +18,9 @@ class Gateway:
     upstream: Upstream
     metrics: Metrics
     admission: Admission
+    """To the engines."""
+    tokenizing: Admission
+    """To the tokenizers, which answer while the engines are full."""
     keyring: Keyring
     drain: Drain
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from gateway.generation import Event, Generation
 from gateway.prediction import Prediction, PredictionAnswer
+from gateway.tokenization import Tokenization, Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,14 @@ class Upstream(Protocol):
 
     async def predict(self, request: Prediction) -> PredictionAnswer:
         """Run `request` on the model's request/response entry; cancelling the task cancels the work upstream.
+
+        Raises:
+            GatewayError: there is no answer.
+        """
+        ...
+
+    async def tokenize(self, request: Tokenization) -> Tokens:
+        """Run `request` on the model's tokenizer; cancelling the task cancels the work upstream.
 
         Raises:
             GatewayError: there is no answer.

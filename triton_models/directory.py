@@ -95,6 +95,17 @@ def chat_template(directory: Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
+def vocabulary_size(directory: Path) -> int:
+    """Return the number of ids that a checkpoint has rows for, 0 where its configuration does not tell.
+
+    Raises:
+        CheckpointError: the configuration is broken.
+    """
+    config = read_optional_json(directory / "config.json")
+    size = config.get("padded_vocab_size", config.get("vocab_size"))
+    return size if isinstance(size, int) else 0
+
+
 def _format_in(name: object) -> ChatFormat | None:
     """Return the format whose name is in `name`, if exactly one's is."""
     found = [each for each, names in _NAMES.items() if any(part in str(name).lower() for part in names)]

@@ -65,6 +65,7 @@ TOKENIZER: Final = Signature(
         Tensor(names.INPUT_IDS, INT64, -1),
         Tensor(names.ATTENTION_MASK, INT64, -1),
         Tensor(names.TEXT, STRING, 1),
+        Tensor(names.TOKENS, STRING, -1),
     ),
 )
 

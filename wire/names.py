@@ -17,6 +17,7 @@ REQUEST = "request"
 INPUT_IDS = "input_ids"
 ATTENTION_MASK = "attention_mask"
 TEXT = "text"
+TOKENS = "tokens"
 
 URGENT_PRIORITY = 1
 """Triton queue priority of cancels and probes: they overtake generations waiting in Triton's queue."""

@@ -12,24 +12,32 @@ from wire.sampling import TokenId
 class Tokenizing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """`text` and `messages` are turned into ids, `ids` into text.
 
-    `text` gets no prefix and no special ids; `messages` are rendered by the model's chat format.
+    `text` gets no special ids, none in front either unless asked for; `messages` are rendered by the model's
+    chat format.
     """
 
     text: str | None = None
+    prefix: bool = False
+    """Put in front of `text` the ids that begin every prompt, as for one that is continued as it stands."""
     messages: Annotated[list[Turn], msgspec.Meta(min_length=1)] | None = None
     add_generation_prompt: bool = True
     """Whether rendered messages end where the model's answer begins."""
     ids: list[TokenId] | None = None
+    strings: bool = False
+    """Also tell how each id is shown: the output `tokens`."""
 
     def __post_init__(self) -> None:
         """Check that there is one thing to do.
 
         Raises:
-            ValueError: none or several of the three are given (a ValidationError while decoding).
+            ValueError: none or several of the three are given, or a prefix for what is no text (a
+                ValidationError while decoding).
         """
         given = [name for name in ("text", "messages", "ids") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"exactly one of text, messages and ids is needed, got {given or 'none'}")
+        if self.prefix and self.text is None:
+            raise ValueError("prefix belongs to text")
 
 
 _decoder = msgspec.json.Decoder(Tokenizing)

@@ -11,6 +11,7 @@ from typing import Protocol
 from tritonclient.grpc import service_pb2
 
 from gateway.generation import Event, Generation
+from gateway.tokenization import Tokenization, Tokens
 from wire.channel import Frame
 from wire.meta import Delivered
 from wire.sampling import ChannelStream
@@ -137,4 +138,24 @@ class ChannelDialect(Protocol):
 
     def decoder(self, generation: Generation, report: ModelReport) -> ChannelDecoder:
         """Return a decoder for the answer of the model that `report` is about to `generation`."""
+        ...
+
+
+class TokenizerDialect(Protocol):
+    """The part of a tensor contract that is about an entry with the model's tokenizer."""
+
+    def request(self, tokenization: Tokenization, report: ModelReport) -> service_pb2.ModelInferRequest:
+        """Return `tokenization` as tensors for the model that `report` is about.
+
+        Raises:
+            InvalidRequestError: the model cannot express it.
+        """
+        ...
+
+    def read(self, response: service_pb2.ModelInferResponse) -> Tokens:
+        """Read the one response to `request`.
+
+        Raises:
+            UpstreamProtocolError: it cannot be understood.
+        """
         ...

@@ -85,7 +85,7 @@ class ChatGLMDialect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _WirePrompt:
+class WirePrompt:
     """A prompt as the wire has it."""
 
     text: str = ""
@@ -97,11 +97,16 @@ class _WirePrompt:
     end_after_call_of: list[str] = field(default_factory=list)
 
 
-def _prompt(prompt: Prompt, chat_format: str) -> _WirePrompt:
+def wire_prompt(prompt: Prompt, chat_format: str) -> WirePrompt:
+    """Return `prompt` as a model of `chat_format` is given it.
+
+    Raises:
+        InvalidRequestError: the chat format cannot express the conversation.
+    """
     match prompt:
         case Conversation(messages, offer):
             chat = to_history(messages, chat_form(chat_format), offer)
-            return _WirePrompt(
+            return WirePrompt(
                 text=chat.prompt,
                 role=chat.role,
                 history=chat.history,
@@ -109,9 +114,9 @@ def _prompt(prompt: Prompt, chat_format: str) -> _WirePrompt:
                 end_after_call_of=last_calls(offer) if offer else [],
             )
         case PlainText(text):
-            return _WirePrompt(text=text, raw=True)
+            return WirePrompt(text=text, raw=True)
         case TokenIds(ids):
-            return _WirePrompt(ids=list(ids), raw=True)
+            return WirePrompt(ids=list(ids), raw=True)
         case _:
             assert_never(prompt)
 
@@ -133,7 +138,7 @@ def request_tensors(
     Raises:
         InvalidRequestError: the chat format cannot express the conversation.
     """
-    prompt = _prompt(generation.prompt, report.chat_format)
+    prompt = wire_prompt(generation.prompt, report.chat_format)
     sampling = wire_sampling.Generation(
         request_id=generation.request_id,
         role=prompt.role,

@@ -1,6 +1,6 @@
 """`POST /v1/chat/completions`: the request as OpenAI defines it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
@@ -152,8 +152,7 @@ class ChatRequest(AnyCompletionRequest, StructuredRequest):
 
     def prompt_asked(self) -> Conversation:
         """Return the conversation and the tools."""
-        messages = (_message(message, f"messages.{at}") for at, message in enumerate(self.messages))
-        return Conversation(tuple(messages), self.offer())
+        return conversation(self.messages, self.offer())
 
     def offer(self) -> ToolOffer | None:
         """Return the tools that the model may use, and how.
@@ -186,8 +185,6 @@ class ChatRequest(AnyCompletionRequest, StructuredRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
         super().check_combinations()
-        for index, message in enumerate(self.messages):
-            message.check(f"messages.{index}")
         self.prompt_asked()
 
 
@@ -197,18 +194,42 @@ def read_chat_request(body: bytes) -> ChatRequest:
     Raises:
         InvalidRequestError: with the dotted path of the offending field in `param`.
     """
-    document = without_neutral(read_object(body), NOT_YET)
+    document = without_neutral_messages(without_neutral(read_object(body), NOT_YET))
+    request = validate(ChatRequest, without_neutral_options(document))
+    request.check_combinations()
+    return request
+
+
+def without_neutral_messages(document: dict[str, Any]) -> dict[str, Any]:
+    """Drop what asks for nothing from the messages of a request.
+
+    Raises:
+        InvalidRequestError: something in one is not supported yet.
+    """
     messages = document.get("messages")
-    if isinstance(messages, list):
-        document["messages"] = [
+    if not isinstance(messages, list):
+        return document
+    return document | {
+        "messages": [
             without_neutral(message, MESSAGE_NOT_YET, f"messages.{index}.")
             if isinstance(message, dict)
             else message
             for index, message in enumerate(messages)
         ]
-    request = validate(ChatRequest, without_neutral_options(document))
-    request.check_combinations()
-    return request
+    }
+
+
+def conversation(messages: Sequence[ChatMessage], offer: ToolOffer | None) -> Conversation:
+    """Return the conversation of a request's `messages`, in which the tools of `offer` may be called.
+
+    Raises:
+        InvalidRequestError: a message has not what its role needs, or something else.
+    """
+    for at, message in enumerate(messages):
+        message.check(f"messages.{at}")
+    return Conversation(
+        tuple(_message(message, f"messages.{at}") for at, message in enumerate(messages)), offer
+    )
 
 
 def _message(message: ChatMessage, path: str) -> Message:

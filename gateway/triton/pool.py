@@ -7,13 +7,15 @@ Finds the models by itself where the configuration names none. Knows nothing of 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from gateway.dialects.base import ModelReport
 from gateway.errors import ModelNotFoundError, UpstreamProtocolError
 from gateway.generation import Accepted, Delta, Event, Generation
 from gateway.prediction import Prediction, PredictionAnswer
+from gateway.tokenization import Tokenization, Tokens
 from gateway.triton.answering import answer_over_channel, answer_plainly
 from gateway.triton.backoff import Backoff
 from gateway.triton.channel import Channel
@@ -21,10 +23,14 @@ from gateway.triton.delta_link import DeltaLink
 from gateway.triton.discovery import Discovery
 from gateway.triton.failover import Tries
 from gateway.triton.model_control import ModelControl
-from gateway.triton.predicting import predict
+from gateway.triton.predicting import predict as predict_on
 from gateway.triton.replicas import HealthPolicy, Replica, ReplicaState, UpstreamObserver
 from gateway.triton.status import Fault, TritonError
+from gateway.triton.tokenizing import tokenize as tokenize_on
 from gateway.upstream import EntriesChanged, ModelCard
+
+R = TypeVar("R", Prediction, Tokenization)
+A = TypeVar("A")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,18 +187,26 @@ class TritonUpstream:
 
     async def predict(self, request: Prediction) -> PredictionAnswer:
         """Run `request`: see `gateway.upstream.Upstream.predict`."""
+        return await self._answer_whole(request, predict_on)
+
+    async def tokenize(self, request: Tokenization) -> Tokens:
+        """Run `request`: see `gateway.upstream.Upstream.tokenize`."""
+        return await self._answer_whole(request, tokenize_on)
+
+    async def _answer_whole(self, request: R, ask: Callable[[Replica, R], Awaitable[A]]) -> A:
+        """Run `request`, which one response answers, on one replica after the other."""
         tries = self._tries(request)
         while True:
             replica = tries.next()
             try:
                 with replica.in_use():
-                    return await predict(replica.channel, replica.control, request)
+                    return await ask(replica, request)
             except TritonError as error:
                 if error.fault is Fault.UNREACHABLE:
                     replica.suspect(error)  # all else is the entry's own, not the engine's
                 tries.failed(error)
 
-    def _tries(self, request: Generation | Prediction) -> Tries:
+    def _tries(self, request: Generation | Prediction | Tokenization) -> Tries:
         return Tries(
             lambda: self._find(request.model).replicas,
             request_id=request.request_id,

@@ -11,14 +11,14 @@ from tritonclient.grpc import service_pb2
 
 from gateway.errors import InvalidRequestError
 from gateway.prediction import InputTensor, OutputTensor, Prediction, PredictionAnswer
-from gateway.triton.channel import Channel
-from gateway.triton.control import Control, ModelMetadata, TensorMetadata
+from gateway.triton.control import ModelMetadata, TensorMetadata
+from gateway.triton.replicas import Replica
 from gateway.triton.status import Fault, TritonError
 from wire.strings import pack_strings
 
 
-async def predict(channel: Channel, control: Control, prediction: Prediction) -> PredictionAnswer:
-    """Run `prediction` on the Triton behind `channel`.
+async def predict(replica: Replica, prediction: Prediction) -> PredictionAnswer:
+    """Run `prediction` on the Triton of `replica`.
 
     Raises:
         TritonError: with any fault.
@@ -26,7 +26,7 @@ async def predict(channel: Channel, control: Control, prediction: Prediction) ->
     """
     # Asked each time: it costs a millisecond beside an answer's seconds, and the entry may have been loaded
     # anew with another contract.
-    metadata = await control.metadata(prediction.model)
+    metadata = await replica.control.metadata(prediction.model)
     request = service_pb2.ModelInferRequest(
         model_name=prediction.model, model_version=prediction.version, id=prediction.request_id
     )
@@ -41,7 +41,7 @@ async def predict(channel: Channel, control: Control, prediction: Prediction) ->
     for name in prediction.outputs:
         request.outputs.add(name=name)
     try:
-        response = await channel.infer(request, deadline=prediction.deadline)
+        response = await replica.channel.infer(request, deadline=prediction.deadline)
     except TritonError as error:
         raise error.blame_client() from error
     return _read(response, without_batch=unbatched)

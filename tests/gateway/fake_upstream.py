@@ -4,13 +4,25 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from gateway.errors import ModelNotFoundError
-from gateway.generation import Accepted, Delta, Event, Generation, TokenLogprob, Usage
+from gateway.generation import (
+    Accepted,
+    Conversation,
+    Delta,
+    Event,
+    Generation,
+    PlainText,
+    TokenIds,
+    TokenLogprob,
+    Usage,
+)
 from gateway.prediction import OutputTensor, Prediction, PredictionAnswer
+from gateway.tokenization import Tokenization, Tokens
 from gateway.upstream import EntriesChanged, ModelCard
 from wire.strings import pack_strings
 
 Script = Callable[[Generation], AsyncGenerator[Event, None]]
 Predict = Callable[[Prediction], Awaitable[PredictionAnswer]]
+Tokenize = Callable[[Tokenization], Awaitable[Tokens]]
 
 
 async def say(
@@ -72,6 +84,18 @@ async def repeat(request: Prediction) -> PredictionAnswer:
     )
 
 
+async def by_code_point(request: Tokenization) -> Tokens:
+    """Take each character for a token."""
+    match request.prompt:
+        case PlainText(text):
+            pass
+        case TokenIds(ids):
+            text = "".join(map(chr, ids))
+        case Conversation(messages):
+            text = "".join(message.content for message in messages)
+    return Tokens(ids=tuple(map(ord, text)), text=text, strings=tuple(text) if request.strings else None)
+
+
 class FakeUpstream:
     """Serves `models` by `script`, predictions by `predicting`; `running` and `cancelled` count both."""
 
@@ -82,6 +106,8 @@ class FakeUpstream:
         self.requests: list[Generation] = []
         self.predicting: Predict = repeat
         self.predictions: list[Prediction] = []
+        self.tokenizing: Tokenize = by_code_point
+        self.tokenizations: list[Tokenization] = []
         self.running = self.cancelled = 0
         self.unloaded: set[str] = set()
         self.changes: list[tuple[str, str, bool, str | None]] = []
@@ -105,6 +131,17 @@ class FakeUpstream:
         self.running += 1
         try:
             return await self.predicting(request)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+
+    async def tokenize(self, request: Tokenization) -> Tokens:
+        self.tokenizations.append(request)
+        self.running += 1
+        try:
+            return await self.tokenizing(request)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

@@ -81,6 +81,7 @@ def test_tokenizer_entry(tmp_path: Path) -> None:
         ("input_ids", pb.TYPE_INT64, [-1]),
         ("attention_mask", pb.TYPE_INT64, [-1]),
         ("text", pb.TYPE_STRING, [1]),
+        ("tokens", pb.TYPE_STRING, [-1]),
     ]
     assert [group.kind for group in config.instance_group] == [pb.ModelInstanceGroup.KIND_CPU]
     assert {key: p.string_value for key, p in config.parameters.items()} == {

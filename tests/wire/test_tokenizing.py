@@ -8,7 +8,7 @@ from wire.tokenizing import Tokenizing, decode_tokenizing, encode_tokenizing
 @pytest.mark.parametrize(
     "request_document",
     [
-        Tokenizing(text=""),
+        Tokenizing(text="", prefix=True, strings=True),
         Tokenizing(messages=[Turn("user", "a")], add_generation_prompt=False),
         Tokenizing(ids=[]),
         Tokenizing(ids=[1, 64790]),
@@ -25,6 +25,7 @@ def test_each_kind_comes_back(request_document: Tokenizing) -> None:
         (b'{"text":"a","ids":[1]}', "text.*ids"),
         (b'{"messages":[]}', "messages"),
         (b'{"ids":[-1]}', "ids"),
+        (b'{"ids":[1],"prefix":true}', "prefix"),
         (b'{"texts":["a"]}', "texts"),
     ],
 )

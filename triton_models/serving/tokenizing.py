@@ -1,19 +1,42 @@
 """What a tokenizer entry does, apart from Triton."""
 
+from dataclasses import dataclass
+
+from triton_models.errors import TextError
 from triton_models.serving.chat_text import ChatText
 from wire.tokenizing import Tokenizing
 
 
-def tokenize(chat: ChatText, request: Tokenizing) -> tuple[list[int], str]:
-    """Return the ids and the text that `request` comes to; of messages, the text without special tokens.
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """What a request comes to; of messages, the text without special tokens."""
+
+    ids: list[int]
+    text: str
+    strings: list[str] | None
+    """How each id is shown, where that was asked for."""
+
+
+def tokenize(chat: ChatText, request: Tokenizing, vocabulary: int) -> Tokenized:
+    """Do what `request` asks for, with a model that has `vocabulary` ids.
 
     Raises:
-        TextError: the chat format cannot express the messages.
+        TextError: the chat format cannot express the messages, or the model has no such id.
     """
+    ids, text = _ids_and_text(chat, request, vocabulary)
+    display = chat.tokenizer.display
+    return Tokenized(ids, text, [display(each)[0] for each in ids] if request.strings else None)
+
+
+def _ids_and_text(chat: ChatText, request: Tokenizing, vocabulary: int) -> tuple[list[int], str]:
     if request.ids is not None:
+        for at, token_id in enumerate(request.ids):
+            if token_id >= vocabulary:
+                raise TextError(f"id {token_id} at place {at}: the model has {vocabulary} ids")
         return request.ids, chat.tokenizer.decode(request.ids)
     if request.text is not None:
-        return chat.tokenizer.encode(request.text), request.text
+        encode = chat.format.render_text if request.prefix else chat.tokenizer.encode
+        return encode(request.text), request.text
     ids = chat.format.render_turns(
         request.messages or [], add_generation_prompt=request.add_generation_prompt
     )

@@ -1,0 +1,90 @@
+"""`POST /tokenize` and `POST /detokenize`: a served model's own tokenizer."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from gateway.api.deps import ExchangeDep, FlightDep, GatewayDep, InferenceKey, JsonBody
+from gateway.api.openapi import body_of, whole
+from gateway.errors import InvalidRequestError
+from gateway.exchange import Exchange
+from gateway.flight import Flight
+from gateway.openai.answer import encode
+from gateway.openai.tokenize_request import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+    read_detokenize_request,
+    read_tokenize_request,
+    tokenize_answer,
+)
+from gateway.resources import Gateway
+from gateway.tokenization import Tokens
+
+router = APIRouter(dependencies=[InferenceKey])
+
+
+class Tokenizing:
+    """Asks a model's tokenizer."""
+
+    def __init__(self, request: Request, gateway: Gateway, exchange: Exchange, flight: Flight) -> None:
+        self._request = request
+        self._gateway = gateway
+        self._exchange = exchange
+        self._flight = flight
+
+    async def ask(self, asked: TokenizeRequest | DetokenizeRequest) -> Tokens:
+        """Return what the tokenizer says.
+
+        Raises:
+            GatewayError: it says nothing; `param` names a field of `asked`.
+        """
+        exchange, gateway = self._exchange, self._gateway
+        gateway.upstream.model(asked.model)
+        exchange.model = asked.model
+        request = asked.tokenization(request_id=exchange.request_id, deadline=exchange.deadline)
+        try:
+            return await self._flight.call(
+                lambda: gateway.upstream.tokenize(request),
+                self._request.receive,
+                admission=gateway.tokenizing,
+            )
+        except InvalidRequestError as error:
+            raise type(error)(error.message, param=error.param or asked.subject) from None
+
+
+async def _tokenizing(
+    request: Request, gateway: GatewayDep, exchange: ExchangeDep, flight: FlightDep
+) -> Tokenizing:
+    return Tokenizing(request, gateway, exchange, flight)
+
+
+TokenizingDep = Annotated[Tokenizing, Depends(_tokenizing)]
+
+
+@router.post(
+    "/tokenize",
+    response_class=Response,
+    openapi_extra=body_of(TokenizeRequest),
+    responses=whole(TokenizeAnswer),
+)
+async def tokenize(body: JsonBody, gateway: GatewayDep, tokenizing: TokenizingDep) -> Response:
+    """Return the ids of a text, or of a conversation as the model would be given it."""
+    asked = read_tokenize_request(body)
+    tokens = await tokenizing.ask(asked)
+    answer = tokenize_answer(tokens, gateway.upstream.model(asked.model).max_context)
+    return Response(encode(answer), media_type="application/json")
+
+
+@router.post(
+    "/detokenize",
+    response_class=Response,
+    openapi_extra=body_of(DetokenizeRequest),
+    responses=whole(DetokenizeAnswer),
+)
+async def detokenize(body: JsonBody, tokenizing: TokenizingDep) -> Response:
+    """Return the text of a model's token ids."""
+    tokens = await tokenizing.ask(read_detokenize_request(body))
+    return Response(encode(DetokenizeAnswer(tokens.text)), media_type="application/json")

@@ -1,0 +1,150 @@
+"""`POST /tokenize` and `POST /detokenize`: the requests and answers as vLLM defines them."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any
+
+from msgspec import UNSET, Struct, UnsetType
+from pydantic import Field
+
+from gateway.errors import InvalidRequestError
+from gateway.generation import Conversation, PlainText, TokenIds
+from gateway.openai.chat_request import ChatMessage, conversation, without_neutral_messages
+from gateway.openai.document import read_object, validate, without_neutral
+from gateway.openai.generation_request import Items, NonEmpty, Strict, TokenId
+from gateway.openai.tools import Tools, offer_of_tools
+from gateway.tokenization import Tokenization, Tokens
+
+NOT_YET: Mapping[str, Any] = MappingProxyType(
+    {
+        "chat_template": None,
+        "chat_template_kwargs": None,
+        "continue_final_message": False,
+        "mm_processor_kwargs": None,
+    }
+)
+"""Real parameters that are not supported, each with the value that asks for nothing."""
+
+
+class TokenizeRequest(Strict):
+    """A text, or a conversation as a chat request has it. Null means absent everywhere."""
+
+    model: NonEmpty
+    prompt: Annotated[str | None, Field(description="a text; or else messages")] = None
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)] | None = None
+    tools: Tools | None = None
+    add_generation_prompt: Annotated[
+        bool | None, Field(description="of messages: up to where the answer begins; true unless given")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, Field(description="of a prompt: with the ids that begin every prompt; true unless given")
+    ] = None
+    return_token_strs: Annotated[bool | None, Field(description="also tell how each token is shown")] = None
+
+    def check_combinations(self) -> None:
+        """Refuse what is right by itself and wrong together.
+
+        Raises:
+            InvalidRequestError: with the field in `param`.
+        """
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequestError(
+                "Exactly one of prompt and messages is needed.",
+                param="prompt" if self.messages is None else "messages",
+            )
+        if self.messages is None:
+            for field in ("tools", "add_generation_prompt"):
+                if getattr(self, field) is not None:
+                    raise InvalidRequestError(f"{field} belongs to messages.", param=field)
+        elif self.add_special_tokens:
+            raise InvalidRequestError(
+                "Messages have the ids that begin every prompt; add_special_tokens would add them again.",
+                param="add_special_tokens",
+            )
+        self._prompt()
+
+    def tokenization(self, *, request_id: str, deadline: float) -> Tokenization:
+        """Return what is asked of the upstream."""
+        return Tokenization(
+            request_id=request_id,
+            model=self.model,
+            prompt=self._prompt(),
+            deadline=deadline,
+            prefix=self.add_special_tokens is not False,
+            answer_next=self.add_generation_prompt is not False,
+            strings=bool(self.return_token_strs),
+        )
+
+    @property
+    def subject(self) -> str:
+        """The field that holds what is tokenised."""
+        return "messages" if self.prompt is None else "prompt"
+
+    def _prompt(self) -> Conversation | PlainText:
+        if self.prompt is not None:
+            return PlainText(self.prompt)
+        return conversation(self.messages or (), offer_of_tools(self.tools, None, parallel=None))
+
+
+class DetokenizeRequest(Strict):
+    """Ids of a model's tokens."""
+
+    model: NonEmpty
+    tokens: Items[TokenId]
+
+    def tokenization(self, *, request_id: str, deadline: float) -> Tokenization:
+        """Return what is asked of the upstream."""
+        return Tokenization(
+            request_id=request_id, model=self.model, prompt=TokenIds(tuple(self.tokens)), deadline=deadline
+        )
+
+    @property
+    def subject(self) -> str:
+        """The field that holds the ids."""
+        return "tokens"
+
+
+class TokenizeAnswer(Struct, frozen=True, kw_only=True):
+    """The ids. `max_model_len` counts tokens of prompt and answer together."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizeAnswer(Struct, frozen=True):
+    """The text of the ids, without special tokens."""
+
+    prompt: str
+
+
+def tokenize_answer(tokens: Tokens, max_context: int | None) -> TokenizeAnswer:
+    """Write the ids of a prompt for a model with a context of `max_context` tokens."""
+    return TokenizeAnswer(
+        count=len(tokens.ids),
+        max_model_len=max_context,
+        tokens=list(tokens.ids),
+        token_strs=UNSET if tokens.strings is None else list(tokens.strings),
+    )
+
+
+def read_tokenize_request(body: bytes) -> TokenizeRequest:
+    """Decode and check a request body.
+
+    Raises:
+        InvalidRequestError: with the dotted path of the offending field in `param`.
+    """
+    document = without_neutral_messages(without_neutral(read_object(body), NOT_YET))
+    request = validate(TokenizeRequest, document)
+    request.check_combinations()
+    return request
+
+
+def read_detokenize_request(body: bytes) -> DetokenizeRequest:
+    """Decode and check a request body.
+
+    Raises:
+        InvalidRequestError: with the dotted path of the offending field in `param`.
+    """
+    return validate(DetokenizeRequest, read_object(body))

@@ -1,0 +1,36 @@
+"""A prompt turned into the ids of the model that would read it, or ids into their text.
+
+The prompt is what a generation would have (`gateway.generation`), and is arranged by the same code. Nothing
+here knows JSON or tensors.
+"""
+
+from dataclasses import dataclass
+
+from gateway.generation import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenization:
+    """What is to be tokenised: a conversation or text into ids; ids into text."""
+
+    request_id: str
+    model: str
+    prompt: Prompt
+    deadline: float
+    """Of the event loop's clock, in seconds."""
+    prefix: bool = True
+    """Of text: with the ids that begin every prompt in front, as a generation has them."""
+    answer_next: bool = True
+    """Of a conversation: up to where the model's answer begins, as a generation has it."""
+    strings: bool = False
+    """Also tell how each token is shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """The ids and their text; special ids are not in the text."""
+
+    ids: tuple[int, ...]
+    text: str
+    strings: tuple[str, ...] | None = None
+    """How each token is shown, where that was asked for."""

@@ -1,0 +1,152 @@
+"""`/tokenize` and `/detokenize` on the real Triton, beside what the OpenAI routes count."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.stream_client import StreamClient
+from tests.e2e.up_process import UpProcess
+
+pytestmark = pytest.mark.e2e
+
+MODELS = ("chatglm3", "chatglm2")
+TEXTS = ["", "你好", " The question\n👋 ", "<|user|> hi [gMASK]", "a" * 5000]
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "你好"},
+    {"role": "assistant", "content": "Hello 👋"},
+    {"role": "user", "content": "The question"},
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "天气",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "北京的天气"},
+    {
+        "role": "assistant",
+        "content": "Let me see.",
+        "tool_calls": [
+            {
+                "id": "call_12345",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": '{"city": "北京"}'},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_12345", "content": '{"t": 3}'},
+]
+
+
+@pytest.fixture
+def http(up: UpProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=up.base_url, timeout=30) as client:
+        yield client
+
+
+def tokens(http: httpx.Client, **body: Any) -> Any:
+    answer = http.post("/tokenize", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refusal(http: httpx.Client, path: str, **body: Any) -> tuple[int, Any, Any]:
+    answer = http.post(path, json=body)
+    error = answer.json()["error"]
+    return answer.status_code, error["param"], error["code"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_goes_there_and_back(model: str, text: str, http: httpx.Client, triton: StreamClient) -> None:
+    with_prefix = tokens(http, model=model, prompt=text)
+    bare = tokens(http, model=model, prompt=text, add_special_tokens=False)
+    assert with_prefix["count"] == len(with_prefix["tokens"])
+    assert with_prefix["tokens"][2:] == bare["tokens"] == triton.tokenize(model, text=text)[0]
+    for each in (with_prefix, bare):
+        assert http.post("/detokenize", json={"model": model, "tokens": each["tokens"]}).json() == {
+            "prompt": text
+        }
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_counts_are_those_of_completions(model: str, http: httpx.Client, sdk: openai.OpenAI) -> None:
+    for text in TEXTS[:4]:
+        completion = sdk.completions.create(
+            model=model, prompt=text, max_tokens=1, extra_body={"return_token_ids": True}
+        )
+        counted = tokens(http, model=model, prompt=text)
+        assert counted["tokens"] == completion.choices[0].prompt_token_ids
+        assert counted["count"] == completion.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("model", "messages", "tools"),
+    [
+        ("chatglm3", TALK, None),
+        ("chatglm2", TALK, None),
+        ("chatglm3", TALK, TOOLS),
+        ("chatglm3", CALLED, TOOLS),
+    ],
+)
+def test_counts_are_those_of_chats(
+    model: str, messages: list[Any], tools: Any, http: httpx.Client, sdk: openai.OpenAI
+) -> None:
+    more = {"tools": tools} if tools else {}
+    chat = sdk.chat.completions.create(
+        model=model, messages=messages, max_tokens=3, extra_body={"return_token_ids": True}, **more
+    )
+    counted = tokens(http, model=model, messages=messages, **more)
+    assert counted["count"] == chat.usage.prompt_tokens
+    assert counted["tokens"] == chat.model_extra["prompt_token_ids"]
+    card = next(each for each in sdk.models.list() if each.id == model)
+    assert counted["max_model_len"] == card.model_extra["max_model_len"]
+    before = tokens(http, model=model, messages=messages, add_generation_prompt=False, **more)
+    assert before["tokens"] == counted["tokens"][: before["count"]]
+    assert before["count"] < counted["count"]
+    # The whole answer's ids, and the same streamed.
+    assert len(chat.choices[0].model_extra["token_ids"]) == chat.usage.completion_tokens
+
+
+def test_each_token_is_shown(http: httpx.Client) -> None:
+    shown = tokens(http, model="chatglm3", messages=TALK[1:2], return_token_strs=True)
+    assert len(shown["token_strs"]) == shown["count"]
+    assert shown["token_strs"][:3] == ["[gMASK]", "sop", "<|user|>"]
+    assert shown["token_strs"][-1] == "<|assistant|>"
+
+
+def test_what_cannot_be_is_refused_by_name(http: httpx.Client) -> None:
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
+        assert refusal(http, path, model="nobody", **body) == (404, "model", "model_not_found")
+    assert refusal(http, "/detokenize", model="chatglm3", tokens=[5, 2**31]) == (400, "tokens", None)
+    assert refusal(http, "/detokenize", model="chatglm3", tokens=[5, -1]) == (400, "tokens.1", None)
+    assert refusal(http, "/tokenize", model="chatglm3") == (400, "prompt", None)
+    assert refusal(http, "/tokenize", model="chatglm2", messages=TALK, tools=TOOLS) == (400, "tools", None)
+    assert refusal(http, "/tokenize", model="chatglm2", messages=TALK[:3]) == (400, "messages.2", None)
+    surrogate = http.post(
+        "/tokenize",
+        content=rb'{"model": "chatglm3", "prompt": "\ud800"}',
+        headers={"content-type": "application/json"},
+    )
+    assert surrogate.status_code == 400
+
+
+def test_ids_that_a_model_answered_with_are_its_own(http: httpx.Client, sdk: openai.OpenAI) -> None:
+    answer = sdk.completions.create(
+        model="chatglm3",
+        prompt="你好",
+        max_tokens=100,
+        temperature=2,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )
+    ids = answer.choices[0].token_ids
+    assert http.post("/detokenize", json={"model": "chatglm3", "tokens": ids}).status_code == 200

@@ -1,0 +1,97 @@
+"""`/tokenize` and `/detokenize`, on the fake upstream."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from gateway.errors import InvalidRequestError
+from gateway.generation import Conversation
+from gateway.tokenization import Tokenization, Tokens
+from tests.gateway.fake_upstream import FakeUpstream, say
+from tests.gateway.serving import MESSAGES, Served, in_process, on_socket, until
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    async with in_process(FakeUpstream()) as served:
+        yield served
+
+
+async def ask(served: Served, path: str, **body: Any) -> Any:
+    return await served.http.post(path, json={"model": "glm", **body})
+
+
+async def test_text_and_back(served: Served) -> None:
+    answer = await ask(served, "/tokenize", prompt="hé")
+    assert answer.json() == {"count": 2, "max_model_len": 64, "tokens": [104, 233]}
+    back = await ask(served, "/detokenize", tokens=answer.json()["tokens"])
+    assert back.json() == {"prompt": "hé"}
+    shown = await ask(served, "/tokenize", prompt="hé", return_token_strs=True)
+    assert shown.json()["token_strs"] == ["h", "é"]
+    assert served.metric("requests_total", route="/tokenize", model="glm", status="200") == 2
+    assert served.metric("requests_in_flight", model="glm") == 0
+
+
+async def test_a_conversation(served: Served) -> None:
+    answer = await ask(served, "/tokenize", messages=MESSAGES)
+    assert answer.json()["count"] == 2
+    (asked,) = served.upstream.tokenizations
+    assert isinstance(asked.prompt, Conversation)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": "a"}, "prompt"),
+        ("/tokenize", {"messages": MESSAGES}, "messages"),
+        ("/detokenize", {"tokens": [5]}, "tokens"),
+    ],
+)
+async def test_errors_name_the_field(served: Served, path: str, body: dict[str, Any], param: str) -> None:
+    async def refuse(_request: Tokenization) -> Tokens:
+        raise InvalidRequestError("no")
+
+    served.upstream.tokenizing = refuse
+    refused = await ask(served, path, **body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    unknown = await ask(served, path, **body, model="other")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    wrong = await ask(served, path, **body, extra=1)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "extra")
+    text = await served.http.post(path, content=b"{}", headers={"content-type": "text/plain"})
+    assert text.status_code == 415
+
+
+async def test_a_key_is_needed_where_there_are_keys() -> None:
+    keys = [{"name": "a", "key": "secret"}]
+    async with in_process(FakeUpstream(), api_keys=keys) as served:
+        for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
+            assert (await ask(served, path, **body)).status_code == 401
+
+
+async def test_a_full_engine_does_not_keep_tokens_from_being_counted() -> None:
+    upstream = FakeUpstream(lambda _: say(*["a"] * 10_000, gap_s=0.01))
+    async with on_socket(upstream, max_in_flight=1, max_waiting=0) as served:
+        chatting = asyncio.create_task(served.chat())
+        await until(lambda: upstream.running == 1)
+        assert (await served.chat()).status_code == 429
+        assert (await ask(served, "/tokenize", prompt="a")).status_code == 200
+        chatting.cancel()
+        await served.until_idle()
+
+
+async def test_a_client_that_leaves_cancels_the_question() -> None:
+    async def hang(_request: Tokenization) -> Tokens:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    upstream = FakeUpstream()
+    upstream.tokenizing = hang
+    async with on_socket(upstream) as served:
+        asking = asyncio.create_task(ask(served, "/tokenize", prompt="a"))
+        await until(lambda: upstream.running == 1)
+        asking.cancel()
+        await until(lambda: upstream.cancelled == 1)
+        assert upstream.running == 0

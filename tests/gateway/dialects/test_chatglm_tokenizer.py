@@ -1,0 +1,97 @@
+from typing import Any
+
+import pytest
+from tritonclient.grpc import service_pb2
+
+from gateway.dialects.base import ModelReport
+from gateway.dialects.chatglm import ChatGLMDialect
+from gateway.dialects.chatglm_tokenizer import ChatGLMTokenizer
+from gateway.dialects.choice import choose_tokenizer
+from gateway.errors import InvalidRequestError, UpstreamProtocolError
+from gateway.generation import Conversation, Generation, Message, PlainText, Tool, ToolOffer
+from gateway.generation import TokenIds as Ids
+from gateway.tokenization import Tokenization, Tokens
+from wire.history import decode_history
+from wire.strings import pack_strings, unpack_strings
+from wire.tokenizing import Tokenizing, decode_tokenizing
+
+TOKENIZER = ChatGLMTokenizer()
+CHATGLM3 = ModelReport(heartbeat_age_s=0, chat_format="chatglm3", max_context=64)
+CHATGLM2 = ModelReport(heartbeat_age_s=0, chat_format="chatglm2", max_context=64)
+OFFER = ToolOffer(tools=(Tool(name="f", description=None, parameters={}),))
+SPOKEN = (
+    Message(role="system", content="s", field="messages.0"),
+    Message(role="user", content="q", field="messages.1"),
+)
+
+
+def asked(prompt: Any, report: ModelReport = CHATGLM3, **changes: Any) -> Tokenizing:
+    tokenization = Tokenization(request_id="r", model="m", prompt=prompt, deadline=0, **changes)
+    request = TOKENIZER.request(tokenization, report)
+    assert (request.model_name, request.id, list(request.inputs[0].shape)) == ("m-tokenizer", "r", [1])
+    (document,) = unpack_strings(request.raw_input_contents[0])
+    return decode_tokenizing(document)
+
+
+def test_text_and_ids() -> None:
+    assert asked(PlainText("a")) == Tokenizing(text="a", prefix=True)
+    assert asked(PlainText(""), prefix=False, strings=True) == Tokenizing(text="", strings=True)
+    assert asked(Ids((3, 4))) == Tokenizing(ids=[3, 4])
+
+
+@pytest.mark.parametrize("offer", [None, OFFER])
+def test_a_conversation_is_what_a_generation_sends(offer: ToolOffer | None) -> None:
+    conversation = Conversation(SPOKEN, offer)
+    generation = Generation(request_id="r", model="m", prompt=conversation, deadline=0)
+    sent = ChatGLMDialect().request(generation, CHATGLM3, remaining_s=1)
+    tensors = {
+        tensor.name: unpack_strings(raw)[0]
+        for tensor, raw in zip(sent.inputs, sent.raw_input_contents, strict=True)
+    }
+    *history, newest = asked(conversation).messages or []
+    assert history == decode_history(tensors["history"])
+    assert (newest.role, newest.content) == ("user", tensors["prompt"].decode())
+    assert not asked(conversation, answer_next=False).add_generation_prompt
+
+
+def test_what_the_format_cannot_hold_is_refused() -> None:
+    with pytest.raises(InvalidRequestError):
+        asked(Conversation(SPOKEN, OFFER), CHATGLM2)
+
+
+def response(**raw: bytes) -> service_pb2.ModelInferResponse:
+    answer = service_pb2.ModelInferResponse()
+    for name, contents in raw.items():
+        answer.outputs.add(name=name)
+        answer.raw_output_contents.append(contents)
+    return answer
+
+
+IDS = (7).to_bytes(8, "little") + (2**40).to_bytes(8, "little")
+
+
+def test_the_answer_is_read() -> None:
+    text = pack_strings(["é".encode()])
+    assert TOKENIZER.read(response(input_ids=IDS, text=text)) == Tokens(ids=(7, 2**40), text="é")
+    shown = TOKENIZER.read(response(input_ids=IDS, text=text, tokens=pack_strings([b"a", b"b"])))
+    assert shown.strings == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {},
+        {"input_ids": IDS},
+        {"input_ids": IDS[:-1], "text": pack_strings([b""])},
+        {"input_ids": IDS, "text": b""},
+        {"input_ids": IDS, "text": pack_strings([b"\xff"])},
+    ],
+)
+def test_what_cannot_be_read_is_an_error(raw: dict[str, bytes]) -> None:
+    with pytest.raises(UpstreamProtocolError):
+        TOKENIZER.read(response(**raw))
+
+
+def test_our_own_contract_has_a_tokenizer() -> None:
+    assert isinstance(choose_tokenizer(ChatGLMDialect()), ChatGLMTokenizer)
+    assert choose_tokenizer(object()) is None

@@ -1,0 +1,106 @@
+import json
+from typing import Any
+
+import pytest
+
+from gateway.errors import InvalidRequestError
+from gateway.generation import Conversation, Message, PlainText, TokenIds
+from gateway.openai.chat_request import read_chat_request
+from gateway.openai.tokenize_request import (
+    NOT_YET,
+    read_detokenize_request,
+    read_tokenize_request,
+    tokenize_answer,
+)
+from gateway.tokenization import Tokenization, Tokens
+
+MESSAGES = [
+    {"role": "developer", "content": "s"},
+    {"role": "user", "content": [{"type": "text", "text": "q"}]},
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+def read(**parameters: Any) -> Tokenization:
+    request = read_tokenize_request(json.dumps({"model": "m", **parameters}).encode())
+    return request.tokenization(request_id="r", deadline=1)
+
+
+def test_a_text() -> None:
+    asked = read(prompt="a")
+    assert (asked.request_id, asked.model, asked.deadline) == ("r", "m", 1)
+    assert asked.prompt == PlainText("a")
+    assert asked.prefix
+    assert not asked.strings
+    assert read(prompt="", add_special_tokens=False, return_token_strs=True) == Tokenization(
+        request_id="r", model="m", deadline=1, prompt=PlainText(""), prefix=False, strings=True
+    )
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": TOOLS}])
+def test_a_conversation_is_what_a_chat_asks_for(more: dict[str, Any]) -> None:
+    body = {"model": "m", "messages": MESSAGES, **more}
+    chat = read_chat_request(json.dumps(body).encode()).prompt_asked()
+    asked = read(messages=MESSAGES, add_special_tokens=False, **more)
+    assert asked.prompt == chat
+    assert asked.answer_next
+    assert not read(messages=MESSAGES, add_generation_prompt=False, **more).answer_next
+    assert isinstance(asked.prompt, Conversation)
+    assert asked.prompt.messages[0] == Message(role="system", content="s", field="messages.0")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": MESSAGES}, "messages"),
+        ({"prompt": ["a"]}, "prompt"),
+        ({"prompt": "a", "tools": TOOLS}, "tools"),
+        ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "a", "audio": {}}]}, "messages.0.audio"),
+        ({"messages": MESSAGES, "tools": [{"type": "x"}]}, "tools.0.type"),
+        ({"messages": MESSAGES, "continue_final_message": True}, "continue_final_message"),
+        ({"prompt": "a", "nonsense": 1}, "nonsense"),
+        ({"prompt": "a", "model": 5}, "model"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(parameters: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        read(**parameters)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize("name", NOT_YET)
+def test_neutral_values_are_accepted(name: str) -> None:
+    assert read(prompt="a", **{name: NOT_YET[name]}) == read(prompt="a") == read(prompt="a", **{name: None})
+
+
+def test_ids() -> None:
+    asked = read_detokenize_request(b'{"model":"m","tokens":[5,0]}')
+    assert asked.tokenization(request_id="r", deadline=1).prompt == TokenIds((5, 0))
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"model":"m"}', "tokens"),
+        (b'{"model":"m","tokens":[1,-1]}', "tokens.1"),
+        (b'{"model":"m","tokens":[true]}', "tokens.0"),
+        (b'{"model":"m","tokens":[4294967296]}', "tokens.0"),
+        (b'{"model":"m","tokens":"a"}', "tokens"),
+        (b'{"tokens":[]}', "model"),
+        (b'{"model":"m","tokens":[],"x":1}', "x"),
+    ],
+)
+def test_ids_that_cannot_be_are_refused_by_place(body: bytes, param: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        read_detokenize_request(body)
+    assert refused.value.param == param
+
+
+def test_the_answer_counts() -> None:
+    answer = tokenize_answer(Tokens(ids=(4, 5), text="ab"), 64)
+    assert (answer.count, answer.max_model_len, answer.tokens) == (2, 64, [4, 5])
