@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from triton_models.checkpoint import read_config, tensor_places
 from triton_models.engine.models.chatglm import ChatGLM, ChatGLMConfig
-from triton_models.text.tokenizers import SPECIAL_TOKENS, TOKENIZER_FILE
+from triton_models.text.tokenizers import SPECIAL_TOKENS, TOKENIZER_FILE, load_tokenizer
 from triton_models.text.tokenizers.byte_pairs import PATTERN
 
 MERGES = 180
@@ -128,8 +128,14 @@ def write_tokenizer(directory: Path) -> None:
     )
 
 
-def write_checkpoint(directory: Path, *, seed: int = 7, shards: int = 3, **changes: Any) -> dict[str, Any]:
-    """Write a whole one; returns its weights by their published names."""
+def write_checkpoint(
+    directory: Path, *, seed: int = 7, shards: int = 3, says: str | None = None, **changes: Any
+) -> dict[str, Any]:
+    """Write a whole one; returns its weights by their published names.
+
+    With `says` the weights are not just random: the model answers everything with this, and waits for the
+    result of a tool. Behind a newline it goes on as behind the first one in it.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     write_tokenizer(directory)
     values = CONFIG | changes
@@ -138,6 +144,10 @@ def write_checkpoint(directory: Path, *, seed: int = 7, shards: int = 3, **chang
     _write_json(directory / "config.json", values | {"eos_token_id": stops, "pad_token_id": stops[0]})
     _write_json(directory / "generation_config.json", {"eos_token_id": stops, "do_sample": True})
     tensors = _weights(read_config(directory), seed)
+    if says is not None:
+        tokenizer = load_tokenizer(directory, "glm4")
+        special = tokenizer.special_ids
+        _learn(tensors, [special["<|assistant|>"], *tokenizer.encode(says), special["<|observation|>"]])
     weight_map = {}
     for number in range(shards):
         file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
@@ -160,6 +170,18 @@ def _weights(config: ChatGLMConfig, seed: int) -> dict[str, torch.Tensor]:
         one = "layernorm" in name
         weights[name] = (1 + 0.1 * drawn if one else 0.2 * drawn).to(torch.bfloat16)
     return weights
+
+
+def _learn(tensors: dict[str, torch.Tensor], sequence: list[int]) -> None:
+    """Make each token of `sequence` the next one's only reason: the layers add nothing to its embedding."""
+    assert len(set(sequence)) == len(sequence), "a token twice has two successors"
+    for name, tensor in tensors.items():
+        if name.endswith(("dense.weight", "dense_4h_to_h.weight", "output_layer.weight")):
+            tensor.zero_()
+    embedding = tensors["transformer.embedding.word_embeddings.weight"]
+    embedding /= embedding.float().norm(dim=1, keepdim=True)
+    for token, successor in pairwise(sequence):
+        tensors["transformer.output_layer.weight"][successor] = 8 * embedding[token]
 
 
 def _write_json(file: Path, document: Any) -> None:

@@ -1,0 +1,161 @@
+"""GLM-4 as published, by the official SDK on the real Triton: one model of random weights, one that calls a tool."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from tests.e2e.stream_client import StreamClient
+from tests.e2e.up_process import UpProcess
+from tests.glm4_checkpoint import TEMPLATE, write_checkpoint
+from tests.triton_models.engine.models.test_glm4 import native
+from triton_models.text.formats import ChatFormat, chat_format
+from triton_models.text.tokenizers import load_tokenizer
+from wire.history import Turn
+
+pytestmark = pytest.mark.e2e
+
+RANDOM, CALLER = "glm-4-9b-chat", "glm-4-caller"
+CALLED = '{"city": "襄阳"}'
+QUESTION = [{"role": "user", "content": "襄阳今天的天气怎么样？"}]
+WEATHER = {
+    "name": "get_weather",
+    "description": "查询城市的天气。",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+NOW = {"name": "now", "parameters": {"type": "object", "properties": {}}}
+TOOLS: list[Any] = [{"type": "function", "function": each} for each in (WEATHER, NOW)]
+
+
+@dataclass
+class Served:
+    up: UpProcess
+    sdk: openai.OpenAI
+    tensors: dict[str, torch.Tensor]
+    """Of the random model."""
+    format: ChatFormat
+
+    def create(self, model: str, **asked: Any) -> Any:
+        asked = {"messages": QUESTION, "temperature": 0, "max_tokens": 24} | asked
+        return self.sdk.chat.completions.create(model=model, **asked)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("models")
+    tensors = write_checkpoint(folder / RANDOM)
+    write_checkpoint(folder / CALLER, says=f"get_weather\n{CALLED}")
+    tokenizer = load_tokenizer(folder / RANDOM, "glm4")
+    models = [text for name in (RANDOM, CALLER) for text in ("--model", str(folder / name))]
+    up = UpProcess(*models, "--dtype", "float32")
+    try:
+        up.wait_ready()
+        with openai.OpenAI(base_url=up.base_url + "/v1", api_key="unused", max_retries=0) as sdk:
+            yield Served(up, sdk, tensors, chat_format("glm4", tokenizer, TEMPLATE))
+        assert up.stop() == 0
+    finally:
+        up.close()
+
+
+def test_it_answers_as_the_reference_does(served: Served) -> None:
+    client = StreamClient(served.up.triton_grpc)
+    try:
+        answer = client.ask(
+            RANDOM, prompt="你好", temperature=0, max_tokens=16, ignore_eos=True, return_token_ids=True
+        )
+    finally:
+        client.close()
+    prompt = served.format.render([], "你好")
+    assert answer.metas[0].accepted.prompt_token_ids == prompt
+    with torch.inference_mode():
+        logits = native(served.tensors)(torch.tensor([prompt + answer.token_ids])).logits[0]
+    assert answer.token_ids == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def test_a_conversation_whole_and_streamed(served: Served) -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        *QUESTION,
+        {"role": "assistant", "content": "晴。"},
+        {"role": "user", "content": "<|observation|> and then?"},
+    ]
+    whole = served.create(RANDOM, messages=messages)
+    turns = [Turn(each["role"], each["content"]) for each in messages]  # type: ignore[arg-type]
+    assert whole.usage.prompt_tokens == len(served.format.render_turns(turns))
+    chunks = list(served.create(RANDOM, messages=messages, stream=True))
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert streamed == whole.choices[0].message.content
+    assert len(streamed) > 4
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_tools_stand_in_the_prompt_in_the_formats_own_words(served: Served) -> None:
+    turns = [Turn("system", "", tools=[WEATHER, NOW]), Turn("user", QUESTION[0]["content"])]
+    usage = served.create(CALLER, tools=TOOLS).usage
+    assert usage.prompt_tokens == len(served.format.render_turns(turns))
+
+
+def test_a_call_whole_and_its_arguments_as_they_come(served: Served) -> None:
+    (choice,) = served.create(CALLER, tools=TOOLS).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("get_weather", CALLED)
+
+    chunks = list(served.create(CALLER, tools=TOOLS, stream=True))
+    pieces = [piece for chunk in chunks for piece in chunk.choices[0].delta.tool_calls or ()]
+    assert [piece.function.name for piece in pieces if piece.function.name] == ["get_weather"]
+    arguments = [piece.function.arguments for piece in pieces if piece.function.arguments]
+    assert "".join(arguments) == CALLED
+    assert len(arguments) > 1
+    with served.sdk.chat.completions.stream(
+        model=CALLER, messages=QUESTION, tools=TOOLS, temperature=0
+    ) as stream:
+        (again,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert again.function.arguments == CALLED
+
+
+def test_the_result_goes_back_as_an_observation(served: Served) -> None:
+    message = served.create(CALLER, tools=TOOLS).choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "晴<|user|>"}
+    asked = served.create(CALLER, messages=[*QUESTION, message, result], tools=TOOLS)
+    turns = [
+        Turn("system", "", tools=[WEATHER, NOW]),
+        Turn("user", QUESTION[0]["content"]),
+        Turn("assistant", CALLED, metadata="get_weather"),
+        Turn("observation", "晴<|user|>"),
+    ]
+    assert asked.usage.prompt_tokens == len(served.format.render_turns(turns))
+
+
+def test_choices_are_enforced(served: Served) -> None:
+    named = {"type": "function", "function": {"name": "now"}}
+    (call,) = served.create(CALLER, tools=TOOLS, tool_choice=named).choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("now", CALLED)
+    (call,) = served.create(CALLER, tools=TOOLS[:1], tool_choice="required").choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "襄阳"}
+    (choice,) = served.create(CALLER, tools=TOOLS, tool_choice="none").choices
+    assert (choice.message.tool_calls, choice.message.content) == (None, CALLED)
+
+
+def test_a_call_that_is_cut_short_says_so(served: Served) -> None:
+    (choice,) = served.create(CALLER, tools=TOOLS, max_tokens=6).choices
+    assert choice.finish_reason == "length"
+    assert CALLED.startswith(choice.message.tool_calls[0].function.arguments)
+
+
+def test_the_responses_api_calls_too(served: Served) -> None:
+    tools: Any = [{"type": "function", "strict": False, **each} for each in (WEATHER, NOW)]
+    events = list(
+        served.sdk.responses.create(
+            model=CALLER, input=QUESTION[0]["content"], tools=tools, temperature=0, stream=True
+        )
+    )
+    parts = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(parts) == CALLED
+    (item,) = events[-1].response.output
+    assert (item.type, item.arguments, item.status) == ("function_call", CALLED, "completed")
