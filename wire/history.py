@@ -1,4 +1,4 @@
-"""The `history` document: a JSON list of role objects, oldest first, for ChatGLM2 and ChatGLM3 alike."""
+"""The `history` document: a JSON list of role objects, oldest first, for all chat formats alike."""
 
 from typing import Any, Literal
 

@@ -83,7 +83,7 @@ class ProbeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     running: int
     waiting: int
     format: str
-    """The chat format of the checkpoint: `chatglm2` or `chatglm3`."""
+    """The chat format of the checkpoint: `chatglm2`, `chatglm3` or `glm4`."""
     max_context: int
     """Prompt and answer together, in tokens."""
     delta_channel: bool = False

@@ -1,9 +1,8 @@
-"""GLM-4 as published, by the official SDK on the real Triton: one model of random weights, one that calls a tool."""
+"""GLM-4 as published, by the official SDK: one model of random weights, and one that always calls a tool."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import openai

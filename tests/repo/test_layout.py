@@ -16,7 +16,7 @@ FILES_OVER_HABIT = 6
 
 FORBIDDEN = {
     "wire": {"gateway", "triton_models", "torch", "transformers", "tritonclient", "grpc", "fastapi"},
-    "gateway": {"triton_models", "torch", "transformers", "sentencepiece", "pytriton", "numpy"},
+    "gateway": {"triton_models", "torch", "transformers", "sentencepiece", "tiktoken", "pytriton", "numpy"},
     "triton_models": {"gateway", "fastapi", "uvicorn"},
     "triton_models/engine": {
         "wire",
@@ -24,6 +24,7 @@ FORBIDDEN = {
         "triton_models.serving",
         "triton_models.embedded",
         "sentencepiece",
+        "tiktoken",
         "tritonclient",
     },
     "triton_models/text": {"torch", "triton_models.engine", "triton_models.serving", "tritonclient"},
@@ -81,7 +82,8 @@ def test_the_gateway_runs_without_the_models_side() -> None:
     """As after a plain `pip install tritongate`, where none of these exist."""
     program = """
 import importlib, pkgutil, sys
-absent = ("torch", "transformers", "pytriton", "sentencepiece", "safetensors", "triton_models", "psutil")
+absent = ("torch", "transformers", "pytriton", "sentencepiece", "tiktoken")
+absent += ("safetensors", "triton_models", "psutil")
 for name in absent:
     sys.modules[name] = None
 import gateway
