@@ -82,7 +82,7 @@ def test_the_quick_start_answers(quick_start: UpProcess) -> None:
     assert f"{here}/v1/chat/completions" in printed
     assert "a few pages by heart" in printed
     for readme in READMES:
-        for program, answer in zip(blocks(readme, "python"), ("OpenAI", "221"), strict=True):
+        for program, answer in zip(blocks(readme, "python"), ("OpenAI", "sure=", "221"), strict=True):
             answered = subprocess.run(
                 [quick_start.python, "-c", program.replace("http://127.0.0.1:8080", here)],
                 capture_output=True,

@@ -11,6 +11,7 @@ from triton_models.engine.backend import Backend, choose_backend
 from triton_models.engine.batch import Batch
 from triton_models.engine.block_manager import BlockManager
 from triton_models.engine.intake import Intake
+from triton_models.engine.masks import tell_mask
 from triton_models.engine.model import CausalModel
 from triton_models.engine.rehearsal import memory_beside_cache
 from triton_models.engine.request_check import check_request
@@ -20,7 +21,6 @@ from triton_models.engine.scheduler import Scheduler
 from triton_models.engine.sequence import FinishReason, Request, Sequence, SequenceState, TokenOutput
 from triton_models.engine.settings import EngineSettings, choose_capacity
 from triton_models.engine.stats import EngineStats, StepStats
-from triton_models.errors import TokenMaskError
 
 log = logging.getLogger(__name__)
 
@@ -254,13 +254,8 @@ class Engine:
         return True
 
     def _tell_mask(self, sequence: Sequence, token_id: int) -> None:
-        mask = sequence.request.sampling.mask
-        if mask is None:
-            return
-        try:
-            mask.accept(token_id)
-        except TokenMaskError as error:
-            self._finish(sequence, FinishReason.ERROR, error=str(error))
+        if (error := tell_mask(sequence, token_id)) is not None:
+            self._finish(sequence, FinishReason.ERROR, error=error)
 
     def _finish(
         self,

@@ -13,6 +13,7 @@ from triton_models.engine.captured_steps import CapturedSteps
 from triton_models.engine.device_step import DeviceStep
 from triton_models.engine.kv_cache import KVCache
 from triton_models.engine.layout import ChunkRows, StepLayout
+from triton_models.engine.masks import fill_mask
 from triton_models.engine.model import CausalModel
 from triton_models.engine.penalties import PenaltyTable, stage_penalties
 from triton_models.engine.results import Sampled, sampled_tokens
@@ -23,7 +24,6 @@ from triton_models.engine.settings import Capacity, EngineSettings
 from triton_models.engine.slots import SlotTable, slot_of, stage_blocks, stage_sequences
 from triton_models.engine.staging import Staging, upload
 from triton_models.engine.step_inputs import StepInputs, chunk_rows, stage_prompts, step_inputs
-from triton_models.errors import TokenMaskError
 
 log = logging.getLogger(__name__)
 
@@ -210,12 +210,8 @@ class Runner:
             return None, errors
         words = torch.zeros((len(masked), -(-self._model.vocab_size // MASK_BITS)), dtype=torch.int32)
         for row, sequence in zip(words, masked, strict=True):
-            mask = sequence.request.sampling.mask
-            try:
-                if mask is not None:
-                    mask.fill(row)
-            except TokenMaskError as error:
-                errors[sequence.request.request_id] = str(error)
+            if (error := fill_mask(sequence, row)) is not None:
+                errors[sequence.request.request_id] = error
         return upload(words, self._model.device), errors
 
     def _send_back(

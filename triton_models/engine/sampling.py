@@ -41,8 +41,8 @@ class TokenMask(Protocol):
     """A grammar's say over the next token.
 
     The engine asks once per token that it samples and tells each token behind which it goes on once, in
-    order: not the last, and not again after a preemption. Either call may raise `TokenMaskError`, which
-    ends that request alone.
+    order: not the last, and not again after a preemption. Whatever either call raises ends that request
+    alone; a `TokenMaskError` says why to its client.
     """
 
     def fill(self, words: Tensor) -> None:

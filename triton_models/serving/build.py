@@ -46,7 +46,7 @@ def load_text(parameters: EntryParameters) -> ChatText:
     name = parameters.format or detect_format(parameters.checkpoint)
     tokenizer = load_tokenizer(parameters.checkpoint, name)
     template = chat_template(parameters.checkpoint)
-    return ChatText(tokenizer, chat_format(name, tokenizer, template))
+    return ChatText.of(tokenizer, chat_format(name, tokenizer, template))
 
 
 def build_service(parameters: EntryParameters, pb_utils: Any) -> StreamService:

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
-from triton_models.errors import ModelError
+from triton_models.errors import InvalidGrammarError, ModelError
 from triton_models.text.answer import AnswerStream
 from triton_models.text.formats import ChatFormat
+from triton_models.text.grammars import CompiledGrammar, Grammars
 from triton_models.text.tokenizers import Tokenizer
+from triton_models.text.vocabulary import vocabulary_of
 from wire.history import Turn
 from wire.sampling import Generation
 
@@ -16,6 +18,37 @@ class ChatText:
 
     tokenizer: Tokenizer
     format: ChatFormat
+    grammars: Grammars
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, chat_format: ChatFormat) -> "ChatText":
+        """Put the text side of a model together."""
+        segment_id = next(iter(chat_format.segment_roles), None)
+        grammars = Grammars(
+            vocabulary_of(tokenizer),
+            chat_format.stop_ids,
+            segment_id=segment_id,
+            call_format=chat_format.name if chat_format.supports_tools else None,
+        )
+        return cls(tokenizer, chat_format, grammars)
+
+    def compile_grammar(self, generation: Generation) -> CompiledGrammar | None:
+        """Return what the answer is held to; None: it is free.
+
+        Raises:
+            InvalidGrammarError: it cannot be held to that.
+        """
+        if generation.grammar is None:
+            return None
+        if generation.ignore_eos or generation.min_tokens:
+            raise InvalidGrammarError(
+                "ignore_eos and min_tokens contradict it: the answer ends where it ends"
+            )
+        return self.grammars.compile(
+            generation.grammar,
+            continues=generation.raw or generation.prompt_token_ids is not None,
+            metadata=generation.answer_metadata,
+        )
 
     def prompt_ids(self, generation: Generation, prompt: str, history: list[Turn]) -> list[int]:
         """Return the ids to prefill, rendered from the conversation or text, or as the client gave them.
@@ -29,7 +62,7 @@ class ChatText:
             return generation.prompt_token_ids
         if not generation.raw:
             return self.format.render(
-                history, prompt, generation.role, answer_metadata=generation.answer_metadata
+                history, prompt, generation.role, answer_metadata=self._metadata(generation)
             )
         if history or generation.role != "user":
             raise ModelError("raw excludes history and role")
@@ -70,9 +103,17 @@ class ChatText:
             generation.stop,
             generation.min_tokens,
             raw=generation.raw,
-            metadata=generation.answer_metadata,
+            metadata=self._metadata(generation),
             end_after_call_of=generation.end_after_call_of,
             include_stop=generation.include_stop,
             show_special=generation.show_special,
             echoes=generation.echo and generation.prompt_token_ids is not None,
         )
+
+    def _metadata(self, generation: Generation) -> str | None:
+        """Return the answer's first line, where the model is not to choose it: none, where it is text."""
+        grammar = generation.grammar
+        is_text = grammar is not None and grammar.kind != "tool_calls" and not generation.raw
+        if generation.answer_metadata is None and is_text and self.format.supports_tools:
+            return ""
+        return generation.answer_metadata

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request
 from triton_models.errors import PromptTooLongError
+from triton_models.text.grammars import CompiledGrammar
 from wire.sampling import Generation
 
 _SEEDS = 2**64
@@ -18,6 +19,7 @@ def engine_requests(
     max_tokens: int | None,
     stop_ids: frozenset[int],
     deadline: float | None,
+    grammar: CompiledGrammar | None = None,
 ) -> list[Request]:
     """Return the requests for the choices, which differ in nothing but their keys and seeds.
 
@@ -30,6 +32,7 @@ def engine_requests(
         max_tokens: see `new_tokens`.
         stop_ids: the ids that end a choice.
         deadline: monotonic seconds; None: never.
+        grammar: what each choice is held to, by itself.
 
     Raises:
         InvalidRequestError: sampling parameters that contradict each other.
@@ -53,6 +56,7 @@ def engine_requests(
                 stop_token_ids=stop_ids,
                 logit_bias=generation.logit_bias,
                 logprobs=generation.logprobs,
+                mask=None if grammar is None else grammar.mask(),
             ),
             priority=generation.priority,
             deadline=deadline,

@@ -4,7 +4,6 @@ import itertools
 import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -29,8 +28,10 @@ from triton_models.serving.engine_requests import engine_requests, new_tokens
 from triton_models.serving.metrics import EngineMetrics
 from triton_models.serving.monitor import Monitor
 from triton_models.serving.open_request import OpenRequest, Phase
+from triton_models.serving.preparing import Compiled, Preparing
 from triton_models.serving.responder import Responder
 from triton_models.serving.steps import StepDelivery
+from triton_models.text.grammars import CompiledGrammar
 from wire.history import decode_history
 from wire.meta import Accepted, Meta, ProbeReport
 from wire.refusal import RefusalCode
@@ -89,7 +90,7 @@ class StreamService:
             on_lost=self._lose,
         )
         self._loop = EngineLoop(engine, on_outputs=self._delivery.post, on_step=metrics.step)
-        self._intake = ThreadPoolExecutor(max_workers=1, thread_name_prefix="intake")
+        self._preparing = Preparing(text.compile_grammar, self._prepare)
         self._monitor = Monitor(self._streams, self._on_gone, heartbeat_s)
 
     def start(self) -> None:
@@ -102,7 +103,7 @@ class StreamService:
     def close(self) -> None:
         """Refuse what still waits or runs, answer every open request, and join every thread."""
         self._closing.set()
-        self._intake.shutdown(wait=True)
+        self._preparing.close()
         self._loop.stop()
         self._delivery.stop()
         self._monitor.stop()
@@ -137,7 +138,7 @@ class StreamService:
             refusal = RefusalCode.QUEUE_FULL, f"{len(self._requests)} requests are open already"
         else:
             self._requests[request.key] = request
-            self._intake.submit(self._prepare, request, inputs)
+            self._preparing.submit(request, inputs)
             return
         with request.lock:
             request.refuse(*refusal)
@@ -158,11 +159,11 @@ class StreamService:
             if (request := self._requests.get(key)) is not None:
                 self._cancel(request)
 
-    def _prepare(self, request: OpenRequest, inputs: Inputs) -> None:
+    def _prepare(self, request: OpenRequest, inputs: Inputs, compiled: Compiled | None) -> None:
         """Queue one request in the engine, or refuse it; runs on the intake thread."""
         with request.lock:
             try:
-                self._admit(request, inputs)
+                self._admit(request, inputs, None if compiled is None else compiled.result())
             except Exception as error:  # noqa: BLE001 - the boundary of one request: its client alone is told
                 request.refuse(*_refusal(error))
             refused = request.phase is Phase.CLOSED
@@ -175,7 +176,7 @@ class StreamService:
             if refused:
                 self._choices.pop(choice.key, None)
 
-    def _admit(self, request: OpenRequest, inputs: Inputs) -> None:
+    def _admit(self, request: OpenRequest, inputs: Inputs, grammar: CompiledGrammar | None) -> None:
         """Validate, tokenise, queue, accept. The caller holds the lock, so no response overtakes `accepted`.
 
         A channel's frames may: outputs of a request with one are taken as soon as it is queued.
@@ -186,8 +187,6 @@ class StreamService:
             return
         if self._closing.is_set():
             raise EngineStoppedError("the model is being unloaded")
-        if generation.grammar is not None:
-            raise InvalidGrammarError("grammars are not supported by this model yet")
         prompt_ids = self._prompt_ids(generation, inputs)
         if generation.channel is not None:
             first = generation.channel.stream
@@ -202,6 +201,7 @@ class StreamService:
             max_tokens=new_tokens(generation, len(prompt_ids), self._max_context),
             stop_ids=self._text.stop_ids(generation),
             deadline=None if deadline_ms is None else request.received + deadline_ms / 1000,
+            grammar=grammar,
         )
         self._choices.update((choice.key, (request, choice)) for choice in request.choices)
         self._loop.add(*asked)

@@ -29,7 +29,7 @@ from wire.sampling import decode_sampling
 
 DIALECT = ChatGLMDialect()
 TOKENIZER = load_tokenizer(GOLDEN / "chatglm3", "chatglm3")
-TEXT = ChatText(TOKENIZER, ChatGLM3Format(TOKENIZER))
+TEXT = ChatText.of(TOKENIZER, ChatGLM3Format(TOKENIZER))
 USER = {"role": "user", "content": "hi"}
 CALL = "get_weather\n " + write_call({"city": "Berlin"})
 OPENED = {"at": 0, "role": "assistant"}

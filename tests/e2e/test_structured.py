@@ -1,0 +1,163 @@
+"""Answers held to schemas and grammars, with the official SDK on the real Triton: random weights obey too."""
+
+import json
+import re
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+MODELS = ("chatglm3", "chatglm2")
+MESSAGES: Any = [{"role": "user", "content": "你好, tell me about 北京 in plain prose."}]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "sunny": {"type": "boolean"},
+        "kind": {"enum": ["大", "small"]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2},
+    },
+    "required": ["city", "days", "sunny", "kind", "tags"],
+    "additionalProperties": False,
+}
+
+
+def response_format(schema: Any = SCHEMA) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "trip", "strict": True, "schema": schema}}
+
+
+class Trip(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    city: str = pydantic.Field(max_length=10)
+    days: int = pydantic.Field(ge=1, le=9)
+    kind: Literal["大", "small"] | None
+    stops: list[float] = pydantic.Field(max_length=2)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_fifty_seeds_at_temperature_2_validate(model: str, sdk: openai.OpenAI) -> None:
+    def ask(seed: int) -> str:
+        answer = sdk.chat.completions.create(
+            model=model,
+            messages=MESSAGES,
+            temperature=2,
+            seed=seed,
+            max_tokens=150,
+            response_format=response_format(),
+        )
+        choice = answer.choices[0]
+        if choice.finish_reason == "stop":
+            jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+        else:
+            assert answer.usage.completion_tokens == 150
+        return choice.finish_reason
+
+    with ThreadPoolExecutor(16) as pool:
+        reasons = Counter(pool.map(ask, range(50)))
+    assert set(reasons) <= {"stop", "length"}
+    assert reasons["stop"] >= 25
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_sdk_parses_what_it_asked_for(model: str, sdk: openai.OpenAI) -> None:
+    completion = sdk.chat.completions.parse(
+        model=model, messages=MESSAGES, response_format=Trip, temperature=0.7, seed=3, max_tokens=300
+    )
+    trip = completion.choices[0].message.parsed
+    assert isinstance(trip, Trip)
+    assert completion.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_streamed_and_whole_are_the_same(model: str, sdk: openai.OpenAI) -> None:
+    for seed in range(4):
+        asked: Any = {
+            "seed": seed,
+            "temperature": 1.5,
+            "max_tokens": 120,
+            "response_format": response_format(),
+        }
+        whole = sdk.chat.completions.create(model=model, messages=MESSAGES, **asked)
+        chunks = list(sdk.chat.completions.create(model=model, messages=MESSAGES, stream=True, **asked))
+        assert (
+            "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            == whole.choices[0].message.content
+        )
+        assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_json_mode_is_an_object_whatever_the_prompt_says(sdk: openai.OpenAI) -> None:
+    answers = [
+        sdk.chat.completions.create(
+            model=model,
+            messages=MESSAGES,
+            response_format={"type": "json_object"},
+            seed=seed,
+            temperature=1.2,
+            max_tokens=200,
+            n=2,
+        )
+        for model in MODELS
+        for seed in range(4)
+    ]
+    choices = [choice for answer in answers for choice in answer.choices]
+    assert all(choice.message.content.startswith("{") for choice in choices)
+    ended = [choice for choice in choices if choice.finish_reason == "stop"]
+    assert ended
+    assert all(isinstance(json.loads(choice.message.content), dict) for choice in ended)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_structured_outputs_on_both_routes(model: str, sdk: openai.OpenAI) -> None:
+    for outputs, pattern in (
+        ({"regex": r"\d{3}-[a-z]{2}"}, r"\d{3}-[a-z]{2}"),
+        ({"choice": ["是 的", " no"]}, "是 的| no"),
+        ({"json": {"type": "array", "items": {"const": 1}, "maxItems": 2}}, r"\[.*\]"),
+        ({"grammar": 'start: "a" /[0-9]/{2}'}, "a[0-9]{2}"),
+        ({"grammar": 'root ::= "a" [0-9]'}, "a[0-9]"),
+    ):
+        asked: Any = {"model": model, "temperature": 2, "extra_body": {"structured_outputs": outputs}}
+        chat = sdk.chat.completions.create(messages=MESSAGES, **asked).choices[0]
+        text = sdk.completions.create(prompt="x = ", max_tokens=60, **asked).choices[0]
+        for said, reason in ((chat.message.content, chat.finish_reason), (text.text, text.finish_reason)):
+            assert re.fullmatch(pattern, said, re.DOTALL), said
+            assert reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "why"),
+    [
+        (
+            {"response_format": response_format({"type": "object", "not": {}})},
+            "response_format.json_schema.schema",
+            "not",
+        ),
+        (
+            {"response_format": response_format({"type": "wibble"})},
+            "response_format.json_schema.schema",
+            "wibble",
+        ),
+        ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs.regex", "regex"),
+        (
+            {"extra_body": {"structured_outputs": {"grammar": "start: <|user|>"}}},
+            "structured_outputs.grammar",
+            "special",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_enforced_is_a_400_that_names_it(
+    asked: Any, param: str, why: str, stream: bool, sdk: openai.OpenAI
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        sdk.chat.completions.create(model="chatglm3", messages=MESSAGES, stream=stream, **asked)
+    assert refused.value.param == param
+    assert why in refused.value.message

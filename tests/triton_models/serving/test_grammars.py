@@ -1,0 +1,102 @@
+"""Answers that are held to a grammar, from the request to its responses."""
+
+import json
+import re
+from collections.abc import Callable
+
+import jsonschema
+import pytest
+
+from tests.triton_models.serving.conftest import Served
+from triton_models.text.grammars import GrammarMask
+from wire.grammar import Grammar
+from wire.refusal import RefusalCode
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "你"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+BY_SCHEMA = Grammar("json_schema", json.dumps(SCHEMA))
+BY_REGEX = Grammar("regex", "[a-z]{3}[0-9]{2}")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_answer_validates_at_the_highest_temperature(served: Served, seed: int) -> None:
+    streamed = served.ask(grammar=BY_SCHEMA, temperature=2, seed=seed, max_tokens=60).wait()
+    whole = served.ask(grammar=BY_SCHEMA, temperature=2, seed=seed, max_tokens=60, stream=False).wait()
+    assert streamed.text == whole.text
+    assert whole.metas[-1].finish_reason == streamed.metas[-1].finish_reason
+    if whole.metas[-1].finish_reason == "stop":
+        jsonschema.validate(json.loads(whole.text), SCHEMA)
+    else:
+        assert whole.metas[-1].usage.completion_tokens == 60
+
+
+def test_each_choice_is_held_to_it_by_itself(served: Served) -> None:
+    answer = served.ask(grammar=BY_REGEX, temperature=2, seed=5, n=4).wait()
+    texts = ["".join(text for text, meta in answer.responses if meta.index == index) for index in range(4)]
+    assert all(re.fullmatch("[a-z]{3}[0-9]{2}", text) for text in texts)
+    assert len(set(texts)) == 4
+
+
+def test_free_requests_beside_it_are_free_and_preemption_loses_nothing(
+    serve: Callable[..., Served],
+) -> None:
+    ample, scarce = serve(), serve(kv_blocks=8, block_size=4, max_context=28, max_running=4)
+    asked = [{"temperature": 2, "seed": seed, "max_tokens": 14} for seed in range(6)]
+    for kind in (None, BY_REGEX, Grammar("regex", "[a-z]{30}")):
+        expected = [ample.ask(grammar=kind, **each).wait().text for each in asked]
+        answers = [scarce.ask(grammar=kind, **each) for each in asked]
+        assert [answer.wait().text for answer in answers] == expected
+    assert scarce.service._loop.stats().preemptions
+
+
+def test_raw_text_is_continued_by_it(served: Served) -> None:
+    answer = served.ask("x = ", raw=True, grammar=BY_REGEX, temperature=2).wait()
+    assert re.fullmatch("[a-z]{3}[0-9]{2}", answer.text)
+    ids = served.ask("", prompt_token_ids=[5, 6], raw=True, grammar=BY_REGEX, temperature=2).wait()
+    assert re.fullmatch("[a-z]{3}[0-9]{2}", ids.text)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "more", "why"),
+    [
+        (Grammar("json_schema", '{"not": {}}'), {}, "not"),
+        (Grammar("regex", "("), {}, "regex"),
+        (BY_REGEX, {"min_tokens": 1}, "min_tokens"),
+        (BY_REGEX, {"ignore_eos": True}, "ignore_eos"),
+        (Grammar("tool_calls", "{}"), {}, "."),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused(
+    served: Served, grammar: Grammar, more: dict[str, object], why: str
+) -> None:
+    refused = served.ask(grammar=grammar, **more).wait()
+    code, message = refused.refusal
+    assert code is RefusalCode.INVALID_GRAMMAR
+    assert re.search(why, message)
+
+
+def test_a_mask_that_fails_takes_nobody_along(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill, accept = GrammarMask.fill, GrammarMask.accept
+    calls = {"fill": 0}
+
+    def failing_fill(self: GrammarMask, words: object) -> None:
+        calls["fill"] += 1
+        if calls["fill"] == 4:
+            raise ZeroDivisionError
+        fill(self, words)
+
+    free = served.ask(max_tokens=40, temperature=0, ignore_eos=True)
+    monkeypatch.setattr(GrammarMask, "fill", failing_fill)
+    failed = served.ask(grammar=Grammar("regex", "[a-z]{20}")).wait()
+    assert failed.refusal[0] is RefusalCode.INTERNAL
+    assert "mask" in failed.refusal[1]
+    monkeypatch.setattr(GrammarMask, "fill", fill)
+    monkeypatch.setattr(GrammarMask, "accept", lambda self, token_id: 1 / 0)
+    assert served.ask(grammar=Grammar("regex", "[a-z]{20}")).wait().refusal[0] is RefusalCode.INTERNAL
+    monkeypatch.setattr(GrammarMask, "accept", accept)
+    assert free.wait().metas[-1].usage.completion_tokens == 40
+    assert re.fullmatch("[a-z]{3}[0-9]{2}", served.ask(grammar=BY_REGEX).wait().text)

@@ -1,0 +1,236 @@
+import json
+import re
+import threading
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from tests.triton_models.text.walks import Walker, Words
+from triton_models.errors import InvalidGrammarError, TokenMaskError
+from triton_models.text.grammars import CACHED
+from triton_models.text.tokenizers import Tokenizer
+from wire.grammar import Grammar
+
+SEEDS = range(12)
+
+ADDRESS = {"type": "object", "properties": {"城": {"type": "string", "maxLength": 5}}, "required": ["城"]}
+SCHEMAS: dict[str, Any] = {
+    "record": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "minLength": 2, "maxLength": 8},
+            "age": {"type": "integer", "minimum": 3, "maximum": 120},
+            "height": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 3},
+            "tags": {
+                "type": "array",
+                "items": {"enum": ["a b", "你", 3, None]},
+                "minItems": 1,
+                "maxItems": 3,
+            },
+            "home": {"$ref": "#/$defs/address"},
+            "ok": {"type": ["boolean", "null"]},
+        },
+        "required": ["name", "age", "tags", "home", "ok"],
+        "additionalProperties": False,
+        "$defs": {"address": ADDRESS},
+    },
+    "union": {
+        "anyOf": [{"type": "integer"}, {"type": "array", "prefixItems": [{"const": 1}], "items": False}]
+    },
+    "pattern": {"type": "string", "pattern": "^[a-z]{2}-[0-9]{1,3}$"},
+    "date": {"type": "string", "format": "date"},
+    "tree": {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {
+                    "v": {"type": "boolean"},
+                    "c": {"type": "array", "maxItems": 2, "items": {"$ref": "#/$defs/node"}},
+                },
+                "required": ["v"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    "map": {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},
+    "anything": {},
+    "even": {"type": "integer", "multipleOf": 2, "minimum": 0, "maximum": 1000},
+    "merged": {
+        "allOf": [ADDRESS, {"type": "object", "properties": {"n": {"type": "null"}}, "required": ["n"]}]
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def walkers(tokenizers: dict[str, Tokenizer]) -> dict[str, Walker]:
+    return {name: Walker(tokenizer, name) for name, tokenizer in tokenizers.items()}
+
+
+@pytest.fixture(scope="module", params=["chatglm2", "chatglm3", "glm4"])
+def walker(request: pytest.FixtureRequest, walkers: dict[str, Walker]) -> Walker:
+    return walkers[request.param]
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_walk_that_ends_validates(walker: Walker, name: str, raw: bool) -> None:
+    ended = 0
+    for seed in SEEDS:
+        walk = walker.walk("json_schema", json.dumps(SCHEMAS[name]), seed=seed, raw=raw)
+        if walk.ended:
+            ended += 1
+            jsonschema.validate(json.loads(walk.text), SCHEMAS[name])
+    assert ended > len(SEEDS) / 3
+
+
+def test_any_object_is_an_object(walker: Walker) -> None:
+    walks = [walker.walk("json_object", seed=seed) for seed in SEEDS]
+    assert any(walk.ended for walk in walks)
+    assert all(isinstance(json.loads(walk.text), dict) for walk in walks if walk.ended)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize(
+    "pattern",
+    ["[a-c]{2,4}", "^(yes|no)$", " x| y", "/\\d{2}/", "[\U0001f600-\U0001f64f]{1,2}", "a?", "你好+"],
+)
+def test_regular_expressions_hold_for_the_text_as_it_is_shown(
+    walker: Walker, pattern: str, raw: bool
+) -> None:
+    for seed in SEEDS:
+        walk = walker.walk("regex", pattern, seed=seed, raw=raw)
+        assert walk.ended
+        assert re.fullmatch(pattern, walk.text), walk.text
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_choices_are_told_exactly(walker: Walker, raw: bool) -> None:
+    choices = [" yes", "yes", "no ", 'say "no"', "\\n", "\n", "是的", "🙂", "<|user|>", "\x01", "a/b"]
+    said = {walker.walk("choice", json.dumps(choices), seed=seed, raw=raw).text for seed in range(60)}
+    assert said <= set(choices)
+    assert {" yes", "yes"} & said
+    for choice in choices:
+        assert walker.walk("choice", json.dumps([choice]), raw=raw).text == choice
+
+
+def test_lark_and_gbnf(walker: Walker) -> None:
+    lark = 'start: word (" " word)*\nword: /[ab]/ // a letter, not <a token>\n%llguidance {}\n'
+    assert re.fullmatch("[ab]( [ab])*", walker.walk("lark", lark).text)
+    gbnf = 'root ::= item+\nitem ::= "x" | [0-9]'
+    assert re.fullmatch("[x0-9]+", walker.walk("lark", gbnf).text)
+
+
+def test_the_encodings_of_a_text_are_among_the_walks(walker: Walker) -> None:
+    """As the tokenizer writes it, and byte by byte."""
+    text = '{"城": "北京 🙂"}'
+    tokenizer = walker.tokenizer
+    bytes_ = {piece: at for at in range(tokenizer.size) if isinstance(piece := tokenizer.piece(at), bytes)}
+    singly = [bytes_[bytes([byte])] for byte in text.encode()]
+    if walker.format.name != "glm4":
+        # SentencePiece's own prefix, and the piece that stands for every space.
+        space = next(at for at in range(tokenizer.size) if tokenizer.piece(at) == " ")
+        singly = [space, *(space if at == bytes_[b" "] else at for at in singly)]
+    for ids in (tokenizer.encode(text), singly):
+        mask = walker.grammars.compile(Grammar("json_object")).mask()
+        for token_id in ids:
+            assert token_id in walker.allowed(mask)
+            mask.accept(token_id)
+        assert walker.format.stop_ids <= set(walker.allowed(mask))
+        assert tokenizer.decode(ids) == text
+
+
+def test_no_other_special_id_is_ever_allowed(walker: Walker) -> None:
+    tokenizer = walker.tokenizer
+    special = {each for each in range(tokenizer.size) if not tokenizer.piece(each)}
+    mask = walker.grammars.compile(Grammar("regex", "(.|\\n)*")).mask()
+    allowed = set(walker.allowed(mask))
+    assert allowed & special <= walker.format.stop_ids
+    mask.accept(tokenizer.encode("a")[0])
+    allowed = set(walker.allowed(mask))
+    assert allowed & special == walker.format.stop_ids
+    assert len(allowed) > tokenizer.size / 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "why"),
+    [
+        ("json_schema", "{", "JSON"),
+        ("json_schema", "[]", "object"),
+        ("json_schema", '{"type": "strin"}', "strin"),
+        ("json_schema", '{"not": {}}', "not"),
+        ("json_schema", '{"properties": {"a": {"uniqueItems": true}}}', "uniqueItems"),
+        ("json_schema", '{"if": {}}', "if"),
+        ("json_schema", '{"items": [{}], "additionalItems": false}', "additionalItems"),
+        ("json_schema", '{"properties": {"a": {"minProperties": 2}}}', r"\$\.properties\.a: minProperties"),
+        ("json_schema", '{"$ref": "http://example.com/a"}', "example.com"),
+        ("json_schema", '{"type": "string", "format": "colour"}', "colour"),
+        ("json_schema", '{"oneOf": [{"type": "integer"}, {"minimum": 3}]}', "oneOf"),
+        ("json_schema", '{"type": "string", "pattern": "("}', "regex"),
+        ("json_schema", '{"x-guidance": {"lenient": true}, "not": {}}', "not"),
+        ("json_schema", '{"anyOf": []}', "."),
+        ("regex", "(", "regex"),
+        ("regex", "a(?=b)", "look-ahead"),
+        ("choice", "[]", "choices"),
+        ("lark", "start: nobody", "nobody"),
+        ("lark", "end: /a/", "start"),
+        ("lark", 'start: "a" <|user|>', "special"),
+        ("lark", 'start: "a" <[5]>', "special"),
+        ("lark", "start: <[*]>", "special"),
+        ("lark", "root ::= (", "GBNF"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused(walker: Walker, kind: str, text: str, why: str) -> None:
+    with pytest.raises(InvalidGrammarError, match=why) as refused:
+        walker.grammars.compile(Grammar(kind, text))
+    assert len(str(refused.value)) < 400
+    assert "backtrace" not in str(refused.value)
+
+
+def test_compiled_grammars_are_kept_up_to_a_bound(walker: Walker) -> None:
+    compile_ = walker.grammars.compile
+    first = compile_(Grammar("regex", "first"))
+    for number in range(CACHED - 1):
+        compile_(Grammar("regex", f"x{number}"))
+        assert compile_(Grammar("regex", "first")) is first
+    assert compile_(Grammar("regex", "first"), continues=True) is not first
+    for number in range(CACHED):
+        compile_(Grammar("regex", f"y{number}"))
+    assert compile_(Grammar("regex", "first")) is not first
+
+
+def test_masks_of_one_grammar_go_their_own_ways(walkers: dict[str, Walker]) -> None:
+    walker = walkers["chatglm3"]
+    walks: list[str] = []
+
+    def work(seed: int) -> None:
+        walks.append(walker.walk("regex", f"[a-z]{{20}}{seed % 2}", seed=seed).text)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(walks)) == 8
+    assert all(re.fullmatch("[a-z]{20}[01]", walk) for walk in walks)
+
+
+def test_a_mask_that_is_told_nonsense_fails(walkers: dict[str, Walker]) -> None:
+    walker = walkers["chatglm3"]
+    compiled = walker.grammars.compile(Grammar("regex", "ab"))
+    mask = compiled.mask()
+    with pytest.raises(TokenMaskError, match="left its grammar"):
+        mask.accept(next(each for each in range(300) if each not in walker.allowed(compiled.mask())))
+    with pytest.raises(TokenMaskError):
+        mask.fill(Words(walker.tokenizer.size))
+    assert walker.allowed(compiled.mask())
+
+
+def test_a_row_is_written_whole_and_nothing_behind_it(walkers: dict[str, Walker]) -> None:
+    walker = walkers["chatglm3"]
+    words = Words(walker.tokenizer.size)
+    walker.grammars.compile(Grammar("json_object")).mask().fill(words)
+    assert np.count_nonzero(words.row)
+    assert not words.row[-4:].any()

@@ -1,0 +1,85 @@
+"""Random walks through a grammar's masks: what a model of the highest temperature would say."""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from triton_models.text.answer import AnswerStream
+from triton_models.text.formats import chat_format
+from triton_models.text.grammars import GrammarMask, Grammars
+from triton_models.text.tokenizers import Tokenizer
+from triton_models.text.vocabulary import vocabulary_of
+from wire.grammar import Grammar
+
+
+class Words:
+    """A row of a bit mask, with room for a padded vocabulary."""
+
+    def __init__(self, size: int) -> None:
+        self.row = np.zeros(-(-size // 32) + 4, dtype=np.int32)
+
+    def numpy(self) -> np.ndarray:
+        return self.row
+
+
+@dataclass
+class Walk:
+    """A text, the ids that it came from, and whether it came to its end."""
+
+    text: str
+    ids: list[int]
+    ended: bool
+    segments: list[int]
+
+
+class Walker:
+    """Grammars over one golden tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, name: str) -> None:
+        self.tokenizer = tokenizer
+        self.format = chat_format(name, tokenizer)
+        self.grammars = Grammars(
+            vocabulary_of(tokenizer),
+            self.format.stop_ids,
+            segment_id=next(iter(self.format.segment_roles), None),
+            call_format=name if self.format.supports_tools else None,
+        )
+
+    def allowed(self, mask: GrammarMask) -> list[int]:
+        words = Words(self.tokenizer.size)
+        mask.fill(words)
+        bits = np.unpackbits(words.row.view(np.uint8), bitorder="little")
+        assert not bits[self.tokenizer.size :].any()
+        return np.flatnonzero(bits).tolist()
+
+    def walk(
+        self,
+        kind: str,
+        text: str = "",
+        *,
+        seed: int = 0,
+        steps: int = 400,
+        raw: bool = False,
+        metadata: str | None = None,
+    ) -> Walk:
+        """Sample until the grammar ends: all allowed tokens alike, but ends and closings more often."""
+        mask = self.grammars.compile(Grammar(kind, text), continues=raw, metadata=metadata).mask()
+        dice = random.Random(seed)
+        answer = AnswerStream(self.tokenizer, self.format, raw=raw, metadata=metadata)
+        ids, said, segments = [], "", []
+        while len(ids) < steps:
+            allowed = self.allowed(mask)
+            stops = [each for each in allowed if each in self.format.stop_ids]
+            if stops and (len(stops) == len(allowed) or dice.random() < 0.3):
+                assert set(stops) == self.format.stop_ids
+                return Walk(said + answer.finish().text, ids, ended=True, segments=segments)
+            going_on = [each for each in allowed if each not in stops]
+            closing = [each for each in going_on if self.tokenizer.piece(each) in (b'"', '"', "]", "}", "'")]
+            chosen = dice.choice(closing if closing and dice.random() < 0.3 else going_on)
+            mask.accept(chosen)
+            ids.append(chosen)
+            delta = answer.push(chosen)
+            segments += [len(said) + at for at, _ in delta.segments]
+            said += delta.text
+        return Walk(said + answer.finish().text, ids, ended=False, segments=segments)

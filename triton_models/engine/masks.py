@@ -1,0 +1,41 @@
+"""Asking token masks: the boundary to foreign code, whose every fault is its own request's alone."""
+
+import logging
+
+from torch import Tensor
+
+from triton_models.engine.sequence import Sequence
+from triton_models.errors import TokenMaskError
+
+log = logging.getLogger(__name__)
+
+_FAULT = "the request's token mask failed"
+
+
+def fill_mask(sequence: Sequence, words: Tensor) -> str | None:
+    """Have the mask of `sequence` write the allowed tokens; returns what went wrong."""
+    mask = sequence.request.sampling.mask
+    try:
+        if mask is not None:
+            mask.fill(words)
+    except Exception as error:  # noqa: BLE001 - see the module
+        return _told(sequence, error)
+    return None
+
+
+def tell_mask(sequence: Sequence, token_id: int) -> str | None:
+    """Tell the mask of `sequence`, if it has one, of a token to go on behind; returns what went wrong."""
+    mask = sequence.request.sampling.mask
+    try:
+        if mask is not None:
+            mask.accept(token_id)
+    except Exception as error:  # noqa: BLE001 - see the module
+        return _told(sequence, error)
+    return None
+
+
+def _told(sequence: Sequence, error: Exception) -> str:
+    if isinstance(error, TokenMaskError):
+        return str(error)
+    log.error("the token mask of %s failed", sequence.request.request_id, exc_info=error)
+    return _FAULT

@@ -1,0 +1,116 @@
+"""Grammars of the wire, written as llguidance reads them.
+
+Everything is Lark in the end, with JSON schemas inline. The options: nothing is forced, since only the model
+may choose how a text is cut into tokens; white space within JSON is a space, or a newline and an indentation,
+so that no answer can go astray in it.
+"""
+
+import json
+import re
+from typing import Any, Final
+
+import llguidance
+import msgspec
+
+from triton_models.errors import InvalidGrammarError
+from triton_models.text.schema_check import check_schema
+from wire.grammar import Grammar, decode_choices
+
+OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
+
+_JSON_OPTIONS: Final = {"whitespace_pattern": r"( |\n {0,20})?"}
+
+_NOT_NAMES = re.compile(
+    r"""  "(?:\\.|[^"\\\n])*"  |  /(?:\\.|[^/\\\n])+/  |  //[^\n]*  |  \#[^\n]*  """, re.VERBOSE
+)
+"""Strings, regular expressions and comments of a Lark grammar."""
+_SPECIAL_TOKEN = re.compile(r"<[^<>\s][^<>\n]*>")
+_USER_GRAMMAR = "answer"
+
+
+def grammar_document(
+    grammar: Grammar, *, prefix: str, metadata: str | None, call_format: str | None, segment_id: int | None
+) -> str:
+    """Return what llguidance compiles.
+
+    Args:
+        grammar: as the wire has it.
+        prefix: what stands before every text, and is not shown.
+        metadata: the answer's first line, where it is part of the prompt.
+        call_format: name of the format that calls of tools are written in; None: there are none.
+        segment_id: the id that begins another segment of an answer.
+
+    Raises:
+        InvalidGrammarError: it is broken, or asks for what cannot be enforced.
+    """
+    del metadata, segment_id
+    match grammar.kind:
+        case "json_object":
+            return _lark(prefix, json_rule({"type": "object"}))
+        case "json_schema":
+            schema = _decoded(grammar.text)
+            check_schema(schema)
+            return _lark(prefix, json_rule(schema))
+        case "regex":
+            return _lark(prefix, "ANSWER", f"ANSWER: /{llguidance.regex_to_lark(grammar.text, '')}/\n")
+        case "choice":
+            choices = _read(grammar.text)
+            return _lark(prefix, f"({' | '.join(map(literal, choices))})")
+        case "lark":
+            return _nested(prefix, _checked(grammar.text))
+        case "tool_calls":
+            raise InvalidGrammarError(f"calls cannot be enforced in the format {call_format}")
+
+
+def literal(text: str) -> str:
+    """Return `text`, not empty, as a string of Lark's."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_rule(schema: Any, **options: Any) -> str:
+    """Return what matches the JSON values that obey `schema`; only our own options count."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS | options}, ensure_ascii=False)}"
+
+
+def _lark(prefix: str, start: str, rules: str = "") -> str:
+    first = literal(prefix) + " " if prefix else ""
+    return f"{OPTIONS}start: {first}{start}\n{rules}"
+
+
+def _nested(prefix: str, lark: str) -> str:
+    """Return a client's grammar behind the prefix, which leaves its rules their names."""
+    outer = {"lark_grammar": _lark(prefix, f"@{_USER_GRAMMAR}")}
+    return json.dumps({"grammars": [outer, {"name": _USER_GRAMMAR, "lark_grammar": OPTIONS + lark}]})
+
+
+def _checked(text: str) -> str:
+    """Return a client's grammar in Lark's notation.
+
+    Raises:
+        InvalidGrammarError: it cannot be read, or names a special token.
+    """
+    if "::=" in text:
+        try:
+            text = llguidance.gbnf_to_lark.gbnf_to_lark(text)
+        except Exception as error:  # noqa: BLE001 - whatever a foreign parser stumbles over is the text's fault
+            raise InvalidGrammarError(f"not a grammar in GBNF: {error}") from None
+    found = _SPECIAL_TOKEN.search(_NOT_NAMES.sub(" ", text))
+    if found is not None:
+        raise InvalidGrammarError(f"special tokens cannot be part of an answer: {found[0][:40]}")
+    return text
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text.encode())
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError) as error:
+        raise InvalidGrammarError(f"not a JSON schema: {error}") from None
+
+
+def _read(text: str) -> list[str]:
+    try:
+        return decode_choices(text)
+    except msgspec.MsgspecError as error:
+        raise InvalidGrammarError(f"not a list of choices: {error}") from None

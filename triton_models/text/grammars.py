@@ -1,0 +1,217 @@
+"""Grammars over a tokenizer's ids: compiled once, then asked before every token which ones may come next.
+
+llguidance does the parsing, over the bytes that ids add to a text (`Vocabulary`). Every token that a text of
+the grammar can go on with is allowed, however the tokenizer itself would have cut that text: the model
+chooses. The ids that end an answer are allowed where the grammar can end, and no other special id ever is.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import Final, Protocol
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from triton_models.errors import InvalidGrammarError, TokenMaskError
+from triton_models.text.grammar_text import grammar_document
+from triton_models.text.vocabulary import Vocabulary
+from wire.grammar import Grammar
+
+CACHED: Final = 64
+"""Compiled grammars that are kept."""
+
+LIMITS: Final = llguidance.LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=25_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+"""A second to compile, about 10 ms for one mask and 100 MB at the very worst: all other requests wait for the
+masks of a step."""
+
+_MESSAGE_LIMIT = 300
+_WORD_BITS = 32
+
+
+class Words(Protocol):
+    """A row of a bit mask, as `engine.sampling.TokenMask` gets it: an int32 tensor on the CPU."""
+
+    def numpy(self) -> NDArray[np.int32]:
+        """Return the row's own memory."""
+        ...
+
+
+class GrammarMask:
+    """Which tokens one answer may go on with. Used by one thread at a time."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, allowed: NDArray[np.int32]) -> None:
+        self._matcher = matcher
+        self._allowed = allowed
+
+    def fill(self, words: Words) -> None:
+        """See `TokenMask.fill`.
+
+        Raises:
+            TokenMaskError: the grammar has become too complex here, or nothing can follow.
+        """
+        row = words.numpy()[: len(self._allowed)]
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        row &= self._allowed
+        if self._matcher.is_error() or not row.any():
+            raise TokenMaskError(f"the answer cannot go on by its grammar: {_message(self._matcher)}")
+
+    def accept(self, token_id: int) -> None:
+        """See `TokenMask.accept`.
+
+        Raises:
+            TokenMaskError: the grammar does not allow the token.
+        """
+        if not self._matcher.consume_token(token_id):
+            raise TokenMaskError(f"the answer has left its grammar: {_message(self._matcher)}")
+
+
+class CompiledGrammar:
+    """A grammar that any number of answers can be held to, one after the other or at once."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, allowed: NDArray[np.int32]) -> None:
+        self._matcher = matcher
+        self._allowed = allowed
+
+    def mask(self) -> GrammarMask:
+        """Return the mask for a new answer; thread-safe, since what it copies never changes."""
+        return GrammarMask(self._matcher.deep_copy(), self._allowed)
+
+
+class Grammars:
+    """Compiles grammars for one model, and keeps those that were used last. Thread-safe.
+
+    Args:
+        vocabulary: of the model's tokenizer.
+        stop_ids: the ids by which the model ends an answer.
+        segment_id: the id by which it begins another segment, where its format has one.
+        call_format: name of the format that calls of tools are written in; None: the model knows no tools.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        stop_ids: Collection[int],
+        *,
+        segment_id: int | None = None,
+        call_format: str | None = None,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._stop_ids = sorted(stop_ids)
+        self._segment_id = segment_id
+        self._call_format = call_format
+        self._lock = threading.Lock()
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._compiled: OrderedDict[tuple[object, ...], CompiledGrammar] = OrderedDict()
+
+    def compile(
+        self, grammar: Grammar, *, continues: bool = False, metadata: str | None = None
+    ) -> CompiledGrammar:
+        """Return `grammar`, compiled.
+
+        Milliseconds as a rule, and a second for a very large one, most of it without the interpreter's lock.
+
+        Args:
+            grammar: as the wire has it.
+            continues: the answer goes on from other text, instead of being a text of its own.
+            metadata: the answer's first line, where it is part of the prompt.
+
+        Raises:
+            InvalidGrammarError: it is broken, too large, or asks for what cannot be enforced.
+        """
+        key = (grammar.kind, grammar.text, continues, metadata)
+        with self._lock:
+            if (found := self._compiled.get(key)) is not None:
+                self._compiled.move_to_end(key)
+                return found
+        compiled = self._compile(grammar, continues, metadata)
+        with self._lock:
+            self._compiled[key] = compiled
+            if len(self._compiled) > CACHED:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _compile(self, grammar: Grammar, continues: bool, metadata: str | None) -> CompiledGrammar:  # noqa: FBT001
+        document = grammar_document(
+            grammar,
+            prefix=" " if self._vocabulary.hides_space and not continues else "",
+            metadata=metadata,
+            call_format=None if continues else self._call_format,
+            segment_id=self._segment_id,
+        )
+        matcher = llguidance.LLMatcher(self.prepare(), document, limits=LIMITS, log_level=0)
+        if matcher.is_error():
+            raise InvalidGrammarError(_message(matcher))
+        special = [*self._stop_ids]
+        if grammar.kind == "tool_calls" and self._segment_id is not None:
+            special.append(self._segment_id)
+        compiled = CompiledGrammar(matcher, self._allowed(special))
+        try:
+            # Whatever is compiled on first use is compiled here, and an answer can begin.
+            compiled.mask().fill(_Row(np.zeros(self._word_count, dtype=np.int32)))
+        except TokenMaskError as error:
+            raise InvalidGrammarError(f"no answer can begin by this grammar ({error})") from None
+        return compiled
+
+    def prepare(self) -> llguidance.LLTokenizer:
+        """Return llguidance's view of the vocabulary; making it takes a tenth of a second, once."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = llguidance.LLTokenizer(
+                    _Wrapper(self._vocabulary, self._stop_ids[0]), eos_token=self._stop_ids
+                )
+            return self._tokenizer
+
+    @property
+    def _word_count(self) -> int:
+        return -(-len(self._vocabulary.pieces) // _WORD_BITS)
+
+    def _allowed(self, special: Collection[int]) -> NDArray[np.int32]:
+        """Return the bits of all ids that are text, and of some that are none."""
+        bits = np.zeros(self._word_count * _WORD_BITS, dtype=np.uint8)
+        text = [token_id for token_id, piece in enumerate(self._vocabulary.pieces) if piece is not None]
+        bits[[*text, *special]] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class _Row:
+    """Memory of our own, as `Words`."""
+
+    def __init__(self, words: NDArray[np.int32]) -> None:
+        self._words = words
+
+    def numpy(self) -> NDArray[np.int32]:
+        return self._words
+
+
+class _Wrapper(llguidance.TokenizerWrapper):
+    """A vocabulary as llguidance reads it. It never asks for the ids of a text: see `no_forcing`."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, vocabulary: Vocabulary, eos_id: int) -> None:
+        pieces = vocabulary.pieces
+        self.eos_token_id = eos_id
+        self.bos_token_id = None
+        self.tokens = [
+            b"<%d>" % token_id if piece is None else piece for token_id, piece in enumerate(pieces)
+        ]
+        self.special_token_ids = [token_id for token_id, piece in enumerate(pieces) if piece is None]
+
+    def __call__(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+
+def _message(matcher: llguidance.LLMatcher) -> str:
+    """Return the first lines of llguidance's error, which may quote what the client sent."""
+    lines = [line.strip() for line in matcher.get_error().splitlines()]
+    told = " ".join(line for line in lines if line)[:_MESSAGE_LIMIT]
+    return told or "nothing can follow"
