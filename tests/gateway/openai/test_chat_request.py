@@ -217,3 +217,12 @@ def test_a_real_parameter_is_told_from_an_unknown_one() -> None:
 
 def test_the_supported_and_the_unsupported_do_not_overlap() -> None:
     assert not set(NOT_YET) & set(ChatRequest.model_fields)
+
+
+def test_special_tokens_cannot_be_text_where_they_tell_calls_apart() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert read(skip_special_tokens=False).generation(request_id="r", deadline=0).show_special
+    for offered in ({"tools": [tool]}, {"functions": [{"name": "f"}]}):
+        with pytest.raises(InvalidRequestError) as refused:
+            read(skip_special_tokens=False, **offered)
+        assert refused.value.param == "skip_special_tokens"
