@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
@@ -158,3 +159,20 @@ def test_the_responses_api_calls_too(served: Served) -> None:
     assert "".join(parts) == CALLED
     (item,) = events[-1].response.output
     assert (item.type, item.arguments, item.status) == ("function_call", CALLED, "completed")
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_tokens_are_counted_as_a_chat_has_them(served: Served, tools: Any) -> None:
+    more = {"tools": tools} if tools else {}
+    chat = served.create(RANDOM, **more, max_tokens=1, extra_body={"return_token_ids": True})
+    body = {"model": RANDOM, "messages": QUESTION, **more}
+    counted = httpx.post(served.up.base_url + "/tokenize", json=body).json()
+    assert counted["tokens"] == chat.model_extra["prompt_token_ids"]
+    assert counted["count"] == chat.usage.prompt_tokens
+    text = httpx.post(
+        served.up.base_url + "/tokenize", json={"model": RANDOM, "prompt": "襄阳 👋"}, timeout=30
+    ).json()
+    back = httpx.post(
+        served.up.base_url + "/detokenize", json={"model": RANDOM, "tokens": text["tokens"]}, timeout=30
+    )
+    assert back.json() == {"prompt": "襄阳 👋"}
