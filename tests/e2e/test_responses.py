@@ -2,11 +2,12 @@
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from tests.e2e.test_load import idle, until
 from tests.e2e.test_tools import QUESTIONS, SUNNY
@@ -152,6 +153,35 @@ def test_refusals_of_the_model_name_the_item(demo: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as too_long:
         ask(demo, GREETING * 5000)
     assert too_long.value.code == "context_length_exceeded"
+
+
+class Trip(BaseModel):
+    city: str = Field(max_length=10)
+    days: int = Field(ge=1, le=9)
+    kind: Literal["大", "small"] | None
+
+
+def test_the_sdk_parses_what_it_asked_for(demo: openai.OpenAI) -> None:
+    """At a temperature at which the model alone writes no JSON."""
+    asked: dict[str, Any] = {"model": MODEL, "input": WEATHER, "temperature": 1.5, "text_format": Trip}
+    asked["extra_body"] = {"seed": 5}
+    whole = demo.responses.parse(**asked)
+    assert isinstance(whole.output_parsed, Trip)
+    with demo.responses.stream(**asked) as stream:
+        streamed = stream.get_final_response()
+    assert streamed.output_parsed == whole.output_parsed
+    assert streamed.output_text == whole.output_text
+    said = [{"role": "user", "content": WEATHER}, *whole.output, {"role": "user", "content": "And then?"}]
+    anything = ask(demo, said, text={"format": {"type": "json_object"}}, max_output_tokens=60)
+    assert anything.output_text.startswith("{")
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused_by_its_name(demo: openai.OpenAI) -> None:
+    form = {"type": "json_schema", "name": "a", "schema": {"not": {"type": "string"}}}
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(demo, GREETING, text={"format": form}, stream=stream)
+        assert refused.value.param == "text.format.schema"
 
 
 @pytest.mark.parametrize("stream", [False, True])
