@@ -148,6 +148,21 @@ def test_a_call_that_is_cut_short_says_so(served: Served) -> None:
     assert CALLED.startswith(choice.message.tool_calls[0].function.arguments)
 
 
+def test_an_answer_is_held_to_a_schema_over_byte_pairs(served: Served) -> None:
+    """Which the random weights would never do of their own accord."""
+    schema = {
+        "properties": {"天气": {"enum": ["晴", "雨"]}},
+        "required": ["天气"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", **schema}}}
+    for seed in range(3):
+        asked = {"temperature": 1, "seed": seed, "max_tokens": 200}
+        (choice,) = served.create(RANDOM, response_format=wanted, **asked).choices
+        assert choice.finish_reason == "stop"
+        assert json.loads(choice.message.content)["天气"] in {"晴", "雨"}
+
+
 def test_the_responses_api_calls_too(served: Served) -> None:
     tools: Any = [{"type": "function", "strict": False, **each} for each in (WEATHER, NOW)]
     events = list(
