@@ -1,5 +1,6 @@
 """Prometheus's HTTP API, and Grafana's part in a query: variables and intervals."""
 
+import contextlib
 import json
 import math
 import time
@@ -21,6 +22,11 @@ class Prometheus:
 
     def close(self) -> None:
         self._client.close()
+
+    def answers(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return self._client.get("/query", params={"query": "vector(1)"}).status_code == 200
+        return False
 
     def get(self, path: str, **parameters: object) -> Any:
         answer = self._client.get(path, params=parameters)

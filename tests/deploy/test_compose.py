@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from deploy.docker.start_triton import main as start_triton
@@ -170,6 +171,17 @@ def test_what_is_mounted_is_there(compose: dict[str, Any]) -> None:
                 assert (ROOT / source).exists(), (name, source)
             elif not source.startswith("/"):
                 assert source in compose["volumes"], (name, source)
+
+
+def test_grafana_finds_the_dashboards(compose: dict[str, Any]) -> None:
+    grafana = compose["services"]["grafana"]
+    mounts = dict(volume.split(":")[1::-1] for volume in grafana["volumes"])
+    provider = ROOT / "deploy/grafana/provisioning/dashboards/tritongate.yml"
+    (provided,) = yaml.safe_load(provider.read_text(encoding="utf-8"))["providers"]
+    folder = ROOT / mounts[provided["options"]["path"]]
+    home = Path(grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert home.parent == Path(provided["options"]["path"])
+    assert (folder / home.name).is_file()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "deploy/docker").glob("*.Dockerfile")), ids=lambda p: p.stem)

@@ -33,6 +33,8 @@ FORBIDDEN = {
     "gateway/dialects": {"fastapi", "starlette", "gateway.openai", "gateway.api"},
     "gateway/triton": {"fastapi", "starlette", "gateway.openai", "gateway.api"},
     "gateway/chatglm": {"fastapi", "starlette", "grpc", "tritonclient", "gateway.openai"},
+    "deploy/docker": {"gateway", "deploy", "fastapi", "uvicorn", "grafana_foundation_sdk"},
+    "deploy/grafana": {"gateway", "triton_models", "wire", "deploy.docker"},
 }
 
 
@@ -70,7 +72,7 @@ def test_a_layer_imports_only_what_it_may_know(folder: str) -> None:
 def test_files_stay_short() -> None:
     lengths = {
         str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
-        for folder in (*PACKAGES, "tests", "bench")
+        for folder in (*PACKAGES, "tests", "bench", "deploy")
         for path in sources(folder)
     }
     assert not {name: length for name, length in lengths.items() if length > LONGEST_FILE}
