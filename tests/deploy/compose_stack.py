@@ -39,6 +39,11 @@ os.execve(
 """
 
 
+def environments() -> set[Path]:
+    """Return the folders that a killed tritonserver leaves behind; their place is fixed in it."""
+    return set(Path("/tmp").glob("python_env_*"))  # noqa: S108 - as said
+
+
 class ComposeStack:
     """Services of the CPU profile in `folder`; as a context, what was started is ended with it."""
 
@@ -49,6 +54,7 @@ class ComposeStack:
         """What health checks said."""
         self._keys = keys
         self._shared_memory = f"tritongate_compose_{os.getpid()}_"
+        self._environments = environments()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._tree: dict[int, psutil.Process] = {}
         self._hosts = "|".join([r"0\.0\.0\.0", r"127\.0\.0\.1", "triton", *self.document["services"]])
@@ -70,6 +76,9 @@ class ComposeStack:
         for process in self._tree.values():
             if lives(process):
                 process.kill()
+        for left in environments() - self._environments:
+            with contextlib.suppress(OSError):
+                left.rmdir()  # an empty one is nobody's
         for region in Path("/dev/shm").glob(f"{self._shared_memory}*"):  # noqa: S108 - where they are
             region.unlink(missing_ok=True)
 

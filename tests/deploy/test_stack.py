@@ -21,7 +21,7 @@ from tests.deploy.compose_stack import ComposeStack
 from tests.deploy.prometheus_client import Prometheus, panels
 from tests.e2e.up_process import metric, wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]  # the fixtures are one long story
 
 KEY = "a key of the tests"
 MODEL = "chatglm3-demo"
