@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Final
 
 from gateway.chatglm.call_readers import CallReader, FencedCallReader, JsonCallReader, OnPart
+from gateway.chatglm.literal_reader import LiteralCallReader
 from gateway.errors import UpstreamProtocolError
 from wire.calls import NOTATIONS, CallNotation
 
@@ -22,6 +23,8 @@ class ToolForm:
     notation: CallNotation
     read: Callable[[str, OnPart], CallReader]
     """Returns what reads a call of the tool of that name."""
+    read_enforced: Callable[[str, OnPart], CallReader]
+    """The same for one that a grammar holds to its form."""
     instruction: str | None = None
     """What the model was trained to read before its tools, where the format does not bring it along."""
 
@@ -47,9 +50,9 @@ _FORMS: Final[Mapping[str, ChatForm]] = MappingProxyType(
             ChatForm(
                 "chatglm3",
                 "ChatGLM3",
-                ToolForm(NOTATIONS["chatglm3"], FencedCallReader, INSTRUCTION),
+                ToolForm(NOTATIONS["chatglm3"], FencedCallReader, LiteralCallReader, INSTRUCTION),
             ),
-            ChatForm("glm4", "GLM-4", ToolForm(NOTATIONS["glm4"], JsonCallReader)),
+            ChatForm("glm4", "GLM-4", ToolForm(NOTATIONS["glm4"], JsonCallReader, JsonCallReader)),
         )
     }
 )

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
+import msgspec
 from tritonclient.grpc import service_pb2
 
 from gateway.chatglm.conversation import to_history
 from gateway.chatglm.formats import chat_form
-from gateway.chatglm.tool_offer import answer_metadata, last_calls
+from gateway.chatglm.tool_offer import answer_metadata, call_rules, last_calls
 from gateway.dialects.base import ModelReport
 from gateway.dialects.chatglm_answer import ChatGLMAnswer, not_understood, read
+from gateway.errors import InvalidRequestError
 from gateway.generation import (
     Conversation,
     Generation,
@@ -24,7 +26,7 @@ from gateway.generation import (
 )
 from wire import names
 from wire import sampling as wire_sampling
-from wire.grammar import Grammar
+from wire.grammar import TEXT_LIMIT, Grammar
 from wire.history import Role, Turn, encode_history
 from wire.strings import pack_strings
 
@@ -123,7 +125,19 @@ def wire_prompt(prompt: Prompt, chat_format: str) -> WirePrompt:
 
 def _grammar(generation: Generation) -> Grammar | None:
     asked = generation.grammar
-    return None if asked is None else Grammar(asked.kind, asked.text)
+    if asked is not None:
+        return Grammar(asked.kind, asked.text)
+    offer = generation.prompt.offer if isinstance(generation.prompt, Conversation) else None
+    rules = None if offer is None else call_rules(offer)
+    if offer is None or rules is None:
+        return None
+    text = msgspec.json.encode(rules).decode()
+    if len(text) > TEXT_LIMIT:
+        raise InvalidRequestError(
+            f"the tools' schemas come to {len(text)} characters, and {TEXT_LIMIT} can be enforced",
+            param=offer.field,
+        )
+    return Grammar("tool_calls", text)
 
 
 def request_tensors(

@@ -8,7 +8,7 @@ from tritonclient.grpc import service_pb2
 
 from gateway.chatglm.call_readers import OnPart
 from gateway.chatglm.formats import chat_form
-from gateway.chatglm.tool_offer import answer_metadata, callable_names
+from gateway.chatglm.tool_offer import answer_metadata, call_rules, callable_names
 from gateway.chatglm.tool_text import ToolText
 from gateway.dialects.base import ModelReport
 from gateway.errors import UpstreamProtocolError
@@ -73,7 +73,8 @@ def _shown_text(
     if tools is None:
         return AnswerText()
     offer = prompt.offer
-    return ToolText(callable_names(offer), tools.read, on_call, metadata=answer_metadata(offer))
+    read = tools.read if call_rules(offer) is None else tools.read_enforced
+    return ToolText(callable_names(offer), read, on_call, metadata=answer_metadata(offer))
 
 
 class ChatGLMAnswer:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
+from gateway.chatglm.tool_offer import call_rules
 from gateway.errors import InvalidRequestError
 from gateway.generation import Conversation, Generation, Grammar, Message, MessageRole, PastCall, ToolOffer
 from gateway.openai import generation_request
@@ -18,7 +19,7 @@ from gateway.openai.generation_request import (
     TokenBound,
     without_neutral_options,
 )
-from gateway.openai.structured import ResponseFormat, StructuredRequest
+from gateway.openai.structured import ResponseFormat, StructuredRequest, refuse_open_ends
 from gateway.openai.tools import (
     FunctionCall,
     FunctionName,
@@ -185,7 +186,9 @@ class ChatRequest(AnyCompletionRequest, StructuredRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
         super().check_combinations()
-        self.prompt_asked()
+        offer = self.prompt_asked().offer
+        if offer is not None and call_rules(offer) is not None:
+            refuse_open_ends(self, "a call that is held to its schema")
 
 
 def read_chat_request(body: bytes) -> ChatRequest:

@@ -24,8 +24,7 @@ class Function(Strict):
     description: str | None = None
     parameters: Schema | None = None
     strict: Annotated[
-        Literal[False] | None,
-        Field(description="true is not supported yet: arguments are not held to the schema while sampled"),
+        bool | None, Field(description="true: every call's arguments obey the schema, or it is refused")
     ] = None
 
     def tool(self) -> Tool:

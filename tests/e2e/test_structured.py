@@ -161,3 +161,99 @@ def test_what_cannot_be_enforced_is_a_400_that_names_it(
         sdk.chat.completions.create(model="chatglm3", messages=MESSAGES, stream=stream, **asked)
     assert refused.value.param == param
     assert why in refused.value.message
+
+
+TRIP = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 8},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "sunny": {"type": "boolean"},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "plan_trip",
+            "description": "Plans a trip.",
+            "parameters": SCHEMA,
+            "strict": True,
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "now",
+            "parameters": {
+                "type": "object",
+                "properties": {"zone": {"enum": ["UTC", "it's late", None]}, "exact": {"type": "boolean"}},
+                "required": ["zone"],
+            },
+        },
+    },
+]
+PARAMETERS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+NAMED: Any = {"type": "function", "function": {"name": "plan_trip"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_forced_calls_obey_their_schemas_whole_and_streamed(choice: Any, demo: openai.OpenAI) -> None:
+    def ask(seed: int) -> list[str]:
+        asked: Any = {
+            "model": "chatglm3-demo",
+            "messages": MESSAGES,
+            "tools": TOOLS,
+            "tool_choice": choice,
+            "parallel_tool_calls": False,
+            "seed": seed,
+            "temperature": 1.5,
+            "max_tokens": 200,
+        }
+        whole = demo.chat.completions.create(**asked).choices[0]
+        names: list[str] = []
+        arguments: list[str] = []
+        reasons = []
+        for chunk in demo.chat.completions.create(stream=True, **asked):
+            delta = chunk.choices[0].delta
+            for call in delta.tool_calls or []:
+                if call.function.name:
+                    names.append(call.function.name)
+                arguments.append(call.function.arguments)
+            reasons.append(chunk.choices[0].finish_reason)
+        calls = whole.message.tool_calls or []
+        assert [call.function.name for call in calls] == names
+        assert "".join(call.function.arguments for call in calls) == "".join(arguments)
+        assert reasons[-1] == whole.finish_reason
+        if whole.finish_reason != "tool_calls":
+            assert whole.finish_reason == "length"
+            return []
+        assert not whole.message.content
+        (call,) = calls
+        jsonschema.validate(json.loads(call.function.arguments), PARAMETERS[call.function.name])
+        assert len(arguments) > 2
+        return names
+
+    with ThreadPoolExecutor(8) as pool:
+        called = Counter(name for names in pool.map(ask, range(16)) for name in names)
+    assert sum(called.values()) >= 8
+    assert set(called) == ({"plan_trip"} if choice is NAMED else {"plan_trip", "now"})
+
+
+def test_strict_tools_that_may_be_called_are_called_right_or_not_at_all(demo: openai.OpenAI) -> None:
+    for seed in range(6):
+        choice = demo.chat.completions.create(
+            model="chatglm3-demo", messages=MESSAGES, tools=TOOLS, seed=seed, temperature=1, max_tokens=150
+        ).choices[0]
+        for call in choice.message.tool_calls or [] if choice.finish_reason == "tool_calls" else []:
+            jsonschema.validate(json.loads(call.function.arguments), PARAMETERS[call.function.name])
+
+
+def test_a_strict_tool_that_cannot_be_enforced_is_a_400(demo: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as refused:
+        demo.chat.completions.create(model="chatglm3-demo", messages=MESSAGES, tools=[tool])
+    assert refused.value.param == "tools"

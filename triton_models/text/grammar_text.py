@@ -28,22 +28,16 @@ _SPECIAL_TOKEN = re.compile(r"<[^<>\s][^<>\n]*>")
 _USER_GRAMMAR = "answer"
 
 
-def grammar_document(
-    grammar: Grammar, *, prefix: str, metadata: str | None, call_format: str | None, segment_id: int | None
-) -> str:
-    """Return what llguidance compiles.
+def text_document(grammar: Grammar, *, prefix: str) -> str:
+    """Return what llguidance compiles for a grammar of any kind but `tool_calls`.
 
     Args:
         grammar: as the wire has it.
         prefix: what stands before every text, and is not shown.
-        metadata: the answer's first line, where it is part of the prompt.
-        call_format: name of the format that calls of tools are written in; None: there are none.
-        segment_id: the id that begins another segment of an answer.
 
     Raises:
         InvalidGrammarError: it is broken, or asks for what cannot be enforced.
     """
-    del metadata, segment_id
     match grammar.kind:
         case "json_object":
             return _lark(prefix, json_rule({"type": "object"}))
@@ -59,7 +53,7 @@ def grammar_document(
         case "lark":
             return _nested(prefix, _checked(grammar.text))
         case "tool_calls":
-            raise InvalidGrammarError(f"calls cannot be enforced in the format {call_format}")
+            raise ValueError("calls are not text")
 
 
 def literal(text: str) -> str:

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triton_models.errors import InvalidGrammarError, TokenMaskError
-from triton_models.text.grammar_text import grammar_document
+from triton_models.text.call_grammar import call_document
+from triton_models.text.grammar_text import text_document
 from triton_models.text.vocabulary import Vocabulary
 from wire.grammar import Grammar
 
@@ -140,13 +141,17 @@ class Grammars:
         return compiled
 
     def _compile(self, grammar: Grammar, continues: bool, metadata: str | None) -> CompiledGrammar:  # noqa: FBT001
-        document = grammar_document(
-            grammar,
-            prefix=" " if self._vocabulary.hides_space and not continues else "",
-            metadata=metadata,
-            call_format=None if continues else self._call_format,
-            segment_id=self._segment_id,
-        )
+        prefix = " " if self._vocabulary.hides_space and not continues else ""
+        if grammar.kind == "tool_calls":
+            document = call_document(
+                grammar.text,
+                prefix=prefix,
+                metadata=metadata,
+                call_format=None if continues else self._call_format,
+                segment_id=self._segment_id,
+            )
+        else:
+            document = text_document(grammar, prefix=prefix)
         matcher = llguidance.LLMatcher(self.prepare(), document, limits=LIMITS, log_level=0)
         if matcher.is_error():
             raise InvalidGrammarError(_message(matcher))

@@ -50,3 +50,21 @@ def subschemas(schema: Any, path: str = "$") -> Iterator[tuple[str, dict[str, An
                 pending += [(f"{within}.{at}", part) for at, part in enumerate(value)]
             elif keyword in _OF_ONE:
                 pending.append((within, value))
+
+
+def target(schema: Any, pointer: Any) -> Any:
+    """Return what `pointer`, the value of a `$ref`, refers to within `schema`.
+
+    Raises:
+        LookupError: nothing, or something elsewhere.
+    """
+    if not isinstance(pointer, str) or not pointer.startswith("#"):
+        raise LookupError(pointer)
+    at = schema
+    for part in pointer.removeprefix("#").split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        try:
+            at = at[int(name)] if isinstance(at, list) else at[name]
+        except (TypeError, ValueError):
+            raise LookupError(pointer) from None
+    return at

@@ -1,7 +1,8 @@
+from dataclasses import replace
+
 import pytest
 
-from gateway.chatglm.tool_offer import answer_metadata, callable_names, last_calls
-from gateway.errors import InvalidRequestError
+from gateway.chatglm.tool_offer import answer_metadata, call_rules, callable_names, last_calls
 from gateway.generation import NamedTool, Tool, ToolChoice, ToolOffer
 
 TOOLS = tuple(Tool(name=name, description=None, parameters={}) for name in ("a", "b"))
@@ -20,11 +21,27 @@ def test_choices(choice: ToolChoice, metadata: str | None, names: list[str], las
     assert (answer_metadata(offer), callable_names(offer), last_calls(offer)) == (metadata, names, last)
 
 
-def test_a_required_call_is_enforced_where_there_is_one_tool() -> None:
+def test_a_required_call_begins_in_the_prompt_where_there_is_one_tool() -> None:
     assert answer_metadata(ToolOffer(tools=TOOLS[:1], choice="required")) == "a"
-    with pytest.raises(InvalidRequestError, match="Name the tool") as refused:
-        answer_metadata(ToolOffer(tools=TOOLS, choice="required"))
-    assert refused.value.param == "tool_choice"
+    assert answer_metadata(ToolOffer(tools=TOOLS, choice="required")) is None
+
+
+def test_calls_that_have_to_be_made_or_that_are_strict_are_held_to_rules() -> None:
+    strict = replace(TOOLS[1], strict=True)
+    for offer, rules in (
+        (ToolOffer(tools=TOOLS), None),
+        (ToolOffer(tools=(strict,), choice="none"), None),
+        (ToolOffer(tools=TOOLS, choice="required"), (["a", "b"], True, False)),
+        (ToolOffer(tools=TOOLS, choice="required", single=True), (["a", "b"], True, True)),
+        (ToolOffer(tools=TOOLS, choice=NamedTool("b")), (["b"], True, True)),
+        (ToolOffer(tools=(TOOLS[0], strict)), (["a", "b"], False, False)),
+    ):
+        found = call_rules(offer)
+        told = None if found is None else ([tool.name for tool in found.tools], found.required, found.single)
+        assert told == rules
+    found = call_rules(ToolOffer(tools=(TOOLS[0], strict)))
+    assert found is not None
+    assert [tool.strict for tool in found.tools] == [False, True]
 
 
 def test_a_single_call_ends_the_answer() -> None:

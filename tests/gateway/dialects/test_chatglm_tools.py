@@ -23,6 +23,7 @@ from triton_models.serving.chat_text import ChatText
 from triton_models.text.formats import ChatGLM3Format
 from triton_models.text.tokenizers import load_tokenizer
 from wire.fenced_calls import write_call
+from wire.grammar import decode_tool_calls
 from wire.history import decode_history
 from wire.sampling import Generation as WireGeneration
 from wire.sampling import decode_sampling
@@ -82,9 +83,26 @@ def test_the_choice_is_enforced_by_the_answers_first_line() -> None:
         assert (sampling.answer_metadata, sampling.end_after_call_of) == (metadata, last)
 
 
+def test_calls_that_have_to_be_made_are_held_to_rules_and_told_as_they_come() -> None:
+    sampling, _ = sent(tool_choice="required")
+    assert (sampling.answer_metadata, sampling.grammar.kind) == (None, "tool_calls")
+    assert [tool.name for tool in decode_tool_calls(sampling.grammar.text).tools] == ["get_weather", "now"]
+    assert sent()[0].grammar is None
+    events = read(
+        response("get_weather\n ```python\ntool_call(city='Be", {"tokens": 9}),
+        response("rlin')", {"tokens": 2}),
+        response("\n```", END),
+        tool_choice="required",
+    )
+    assert deltas(events) == [
+        ("", (CallPart("get_weather", '{"city": "Be'),), None),
+        ("", (CallPart(None, 'rlin"}'),), None),
+        ("", (), "tool_calls"),
+    ]
+
+
 def test_what_a_model_cannot_do_is_refused() -> None:
     for report, parameters, param in (
-        (CHATGLM3, {"tool_choice": "required"}, "tool_choice"),
         (CHATGLM2, {}, "tools"),
         (CHATGLM2, {"tools": None, "functions": [{"name": "now"}]}, "functions"),
     ):

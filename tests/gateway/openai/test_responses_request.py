@@ -183,7 +183,7 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options.include_usage"),
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
         ({"tools": [{"type": "function", "function": {"name": "now"}}]}, "tools.0.name"),
-        ({"tools": [{**TOOL, "strict": True}]}, "tools.0.strict"),
+        ({"tools": [{**TOOL, "strict": "yes"}]}, "tools.0.strict"),
         ({"tools": [TOOL, {**TOOL, "defer_loading": True}]}, "tools.1.defer_loading"),
         ({"tools": [TOOL, TOOL]}, "tools.1.name"),
         ({"tools": [TOOL] * 129}, "tools"),

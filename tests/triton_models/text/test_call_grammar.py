@@ -1,0 +1,192 @@
+"""Calls in the formats' own notations: whatever a walk says, its arguments obey the tool's schema."""
+
+import json
+import re
+from itertools import pairwise
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+
+from tests.triton_models.text.walks import Walk, Walker
+from triton_models.errors import InvalidGrammarError
+from triton_models.text.tokenizers import Tokenizer
+from wire.calls import NOTATIONS
+from wire.grammar import CallableTool, Grammar, ToolCalls
+
+SEEDS = range(10)
+
+
+def obj(required: Any = None, **properties: Any) -> dict[str, Any]:
+    names = list(properties) if required is None else required
+    return {"type": "object", "properties": properties, "required": names}
+
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "plain": obj(city={"type": "string"}, days={"type": "integer", "minimum": 1}),
+    "optional": obj(
+        ["b"], a={"type": "boolean"}, b={"type": "null"}, c={"type": "number"}, d={"type": "string"}
+    ),
+    "all optional": obj([], a={"type": "boolean"}, b={"type": "integer"}),
+    "enums": obj(a={"enum": ["it's", "你", 'say "x"', None, True, 1.5, -2]}, b={"const": {"k": [1, "z"]}}),
+    "strings": obj(
+        a={"type": "string", "pattern": "^[a-c'\"]{1,3}$"},
+        b={"type": "string", "minLength": 2, "maxLength": 4},
+        c={"type": "string", "format": "date"},
+    ),
+    "numbers": obj(
+        a={"type": "integer", "minimum": -3, "maximum": 7},
+        b={"type": "number", "exclusiveMinimum": 0, "maximum": 1.5},
+        c={"type": "integer", "multipleOf": 5},
+        d={"type": "number", "maximum": -4},
+    ),
+    "arrays": obj(
+        a={"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+        b={"type": "array", "prefixItems": [{"const": 1}, {"type": "null"}], "items": False},
+        c={"type": "array", "maxItems": 2},
+    ),
+    "nested": obj(a=obj(["y"], x={"type": ["integer", "null"]}, y={"type": "boolean"}), b={"type": "object"}),
+    "references": {
+        **obj(t={"$ref": "#/$defs/tree"}),
+        "$defs": {
+            "tree": obj(["v"], v={"type": "boolean"}, c={"type": "array", "items": {"$ref": "#/$defs/tree"}})
+        },
+    },
+    "unions": obj(
+        a={"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}], "default": None, "title": "A"},
+        b={"oneOf": [obj(k={"const": "x"}), obj(k={"const": "y"}, n={"type": "integer"})]},
+    ),
+    "names": obj(
+        **{
+            "from": {"type": "integer"},
+            "a b": {"type": "boolean"},
+            "城": {"type": "null"},
+            "it's": {"const": 1},
+        }
+    ),
+    "a map": {"type": "object", "additionalProperties": {"type": "boolean"}, "maxProperties": 2},
+    "nothing": {},
+    "anything": obj(a={}, b=True),
+    "closed": {**obj(a={"type": "boolean"}), "additionalProperties": False},
+}
+
+
+@pytest.fixture(scope="module", params=["chatglm3", "glm4"])
+def walker(request: pytest.FixtureRequest, tokenizers: dict[str, Tokenizer]) -> Walker:
+    return Walker(tokenizers[request.param], request.param)
+
+
+def rules(*tools: CallableTool, **more: bool) -> str:
+    return msgspec.json.encode(ToolCalls(tools=list(tools), **more)).decode()
+
+
+def read(walker: Walker, content: str) -> dict[str, Any]:
+    if walker.format.name == "glm4":
+        return json.loads(content)  # with numbers beyond any that the notation's own reader takes
+    arguments = NOTATIONS[walker.format.name].read(content)
+    assert arguments is not None, content
+    return arguments
+
+
+def segments(walk: Walk) -> list[str]:
+    edges = [0, *walk.segments, len(walk.text)]
+    return [walk.text[start:end] for start, end in pairwise(edges)]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_arguments_obey_the_schema(walker: Walker, name: str, strict: bool) -> None:
+    tool = CallableTool("f", SCHEMAS[name], strict=strict)
+    ended = 0
+    for seed in SEEDS:
+        walk = walker.walk("tool_calls", rules(tool, required=True, single=True), metadata="f", seed=seed)
+        if walk.ended:
+            ended += 1
+            jsonschema.validate(read(walker, walk.text), SCHEMAS[name])
+    assert ended > len(SEEDS) / 3
+
+
+def test_required_calls_name_their_tools(walker: Walker) -> None:
+    tools = [
+        CallableTool("get_a", obj(a={"type": "boolean"})),
+        CallableTool("get_b", obj(b={"type": "null"})),
+    ]
+    counts = set()
+    for seed in range(30):
+        walk = walker.walk("tool_calls", rules(*tools, required=True), seed=seed)
+        if not walk.ended:
+            continue
+        for segment in segments(walk):
+            name, _, content = segment.partition("\n")
+            assert set(read(walker, content)) == {{"get_a": "a", "get_b": "b"}[name]}
+        counts.add(len(segments(walk)))
+    assert len(counts) > 1
+
+
+def test_one_call_is_one_call_and_text_may_come_before(walker: Walker) -> None:
+    tool = CallableTool("get_a", obj(a={"type": "boolean"}), strict=True)
+    kinds = set()
+    for seed in range(40):
+        walk = walker.walk("tool_calls", rules(tool, single=True), seed=seed, steps=120)
+        if not walk.ended:
+            continue
+        called = [each.startswith("get_a\n") for each in segments(walk)]
+        assert called in ([False], [True], [False, True])
+        kinds.add(tuple(called))
+    assert (False,) in kinds
+    assert (True,) in kinds
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        (obj(a={"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (obj(a={"not": {}}), "not"),
+        (obj(a={"type": "string", "pattern": "a(?=b)"}), "a"),
+        (obj(a={"type": "string", "format": "colour"}), "colour|format"),
+        (obj(a={"oneOf": [{"type": "integer"}, {"minimum": 3}]}), "oneOf"),
+        ({**obj(a={}), "if": {}}, "if"),
+        (obj(a={"type": "object", "minProperties": 2}), "minProperties"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_for_strict_tools_and_left_out_for_others(
+    walker: Walker, schema: dict[str, Any], why: str
+) -> None:
+    strict, loose = CallableTool("f", schema, strict=True), CallableTool("f", schema)
+    with pytest.raises(InvalidGrammarError, match=why):
+        walker.grammars.compile(Grammar("tool_calls", rules(strict)))
+    if walker.format.name == "glm4" and "(?=" in json.dumps(schema):
+        return
+    walk = walker.walk("tool_calls", rules(loose, required=True, single=True), metadata="f", seed=2)
+    assert not walk.ended or "a" in read(walker, walk.text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        rules(CallableTool("f", {"type": "string"}, strict=True)),
+        rules(CallableTool("f", obj(a={"type": "strin"}), strict=True)),
+        rules(CallableTool("f", obj(a={"$ref": "#/nowhere"}), strict=True)),
+    ],
+)
+def test_what_is_no_tool_is_refused(walker: Walker, text: str) -> None:
+    with pytest.raises(InvalidGrammarError):
+        walker.grammars.compile(Grammar("tool_calls", text))
+
+
+def test_a_format_without_tools_has_no_calls(tokenizers: dict[str, Tokenizer]) -> None:
+    chatglm2 = Walker(tokenizers["chatglm2"], "chatglm2")
+    with pytest.raises(InvalidGrammarError, match="format"):
+        chatglm2.grammars.compile(Grammar("tool_calls", rules(CallableTool("f"))))
+
+
+def test_both_quotes_are_python(tokenizers: dict[str, Tokenizer]) -> None:
+    walker = Walker(tokenizers["chatglm3"], "chatglm3")
+    tool = CallableTool("f", obj(a={"type": "string", "maxLength": 6}))
+    said = [
+        walker.walk("tool_calls", rules(tool, required=True), metadata="f", seed=seed).text
+        for seed in range(20)
+    ]
+    assert {re.search("a=(.)", each)[1] for each in said} == {"'", '"'}

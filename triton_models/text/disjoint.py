@@ -1,0 +1,31 @@
+"""Whether the branches of a `oneOf` exclude each other, as far as that is plain to see."""
+
+import json
+from typing import Any
+
+
+def disjoint(branches: list[Any]) -> bool:
+    """Tell whether no value can be of two branches: by their types, or by a constant of theirs."""
+    kinds = [each.get("type") if isinstance(each, dict) else None for each in branches]
+    if all(isinstance(kind, str) for kind in kinds):
+        told = ["number" if kind == "integer" else kind for kind in kinds]
+        if len(set(told)) == len(told):
+            return True
+    constants = [_constants(each) for each in branches]
+    shared = set(constants[0]).intersection(*constants[1:])
+    return any(len({values[name] for values in constants}) == len(branches) for name in shared)
+
+
+def _constants(schema: Any) -> dict[str, str]:
+    """Return the required properties of an object that have one value, each with it as JSON."""
+    if not isinstance(schema, dict) or schema.get("type") != "object":
+        return {}
+    found = {}
+    for name in schema.get("required", []):
+        each = schema.get("properties", {}).get(name)
+        values = [each["const"]] if isinstance(each, dict) and "const" in each else []
+        if isinstance(each, dict) and len(each.get("enum", [])) == 1:
+            values = each["enum"]
+        if values:
+            found[name] = json.dumps(values[0])
+    return found

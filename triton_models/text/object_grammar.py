@@ -1,0 +1,38 @@
+"""The order of an object's entries, some of them optional, as grammar rules."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+_NOTHING: Final = '""'
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of an object: its name, what matches it, and whether it has to be there."""
+
+    name: str
+    body: str
+    required: bool
+
+
+def in_order(entries: Sequence[Entry], new_rule: Callable[[str], str]) -> str:
+    """Return what matches `entries` in their order, `SEP` between; optional ones may be left out.
+
+    Two rules for each entry: what may follow when nothing is written yet, and when something is. Built from
+    the last, so that a grammar grows with the number of entries and not with that of their combinations.
+
+    Args:
+        entries: at least one.
+        new_rule: takes a rule's body, and returns its name.
+    """
+    first = after = ""
+    for entry in reversed(entries):
+        here = f"{entry.body} {after}".rstrip()
+        between = f"SEP {here}"
+        if entry.required:
+            first, after = new_rule(here), new_rule(between)
+        else:
+            first = new_rule(f"{here} | {first or _NOTHING}")
+            after = new_rule(f"{between} | {after or _NOTHING}")
+    return first
