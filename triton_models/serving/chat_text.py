@@ -46,7 +46,7 @@ class ChatText:
             )
         return self.grammars.compile(
             generation.grammar,
-            continues=generation.raw or generation.prompt_token_ids is not None,
+            continues=generation.raw,
             metadata=generation.answer_metadata,
         )
 

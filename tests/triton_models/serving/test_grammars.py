@@ -56,8 +56,9 @@ def test_free_requests_beside_it_are_free_and_preemption_loses_nothing(
 def test_raw_text_is_continued_by_it(served: Served) -> None:
     answer = served.ask("x = ", raw=True, grammar=BY_REGEX, temperature=2).wait()
     assert re.fullmatch("[a-z]{3}[0-9]{2}", answer.text)
-    ids = served.ask("", prompt_token_ids=[5, 6], raw=True, grammar=BY_REGEX, temperature=2).wait()
-    assert re.fullmatch("[a-z]{3}[0-9]{2}", ids.text)
+    for raw in (False, True):
+        ids = served.ask("", prompt_token_ids=[5, 6], raw=raw, grammar=BY_REGEX, temperature=2).wait()
+        assert re.fullmatch("[a-z]{3}[0-9]{2}", ids.text)
 
 
 @pytest.mark.parametrize(
