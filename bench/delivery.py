@@ -122,6 +122,9 @@ class _Responder:
         if code is not RefusalCode.SHUTTING_DOWN:
             raise RuntimeError(message)
 
+    def trace_context(self) -> None:
+        """Nobody traces it."""
+
     def cancelled(self) -> bool:
         return False
 

@@ -1,5 +1,6 @@
 """Puts the gateway together: one call makes one independent application."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,6 +16,7 @@ from gateway.metrics import Metrics
 from gateway.middleware import ExchangeMiddleware
 from gateway.resources import Gateway
 from gateway.settings import Settings
+from gateway.tracing import PassOn, Tracing
 from gateway.triton.pool import TritonUpstream
 from gateway.upstream import Upstream
 from gateway.version import version
@@ -40,6 +42,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None) -> FastAPI:
         tokenizing=Admission(max_in_flight=_TOKENIZED_AT_ONCE, max_waiting=settings.max_waiting),
         keyring=Keyring(settings.api_keys),
         drain=Drain(),
+        tracing=make_tracing(settings),
     )
 
     @asynccontextmanager
@@ -49,6 +52,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None) -> FastAPI:
             yield
         finally:
             await gateway.upstream.close()
+            await asyncio.to_thread(gateway.tracing.close)
 
     app = FastAPI(
         title="tritongate",
@@ -68,6 +72,16 @@ def create_app(settings: Settings, upstream: Upstream | None = None) -> FastAPI:
     app.add_middleware(ExchangeMiddleware, gateway=gateway)
     openapi.install(app)
     return app
+
+
+def make_tracing(settings: Settings) -> Tracing:
+    """Make what records requests as spans, or passes on what clients began."""
+    if settings.trace_endpoint is None:
+        return PassOn()
+    # OpenTelemetry's SDK is an extra, and nobody pays for it who does not trace.
+    from gateway.spans import Recording  # noqa: PLC0415
+
+    return Recording(settings.trace_endpoint, settings.trace_sample)
 
 
 def triton_upstream(settings: Settings, metrics: Metrics) -> TritonUpstream:

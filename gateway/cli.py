@@ -147,6 +147,7 @@ def up(
         max_batched_tokens=max_batched_tokens,
         burst_steps=burst_steps,
         kv_memory_gib=kv_memory_gib,
+        trace_endpoint=settings.trace_endpoint,
         contracts=contracts,
     )
     try:

@@ -11,6 +11,7 @@ from time import perf_counter
 from gateway.errors import ClientGoneError, GatewayError
 from gateway.generation import Accepted, Delta, Event
 from gateway.metrics import UNKNOWN, Metrics
+from gateway.tracing import Trace
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class Exchange:
     deadline: float
     metrics: Metrics
     resources: AsyncExitStack
+    trace: Trace = field(default_factory=Trace)
     model: str = UNKNOWN
     """A served model, else `unknown`."""
     key_name: str | None = None
@@ -74,6 +76,7 @@ class Exchange:
         if self.first_token_at is None:
             self.first_token_at = now
             metrics.time_to_first_token.labels(model).observe(now - self.arrived)
+            self.trace.first_token()
         before = self.last_token_at.get(choice)
         if before is not None:
             metrics.inter_token_latency.observe(model, (now - before) / tokens, tokens)

@@ -141,7 +141,8 @@ class Flight(AsyncIterator[Event]):
         metrics, model = self._gateway.metrics, self._exchange.model
         metrics.waiting.labels(model).inc()
         try:
-            await self._race(admission.acquire(permits))
+            with self._exchange.trace.part("admission"):
+                await self._race(admission.acquire(permits))
         except tuple(_REJECTED) as error:
             metrics.rejected.labels(model, _REJECTED[type(error)]).inc()
             raise

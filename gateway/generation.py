@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from gateway.tracing import Headers
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 MessageRole = Literal["system", "user", "assistant", "tool"]
 
@@ -122,6 +124,8 @@ class Generation:
     prompt: Prompt
     deadline: float
     """Of the event loop's clock, in seconds."""
+    headers: Headers = ()
+    """Of the call upstream, beside the request's id: its place in a trace."""
 
     prompt_field: str | None = None
     """What the request calls the prompt, for errors; None where there can be no doubt."""

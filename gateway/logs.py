@@ -9,12 +9,16 @@ from contextvars import ContextVar
 
 from pythonjsonlogger.json import JsonFormatter
 
+from gateway.tracing import current_trace
+
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Of the request that the current task serves."""
 
 
 class _AddRequestId(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
+        if (trace := current_trace.get()) is not None and trace.trace_id is not None:
+            record.trace_id = trace.trace_id
         if not hasattr(record, "request_id") and (current := request_id.get()) is not None:
             record.request_id = current
         return True

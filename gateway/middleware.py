@@ -8,7 +8,9 @@ import logging
 import re
 import uuid
 from contextlib import AsyncExitStack
+from contextvars import ContextVar
 from time import perf_counter
+from typing import TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +22,9 @@ from gateway.exchange import Exchange
 from gateway.logs import request_id as current_request_id
 from gateway.metrics import UNKNOWN
 from gateway.resources import Gateway
+from gateway.tracing import Trace, current_trace
+
+T = TypeVar("T")
 
 REQUEST_ID_HEADER = "X-Request-Id"
 
@@ -27,7 +32,7 @@ _log = logging.getLogger("gateway.access")
 _request_id = re.compile(r"[\x21-\x7e]{1,128}")
 
 _PROBES = frozenset({"/health", "/health/ready", "/metrics"})
-"""What machines ask every few seconds: it answers during a drain too, and is logged at debug level."""
+"""What machines ask every few seconds: it answers in a drain too, is logged at debug level, not traced."""
 
 
 class ExchangeMiddleware:
@@ -46,18 +51,21 @@ class ExchangeMiddleware:
             await self._app(scope, receive, send)
             return
         gateway = self._gateway
+        headers = Headers(scope=scope)
+        untraced = scope["path"] in _PROBES
         async with AsyncExitStack() as resources:
             exchange = Exchange(
-                request_id=_accept_request_id(Headers(scope=scope).get(REQUEST_ID_HEADER)),
+                request_id=_accept_request_id(headers.get(REQUEST_ID_HEADER)),
                 method=scope["method"],
                 arrived=perf_counter(),
                 deadline=asyncio.get_running_loop().time() + gateway.settings.request_timeout_s,
                 metrics=gateway.metrics,
                 resources=resources,
+                trace=Trace() if untraced else gateway.tracing.begin(scope["method"], headers),
             )
+            _while_it_lasts(resources, current_request_id, exchange.request_id)
+            _while_it_lasts(resources, current_trace, exchange.trace)
             resources.callback(self._finish, exchange, scope)
-            token = current_request_id.set(exchange.request_id)
-            resources.callback(current_request_id.reset, token)
             scope.setdefault("state", {})["exchange"] = exchange
             await self._serve(exchange, scope, receive, send)
 
@@ -119,7 +127,13 @@ class ExchangeMiddleware:
                 line["first_token_ms"] = _ms(exchange.first_token_at - exchange.arrived)
         if exchange.error is not None:
             line["error"] = type(exchange.error).__name__
+        exchange.trace.end(exchange, route)
         _log.log(logging.DEBUG if route in _PROBES else logging.INFO, "request", extra=line)
+
+
+def _while_it_lasts(resources: AsyncExitStack, variable: ContextVar[T], value: T) -> None:
+    """Set `variable` until `resources` are released."""
+    resources.callback(variable.reset, variable.set(value))
 
 
 def _accept_request_id(given: str | None) -> str:

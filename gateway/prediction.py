@@ -7,6 +7,8 @@ knowing what they mean: no events, no prompts, no protobuf.
 from dataclasses import dataclass
 from typing import Literal
 
+from gateway.tracing import Headers
+
 Datatype = Literal["BYTES", "INT16"]
 """What the inputs of an entry `M` can be, by any of its contracts."""
 
@@ -44,6 +46,8 @@ class Prediction:
     """Of the model; empty leaves the choice to Triton."""
     deadline: float
     """Of the event loop's clock, in seconds."""
+    headers: Headers = ()
+    """Of the call upstream, beside the request's id: its place in a trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from gateway.auth import Keyring
 from gateway.drain import Drain, Phase
 from gateway.metrics import Metrics
 from gateway.settings import Settings
+from gateway.tracing import Tracing
 from gateway.upstream import Upstream
 
 
@@ -23,6 +24,7 @@ class Gateway:
     """To the tokenizers, which answer while the engines are full."""
     keyring: Keyring
     drain: Drain
+    tracing: Tracing
 
     def not_ready(self) -> list[str] | None:
         """Name the models that are meant to be loaded and do not answer; None when no model is known."""

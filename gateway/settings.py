@@ -8,6 +8,7 @@ Knows nothing of what the values are used for.
 """
 
 import enum
+import importlib.util
 import ipaddress
 import json
 import os
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import (
@@ -91,6 +93,23 @@ def _address(value: str) -> str:
     return value
 
 
+def _endpoint(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{value!r} is not a URL of http or https")
+    if not _installed("opentelemetry.sdk"):
+        raise ValueError("traces need the extra `tracing`: pip install 'tritongate[tracing]'")
+    return value
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it would be in
+        return False
+
+
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
 Addresses = Annotated[
     tuple[Annotated[str, AfterValidator(_address)], ...],
     NoDecode,
@@ -178,6 +197,17 @@ class Settings(BaseSettings):
         description="answers that one request may ask for: n times the number of its prompts",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
+    trace_endpoint: Endpoint | None = Field(
+        None,
+        description="URL that traces go to by OTLP/HTTP, such as http://127.0.0.1:4318/v1/traces; unset "
+        "records none; needs the extra `tracing`",
+    )
+    trace_sample: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of requests recorded; one with a traceparent is if that says so",
+    )
 
     @model_validator(mode="after")
     def _guarded(self) -> Self:

@@ -7,6 +7,7 @@ here knows JSON or tensors.
 from dataclasses import dataclass
 
 from gateway.generation import Prompt
+from gateway.tracing import Headers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,8 @@ class Tokenization:
     prompt: Prompt
     deadline: float
     """Of the event loop's clock, in seconds."""
+    headers: Headers = ()
+    """Of the call upstream, beside the request's id: its place in a trace."""
     prefix: bool = True
     """Of text: with the ids that begin every prompt in front, as a generation has them."""
     answer_next: bool = True

@@ -49,6 +49,8 @@ class TritonOptions:
     burst_steps: int | None = None
     kv_memory_gib: float | None = None
     """These five: limits of each engine; None leaves them to it."""
+    trace_endpoint: str | None = None
+    """Where Triton and the models send their spans; None: there are none."""
     contracts: tuple[str, ...] = ()
     """`[NAME=]CONTRACT`: what the entries for the field's clients speak; none: what fits the checkpoint."""
 
@@ -62,6 +64,8 @@ class TritonOptions:
         for name in ("max_context", "max_running", "max_batched_tokens", "burst_steps", "kv_memory_gib"):
             if (value := getattr(self, name)) is not None:
                 command += ["--" + name.replace("_", "-"), str(value)]
+        if self.trace_endpoint is not None:
+            command += ["--trace-endpoint", self.trace_endpoint]
         for model in self.models:
             command += ["--model", model]
         for contract in self.contracts:

@@ -54,6 +54,8 @@ class ModelEntry:
     burst_steps: int | None = None
     """Engine steps in a row in which decodes may stand back for a burst of prompts."""
     heartbeat_s: float | None = None
+    trace_endpoint: str | None = None
+    """URL that the model's own spans go to by OTLP/HTTP; Triton has to trace, too."""
     environment: str | None = None
     """The archive or folder of the Python environment that the stubs run in (see environment.py); None: the
     server's own. `$$TRITON_MODEL_DIRECTORY` in it stands for the entry's folder."""

@@ -15,6 +15,7 @@ from tritonclient.grpc import model_config_pb2
 
 from triton_models.embedded.errors import OptionsError
 from triton_models.embedded.models import ModelOptions, Served, write_models
+from triton_models.tracing import trace_arguments
 
 _SERVER = "tritonserver"
 
@@ -27,6 +28,7 @@ _SERVER = "tritonserver"
 @click.option("--max-running", type=click.IntRange(min=1), help="Sequences in one step of an engine.")
 @click.option("--max-batched-tokens", type=click.IntRange(min=1), help="Tokens in one step of an engine.")
 @click.option("--kv-memory-gib", type=click.FloatRange(min=0, min_open=True), help="Memory for the KV cache.")
+@click.option("--trace-endpoint", metavar="URL", help="Where spans go by OTLP/HTTP.")
 @click.option("--contract", "contracts", multiple=True, metavar="[NAME=]CONTRACT", help="Repeatable.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def main(  # noqa: D103 - the module's docstring is its help
@@ -38,6 +40,7 @@ def main(  # noqa: D103 - the module's docstring is its help
     max_running: int | None,
     max_batched_tokens: int | None,
     kv_memory_gib: float | None,
+    trace_endpoint: str | None,
     contracts: tuple[str, ...],
     arguments: tuple[str, ...],
 ) -> None:
@@ -48,6 +51,7 @@ def main(  # noqa: D103 - the module's docstring is its help
         max_running=max_running,
         max_batched_tokens=max_batched_tokens,
         kv_memory_gib=kv_memory_gib,
+        trace_endpoint=trace_endpoint,
         contracts=contracts,
     )
     repository = Path(tempfile.mkdtemp(prefix="repository-"))
@@ -58,7 +62,8 @@ def main(  # noqa: D103 - the module's docstring is its help
     for model in served:
         for entry in model.dependents:
             leave_out_warmup(repository / entry / "config.pbtxt")
-    os.execvp(_SERVER, [_SERVER, *server_arguments(repository, served), *arguments])  # noqa: S606 - what we are for
+    own = [*server_arguments(repository, served), *trace_arguments(trace_endpoint)]
+    os.execvp(_SERVER, [_SERVER, *own, *arguments])  # noqa: S606 - what we are for
 
 
 def leave_out_warmup(config: Path) -> None:

@@ -37,6 +37,7 @@ async def answer_plainly(
         dialect.request(generation, report, remaining_s=_remaining_s(generation)),
         deadline=generation.deadline,
         idle_timeout_s=idle_timeout_s,
+        headers=generation.headers,
     )
     async with contextlib.aclosing(responses):
         async for response in responses:
@@ -61,7 +62,7 @@ async def answer_over_channel(
     now = asyncio.get_running_loop().time()
     inbox = Inbox(numbers, now, lambda: own.cancel())  # noqa: PLW0108 - not begun
     with link.deliver(inbox):
-        own = asyncio.create_task(_read_own_stream(channel, request, generation.deadline, inbox))
+        own = asyncio.create_task(_read_own_stream(channel, request, generation, inbox))
         answer = _Answer(link, inbox, dialect.decoder(generation, report))
         try:
             async with contextlib.aclosing(answer.events()) as events:
@@ -128,12 +129,14 @@ class _Answer:
 
 
 async def _read_own_stream(
-    channel: Channel, request: service_pb2.ModelInferRequest, deadline: float, inbox: Inbox
+    channel: Channel, request: service_pb2.ModelInferRequest, generation: Generation, inbox: Inbox
 ) -> None:
     """Put the responses of the request's own stream into `inbox`, whatever becomes of them."""
     loop = asyncio.get_running_loop()
     # Whether the model is silent, the channel's reader judges: it hears the deltas too.
-    responses = channel.stream_infer(request, deadline=deadline, idle_timeout_s=math.inf)
+    responses = channel.stream_infer(
+        request, deadline=generation.deadline, idle_timeout_s=math.inf, headers=generation.headers
+    )
     try:
         async with contextlib.aclosing(responses):
             async for response in responses:

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from gateway.tracing import Headers
 from gateway.triton.status import Fault, TritonError, classify
 
 MESSAGE_LIMIT_BYTES = 64 * 2**20
@@ -77,7 +78,7 @@ class Channel:
             return await call.answer(lambda: call.grpc, deadline=deadline, idle_timeout_s=timeout_s)
 
     async def infer(
-        self, request: service_pb2.ModelInferRequest, *, deadline: float
+        self, request: service_pb2.ModelInferRequest, *, deadline: float, headers: Headers = ()
     ) -> service_pb2.ModelInferResponse:
         """Send one request to an entry that is not decoupled and return its one response.
 
@@ -86,6 +87,7 @@ class Channel:
         Args:
             request: its `id` also travels as the header `x-request-id`, so it is printable ASCII.
             deadline: of the event loop's clock, in seconds.
+            headers: further ones of the call.
 
         Raises:
             TritonError: with any fault but `SILENT`.
@@ -93,13 +95,18 @@ class Channel:
         running = self._stub.ModelInfer(
             request,
             timeout=max(0.0, deadline - asyncio.get_running_loop().time()),
-            metadata=(("x-request-id", request.id),),
+            metadata=(("x-request-id", request.id), *headers),
         )
         with self._tracked(running, request.model_name) as call:
             return await call.answer(lambda: call.grpc, deadline=deadline, idle_timeout_s=math.inf)
 
     async def stream_infer(
-        self, request: service_pb2.ModelInferRequest, *, deadline: float, idle_timeout_s: float
+        self,
+        request: service_pb2.ModelInferRequest,
+        *,
+        deadline: float,
+        idle_timeout_s: float,
+        headers: Headers = (),
     ) -> AsyncGenerator[service_pb2.ModelInferResponse, None]:
         """Send one request on a stream of its own and yield its responses that hold tensors.
 
@@ -111,6 +118,7 @@ class Channel:
             request: its `id` also travels as the header `x-request-id`, so it is printable ASCII.
             deadline: of the event loop's clock, in seconds; infinity: none.
             idle_timeout_s: longest wait for any one response; infinity: as long as the deadline.
+            headers: further ones of the call.
 
         Raises:
             TritonError: with any fault; `SILENT` for the idle timeout, `DEADLINE` for the deadline.
@@ -120,7 +128,7 @@ class Channel:
             timeout=None if math.isinf(deadline) else max(0.0, deadline - asyncio.get_running_loop().time()),
             # Never `triton_grpc_error`: asked for statuses in place of texts, tritonserver 2.51 dies of one
             # refusal in some hundreds. A refusal of ours has its code in the text.
-            metadata=(("x-request-id", request.id),),
+            metadata=(("x-request-id", request.id), *headers),
         )
         with self._tracked(stream, request.model_name) as call:
             await call.answer(

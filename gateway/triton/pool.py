@@ -18,6 +18,7 @@ from gateway.prediction import Prediction, PredictionAnswer
 from gateway.tokenization import Tokenization, Tokens
 from gateway.triton.answering import answer_over_channel, answer_plainly
 from gateway.triton.backoff import Backoff
+from gateway.triton.calls import call_of
 from gateway.triton.channel import Channel
 from gateway.triton.delta_link import DeltaLink
 from gateway.triton.discovery import Discovery
@@ -170,15 +171,18 @@ class TritonUpstream:
         while True:
             replica = tries.next()
             try:
-                async with contextlib.aclosing(self._attempt(replica, request)) as events:
-                    async for event in events:
-                        if isinstance(event, Accepted):
-                            if accepted:
-                                continue  # by a second replica: the client was told already
-                            accepted = True
-                        elif isinstance(event, Delta):
-                            delivered = True
-                        yield event
+                with call_of(replica, request) as (call, asked):
+                    async with contextlib.aclosing(self._attempt(replica, asked)) as events:
+                        async for event in events:
+                            if isinstance(event, Accepted):
+                                call.event("accepted")
+                                if accepted:
+                                    continue  # by a second replica: the client was told already
+                                accepted = True
+                            elif isinstance(event, Delta) and not delivered:
+                                call.event("first_token")
+                                delivered = True
+                            yield event
             except TritonError as error:
                 replica.suspect(error)
                 tries.failed(error.blame_grammar(request.grammar_field), delivered=delivered)
@@ -199,8 +203,8 @@ class TritonUpstream:
         while True:
             replica = tries.next()
             try:
-                with replica.in_use():
-                    return await ask(replica, request)
+                with call_of(replica, request) as (_, asked), replica.in_use():
+                    return await ask(replica, asked)
             except TritonError as error:
                 if error.fault is Fault.UNREACHABLE:
                     replica.suspect(error)  # all else is the entry's own, not the engine's

@@ -41,7 +41,9 @@ async def predict(replica: Replica, prediction: Prediction) -> PredictionAnswer:
     for name in prediction.outputs:
         request.outputs.add(name=name)
     try:
-        response = await replica.channel.infer(request, deadline=prediction.deadline)
+        response = await replica.channel.infer(
+            request, deadline=prediction.deadline, headers=prediction.headers
+        )
     except TritonError as error:
         raise error.blame_client() from error
     return _read(response, without_batch=unbatched)

@@ -19,7 +19,9 @@ async def tokenize(replica: Replica, tokenization: Tokenization) -> Tokens:
     if tokenizer is None:
         raise InvalidRequestError("The model's tokenizer cannot be asked.", param="model")
     request = tokenizer.request(tokenization, report)
-    response = await replica.channel.infer(request, deadline=tokenization.deadline)
+    response = await replica.channel.infer(
+        request, deadline=tokenization.deadline, headers=tokenization.headers
+    )
     try:
         return tokenizer.read(response)
     except UpstreamProtocolError as error:

@@ -1,3 +1,4 @@
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,16 @@ def test_a_misspelt_variable_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TRITONGATE_MAX_IN_FLIGHT", "3")
     monkeypatch.setenv("TRITONGATE_KEY", "a client's")
     assert unknown_variables() == ["TRITONGATE_MAX_INFLIGHT"]
+
+
+@pytest.mark.parametrize("value", ["collector:4318", "ftp://collector/v1/traces", "http://", "/v1/traces"])
+def test_an_endpoint_is_a_url(value: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"trace_endpoint: .*is not a URL"):
+        load_settings({"trace_endpoint": value})
+
+
+def test_traces_need_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    monkeypatch.delitem(sys.modules, "opentelemetry.sdk", raising=False)
+    with pytest.raises(ConfigurationError, match=r"pip install 'tritongate\[tracing\]'"):
+        load_settings({"trace_endpoint": "http://collector:4318/v1/traces"})

@@ -54,6 +54,7 @@ class Emitter:
 @click.option("--max-batched-tokens", type=click.IntRange(min=1), help="Tokens in one step of an engine.")
 @click.option("--burst-steps", type=click.IntRange(min=0), help="Steps that leave decodes out for a burst.")
 @click.option("--kv-memory-gib", type=click.FloatRange(min=0, min_open=True), help="Memory for the KV cache.")
+@click.option("--trace-endpoint", metavar="URL", help="Where spans go by OTLP/HTTP.")
 @click.option(
     "--contract",
     "contracts",
@@ -84,6 +85,7 @@ def main(
     max_batched_tokens: int | None,
     burst_steps: int | None,
     kv_memory_gib: float | None,
+    trace_endpoint: str | None,
     contracts: tuple[str, ...],
     exit_with_stdin: bool,
     log_level: str,
@@ -113,6 +115,7 @@ def main(
             max_batched_tokens=max_batched_tokens,
             burst_steps=burst_steps,
             kv_memory_gib=kv_memory_gib,
+            trace_endpoint=trace_endpoint,
             contracts=contracts,
         )
         ports = Ports(http=http_port, grpc=grpc_port, metrics=metrics_port)

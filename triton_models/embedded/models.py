@@ -46,6 +46,8 @@ class ModelOptions:
     max_batched_tokens: int | None = None
     burst_steps: int | None = None
     kv_memory_gib: float | None = None
+    trace_endpoint: str | None = None
+    """URL that Triton's spans and the models' go to by OTLP/HTTP."""
     contracts: tuple[str, ...] = ()
     """`[NAME=]CONTRACT` of entries `M`; without a name it holds for all that are not named."""
 
@@ -95,6 +97,7 @@ def write_models(repository: Path, arguments: tuple[str, ...], options: ModelOpt
                 max_batched_tokens=options.max_batched_tokens,
                 burst_steps=options.burst_steps,
                 kv_memory_gib=options.kv_memory_gib,
+                trace_endpoint=options.trace_endpoint,
                 contract=contracts.get(name, contracts.get("")) or _contract_of(path),
             )
         except ValueError as error:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -30,13 +31,22 @@ class TritonServer:
     """
 
     def __init__(
-        self, installation: Installation, run: RunDirectory, repository: Path, ports: Ports, log: ServerLog
+        self,
+        installation: Installation,
+        run: RunDirectory,
+        repository: Path,
+        ports: Ports,
+        log: ServerLog,
+        *,
+        arguments: Sequence[str] = (),
     ) -> None:
+        """Take note of what to start; `arguments` are further ones of tritonserver."""
         self.ports = ports
         self._installation = installation
         self._run = run
         self._repository = repository
         self._log = log
+        self._arguments = arguments
         self._warden: subprocess.Popen[bytes] | None = None
 
     def start(self, stop: threading.Event) -> TritonClient:
@@ -148,6 +158,7 @@ class TritonServer:
             f"--grpc-port={self.ports.grpc}",
             f"--metrics-address={HOST}",
             f"--metrics-port={self.ports.metrics}",
+            *self._arguments,
         ]
 
 

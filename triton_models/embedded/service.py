@@ -14,6 +14,7 @@ from triton_models.embedded.models import ModelOptions, Served
 from triton_models.embedded.ports import Ports
 from triton_models.embedded.rundir import RunDirectory
 from triton_models.embedded.supervisor import Supervisor
+from triton_models.tracing import trace_arguments
 from wire.events import Event, Notice
 
 
@@ -56,6 +57,7 @@ def serve(
                 asked_ports=options.ports,
                 log=log,
                 emit=emit,
+                arguments=trace_arguments(options.common.trace_endpoint),
             )
             supervisor.run(stop)
             served = True

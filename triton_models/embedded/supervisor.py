@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from triton_models.embedded import ports
@@ -44,6 +44,7 @@ class Supervisor:
         asked_ports: Ports,
         log: ServerLog,
         emit: Callable[[Event], None],
+        arguments: Sequence[str] = (),
     ) -> None:
         self._installation = installation
         self._run_directory = run
@@ -52,6 +53,7 @@ class Supervisor:
         self._asked_ports = asked_ports
         self._log = log
         self._emit = emit
+        self._arguments = arguments
         self._ready = False
 
     def run(self, stop: threading.Event) -> None:
@@ -87,7 +89,12 @@ class Supervisor:
             attempts -= 1
             chosen = ports.choose(self._asked_ports)
             server = TritonServer(
-                self._installation, self._run_directory, self._repository, chosen, self._log
+                self._installation,
+                self._run_directory,
+                self._repository,
+                chosen,
+                self._log,
+                arguments=self._arguments,
             )
             try:
                 return server, server.start(stop)

@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -18,6 +18,9 @@ from triton_models.serving.parameters import EntryParameters
 from triton_models.serving.service import StreamService
 from triton_models.text.formats import chat_format
 from triton_models.text.tokenizers import load_tokenizer
+
+if TYPE_CHECKING:
+    from triton_models.serving.spans import ModelSpans
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +60,7 @@ def build_service(parameters: EntryParameters, pb_utils: Any) -> StreamService:
     """
     # The text first: it takes milliseconds, and fails before gigabytes were read.
     text = load_text(parameters)
+    spans = make_spans(parameters)
     device = torch.device(parameters.device)
     dtype, reason = choose_dtype(parameters.dtype, device)
     log.info("%s: %s on %s: %s", parameters.model, dtype, device, reason)
@@ -76,7 +80,22 @@ def build_service(parameters: EntryParameters, pb_utils: Any) -> StreamService:
         # A full collection takes over a hundred milliseconds with torch's objects in it, which never go.
         gc.collect()
         gc.freeze()
-    return StreamService(engine, text, metrics, heartbeat_s=parameters.heartbeat_s)
+    return StreamService(engine, text, metrics, heartbeat_s=parameters.heartbeat_s, spans=spans)
+
+
+def make_spans(parameters: EntryParameters) -> "ModelSpans | None":
+    """Make what sends the model's own spans; None: the entry does not ask for it.
+
+    Raises:
+        EntryError: the extra `tracing` is not installed.
+    """
+    if parameters.trace_endpoint is None:
+        return None
+    try:
+        from triton_models.serving.spans import ModelSpans  # noqa: PLC0415 - needs an extra
+    except ModuleNotFoundError as error:
+        raise EntryError("trace_endpoint needs the extra `tracing`") from error
+    return ModelSpans(parameters.trace_endpoint, parameters.model, parameters.version)
 
 
 def engine_settings(parameters: EntryParameters, device: torch.device) -> EngineSettings:

@@ -12,20 +12,27 @@ class Choice:
     Attributes:
         key: the engine's name for it, unique in this process.
         index: its place among the request's choices.
-        closed: whether its last response was sent.
+        first_token: seconds from the waiting list to its first step, and to its first token.
+        closed_at: when its last response was sent, in monotonic seconds.
         pending: outputs that were not taken yet, where there is no delta channel.
         deltas: how many went into the frames of a delta channel.
     """
 
-    __slots__ = ("answer", "closed", "deltas", "index", "key", "pending")
+    __slots__ = ("answer", "closed_at", "deltas", "first_token", "index", "key", "pending")
 
     def __init__(self, key: str, index: int, answer: Answer) -> None:
         self.key = key
         self.index = index
         self.answer = answer
-        self.closed = False
+        self.first_token: tuple[float, float] | None = None
+        self.closed_at: float | None = None
         self.pending: deque[TokenOutput] = deque()
         self.deltas = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether its last response was sent."""
+        return self.closed_at is not None
 
     @property
     def ended(self) -> bool:

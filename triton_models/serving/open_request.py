@@ -1,9 +1,10 @@
 """One generation between its arrival and its final response."""
 
 import enum
+import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from triton_models.engine.sequence import FinishReason
 from triton_models.serving.channel import DeltaChannel
@@ -12,6 +13,8 @@ from triton_models.serving.responder import Responder
 from wire.meta import Accepted, Delivered, Meta, Usage, encode_meta
 from wire.refusal import RefusalCode
 from wire.sampling import Generation
+
+log = logging.getLogger(__name__)
 
 _REFUSALS: dict[FinishReason, tuple[RefusalCode, str]] = {
     FinishReason.CANCELLED: (RefusalCode.CANCELLED, "the request was cancelled"),
@@ -39,9 +42,14 @@ class OpenRequest:
     choice take them and calls `fill_frame`, and a sender thread sends the end, in `deliver` too.
 
     The first choice that does not end as an answer ends the request, with its error.
+
+    `received` and `queued` are in monotonic seconds, the latter None while the engine does not have it.
+    `on_end` is told of the end, with the code of a refusal.
     """
 
-    def __init__(self, key: str, generation: Generation, responder: Responder) -> None:
+    def __init__(
+        self, key: str, generation: Generation, responder: Responder, on_end: "OnEnd | None" = None
+    ) -> None:
         self.key = key
         self.generation = generation
         self.lock = threading.Lock()
@@ -51,9 +59,11 @@ class OpenRequest:
         """None until the request was validated."""
         self.channel: DeltaChannel | None = None
         self.received = time.monotonic()
+        self.queued: float | None = None
+        self.prompt_tokens = 0
         self._responder = responder
         self._streams = range(0)
-        self._prompt_tokens = 0
+        self._on_end = on_end
         self._last_sent = self.received
         self._sending_since: float | None = None
 
@@ -79,7 +89,7 @@ class OpenRequest:
 
     def expect(self, choices: Sequence[Choice], prompt_tokens: int) -> None:
         """Note what the engine will be asked for."""
-        self.choices, self._prompt_tokens = choices, prompt_tokens
+        self.choices, self.prompt_tokens = choices, prompt_tokens
 
     def accept(self, accepted: Accepted) -> None:
         """Tell the client that the request is queued. The caller holds `lock`."""
@@ -90,8 +100,8 @@ class OpenRequest:
         """End the request with an error. The caller holds `lock`."""
         if self.phase is Phase.CLOSED:
             return
-        self.phase = Phase.CLOSED
         self._responder.refuse(code, message)
+        self._close(code)
 
     def deliver(self, choice: Choice) -> bool:
         """Send what a choice has gained since the last call, in one response. The caller holds `lock`.
@@ -106,7 +116,7 @@ class OpenRequest:
             if self.generation.stream and choice.answer.sendable:
                 self._send(*choice.answer.next_response(), final=False)
             return False
-        choice.closed = True
+        choice.closed_at = time.monotonic()
         self._end(choice)
         return True
 
@@ -140,6 +150,15 @@ class OpenRequest:
         """Return True if the client cancelled or hung up. The caller holds `lock`."""
         return self.phase is not Phase.CLOSED and self._responder.cancelled()
 
+    def _close(self, code: RefusalCode | None) -> None:
+        self.phase = Phase.CLOSED
+        if self._on_end is None:
+            return
+        try:
+            self._on_end(self, code)
+        except Exception:
+            log.exception("the end of request %s could not be noted", self.key)
+
     def _end(self, choice: Choice) -> None:
         answer = choice.answer
         if self.channel is not None and self.channel.lost:
@@ -150,7 +169,7 @@ class OpenRequest:
             usage = self._usage() if last else None
             self._send(*answer.next_response(usage, self._delivered(choice)), final=last)
             if last:
-                self.phase = Phase.CLOSED
+                self._close(None)
             return
         if self.channel is None and self.generation.stream and answer.sendable:
             self._send(*answer.next_response(), final=False)
@@ -160,7 +179,7 @@ class OpenRequest:
     def _usage(self) -> Usage:
         answers = [choice.answer for choice in self.choices]
         return Usage(
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=self.prompt_tokens,
             completion_tokens=sum(answer.completion_tokens for answer in answers),
             # What the other choices found, the first one has computed.
             cached_tokens=min(answer.cached_tokens for answer in answers),
@@ -177,3 +196,7 @@ class OpenRequest:
             self._responder.send(text, meta, final=final)
         finally:
             self._sending_since = None
+
+
+OnEnd = Callable[[OpenRequest, RefusalCode | None], None]
+"""Told of a request's end; the code of its refusal, None of an answer."""

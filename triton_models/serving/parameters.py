@@ -38,6 +38,8 @@ class EntryParameters:
     burst_steps: int | None = None
     heartbeat_s: float = 2.0
     """Longest silence of a request at work; at most 10, since whoever waits takes more for a dead engine."""
+    trace_endpoint: str | None = None
+    """URL of an OTLP/HTTP collector, for the spans of what Triton traces; None: there are none."""
     contract: str | None = None
     """What an entry `M` speaks; None: what clients of its checkpoint do."""
     stream_wait_s: float = 600.0
@@ -55,6 +57,7 @@ _CONVERTERS: dict[str, Callable[[str], Any]] = {
     "max_batched_tokens": int,
     "burst_steps": int,
     "heartbeat_s": float,
+    "trace_endpoint": str,
     "contract": str,
     "stream_wait_s": float,
 }

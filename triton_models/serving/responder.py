@@ -28,6 +28,9 @@ class Responder(Protocol):
     def cancelled(self) -> bool:
         """Return True once the client cancelled or went away."""
 
+    def trace_context(self) -> str | None:
+        """Return the W3C context that the request's spans belong in, as a JSON object; None: it has none."""
+
 
 def refusal_response(code: RefusalCode, message: str, pb_utils: Any) -> Any:
     """Return an error response with the status that fits `code`."""
@@ -74,6 +77,11 @@ class TritonResponder:
     def cancelled(self) -> bool:
         """Ask Triton; costs some 50 microseconds."""
         return bool(self._request.is_cancelled())
+
+    def trace_context(self) -> str | None:
+        """Return the context of Triton's own span of the request, where Triton traces it."""
+        context: str | None = self._request.trace().get_context()
+        return context
 
     def _send(self, text: bytes, document: bytes, *, final: bool) -> None:
         tensors = [self._tensor(names.RESPONSE, text), self._tensor(names.META, document)]

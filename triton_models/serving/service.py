@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -12,12 +13,9 @@ from triton_models.engine.engine import Engine
 from triton_models.engine.loop import EngineLoop
 from triton_models.engine.sequence import FinishReason
 from triton_models.errors import (
-    ChannelLostError,
     EngineStoppedError,
-    InvalidGrammarError,
     ModelError,
     PromptTooLongError,
-    QueueFullError,
 )
 from triton_models.serving.answer import Answer
 from triton_models.serving.channel import Channels, DeltaChannel
@@ -29,6 +27,7 @@ from triton_models.serving.metrics import EngineMetrics
 from triton_models.serving.monitor import Monitor
 from triton_models.serving.open_request import OpenRequest, Phase
 from triton_models.serving.preparing import Compiled, Preparing
+from triton_models.serving.refusals import refusal
 from triton_models.serving.responder import Responder
 from triton_models.serving.steps import StepDelivery
 from triton_models.text.grammars import CompiledGrammar
@@ -37,22 +36,13 @@ from wire.meta import Accepted, Meta, ProbeReport
 from wire.refusal import RefusalCode
 from wire.sampling import Cancel, Generation, OpenChannel, Probe, decode_sampling
 
+if TYPE_CHECKING:
+    from triton_models.serving.spans import ModelSpans
+
 log = logging.getLogger(__name__)
 
 MAX_BYTES_PER_TOKEN = 128
 """No vocabulary has pieces near this long: text beyond it times the context is refused without tokenising."""
-
-_REFUSALS: tuple[tuple[type[Exception], RefusalCode], ...] = (
-    (PromptTooLongError, RefusalCode.CONTEXT_LENGTH_EXCEEDED),
-    (QueueFullError, RefusalCode.QUEUE_FULL),
-    (EngineStoppedError, RefusalCode.SHUTTING_DOWN),
-    (InvalidGrammarError, RefusalCode.INVALID_GRAMMAR),
-    (ChannelLostError, RefusalCode.CHANNEL_LOST),
-    (ModelError, RefusalCode.INVALID_REQUEST),
-    (msgspec.MsgspecError, RefusalCode.INVALID_REQUEST),
-    (UnicodeDecodeError, RefusalCode.INVALID_REQUEST),
-)
-"""The first class that fits decides; whatever is not here is a fault of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +60,17 @@ class StreamService:
     `handle` never waits, so all but generations pass however full the engine is.
     """
 
-    def __init__(self, engine: Engine, text: ChatText, metrics: EngineMetrics, *, heartbeat_s: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        text: ChatText,
+        metrics: EngineMetrics,
+        *,
+        heartbeat_s: float,
+        spans: "ModelSpans | None" = None,
+    ) -> None:
         settings = engine.settings
+        self._spans = spans
         self._text = text
         self._metrics = metrics
         self._max_context = engine.max_context
@@ -110,6 +109,8 @@ class StreamService:
         for channel in self._channels.all():
             channel.end(RefusalCode.SHUTTING_DOWN, "the model is being unloaded")
         self._metrics.stop()
+        if self._spans is not None:
+            self._spans.close()
 
     def handle(self, responder: Responder, inputs: Inputs) -> None:
         """Take one request; its responses follow through `responder`, from other threads."""
@@ -129,19 +130,20 @@ class StreamService:
             case OpenChannel():
                 self._open_channel(sampling.open_channel, responder)
             case Generation():
-                self._open(OpenRequest(f"{next(self._keys)}", sampling, responder), inputs)
+                on_end = None if self._spans is None else self._spans.begin(responder.trace_context())
+                self._open(OpenRequest(f"{next(self._keys)}", sampling, responder, on_end), inputs)
 
     def _open(self, request: OpenRequest, inputs: Inputs) -> None:
         if self._closing.is_set():
-            refusal = RefusalCode.SHUTTING_DOWN, "the model is being unloaded"
+            refused = RefusalCode.SHUTTING_DOWN, "the model is being unloaded"
         elif len(self._requests) >= self._max_open:
-            refusal = RefusalCode.QUEUE_FULL, f"{len(self._requests)} requests are open already"
+            refused = RefusalCode.QUEUE_FULL, f"{len(self._requests)} requests are open already"
         else:
             self._requests[request.key] = request
             self._preparing.submit(request, inputs)
             return
         with request.lock:
-            request.refuse(*refusal)
+            request.refuse(*refused)
 
     def _open_channel(self, channel_id: str, responder: Responder) -> None:
         try:
@@ -149,7 +151,7 @@ class StreamService:
                 raise EngineStoppedError("the model is being unloaded")
             self._channels.open(channel_id, responder)
         except ModelError as error:
-            responder.refuse(*_refusal(error))
+            responder.refuse(*refusal(error))
 
     def _lose(self, channel: DeltaChannel) -> None:
         """Close a channel whose client is gone; its generations are cancelled, and say that it was lost."""
@@ -165,7 +167,7 @@ class StreamService:
             try:
                 self._admit(request, inputs, None if compiled is None else compiled.result())
             except Exception as error:  # noqa: BLE001 - the boundary of one request: its client alone is told
-                request.refuse(*_refusal(error))
+                request.refuse(*refusal(error))
             refused = request.phase is Phase.CLOSED
         if refused:
             self._requests.pop(request.key, None)
@@ -205,6 +207,7 @@ class StreamService:
         )
         self._choices.update((choice.key, (request, choice)) for choice in request.choices)
         self._loop.add(*asked)
+        request.queued = time.monotonic()
         request.accept(
             Accepted(
                 request_id=generation.request_id or request.key,
@@ -288,11 +291,3 @@ class StreamService:
             max_context=self._max_context,
             delta_channel=True,
         )
-
-
-def _refusal(error: Exception) -> tuple[RefusalCode, str]:
-    for kind, code in _REFUSALS:
-        if isinstance(error, kind):
-            return code, str(error)
-    log.error("a request failed before it was queued", exc_info=error)
-    return RefusalCode.INTERNAL, "the request could not be prepared"

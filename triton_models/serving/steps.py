@@ -80,7 +80,8 @@ class StepDelivery:
             return  # Its answer ended with a stop string while this step ran.
         request, choice = found
         if output.time_to_first_token is not None:
-            self._on_first_token(output.queue_seconds or 0.0, output.time_to_first_token)
+            choice.first_token = output.queue_seconds or 0.0, output.time_to_first_token
+            self._on_first_token(*choice.first_token)
         if request.channel is None:
             self._delivery.post(request, choice, output)
             return

@@ -125,7 +125,7 @@ def test_every_field_of_a_generation_reaches_the_model() -> None:
     assert sent.request_id == "req-1"
     untouched = set(Generation.__dataclass_fields__) - set(fields)
     # The grammar is asked about by itself (`test_chatglm_prompts`).
-    assert untouched == {"request_id", "model", "prompt", "prompt_field", "deadline", "grammar"}
+    assert untouched == {"request_id", "model", "prompt", "prompt_field", "deadline", "headers", "grammar"}
 
 
 def test_a_generation_that_asks_for_nothing_sends_the_defaults_and_no_stream() -> None:

@@ -18,6 +18,7 @@ from triton_models.serving.chat_text import ChatText
 from triton_models.serving.metrics import EngineMetrics
 from triton_models.serving.parameters import EntryParameters
 from triton_models.serving.service import Inputs, StreamService
+from triton_models.serving.spans import ModelSpans
 from wire.sampling import Generation, encode_sampling
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "chatglm3"
@@ -80,10 +81,10 @@ def serve(model: ChatGLM, text: ChatText, pb_utils: FakePbUtils) -> Iterator[Cal
     """Return a function that starts a service with the given engine settings."""
     services = []
 
-    def start(*, slow: bool = False, **settings: Any) -> Served:
+    def start(*, slow: bool = False, spans: ModelSpans | None = None, **settings: Any) -> Served:
         engine = Engine(Slow(model) if slow else model, EngineSettings(**settings))
         metrics = EngineMetrics("glm", 1, pb_utils)
-        services.append(StreamService(engine, text, metrics, heartbeat_s=HEARTBEAT_S))
+        services.append(StreamService(engine, text, metrics, heartbeat_s=HEARTBEAT_S, spans=spans))
         services[-1].start()
         return Served(services[-1])
 

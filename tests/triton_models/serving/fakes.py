@@ -19,6 +19,7 @@ class FakeResponder:
 
     on_send: Callable[[], object] = lambda: None
     gone: bool = False
+    context: str | None = None
     responses: list[tuple[str, Meta]] = field(default_factory=list)
     frames: list[Frame] = field(default_factory=list)
     refusal: tuple[RefusalCode, str] | None = None
@@ -43,6 +44,9 @@ class FakeResponder:
 
     def cancelled(self) -> bool:
         return self.gone
+
+    def trace_context(self) -> str | None:
+        return self.context
 
     def wait(self) -> "FakeResponder":
         assert self.ended.wait(TIMEOUT_S), "no final response"

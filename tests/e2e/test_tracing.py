@@ -1,0 +1,118 @@
+"""One trace through gateway, Triton and model, read by a collector of our own."""
+
+import subprocess
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.e2e.up_process import UpProcess, wait_until
+from tests.otlp_receiver import ERROR, Receiver, Span
+
+pytestmark = pytest.mark.e2e
+
+PARENT_ID = "00f067aa0ba902b7"
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Receiver]:
+    with Receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def traced(collector: Receiver) -> Iterator[UpProcess]:
+    process = UpProcess("--trace-endpoint", collector.endpoint, "--trace-sample", "0")
+    try:
+        yield process.wait_ready()
+    finally:
+        process.close()
+
+
+def chat(traced: UpProcess, trace_id: str | None, **parameters: object) -> httpx.Response:
+    body = {"model": "chatglm3-demo", "messages": [{"role": "user", "content": "你好"}], **parameters}
+    headers = {"traceparent": f"00-{trace_id}-{PARENT_ID}-01"} if trace_id else {}
+    return httpx.post(traced.base_url + "/v1/chat/completions", json=body, headers=headers, timeout=60)
+
+
+def tree(spans: list[Span], parent_id: str) -> dict[str, object]:
+    return {
+        f"{span.service}: {span.name}": tree(spans, span.span_id)
+        for span in sorted(spans, key=lambda span: span.start_ns)
+        if span.parent_id == parent_id
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_one_trace(traced: UpProcess, collector: Receiver, *, stream: bool) -> None:
+    trace_id = f"{0xA0 + stream:032x}"
+    assert chat(traced, trace_id, stream=stream, max_tokens=12).status_code == 200
+    wait_until(lambda: len(collector.trace(trace_id)) >= 10)
+    spans = collector.trace(trace_id)
+    assert tree(spans, PARENT_ID) == {
+        "tritongate: POST /v1/chat/completions": {
+            "tritongate: admission": {},
+            "tritongate: call": {
+                "triton: InferRequest": {
+                    "triton: chatglm3-demo-stream": {
+                        "triton: compute": {},
+                        "tritongate-model: generate": {
+                            "tritongate-model: queue": {},
+                            "tritongate-model: prefill": {},
+                            "tritongate-model: decode": {},
+                        },
+                    }
+                }
+            },
+        }
+    }
+    assert len(spans) == 10
+    assert all(span.status != ERROR for span in spans)
+    (call,) = [span for span in spans if span.name == "call"]
+    assert call.events == ["accepted", "first_token"]
+    (decode,) = [span for span in spans if span.name == "decode"]
+    assert 1 <= decode.attributes["gen_ai.usage.output_tokens"] <= 12
+    (request,) = [span for span in spans if span.name.startswith("POST")]
+    (told,) = [span for span in spans if span.name == "generate"]
+    assert told.attributes["tritongate.request_id"] == request.attributes["tritongate.request_id"]
+
+
+def test_a_hang_up_and_a_refusal_have_their_status(traced: UpProcess, collector: Receiver) -> None:
+    gone, refused = f"{0xB0:032x}", f"{0xB1:032x}"
+    body = '{"model":"chatglm3-demo","stream":true,"ignore_eos":true,"min_tokens":400,"max_tokens":400,'
+    body += '"messages":[{"role":"user","content":"x"}]}'
+    command = [
+        "curl",
+        "-sN",
+        traced.base_url + "/v1/chat/completions",
+        "-H",
+        "Content-Type: application/json",
+    ]
+    command += ["-H", f"traceparent: 00-{gone}-{PARENT_ID}-01", "-d", body]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
+        assert client.stdout.readline().startswith(b"data:")
+        client.kill()
+    assert chat(traced, refused, max_tokens=10**6).status_code == 400
+    wait_until(lambda: len(collector.trace(gone)) >= 10 and len(collector.trace(refused)) >= 6)
+
+    def named(trace_id: str, name: str) -> Span:
+        (span,) = [span for span in collector.trace(trace_id) if span.name == name]
+        return span
+
+    request = named(gone, "POST /v1/chat/completions")
+    assert request.attributes["http.response.status_code"] == 499
+    assert named(gone, "call").attributes["error.type"] == "cancelled"
+    assert named(gone, "generate").attributes["error.type"] == "cancelled"
+    request = named(refused, "POST /v1/chat/completions")
+    assert (request.attributes["http.response.status_code"], request.status) == (400, 0)
+    assert named(refused, "call").attributes["error.type"] == "context_length_exceeded"
+    assert named(refused, "generate").attributes["error.type"] == "context_length_exceeded"
+
+
+def test_what_is_not_recorded_is_not_recorded_anywhere(traced: UpProcess, collector: Receiver) -> None:
+    before = {span.trace_id for span in collector.spans}
+    assert chat(traced, None, max_tokens=2).status_code == 200
+    marker = f"{0xC0:032x}"
+    assert chat(traced, marker, max_tokens=2).status_code == 200
+    wait_until(lambda: len(collector.trace(marker)) >= 10)
+    assert {span.trace_id for span in collector.spans} == {*before, marker}

@@ -1,0 +1,22 @@
+"""How tritonserver is told to trace; it knows W3C contexts, and hands a model that of its own span."""
+
+SERVICE = "triton"
+_DELAY_MS = 500
+"""Between two exports, of as many spans as there are."""
+
+
+def trace_arguments(endpoint: str | None) -> list[str]:
+    """Return tritonserver's arguments for spans that go to `endpoint` by OTLP/HTTP; none without one.
+
+    It traces what comes with a `traceparent`, whatever its rate, which is 0: the gateway decides.
+    """
+    if endpoint is None:
+        return []
+    return [
+        "--trace-config=mode=opentelemetry",
+        "--trace-config=rate=0",
+        "--trace-config=level=TIMESTAMPS",
+        f"--trace-config=opentelemetry,url={endpoint}",
+        f"--trace-config=opentelemetry,bsp_schedule_delay={_DELAY_MS}",
+        f"--trace-config=opentelemetry,resource=service.name={SERVICE}",
+    ]
