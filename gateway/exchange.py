@@ -41,10 +41,16 @@ class Exchange:
     """The first thing that went wrong, before or after the first byte."""
     waited_s: float = 0.0
     """Spent waiting for the client's body, for admission and for the upstream."""
+    queued_s: float = 0.0
+    """Of those, waiting for admission."""
+    body: bytes | None = None
+    """As the client sent it; only where it is to be logged."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
     first_token_at: float | None = None
     last_token_at: dict[int, float] = field(default_factory=dict)
+    """By choice."""
+    finish_reasons: dict[int, str] = field(default_factory=dict)
     """By choice."""
 
     @property
@@ -64,6 +70,8 @@ class Exchange:
         if type(event) is Delta:
             if event.tokens:
                 self._count(event.index, event.tokens)
+            if event.finish_reason is not None:
+                self.finish_reasons[event.index] = event.finish_reason
         elif type(event) is Accepted:
             self.prompt_tokens = event.prompt_tokens
             self.metrics.prompt_tokens.labels(self.model).inc(event.prompt_tokens)

@@ -140,6 +140,7 @@ class Flight(AsyncIterator[Event]):
     async def _admit(self, admission: Admission, permits: int) -> None:
         metrics, model = self._gateway.metrics, self._exchange.model
         metrics.waiting.labels(model).inc()
+        began = perf_counter()
         try:
             with self._exchange.trace.part("admission"):
                 await self._race(admission.acquire(permits))
@@ -147,6 +148,7 @@ class Flight(AsyncIterator[Event]):
             metrics.rejected.labels(model, _REJECTED[type(error)]).inc()
             raise
         finally:
+            self._exchange.queued_s = perf_counter() - began
             metrics.waiting.labels(model).dec()
         self._exchange.resources.callback(admission.release, permits)
         metrics.in_flight.labels(model).inc()

@@ -1,15 +1,19 @@
-"""Log lines as JSON on standard error, each with the id of the request that it belongs to.
+"""Log lines on standard error, each with the ids of the request and the trace that it belongs to.
 
-Prompts, answers and keys are never logged; no call in this package hands them to a logger.
+Answers and keys are never logged, and prompts only where `log_prompts` is set (`gateway.access_log`): no
+other call in this package hands them to a logger.
 """
 
 import logging
 import sys
 from contextvars import ContextVar
 
+from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
 
 from gateway.tracing import current_trace
+
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Of the request that the current task serves."""
@@ -24,19 +28,35 @@ class _AddRequestId(logging.Filter):
         return True
 
 
-def configure_logging(level: str) -> None:
-    """Send every logger's lines of `level` and above to standard error, replacing earlier handlers."""
+class _TextFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        first, *traceback = super().format(record).split("\n")
+        extra = " ".join(
+            f"{name}={value!r}" for name, value in vars(record).items() if name not in RESERVED_ATTRS
+        )
+        return "\n".join([f"{first} {extra}".rstrip(), *traceback])
+
+
+def _json_formatter() -> JsonFormatter:
+    return JsonFormatter(
+        "{levelname}{name}{message}",
+        style="{",
+        timestamp="time",
+        rename_fields={"levelname": "level", "name": "logger"},
+        json_ensure_ascii=False,
+    )
+
+
+def configure_logging(level: str, form: str = "json") -> None:
+    """Send every logger's lines of `level` and above to standard error, replacing earlier handlers.
+
+    Args:
+        level: `debug`, `info`, `warning` or `error`.
+        form: `json`, or `text` for people.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_AddRequestId())
-    handler.setFormatter(
-        JsonFormatter(
-            "{levelname}{name}{message}",
-            style="{",
-            timestamp="time",
-            rename_fields={"levelname": "level", "name": "logger"},
-            json_ensure_ascii=False,
-        )
-    )
+    handler.setFormatter(_json_formatter() if form == "json" else _TextFormatter(_TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # It repeats what we say ourselves.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

@@ -7,14 +7,17 @@ import asyncio
 import logging
 import re
 import uuid
+import zlib
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
+from http import HTTPStatus
 from time import perf_counter
 from typing import TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.access_log import request_line
 from gateway.api.failures import error_response
 from gateway.drain import Phase, shutting_down
 from gateway.errors import ClientGoneError, InternalError
@@ -97,38 +100,25 @@ class ExchangeMiddleware:
                 await error_response(failure)(scope, receive, watched_send)
 
     def _finish(self, exchange: Exchange, scope: Scope) -> None:
-        """Write the request's metrics and its one log line, after everything else was released."""
+        """Write the request's metrics, its trace and its one log line, after all else was released."""
         duration = perf_counter() - exchange.arrived
         route = getattr(scope.get("route"), "path", UNKNOWN)
         status, model, metrics = exchange.outcome, exchange.model, exchange.metrics
         metrics.requests.labels(route, model, str(status)).inc()
         metrics.request_duration.labels(route, model).observe(duration)
-        line = {
-            "request_id": exchange.request_id,
-            "method": exchange.method,
-            "route": route,
-            "status": status,
-            "duration_ms": _ms(duration),
-        }
-        if exchange.key_name is not None:
-            line["key"] = exchange.key_name
         if exchange.generates:
             metrics.overhead.labels(model).observe(max(duration - exchange.waited_s, 0.0))
             if status == ClientGoneError.status:
                 metrics.client_cancels.labels(model).inc()
-            line |= {
-                "model": model,
-                "stream": exchange.stream,
-                "prompt_tokens": exchange.prompt_tokens,
-                "generated_tokens": exchange.generated_tokens,
-                "waited_ms": _ms(exchange.waited_s),
-            }
-            if exchange.first_token_at is not None:
-                line["first_token_ms"] = _ms(exchange.first_token_at - exchange.arrived)
-        if exchange.error is not None:
-            line["error"] = type(exchange.error).__name__
         exchange.trace.end(exchange, route)
+        if exchange.error is None and status < HTTPStatus.BAD_REQUEST and not self._sampled(exchange):
+            return
+        line = request_line(exchange, route, duration)
         _log.log(logging.DEBUG if route in _PROBES else logging.INFO, "request", extra=line)
+
+    def _sampled(self, exchange: Exchange) -> bool:
+        """Tell whether a successful request gets its line: by its id, so that every gateway decides alike."""
+        return zlib.crc32(exchange.request_id.encode()) < self._gateway.settings.log_sample * 2**32
 
 
 def _while_it_lasts(resources: AsyncExitStack, variable: ContextVar[T], value: T) -> None:
@@ -139,7 +129,3 @@ def _while_it_lasts(resources: AsyncExitStack, variable: ContextVar[T], value: T
 def _accept_request_id(given: str | None) -> str:
     """Keep the client's id if it is short and printable, else make one."""
     return given if given and _request_id.fullmatch(given) else uuid.uuid4().hex
-
-
-def _ms(seconds: float) -> float:
-    return round(seconds * 1000, 3)

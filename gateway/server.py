@@ -102,7 +102,7 @@ def run(
     Raises:
         ListenError: the address cannot be listened on.
     """
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     if listener is None:
         listener = bind(settings.host, settings.port)
     try:

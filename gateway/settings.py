@@ -197,6 +197,19 @@ class Settings(BaseSettings):
         description="answers that one request may ask for: n times the number of its prompts",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
+    log_format: Literal["json", "text"] = Field(
+        "json", description="json: an object a line; text: the same for people, as name=value"
+    )
+    log_sample: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of successful requests that get a log line; failed ones always do",
+    )
+    log_prompts: bool = Field(
+        default=False,
+        description="add the request's body, prompts and all, up to 16 KiB of it, to its log line",
+    )
     trace_endpoint: Endpoint | None = Field(
         None,
         description="URL that traces go to by OTLP/HTTP, such as http://127.0.0.1:4318/v1/traces; unset "

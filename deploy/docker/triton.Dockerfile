@@ -17,7 +17,7 @@ COPY triton_models triton_models
 # https://download.pytorch.org/whl/cpu leaves out CUDA; empty: PyPI's build, with it.
 ARG TORCH_INDEX=""
 RUN /opt/tritongate/environment/bin/pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
-        --constraint constraints.txt '.[engine]' \
+        --constraint constraints.txt '.[engine,tracing]' \
     && /opt/tritongate/environment/bin/pip uninstall --yes pip
 
 FROM nvcr.io/nvidia/tritonserver:${TRITON}

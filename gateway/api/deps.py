@@ -47,14 +47,17 @@ async def _admin(request: Request, gateway: GatewayDep, exchange: ExchangeDep) -
     exchange.key_name = gateway.keyring.authorize(request.headers.get("authorization"), Scope.ADMIN)
 
 
-async def _json_body(request: Request) -> bytes:
+async def _json_body(request: Request, gateway: GatewayDep, exchange: ExchangeDep) -> bytes:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaTypeError("The body must be declared as Content-Type: application/json.")
     try:
-        return await request.body()
+        body = await request.body()
     except ClientDisconnect:
         raise ClientGoneError("The client hung up while it sent its body.") from None
+    if gateway.settings.log_prompts:
+        exchange.body = body
+    return body
 
 
 async def _flight(gateway: GatewayDep, exchange: ExchangeDep) -> Flight:

@@ -1,0 +1,56 @@
+"""What the log says of a finished request, in one line.
+
+Prompts and answers only where `log_prompts` asks for the body; keys by their owner's name, never themselves.
+"""
+
+from typing import Any, Final
+
+from gateway.exchange import Exchange
+
+BODY_LIMIT_BYTES: Final = 16 * 1024
+
+
+def request_line(exchange: Exchange, route: str, duration_s: float) -> dict[str, Any]:
+    """Return the fields of a finished request's line; times are in milliseconds, `_ms` behind their names."""
+    line: dict[str, Any] = {
+        "request_id": exchange.request_id,
+        "method": exchange.method,
+        "route": route,
+        "status": exchange.outcome,
+        "duration_ms": _ms(duration_s),
+    }
+    if exchange.trace.trace_id is not None:
+        line["trace_id"] = exchange.trace.trace_id
+    if exchange.key_name is not None:
+        line["key"] = exchange.key_name
+    if exchange.generates:
+        line |= _generation(exchange)
+    if exchange.trace.upstreams:
+        line |= {"upstream": exchange.trace.upstreams[-1], "attempts": len(exchange.trace.upstreams)}
+    if exchange.error is not None:
+        line["error"] = type(exchange.error).__name__
+    if exchange.body is not None:
+        line["body"] = exchange.body[:BODY_LIMIT_BYTES].decode(errors="replace")
+    return line
+
+
+def _generation(exchange: Exchange) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "model": exchange.model,
+        "stream": exchange.stream,
+        "prompt_tokens": exchange.prompt_tokens,
+        "generated_tokens": exchange.generated_tokens,
+        "queued_ms": _ms(exchange.queued_s),
+        "waited_ms": _ms(exchange.waited_s),
+    }
+    if exchange.first_token_at is not None:
+        line["first_token_ms"] = _ms(exchange.first_token_at - exchange.arrived)
+    if exchange.finish_reasons:
+        # Of several choices each reason once, in the order of the choices.
+        reasons = dict.fromkeys(reason for _, reason in sorted(exchange.finish_reasons.items()))
+        line["finish_reason"] = ",".join(reasons)
+    return line
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)
