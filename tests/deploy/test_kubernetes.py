@@ -1,0 +1,231 @@
+"""The Kubernetes manifests, against Kubernetes' own schemas, each other, and what the code reads."""
+
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from deploy.docker import triton_health
+from deploy.docker.start_triton import main as start_triton
+from gateway.settings import load_settings, settings_table
+from gateway.up import TritonOptions
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "kubernetes"
+OVERLAYS = ("one-node", "many")
+KEY = '[{"name": "a", "key": "b"}]'
+
+needs_kubectl = pytest.mark.skipif(
+    shutil.which("kubectl") is None,
+    reason="LEFT OUT: kubectl is not installed, so no overlay was rendered, only the base checked",
+)
+
+
+def base() -> list[dict[str, Any]]:
+    files = sorted((FOLDER / "base").glob("*.yaml"))
+    documents = [each for file in files for each in yaml.safe_load_all(file.read_text(encoding="utf-8"))]
+    return [each for each in documents if each["kind"] != "Kustomization"]
+
+
+@cache
+def render(overlay: str) -> str:
+    done = subprocess.run(
+        ["kubectl", "kustomize", FOLDER / "overlays" / overlay], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def rendered(overlay: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(render(overlay)))
+
+
+def one(documents: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    (found,) = [
+        each for each in documents if each["kind"] == kind and each["metadata"]["name"].startswith(name)
+    ]
+    return found
+
+
+def pod(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    spec = document["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    return spec, container
+
+
+def validate(text: str, tmp_path: Path) -> str:
+    file = tmp_path / "documents.yaml"
+    file.write_text(text, encoding="utf-8")
+    tool = Path(sys.executable).with_name("kubernetes-validate")
+    done = subprocess.run([tool, "--strict", file], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_base_obeys_kubernetes_schemas(tmp_path: Path) -> None:
+    said = validate(yaml.safe_dump_all(base()), tmp_path)
+    assert said.count("passed for resource") == len(base())
+
+
+def test_the_check_can_fail(tmp_path: Path) -> None:
+    wrong = base()[0]
+    wrong["spec"]["portz"] = []
+    with pytest.raises(AssertionError, match="portz"):
+        validate(yaml.safe_dump(wrong), tmp_path)
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_overlays_obey_kubernetes_schemas(overlay: str, tmp_path: Path) -> None:
+    documents = rendered(overlay)
+    ours = [each for each in documents if each["apiVersion"] != "monitoring.coreos.com/v1"]
+    assert validate(render(overlay), tmp_path).count("passed for resource") == len(ours) >= len(base())
+    assert {each["metadata"]["namespace"] for each in documents} == {"tritongate"}
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_gateways_configuration_is_settings(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = rendered(overlay)
+    values = one(documents, "ConfigMap", "gateway")["data"]
+    _, container = pod(one(documents, "Deployment", "gateway"))
+    variables = {*values, *(each["name"] for each in container["env"])}
+    assert variables <= {row.env for row in settings_table()}
+    for name, value in (values | {"TRITONGATE_API_KEYS": KEY}).items():
+        monkeypatch.setenv(name, value)
+    settings = load_settings()
+    spec, container = pod(one(documents, "Deployment", "gateway"))
+    assert [port["containerPort"] for port in container["ports"]] == [settings.port]
+    pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert spec["terminationGracePeriodSeconds"] >= pause + settings.drain_s + 5
+    tritons = one(documents, "StatefulSet", "triton")
+    scaler = [each for each in documents if each["kind"] == "HorizontalPodAutoscaler"]
+    most = one(scaler, "HorizontalPodAutoscaler", "triton")["spec"]["maxReplicas"] if scaler else 1
+    names = [f"triton-{number}.{tritons['spec']['serviceName']}" for number in range(most)]
+    assert list(settings.upstreams) == [f"{name}:{TritonOptions().grpc_port}" for name in names]
+    served = [word for word in pod(tritons)[1]["args"] if word.startswith("--model=")]
+    assert all(f"--model={model}=/checkpoint" in served for model in settings.models)
+
+
+def test_tritons_command_and_ports() -> None:
+    spec, container = pod(one(base(), "StatefulSet", "triton"))
+    arguments = container["args"]
+    own, server = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
+    result = CliRunner().invoke(start_triton, own)
+    assert "No such option" not in result.output
+    assert "/checkpoint is not a directory" in result.output
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    usual = TritonOptions()
+    assert ports == {"http": usual.http_port, "grpc": usual.grpc_port, "metrics": usual.metrics_port}
+    assert {f"--{name}-port={port}" for name, port in ports.items()} <= set(server)
+    assert "--model-control-mode=none" in server
+    (exits,) = (int(word.rpartition("=")[2]) for word in server if word.startswith("--exit-timeout-secs"))
+    pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert spec["terminationGracePeriodSeconds"] >= pause + exits + 10
+    restricted = [word for word in server if word.startswith(("--http-restricted", "--grpc-restricted"))]
+    assert all(word.endswith(":admin-key=$(RESTRICTED_KEY)") for word in restricted)
+    assert "model-repository" in restricted[0]
+    # The gateway asks over gRPC what is loaded.
+    assert "model-repository" not in restricted[1]
+
+
+def test_probes_are_of_what_they_mean() -> None:
+    _, triton = pod(one(base(), "StatefulSet", "triton"))
+    live = triton["livenessProbe"]["exec"]["command"]
+    options = triton_health._parser().parse_args(live[2:])
+    assert options.stale_s >= 30
+    assert options.end_process is None  # the kubelet does that
+    assert live[1].rpartition("/")[2] == Path(triton_health.__file__).name
+    startup = triton["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 15 * 60
+    _, gateway = pod(one(base(), "Deployment", "gateway"))
+    assert gateway["livenessProbe"]["httpGet"]["path"] == "/health"
+    assert gateway["readinessProbe"]["httpGet"]["path"] == "/health/ready"
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "StatefulSet"])
+def test_every_pod_is_confined(kind: str) -> None:
+    (document,) = [each for each in base() if each["kind"] == kind]
+    spec, container = pod(document)
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["automountServiceAccountToken"] is False
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert container["resources"]["limits"]["memory"]
+    mounted = {each["name"] for each in container["volumeMounts"]}
+    assert mounted == {each["name"] for each in spec["volumes"]}
+
+
+def test_only_gateways_reach_a_triton() -> None:
+    policy = one(base(), "NetworkPolicy", "triton")["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert "egress" not in policy
+    allowed = {rule["ports"][0]["port"]: rule["from"] for rule in policy["ingress"]}
+    assert set(allowed) == {"grpc", "metrics"}
+    assert allowed["grpc"] == [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "gateway"}}}]
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_selectors_find_pods_and_ports_have_names(overlay: str) -> None:
+    documents = rendered(overlay)
+    pods = {
+        name: one(documents, kind, name)["spec"]["template"]
+        for kind, name in (("Deployment", "gateway"), ("StatefulSet", "triton"))
+    }
+    seen = 0
+    for document in documents:
+        spec = document.get("spec", {})
+        selector = spec.get("selector") or spec.get("podSelector")
+        if selector is None:
+            continue
+        labels = selector.get("matchLabels", selector)
+        assert labels.items() <= pods[document["metadata"]["name"]]["metadata"]["labels"].items(), document
+        ports = [each.get("targetPort", each.get("port")) for each in spec.get("ports", [])]
+        ports += [each["port"] for each in spec.get("podMetricsEndpoints", [])]
+        (container,) = pods[document["metadata"]["name"]]["spec"]["containers"]
+        assert set(ports) <= {each["name"] for each in container["ports"]}
+        seen += 1
+    assert seen >= 8
+
+
+@needs_kubectl
+def test_what_is_scraped_has_the_jobs_of_the_rules() -> None:
+    documents = rendered("many")
+    alerts = (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text(encoding="utf-8")
+    jobs = set()
+    for document in documents:
+        if document["kind"] == "PodMonitor":
+            kind = {"gateway": "Deployment", "triton": "StatefulSet"}[document["metadata"]["name"]]
+            labels = one(documents, kind, document["metadata"]["name"])["spec"]["template"]["metadata"][
+                "labels"
+            ]
+            jobs.add(labels[document["spec"]["jobLabel"]])
+    assert jobs == set(re.findall(r'up\{job="(\w+)"\}', alerts))
+
+
+@needs_kubectl
+def test_scaling_follows_metrics_that_there_are() -> None:
+    scaler = one(
+        [each for each in rendered("many") if each["kind"] == "HorizontalPodAutoscaler"],
+        "HorizontalPodAutoscaler",
+        "triton",
+    )
+    wanted = {each["pods"]["metric"]["name"] for each in scaler["spec"]["metrics"]}
+    rules = yaml.safe_load((FOLDER / "overlays/many/adapter.yaml").read_text(encoding="utf-8"))
+    offered = {rule.get("name", {}).get("as") or rule["seriesQuery"].partition("{")[0] for rule in rules}
+    assert wanted == offered
+    engine = (ROOT / "triton_models/serving/metrics.py").read_text(encoding="utf-8")
+    read = {name for rule in rules for name in re.findall(r"tritongate_engine_(\w+?)\{", str(rule))}
+    assert read == {"requests_waiting", "kv_blocks_used", "kv_blocks"}
+    assert all(f'"{name}"' in engine for name in read)
