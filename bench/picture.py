@@ -34,7 +34,10 @@ def main(data: Path, out: Path) -> None:
 
 def _draw(axes: Axes, rows: list[dict[str, Any]], field: str) -> None:
     for server, (name, color, marker) in _STYLES.items():
-        points = sorted((row for row in rows if row["server"] == server), key=lambda row: row["clients"])
+        points = [
+            _median([row for row in rows if (row["server"], row["clients"]) == (server, clients)])
+            for clients in sorted({row["clients"] for row in rows if row["server"] == server})
+        ]
         throughput = [row["tokens_per_second"] for row in points]
         axes.plot(throughput, [row[field] for row in points], marker=marker, color=color, label=name)
         for row in points:
@@ -47,6 +50,11 @@ def _draw(axes: Axes, rows: list[dict[str, Any]], field: str) -> None:
     axes.set_xlim(left=0)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _median(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the row that the comparison's own table has, of the same setting measured several times."""
+    return sorted(rows, key=lambda row: row["tokens_per_second"])[(len(rows) - 1) // 2]
 
 
 if __name__ == "__main__":

@@ -20,6 +20,14 @@ with tarfile.open(fileobj=sys.stdin.buffer, mode="r|xz") as packed:
     packed.extractall(sys.argv[1], filter="tar")' "$site"
   chmod +x "$site/pytriton/tritonserver/bin/tritonserver" "$site"/pytriton/tritonserver/python_backend_stubs/*/*
   echo "$host" >"$site/zz_host.pth"
+  # The host's scipy and scikit-learn need the host's numpy; transformers does without them where they are not found.
+  cat >"$site/_hide_scipy.py" <<'END'
+from importlib.machinery import PathFinder
+
+_find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *where: None if name.partition(".")[0] in {"scipy", "sklearn"} else _find(name, *where)
+END
+  echo 'import _hide_scipy' >"$site/aa_hide_scipy.pth"
   "$venv/bin/python3" -m compileall -q -j 0 "$site" >&2 || true # templates among the sources do not compile
   touch "$dest/unpacked"
 fi
