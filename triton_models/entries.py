@@ -103,7 +103,6 @@ def write_entries(repository: Path, *, model: ModelEntry) -> None:
     field = repository / model.name
     contract = choose_contract(model.contract, model.format)
     _write_entry(field, field_config(model, contract), module="field")
-    warmup.write_warmup(field, warmup.field_tensors(contract))
 
 
 def stream_config(model: ModelEntry) -> Any:
@@ -126,11 +125,14 @@ def tokenizer_config(model: ModelEntry) -> Any:
 
 
 def field_config(model: ModelEntry, contract: Contract) -> Any:
-    """Return the `ModelConfig` message of `M`: one response per request, however late; warmed up."""
+    """Return the `ModelConfig` message of `M`: one response per request, however late.
+
+    It has nothing to warm up: the engine is `M-stream`'s, and a warm-up through that would have to reach it
+    while the server loads, which a server that loads its whole repository as it starts refuses (2.51).
+    """
     config = _config(model.name, field_signature(contract), "cpu")
     if config.max_batch_size:
         config.dynamic_batching.CopyFrom(_batching(model))
-    config.model_warmup.append(_warmup(field_signature(contract), warmup.field_tensors(contract)))
     _set_parameters(config, _common_parameters(model) | {"contract": contract})
     return config
 

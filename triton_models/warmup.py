@@ -1,16 +1,13 @@
-"""Writes the data files of an entry's warm-up: one short generation.
+"""Writes the data files of the warm-up of an `M-stream`: one short generation.
 
-Triton runs it before it reports the model ready, so that READY means warm: of `M-stream`, the engine; of `M`,
-the whole path through `M-stream`. `python -m triton_models.warmup ENTRY_DIR` writes them into an entry that
-is there already.
+Triton runs it before it reports the model ready, so that READY means warm. `python -m triton_models.warmup
+ENTRY_DIR` writes them into an entry that is there already.
 """
 
-import struct
 from pathlib import Path
 
 import click
 
-from triton_models.signatures import INT16, Contract, choose_contract, field_signature
 from wire import history, names, sampling, strings
 
 FOLDER = "warmup"
@@ -19,15 +16,6 @@ FOLDER = "warmup"
 _PROMPT = "你好"
 _GENERATION = sampling.Generation(request_id="warmup", max_tokens=2, temperature=0.0, ignore_eos=True)
 # Two tokens: one from the prefill, one from a decode step; greedy, and never ended early by a stop id.
-
-_FIELD_VALUES = {
-    names.PROMPT: _PROMPT,
-    names.HISTORY: "",
-    names.TEMPERATURE: "0",
-    # Prompt and answer together. The longer prompt, ChatGLM2's, has 17 tokens of the published vocabulary.
-    names.MAX_TOKEN: "48",
-    names.HISTORY_LEN: "0",
-}
 
 
 def stream_tensors() -> dict[str, bytes]:
@@ -38,20 +26,6 @@ def stream_tensors() -> dict[str, bytes]:
         names.SAMPLING: sampling.encode_sampling(_GENERATION),
     }
     return {name: strings.pack_strings([value]) for name, value in values.items()}
-
-
-def field_tensors(contract: Contract) -> dict[str, bytes]:
-    """Return the raw contents of each input of an `M`'s warm-up request; one of any size is empty."""
-    tensors = {}
-    for tensor in field_signature(contract).inputs:
-        value = _FIELD_VALUES[tensor.name]
-        if tensor.optional:
-            continue
-        if tensor.data_type == INT16:
-            tensors[tensor.name] = struct.pack("<h", int(value))
-        else:
-            tensors[tensor.name] = strings.pack_strings([value.encode()] if tensor.size == 1 else [])
-    return tensors
 
 
 def write_warmup(entry: Path, tensors: dict[str, bytes]) -> None:
@@ -68,17 +42,9 @@ def write_warmup(entry: Path, tensors: dict[str, bytes]) -> None:
 
 @click.command()
 @click.argument("entry", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--contract",
-    type=click.Choice([str(each) for each in Contract]),
-    help="Of an entry M; without it ENTRY is an M-stream if its name says so, and speaks 'batched' if not.",
-)
-def main(entry: Path, contract: str | None) -> None:
-    """Write the warm-up data files of the repository entry ENTRY."""
-    if contract is None and entry.resolve().name.endswith(names.STREAM_SUFFIX):
-        write_warmup(entry, stream_tensors())
-    else:
-        write_warmup(entry, field_tensors(choose_contract(contract, None)))
+def main(entry: Path) -> None:
+    """Write the warm-up data files of the repository entry ENTRY, an M-stream."""
+    write_warmup(entry, stream_tensors())
 
 
 if __name__ == "__main__":

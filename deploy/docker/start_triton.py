@@ -10,8 +10,6 @@ import tempfile
 from pathlib import Path
 
 import click
-from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
 
 from triton_models.embedded.errors import OptionsError
 from triton_models.embedded.models import ModelOptions, Served, write_models
@@ -59,22 +57,8 @@ def main(  # noqa: D103 - the module's docstring is its help
         served = write_models(repository, models, options)
     except OptionsError as error:
         raise click.ClickException(str(error)) from None
-    for model in served:
-        for entry in model.dependents:
-            leave_out_warmup(repository / entry / "config.pbtxt")
     own = [*server_arguments(repository, served), *trace_arguments(trace_endpoint)]
     os.execvp(_SERVER, [_SERVER, *own, *arguments])  # noqa: S606 - what we are for
-
-
-def leave_out_warmup(config: Path) -> None:
-    """Have an entry load without its warm-up, which would ask `M-stream`.
-
-    A server that loads all of its repository as it starts refuses that until it is ready, and it is not ready
-    before all is loaded. `M-stream` itself is warmed up as ever, and `M` has nothing else to be warmed.
-    """
-    message = text_format.Parse(config.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
-    message.ClearField("model_warmup")
-    config.write_text(text_format.MessageToString(message, as_utf8=True), encoding="utf-8")
 
 
 def server_arguments(repository: Path, served: list[Served]) -> list[str]:

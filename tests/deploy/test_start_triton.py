@@ -29,7 +29,6 @@ def test_it_becomes_a_tritonserver_on_entries_of_its_own(
     assert json.dumps(str(CHECKPOINT)) in configs["glm"]
     assert "kv_memory_gib" in configs["glm-stream"]
     assert "model_warmup" in configs["glm-stream"]
-    assert "model_warmup" not in configs["glm"]
 
 
 def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:

@@ -145,14 +145,10 @@ def test_field_entry_of_chatglm2(tmp_path: Path) -> None:
     assert [group.kind for group in config.instance_group] == [pb.ModelInstanceGroup.KIND_CPU]
 
 
-@pytest.mark.parametrize("contract", Contract)
-def test_field_entrys_warmup_has_a_file_for_each_input_it_names(tmp_path: Path, contract: Contract) -> None:
-    write_entries(tmp_path, model=ModelEntry(name="m", checkpoint="/c", contract=contract))
-    config = read(tmp_path / "m")
-    (warmup,) = config.model_warmup
-    declared = {each.name: each.data_type for each in config.input if not each.optional}
-    assert {name: each.data_type for name, each in warmup.inputs.items()} == declared
-    assert {path.name for path in (tmp_path / "m" / "warmup").iterdir()} == set(declared)
+def test_the_field_entry_asks_nothing_of_another_while_the_server_loads(tmp_path: Path) -> None:
+    write_entries(tmp_path, model=ModelEntry(name="m", checkpoint="/c"))
+    assert not read(tmp_path / "m").model_warmup
+    assert not (tmp_path / "m" / "warmup").exists()
 
 
 def test_the_model_reads_every_parameter_that_is_written(tmp_path: Path) -> None:

@@ -84,8 +84,7 @@ class BlsCaller:
         entry: the stream entry's name.
         version: of that entry.
         pb_utils: Triton's module.
-        startup_wait_s: how long the first calls wait for the entry: a server that loads its whole repository
-            at once loads it beside this one, whose warm-up needs it.
+        startup_wait_s: how long the first calls wait for the entry, which may be loaded after this one.
     """
 
     def __init__(self, entry: str, version: int, pb_utils: Any, *, startup_wait_s: float) -> None:
