@@ -16,7 +16,7 @@ router = APIRouter(dependencies=[InferenceKey])
     "/v1/chat/completions",
     response_class=Response,
     openapi_extra=body_of(ChatRequest),
-    responses=streamed_or_whole(ChatCompletion, ChatCompletionChunk),
+    responses=streamed_or_whole(ChatCompletion, ChatCompletionChunk, done=True),
 )
 async def create_chat_completion(body: JsonBody, answering: AnsweringDep) -> Response:
     """Answer a conversation, whole or as a stream of events."""

@@ -16,7 +16,7 @@ router = APIRouter(dependencies=[InferenceKey])
     "/v1/completions",
     response_class=Response,
     openapi_extra=body_of(CompletionRequest),
-    responses=streamed_or_whole(Completion, CompletionChunk),
+    responses=streamed_or_whole(Completion, CompletionChunk, done=True),
 )
 async def create_completion(body: JsonBody, answering: AnsweringDep) -> Response:
     """Continue a text, or token ids, whole or as a stream of events."""

@@ -3,6 +3,7 @@
 The schemas come from the very types that read and write them.
 """
 
+from collections.abc import Sequence
 from types import UnionType
 from typing import Any
 
@@ -48,20 +49,51 @@ def whole(answer: type[msgspec.Struct]) -> dict[int | str, dict[str, Any]]:
 
 
 def streamed_or_whole(
-    answer: type[msgspec.Struct], chunk: type[msgspec.Struct] | UnionType
+    answer: type[msgspec.Struct], chunk: type[msgspec.Struct] | UnionType, *, done: bool = False
 ) -> dict[int | str, dict[str, Any]]:
-    """Declare a JSON answer or a stream of events whose data are `chunk`s, and errors."""
-    return {**whole(answer), 200: _answer({"application/json": answer, "text/event-stream": chunk})}
+    """Declare a JSON answer or a stream of events whose data are `chunk`s, and errors.
+
+    Args:
+        answer: what is sent whole.
+        chunk: the data of an event.
+        done: the last event's data is `[DONE]`, and an error amid the stream has the shape of all errors.
+    """
+    declared = whole(answer)
+    ok = declared[200]
+    schema = _schemas([chunk, ErrorDocument] if done else [chunk], ok[_COMPONENTS])
+    data: dict[str, Any] = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": schema} if done else schema[0],
+    }
+    if done:
+        data = {"anyOf": [data, {"type": "string", "const": "[DONE]"}]}
+    # Of each event, not of the body: `itemSchema` is OpenAPI 3.2's, which FastAPI writes too.
+    event = {
+        "type": "object",
+        "properties": {"event": {"type": "string"}, "data": data},
+        "required": ["data"],
+    }
+    ok["content"]["text/event-stream"] = {"itemSchema": event}
+    return declared
 
 
-def _answer(types: dict[str, type[msgspec.Struct] | UnionType]) -> dict[str, Any]:
-    schemas, components = msgspec.json.schema_components(types.values(), ref_template=_REF.format("{name}"))
+def _answer(types: dict[str, type[msgspec.Struct]]) -> dict[str, Any]:
+    components: dict[str, Any] = {}
+    schemas = _schemas(list(types.values()), components)
     content = {name: {"schema": schema} for name, schema in zip(types, schemas, strict=True)}
     return {
         "description": "An error" if ErrorDocument in types.values() else "The answer",
         "content": content,
         _COMPONENTS: components,
     }
+
+
+def _schemas(types: Sequence[type[msgspec.Struct] | UnionType], components: dict[str, Any]) -> list[Any]:
+    """Return the schemas of `types`, and add those that they refer to to `components`."""
+    schemas, referred = msgspec.json.schema_components(types, ref_template=_REF.format("{name}"))
+    components |= referred
+    return list(schemas)
 
 
 def install(app: FastAPI) -> None:

@@ -1,9 +1,10 @@
 """A fake of the seam `gateway.upstream.Upstream`: answers by script, and remembers what it was asked."""
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
-from gateway.errors import ModelNotFoundError
+from gateway.errors import InvalidRequestError, ModelNotFoundError
 from gateway.generation import (
     Accepted,
     Conversation,
@@ -90,6 +91,8 @@ async def by_code_point(request: Tokenization) -> Tokens:
         case PlainText(text):
             pass
         case TokenIds(ids):
+            if max(ids, default=0) > sys.maxunicode:
+                raise InvalidRequestError("An id is not in the vocabulary.")
             text = "".join(map(chr, ids))
         case Conversation(messages):
             text = "".join(message.content for message in messages)
