@@ -33,6 +33,7 @@ class LoadRow:
     gap_p50: float
     """Between two pieces of one answer."""
     gap_p99: float
+    gap_max: float
     within: float
     """Share of all requests whose first token and mean time per token kept the limits."""
     prompt_tokens: float
@@ -74,6 +75,7 @@ def summarise(answers: Sequence[Answer], *, clients: int, rate: float) -> LoadRo
         per_token_p99=1000 * percentile(per_token, 99),
         gap_p50=1000 * percentile(gaps, 50),
         gap_p99=1000 * percentile(gaps, 99),
+        gap_max=1000 * percentile(gaps, 100),
         within=kept / len(answers),
         prompt_tokens=statistics.fmean(answer.prompt_tokens for answer in good),
         output_tokens=statistics.fmean(answer.tokens for answer in good),

@@ -128,6 +128,7 @@ class ComparedRow:
     token_p50: float
     token_p99: float
     gap_p99: float
+    gap_max: float
     within: str
     failed: int
 
@@ -148,6 +149,7 @@ def compared(measured: dict[str, list[LoadRow]]) -> list[ComparedRow]:
             token_p50=row.per_token_p50,
             token_p99=row.per_token_p99,
             gap_p99=row.gap_p99,
+            gap_max=row.gap_max,
             within=f"{row.within:.1%}" if row.rate else "",
             failed=row.failed,
         )

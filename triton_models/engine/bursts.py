@@ -23,6 +23,11 @@ class BurstAllowance:
         """Whether the decodes may stand back in the next step."""
         return self._in_a_row < self._most <= self._stock
 
+    @property
+    def under_way(self) -> bool:
+        """Whether they did in the last step."""
+        return self._in_a_row > 0
+
     def stood_back(self) -> None:
         """Count a step that left decodes out."""
         self._in_a_row += 1

@@ -25,8 +25,8 @@ class Scheduler:
 
     * Every running decode has its token in every step, so a long prompt never stops the others. What is left
       goes to prompts by rank: one that outranks a prompt under way overtakes it.
-    * Only a burst (a full step of prompts, several of which it brings to their end) makes the decodes of no
-      better priority stand back, and not for long: see `BurstAllowance`.
+    * Only a burst (a full step of prompts, several of which it brings to their end, and what is left of them
+      after it) makes the decodes of no better priority stand back, and not for long: see `BurstAllowance`.
     * What another sequence computed is not computed again (`PrefixCache`). Nobody has to wait for a beginning
       that is just being computed: a sequence is admitted when its tokens' turn has come, and by then every
       token of those before it is scheduled, and can be found.
@@ -126,6 +126,8 @@ class Scheduler:
         for each in self._next_prompts():
             if each.request.priority > lowest:
                 break
+            if self._burst.under_way:
+                return True  # its rest, and who came meanwhile: one longer pause instead of two
             budget -= len(each.tokens) - each.computed
             ends += budget >= 0
             if budget <= 0:

@@ -36,10 +36,10 @@ def pattern(chosen: Scheduler, steps: int) -> str:
     return done
 
 
-def test_decodes_stand_back_for_a_burst_and_go_on_with_its_last_step() -> None:
+def test_decodes_stand_back_for_a_burst_and_its_rest() -> None:
     chosen = decoding(burst_steps=8)
     burst(chosen, 7)
-    assert pattern(chosen, 6) == "PPPMDD"
+    assert pattern(chosen, 6) == "PPPPDD"
 
 
 def test_without_burst_steps_every_decode_is_in_every_step() -> None:
