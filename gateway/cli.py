@@ -12,6 +12,7 @@ import click
 
 from gateway.check import check as check_upstreams
 from gateway.cli_clients import bench, load, unload
+from gateway.cli_size import size
 from gateway.server import ListenError, bind
 from gateway.server import run as run_server
 from gateway.settings import (
@@ -72,8 +73,8 @@ def main() -> None:
     """OpenAI-compatible gateway for ChatGLM on NVIDIA Triton."""
 
 
-for _client in (load, unload, bench):
-    main.add_command(_client)
+for _command in (load, unload, bench, size):
+    main.add_command(_command)
 
 
 @main.command()

@@ -1,0 +1,136 @@
+"""How much of a GPU a checkpoint takes, and how many sequences fit beside it: what `tritongate size` says.
+
+From `config.json` alone: no weights are opened, and nothing of the models' side is imported. The engine does
+not estimate what its steps need, it measures that when it loads; this is for planning.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+GIB: Final = 2**30
+ITEM_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+# The engine's own figures (tests/gateway/test_sizing.py compares them).
+BLOCK_TOKENS: Final = 16
+MAX_RUNNING: Final = 512
+GPU_SHARE: Final = 0.95
+LOGITS_COPIES: Final = 10
+GRAPH_BYTES: Final = 2 * 2**20
+STEP_TOKENS: Final = 2048
+"""Of the largest captured step."""
+
+_GRAPHS: Final = 100
+"""Captured steps: those of decodes only, and those with prompts in them."""
+_FLOAT32: Final = 4
+_CONTEXT_BYTES: Final = GIB // 2
+"""What a driver and its libraries keep of a device for one process."""
+
+
+class SizingError(Exception):
+    """The directory cannot be sized; the message is one line for the terminal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The numbers of a ChatGLM2, ChatGLM3 or GLM-4 checkpoint that decide how large it is."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    query_heads: int
+    kv_heads: int
+    head: int
+    vocabulary: int
+    context: int
+    """Tokens of prompt and answer that it was made for."""
+    bias: bool
+
+    def weight_bytes(self, item_bytes: int) -> int:
+        """Return the bytes of all that the model allocates."""
+        qkv = (self.query_heads + 2 * self.kv_heads) * self.head
+        layer = self.hidden * (qkv + self.query_heads * self.head + 3 * self.ffn) + self.bias * qkv
+        weights = 2 * self.vocabulary * self.hidden + self.layers * layer
+        norms = (2 * self.layers + 1) * self.hidden
+        rotary = 2 * self.context * (self.head // 4)
+        return weights * item_bytes + (norms + rotary) * _FLOAT32
+
+    def kv_bytes(self, item_bytes: int) -> int:
+        """Return the bytes that the KV cache takes for each token."""
+        return 2 * self.layers * self.kv_heads * self.head * item_bytes
+
+    def step_bytes(self, item_bytes: int, max_running: int) -> int:
+        """Return about what steps take beside weights and KV cache, with everything captured."""
+        widest = 2 * self.ffn + 4 * self.hidden
+        activations = STEP_TOKENS * widest * item_bytes + max_running * self.vocabulary * _FLOAT32
+        sampling = LOGITS_COPIES * max_running * self.vocabulary * _FLOAT32
+        counts = max_running * self.vocabulary * _FLOAT32
+        # Once kept by the allocator, once for the graphs' own pool; then what sampling by every rule may add.
+        pools = 2 * activations + _GRAPHS * GRAPH_BYTES
+        return _CONTEXT_BYTES + counts + pools + max(0, sampling - activations)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizing:
+    """What a GPU of some memory comes to. All in bytes but `blocks`."""
+
+    weights: int
+    steps: int
+    kv_cache: int
+    kv_token: int
+    blocks: int
+    """Of `BLOCK_TOKENS` tokens each; 0: nothing is left for them."""
+
+    def sequences(self, tokens: int, max_running: int) -> int:
+        """Return how many sequences of `tokens` tokens run at once."""
+        return min(max_running, self.blocks // -(-tokens // BLOCK_TOKENS))
+
+
+def read_shape(directory: Path) -> Shape:
+    """Read the shape of the checkpoint in `directory`.
+
+    Raises:
+        SizingError: no config.json there, or one of another family.
+    """
+    path = directory / "config.json"
+    try:
+        document: Any = json.loads(path.read_bytes())
+    except OSError as error:
+        raise SizingError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise SizingError(f"{path}: not JSON") from error
+    try:
+        heads = _count(document["num_attention_heads"])
+        shared = document.get("multi_query_attention") is True
+        return Shape(
+            layers=_count(document["num_layers"]),
+            hidden=_count(document["hidden_size"]),
+            ffn=_count(document["ffn_hidden_size"]),
+            query_heads=heads,
+            kv_heads=_count(document["multi_query_group_num"]) if shared else heads,
+            head=_count(document["kv_channels"]),
+            vocabulary=_count(document["padded_vocab_size"]),
+            context=_count(document["seq_length"]),
+            bias=bool(document["add_qkv_bias"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise SizingError(f"{path}: not a ChatGLM2, ChatGLM3 or GLM-4 checkpoint ({error})") from error
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def size(shape: Shape, *, gpu_bytes: int, item_bytes: int, max_running: int = MAX_RUNNING) -> Sizing:
+    """Return what `gpu_bytes` of memory come to for a model of `shape`."""
+    weights, steps = shape.weight_bytes(item_bytes), shape.step_bytes(item_bytes, max_running)
+    token = shape.kv_bytes(item_bytes)
+    left = int(max(0, gpu_bytes - weights - steps) * GPU_SHARE)
+    most = max_running * -(-shape.context // BLOCK_TOKENS)
+    blocks = min(most, left // (BLOCK_TOKENS * token))
+    return Sizing(
+        weights=weights, steps=steps, kv_cache=blocks * BLOCK_TOKENS * token, kv_token=token, blocks=blocks
+    )
