@@ -1,0 +1,302 @@
+"""The joined stream is the answer in one piece, on every route, however the model's deltas are cut.
+
+The answers are the model's side's own responses, made up: random texts, calls, log-probabilities and ends
+for each choice, read by the real dialect and sent over HTTP. What joins chats is the official SDK.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import assume, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
+
+from gateway.app import create_app
+from gateway.dialects.base import ModelReport
+from gateway.dialects.chatglm import ChatGLMDialect
+from gateway.generation import Event, Generation
+from tests.gateway.dialects.test_chatglm import response
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.serving import CHAT, MESSAGES, settings
+
+DIALECT = ChatGLMDialect()
+UPSTREAM = FakeUpstream(models=("chatglm2", "chatglm3", "glm4"))
+APP = create_app(settings(), UPSTREAM)
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("f", "now")
+]
+FLAT_TOOLS = [{"type": "function", **tool["function"], "strict": False} for tool in TOOLS]
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+PIECES = st.sampled_from(
+    [
+        "你好",
+        "🙂",
+        "a",
+        " ",
+        "\n",
+        "\ufffd",
+        "<|user|>",
+        "[gMASK]",
+        "</s>",
+        "```",
+        '{"a": "}"}',
+        "{",
+        "f",
+        "now",
+    ]
+)
+CALLS = st.sampled_from(
+    ["f\n ```python\ntool_call(a='京')\n```", "now\n```python\ntool_call()\n```", 'f\n{"a": [1, "🙂"]}']
+)
+SEGMENTS = st.lists(CALLS | st.lists(PIECES | CALLS, max_size=5).map("".join), min_size=1, max_size=3)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice's answer; text and tokens are cut each for itself, since text is held back at times."""
+
+    segments: tuple[str, ...]
+    tokens: int
+    finish: str
+    cuts: tuple[tuple[float, float], ...] = ()
+
+    def documents(self, index: int, request: Generation) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Return the text and the meta of each response, the last one's without usage."""
+        text = "".join(self.segments)
+        starts = [sum(map(len, self.segments[:number])) for number in range(1, len(self.segments))]
+        text_at = [0, *sorted(round(cut * len(text)) for cut, _ in self.cuts), len(text)]
+        token_at = [0, *sorted(round(cut * self.tokens) for _, cut in self.cuts), self.tokens]
+        for number, (text_span, span) in enumerate(zip(pairwise(text_at), pairwise(token_at), strict=True)):
+            last = number == len(self.cuts)
+            ids = list(range(*span))
+            meta: dict[str, Any] = {"index": index, "tokens": len(ids)}
+            if request.return_token_ids:
+                meta["token_ids"] = ids
+            if request.logprobs is not None:
+                meta["logprobs"] = [logprob(each, index, request.logprobs) for each in ids]
+            begin, end = text_span
+            opened = [at for at in starts if begin <= at < end or (last and at == end)]
+            starts = [at for at in starts if at not in opened]
+            if opened:
+                meta["segments"] = [{"at": at - begin, "role": "assistant"} for at in opened]
+            if last:
+                meta["finish_reason"] = self.finish
+            yield text[begin:end], meta
+
+
+def logprob(place: int, index: int, top: int) -> dict[str, Any]:
+    token = "你🙂ab"[place % 4]
+    told = {"id": place, "token": token, "bytes": list(token.encode()), "logprob": -0.5 - place - index}
+    return told | {"top": [told | {"id": other, "logprob": -1.0 - other} for other in range(top)]}
+
+
+CHOICES = st.builds(
+    Choice,
+    segments=SEGMENTS.map(tuple),
+    tokens=st.integers(0, 6),
+    finish=st.sampled_from(["stop", "length"]),
+    cuts=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=6).map(tuple),
+)
+
+
+def responses(choices: Sequence[Choice], request: Generation, order: Sequence[int]) -> Iterator[Any]:
+    """Return what the model's side sends; `order` says which choice goes on next."""
+    accepted: dict[str, Any] = {"request_id": "r", "prompt_tokens": 7}
+    if request.return_token_ids:
+        accepted["prompt_token_ids"] = [1, 2]
+    yield response(meta={"accepted": accepted})
+    total = sum(choice.tokens for choice in choices)
+    usage = {"prompt_tokens": 7, "completion_tokens": total, "cached_tokens": 2}
+    waiting = {index: list(choice.documents(index, request)) for index, choice in enumerate(choices)}
+    turn = 0
+    while waiting:
+        index = list(waiting)[order[turn % len(order)] % len(waiting)]
+        turn += 1
+        text, meta = waiting[index].pop(0)
+        if not waiting[index]:
+            del waiting[index]
+        yield response(text, meta if waiting else meta | {"usage": usage})
+
+
+async def post(path: str, body: Any, choices: Sequence[Choice], order: Sequence[int]) -> httpx.Response:
+    async def script(request: Generation) -> AsyncGenerator[Event, None]:
+        report = ModelReport(heartbeat_age_s=0, chat_format=request.model, max_context=512)
+        decoder = DIALECT.decoder(request, report)
+        for each in responses(choices, request, order):
+            for event in decoder.decode(each):
+                yield event
+        decoder.end()
+
+    UPSTREAM.script = script
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(APP), base_url="http://gateway") as http:
+        answer = await http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+def both(
+    runner: asyncio.Runner, path: str, body: dict[str, Any], choices: list[Choice], order: list[int]
+) -> tuple[Any, list[Any]]:
+    """Return the answer in one piece, and the events of the stream before its mark."""
+    uncut = [replace(choice, cuts=()) for choice in choices]
+    whole = runner.run(post(path, body, uncut, [0])).json()
+    options = {"stream_options": {"include_usage": True}} if path != "/v1/responses" else {}
+    streamed = runner.run(post(path, body | {"stream": True} | options, choices, order)).text
+    assert streamed.endswith("\n\n")
+    events = [event.rpartition("data: ")[2] for event in streamed.removesuffix("\n\n").split("\n\n")]
+    if path != "/v1/responses":
+        assert events.pop() == "[DONE]"
+    return whole, [json.loads(event) for event in events]
+
+
+ORDERS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
+EXAMPLES = hypothesis_settings(max_examples=100)
+
+
+@EXAMPLES
+@given(
+    model=st.sampled_from(["chatglm2", "chatglm3", "glm4"]),
+    choices=st.lists(CHOICES, min_size=1, max_size=3),
+    order=ORDERS,
+    logprobs=st.sampled_from([None, 0, 2]),
+    ids=st.booleans(),
+    offered=st.sampled_from([{}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "required"}]),
+)
+def test_chats(
+    *,
+    model: str,
+    choices: list[Choice],
+    order: list[int],
+    logprobs: int | None,
+    ids: bool,
+    offered: dict[str, Any],
+    runner: asyncio.Runner,
+) -> None:
+    body: dict[str, Any] = {"model": model, "messages": MESSAGES, "n": len(choices), "return_token_ids": ids}
+    if model != "chatglm2":
+        body |= offered
+    if logprobs is not None:
+        body |= {"logprobs": True, "top_logprobs": logprobs}
+    whole, chunks = both(runner, CHAT, body, choices, order)
+    *before, last = chunks
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    assert {chunk["id"] for chunk in chunks} == {last["id"]}
+    state: Any = ChatCompletionStreamState()
+    for chunk in chunks:
+        state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+    joined = state.current_completion_snapshot.model_dump()
+    for one, other in zip(joined["choices"], whole["choices"], strict=True):
+        assert one["index"] == other["index"]
+        assert one["finish_reason"] == other["finish_reason"]
+        assert (one["message"]["content"] or "") == (other["message"]["content"] or "")
+        assert functions(one["message"]) == functions(other["message"])
+        assert ((one["logprobs"] or {}).get("content") or []) == (
+            (other["logprobs"] or {}).get("content") or []
+        )
+    for index, choice in enumerate(whole["choices"]):
+        parts = [part for chunk in before for part in chunk["choices"] if part["index"] == index]
+        assert all(chunk["usage"] is None for chunk in before)
+        assert [part["delta"].get("role") for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
+        reasons = [part["finish_reason"] for part in parts]
+        assert reasons == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+        if ids:
+            assert [each for part in parts for each in part.get("token_ids") or ()] == choice["token_ids"]
+        pieces = [piece for part in parts for piece in part["delta"].get("tool_calls", ())]
+        for number in range(len(choice["message"].get("tool_calls") or ())):
+            first, *rest = [piece for piece in pieces if piece["index"] == number]
+            assert len(first["id"]) >= 9
+            assert first["function"]["name"] in {"f", "now"}
+            assert not any("id" in piece or "name" in piece["function"] for piece in rest)
+
+
+def functions(message: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()
+    ]
+
+
+@EXAMPLES
+@given(
+    choices=st.lists(CHOICES, min_size=1, max_size=3),
+    order=ORDERS,
+    logprobs=st.sampled_from([None, 0, 2]),
+    ids=st.booleans(),
+)
+def test_completions(
+    choices: list[Choice], order: list[int], logprobs: int | None, ids: bool, runner: asyncio.Runner
+) -> None:
+    choices = [replace(choice, segments=("".join(choice.segments),)) for choice in choices]
+    body = {
+        "model": "chatglm3",
+        "prompt": "p",
+        "n": len(choices),
+        "logprobs": logprobs,
+        "return_token_ids": ids,
+    }
+    whole, chunks = both(runner, "/v1/completions", body, choices, order)
+    *before, last = chunks
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    for index, choice in enumerate(whole["choices"]):
+        parts = [part for chunk in before for part in chunk["choices"] if part["index"] == index]
+        assert "".join(part["text"] for part in parts) == choice["text"] == choices[index].segments[0]
+        reasons = [part["finish_reason"] for part in parts]
+        assert reasons == [None] * (len(parts) - 1) + [choices[index].finish]
+        if logprobs is not None:
+            for name, told in choice["logprobs"].items():
+                told_in_parts = [each for part in parts for each in (part["logprobs"] or {}).get(name, ())]
+                assert told_in_parts == told
+        if ids:
+            assert [each for part in parts for each in part["token_ids"] or ()] == choice["token_ids"]
+
+
+@EXAMPLES
+@given(
+    model=st.sampled_from(["chatglm3", "glm4"]),
+    choice=CHOICES,
+    asked=st.sampled_from([{}, LOGPROBS, {"tools": FLAT_TOOLS}]),
+)
+def test_responses(model: str, choice: Choice, asked: dict[str, Any], runner: asyncio.Runner) -> None:
+    body: dict[str, Any] = {"model": model, "input": "hi", **asked}
+    whole, events = both(runner, "/v1/responses", body, [choice], [0])
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    # A delta's text stands before its calls, so that an answer in one piece has its one message first.
+    kinds = [item["type"] for item in events[-1]["response"]["output"]]
+    assume("message" not in kinds[1:])
+    assert nameless(events[-1]["response"]) == nameless(whole)
+    told = {
+        "message": "response.output_text.delta",
+        "function_call": "response.function_call_arguments.delta",
+    }
+    for place, item in enumerate(whole["output"]):
+        pieces = [
+            event["delta"]
+            for event in events
+            if event["type"] == told[item["type"]] and event["output_index"] == place
+        ]
+        text = item["content"][0]["text"] if item["type"] == "message" else item["arguments"]
+        assert "".join(pieces) == text
+
+
+def nameless(node: Any) -> Any:
+    """Leave out what is made anew for each answer."""
+    if isinstance(node, list):
+        return [nameless(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    anew = {"id", "call_id", "created_at", "completed_at"}
+    return {name: nameless(value) for name, value in node.items() if name not in anew}
