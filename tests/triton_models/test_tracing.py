@@ -9,6 +9,7 @@ def test_without_an_endpoint_triton_is_told_nothing() -> None:
 def test_only_what_comes_with_a_parent_is_traced() -> None:
     arguments = trace_arguments("http://c:4318/v1/traces")
     assert "--trace-config=rate=0" in arguments
+    assert "--grpc-header-forward-pattern=traceparent" in arguments
     assert "--trace-config=opentelemetry,url=http://c:4318/v1/traces" in arguments
 
 

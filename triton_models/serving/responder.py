@@ -79,9 +79,11 @@ class TritonResponder:
         return bool(self._request.is_cancelled())
 
     def trace_context(self) -> str | None:
-        """Return the context of Triton's own span of the request, where Triton traces it."""
+        """Return the context of Triton's own span of the request or, where it made none, of its caller's."""
         context: str | None = self._request.trace().get_context()
-        return context
+        return (
+            context or self._request.parameters()
+        )  # a JSON object too, with the headers that were forwarded
 
     def _send(self, text: bytes, document: bytes, *, final: bool) -> None:
         tensors = [self._tensor(names.RESPONSE, text), self._tensor(names.META, document)]

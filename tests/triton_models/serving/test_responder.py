@@ -79,3 +79,20 @@ def test_a_refusal_that_cannot_be_sent_stops_nobody(caplog: pytest.LogCaptureFix
     """The sender threads refuse what they could not send: an error out of that would end them for good."""
     TritonResponder(Request(RuntimeError("no shared memory")), PB_UTILS).refuse(RefusalCode.INTERNAL, "why")
     assert "could not be sent" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("tritons", "forwarded", "used"),
+    [
+        ('{"traceparent":"a"}', '{"traceparent":"b"}', '{"traceparent":"a"}'),
+        ("", "{}", "{}"),
+        (None, "{}", "{}"),
+    ],
+)
+def test_a_trace_goes_on_below_tritons_span_or_below_its_callers(
+    tritons: str | None, forwarded: str, used: str
+) -> None:
+    request = Request()
+    request.trace = lambda: types.SimpleNamespace(get_context=lambda: tritons)
+    request.parameters = lambda: forwarded
+    assert TritonResponder(request, PB_UTILS).trace_context() == used
