@@ -32,8 +32,12 @@ check: install-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# As many tests side by side as there are processors, and no more than memory is sure to be there for. The largest group, that
+# of the tests with servers, is begun first.
+SIDE_BY_SIDE := --numprocesses logical --maxprocesses 4 --dist loadgroup
+
 test: check
-	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --cov --cov-report=term:skip-covered
 
 # LangChain and agents in an environment of their own, against the stack of the other. The tests' common conftest needs what
 # only `make test` has.

@@ -19,7 +19,9 @@ from typing import Any, Self
 import psutil
 
 from tests.deploy.compose_file import ROOT, copied, entrypoint, load_compose, read_env
-from tests.e2e.up_process import free_ports, lives
+from tests.e2e.up_process import lives
+from tests.ports import free_ports
+from tests.tied import tied
 
 STOP_TIMEOUT_S = 20
 _ENTRYPOINTS = {"prometheus": ["prometheus"]}
@@ -144,7 +146,7 @@ class ComposeStack:
     def _run(self, name: str, command: list[str]) -> "subprocess.Popen[bytes]":
         with (self.folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
-                [self.here(name, word) for word in command],
+                tied(*(self.here(name, word) for word in command)),
                 env=self._environment(name),
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,

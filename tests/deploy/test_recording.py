@@ -16,7 +16,9 @@ from click.testing import CliRunner
 from deploy.grafana.__main__ import FOLDER as DASHBOARDS
 from deploy.grafana.record import main
 from tests.deploy.prometheus_client import Prometheus, panels
-from tests.e2e.up_process import free_ports, wait_until
+from tests.e2e.up_process import wait_until
+from tests.ports import free_ports
+from tests.tied import tied
 
 RECORDED = DASHBOARDS.parent / "recorded"
 RECORDINGS = sorted(path.parent for path in RECORDED.glob("*/triton.prom"))
@@ -98,7 +100,7 @@ def test_every_gpu_panel_shows_something(recording: Path, tmp_path: Path) -> Non
         f"--storage.tsdb.path={tmp_path}/data",
         f"--web.listen-address={address}",
     ]
-    process = subprocess.Popen(["prometheus", *flags], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(tied("prometheus", *flags), stderr=subprocess.DEVNULL)
     client = Prometheus(address)
     try:
         wait_until(lambda: client.answers() and client.series("nv_gpu_utilization", seconds=60))

@@ -32,7 +32,7 @@ def sdk(up: UpProcess) -> Iterator[openai.OpenAI]:
         yield client
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def demo() -> Iterator[openai.OpenAI]:
     """The built-in model, which is what `tritongate up` serves unless it is told otherwise."""
     process = UpProcess()

@@ -10,7 +10,9 @@ from typing import Self
 import httpx
 import pytest
 
-from tests.e2e.up_process import free_ports, metric, wait_until
+from tests.e2e.up_process import metric, wait_until
+from tests.ports import free_ports
+from tests.tied import tied
 from wire.events import Ready, decode_event
 
 ANSWERS_WITHIN_S = 5.0
@@ -58,7 +60,7 @@ def gateway(triton_grpc: str, *arguments: str) -> Iterator[str]:
     """Run `tritongate serve` in front of a Triton; yields its base URL once every model is ready."""
     port = free_ports(1)[0]
     command = [Path(sys.executable).with_name("tritongate"), "serve", "--upstreams", triton_grpc]
-    process = subprocess.Popen([*command, "--port", str(port), "--log-level", "warning", *arguments])
+    process = subprocess.Popen(tied(*command, "--port", port, "--log-level", "warning", *arguments))
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until(lambda: is_ready(url))

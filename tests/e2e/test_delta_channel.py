@@ -17,7 +17,9 @@ from tests.e2e.channel_client import open_channel
 from tests.e2e.meddling_proxy import MeddlingProxy
 from tests.e2e.stream_client import StreamClient
 from tests.e2e.test_load import different, idle, streamed, until
-from tests.e2e.up_process import UpProcess, free_ports, metric, wait_until
+from tests.e2e.up_process import UpProcess, metric, wait_until
+from tests.ports import free_ports
+from tests.tied import tied
 from wire.channel import Frame
 from wire.meta import Meta
 
@@ -41,7 +43,7 @@ class Worker:
         command = [str(Path(sys.executable).with_name("tritongate")), "serve"]
         upstreams = [] if "--upstreams" in flags else ["--upstreams", up.triton_grpc]
         self.process = subprocess.Popen(
-            [*command, *upstreams, *flags, "--port", str(self.port), "--log-level", "error"]
+            tied(*command, *upstreams, *flags, "--port", self.port, "--log-level", "error")
         )
         wait_until(self.is_ready, 60)
 

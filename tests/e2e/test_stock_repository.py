@@ -13,7 +13,9 @@ import pytest
 
 from tests.e2e.field_client import ask_batched, conversation
 from tests.e2e.stream_client import StreamClient
-from tests.e2e.up_process import free_ports, wait_until
+from tests.e2e.up_process import wait_until
+from tests.ports import free_ports
+from tests.tied import tied
 from triton_models.embedded.installation import find_installation
 
 pytestmark = pytest.mark.e2e
@@ -33,7 +35,7 @@ def stock(tmp_path: Path) -> Iterator[tuple[str, str]]:
     command += [f"--backend-config=python,shm-region-prefix-name={prefix}", "--exit-timeout-secs=2"]
     for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics)):
         command += [f"--{name}-address=127.0.0.1", f"--{name}-port={port}"]
-    process = subprocess.Popen(command, env=found.environment(os.environ, temporary=tmp_path))
+    process = subprocess.Popen(tied(*command), env=found.environment(os.environ, temporary=tmp_path))
     tree = [psutil.Process(process.pid)]
     try:
         wait_until(lambda: process.poll() is not None or ready(http), START_S)

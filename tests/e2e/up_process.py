@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,19 +14,14 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.ports import free_ports
+from tests.tied import tied
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 TRITONGATE = Path(sys.executable).with_name("tritongate")
 READY_TIMEOUT_S = 100.0
 STOP_TIMEOUT_S = 10.0
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 class UpProcess:
@@ -47,7 +41,7 @@ class UpProcess:
         self._known: dict[int, psutil.Process] = {}
         self.output = ""
         self.process = subprocess.Popen(
-            [str(command), "up", *flags, *arguments],
+            tied(command, "up", *flags, *arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
