@@ -36,24 +36,8 @@ TOOLS = [
 ]
 FLAT_TOOLS = [{"type": "function", **tool["function"], "strict": False} for tool in TOOLS]
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-PIECES = st.sampled_from(
-    [
-        "你好",
-        "🙂",
-        "a",
-        " ",
-        "\n",
-        "\ufffd",
-        "<|user|>",
-        "[gMASK]",
-        "</s>",
-        "```",
-        '{"a": "}"}',
-        "{",
-        "f",
-        "now",
-    ]
-)
+SPECIAL = ["<|user|>", "[gMASK]", "</s>", "```", '{"a": "}"}', "{", "f", "now"]
+PIECES = st.sampled_from(["你好", "🙂", "a", " ", "\n", "\ufffd", *SPECIAL])
 CALLS = st.sampled_from(
     ["f\n ```python\ntool_call(a='京')\n```", "now\n```python\ntool_call()\n```", 'f\n{"a": [1, "🙂"]}']
 )
