@@ -13,6 +13,7 @@ from tests.e2e.up_process import UpProcess, wait_until
 pytestmark = pytest.mark.e2e
 
 CLIENTS = 64
+DROPPED = 200
 HUNG_UP_S = 5.0
 """Some tenths of a second as a rule, two on a bad day; more is a leak."""
 GAUGES = (
@@ -107,6 +108,22 @@ async def test_half_of_the_clients_hang_up(up: UpProcess, stream: bool) -> None:
     assert took < HUNG_UP_S, "running sequences outlive the clients that hung up"
     assert [type(each) for each in stayed[1::2]] == [type(None)] * (CLIENTS // 2)
     assert all(isinstance(each, asyncio.CancelledError) for each in stayed[::2])
+    await idle(up)
+
+
+async def test_two_hundred_that_are_dropped_leave_room_for_the_next(up: UpProcess) -> None:
+    asked = different(3) | {"max_tokens": 480, "extra_body": {"ignore_eos": True}}
+    async with sdk(up) as client:
+        dropped = [asyncio.create_task(streamed(client, asked)) for _ in range(DROPPED)]
+        await asyncio.sleep(0.5)
+        for each in dropped:
+            each.cancel()
+        await asyncio.gather(*dropped, return_exceptions=True)
+        async with asyncio.timeout(HUNG_UP_S):
+            _, reason, tokens = await streamed(client, different(1) | {"max_tokens": 2})
+    assert all(each.cancelled() for each in dropped)
+    assert reason in {"stop", "length"}
+    assert tokens <= 2
     await idle(up)
 
 

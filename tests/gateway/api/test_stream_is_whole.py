@@ -225,13 +225,8 @@ def test_completions(
     choices: list[Choice], order: list[int], logprobs: int | None, ids: bool, runner: asyncio.Runner
 ) -> None:
     choices = [replace(choice, segments=("".join(choice.segments),)) for choice in choices]
-    body = {
-        "model": "chatglm3",
-        "prompt": "p",
-        "n": len(choices),
-        "logprobs": logprobs,
-        "return_token_ids": ids,
-    }
+    body: dict[str, Any] = {"model": "chatglm3", "prompt": "p", "n": len(choices), "return_token_ids": ids}
+    body["logprobs"] = logprobs
     whole, chunks = both(runner, "/v1/completions", body, choices, order)
     *before, last = chunks
     assert (last["choices"], last["usage"]) == ([], whole["usage"])
@@ -278,9 +273,7 @@ def test_responses(model: str, choice: Choice, asked: dict[str, Any], runner: as
 
 def nameless(node: Any) -> Any:
     """Leave out what is made anew for each answer."""
-    if isinstance(node, list):
-        return [nameless(each) for each in node]
-    if not isinstance(node, dict):
-        return node
     anew = {"id", "call_id", "created_at", "completed_at"}
-    return {name: nameless(value) for name, value in node.items() if name not in anew}
+    if isinstance(node, dict):
+        return {name: nameless(value) for name, value in node.items() if name not in anew}
+    return [nameless(each) for each in node] if isinstance(node, list) else node
