@@ -49,6 +49,9 @@ class ToolCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     """The answer is calls alone, at least one; else it may be text, and text before calls."""
     single: bool = False
     """At most one call."""
+    text: Grammar | None = None
+    """What an answer that calls no tool is held to, of any kind but `tool_calls`; calls have no text before
+    them then. None: any text."""
 
 
 Choices = Annotated[

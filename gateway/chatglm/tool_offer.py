@@ -7,7 +7,8 @@ there are several, a grammar enforces (`wire.grammar.ToolCalls`).
 
 from typing import Any
 
-from gateway.generation import NamedTool, ToolOffer
+from gateway.generation import Grammar, NamedTool, ToolOffer
+from wire import grammar as wire_grammar
 from wire.grammar import CallableTool, ToolCalls
 
 _NO_PARAMETERS = {"type": "object", "properties": {}}
@@ -36,13 +37,21 @@ def answer_metadata(offer: ToolOffer) -> str | None:
     return offer.tools[0].name if len(offer.tools) == 1 else None
 
 
-def call_rules(offer: ToolOffer) -> ToolCalls | None:
+def call_rules(offer: ToolOffer, grammar: Grammar | None = None) -> ToolCalls | None:
     """Return what the answer's calls are held to while they are sampled; None: nothing.
 
-    Calls that have to be made are, and where a tool is strict, all that may be.
+    Calls that have to be made are, and where a tool is strict or text has a grammar, all that may be.
+
+    Args:
+        offer: the tools.
+        grammar: what the answer's text is held to, where it calls none of them.
     """
-    if offer.choice == "none" or not (offer.choice != "auto" or any(tool.strict for tool in offer.tools)):
+    if offer.choice == "none":
         return None
+    if offer.choice == "auto" and grammar is None and not any(tool.strict for tool in offer.tools):
+        return None
+    if offer.choice != "auto":
+        grammar = None  # The answer is calls alone.
     names = callable_names(offer)
     return ToolCalls(
         tools=[
@@ -52,6 +61,7 @@ def call_rules(offer: ToolOffer) -> ToolCalls | None:
         ],
         required=offer.choice != "auto",
         single=offer.single or isinstance(offer.choice, NamedTool),
+        text=wire_grammar.Grammar(grammar.kind, grammar.text) if grammar is not None else None,
     )
 
 

@@ -13,6 +13,7 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 
 from gateway.chatglm.call_readers import CallReader, OnPart, Verdict
+from gateway.chatglm.held_text import HeldText
 from wire.answer import AnswerText
 from wire.meta import Segment
 
@@ -35,6 +36,7 @@ class ToolText:
         reader: makes what reads a call of the tool of a name.
         on_part: told of each part of a call, in order, within the `push` or `finish` that brought it.
         metadata: the first line of the answer, where it was part of the prompt.
+        text: makes what is shown of the segments that are no calls.
     """
 
     def __init__(
@@ -44,11 +46,12 @@ class ToolText:
         on_part: OnPart,
         *,
         metadata: str | None = None,
+        text: AnswerText | HeldText | None = None,
     ) -> None:
         self._offered = frozenset(offered)
         self._new_reader = reader
         self._on_part = on_part
-        self._text = AnswerText()
+        self._text = AnswerText() if text is None else text
         self._begin_segment()
         if metadata is not None:
             self._at = _At.TEXT

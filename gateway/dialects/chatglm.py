@@ -125,16 +125,14 @@ def wire_prompt(prompt: Prompt, chat_format: str) -> WirePrompt:
 
 def _grammar(generation: Generation) -> Grammar | None:
     asked = generation.grammar
-    if asked is not None:
-        return Grammar(asked.kind, asked.text)
     offer = generation.prompt.offer if isinstance(generation.prompt, Conversation) else None
-    rules = None if offer is None else call_rules(offer)
+    rules = None if offer is None else call_rules(offer, asked)
     if offer is None or rules is None:
-        return None
+        return None if asked is None else Grammar(asked.kind, asked.text)
     text = msgspec.json.encode(rules).decode()
     if len(text) > TEXT_LIMIT:
         raise InvalidRequestError(
-            f"the tools' schemas come to {len(text)} characters, and {TEXT_LIMIT} can be enforced",
+            f"the schemas come to {len(text)} characters, and {TEXT_LIMIT} can be enforced",
             param=offer.field,
         )
     return Grammar("tool_calls", text)

@@ -8,6 +8,7 @@ from tritonclient.grpc import service_pb2
 
 from gateway.chatglm.call_readers import OnPart
 from gateway.chatglm.formats import chat_form
+from gateway.chatglm.held_text import HeldText
 from gateway.chatglm.tool_offer import answer_metadata, call_rules, callable_names
 from gateway.chatglm.tool_text import ToolText
 from gateway.dialects.base import ModelReport
@@ -65,16 +66,22 @@ def _shown_text(
 ) -> AnswerText | ContinuedText | ToolText:
     """Return what makes the text to be shown of a raw choice of `generation`, and tells of its calls."""
     prompt = generation.prompt
-    if generation.grammar is not None or not isinstance(prompt, Conversation):
+    if not isinstance(prompt, Conversation):
+        return ContinuedText()
+    offer, grammar = prompt.offer, generation.grammar
+    if grammar is not None and (offer is None or offer.choice == "none"):
         return ContinuedText()  # What a grammar has decided, white space included, is not tidied up.
-    if prompt.offer is None:
-        return AnswerText()
     tools = chat_form(report.chat_format).tools
-    if tools is None:
+    if offer is None or tools is None:
         return AnswerText()
-    offer = prompt.offer
-    read = tools.read if call_rules(offer) is None else tools.read_enforced
-    return ToolText(callable_names(offer), read, on_call, metadata=answer_metadata(offer))
+    rules = call_rules(offer, grammar)
+    return ToolText(
+        callable_names(offer),
+        tools.read if rules is None else tools.read_enforced,
+        on_call,
+        metadata=answer_metadata(offer),
+        text=HeldText() if rules is not None and rules.text is not None else AnswerText(),
+    )
 
 
 class ChatGLMAnswer:

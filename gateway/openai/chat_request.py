@@ -171,10 +171,10 @@ class ChatRequest(AnyCompletionRequest, StructuredRequest):
         """Return what the answer's text is held to; None: it is free.
 
         Raises:
-            InvalidRequestError: several fields say it, or tools are to be called instead.
+            InvalidRequestError: several fields say it.
         """
         formatted = self.response_format.grammar("response_format") if self.response_format else None
-        return self.held_to(formatted, "response_format", self.offer())
+        return self.held_to(formatted, "response_format")
 
     def generation(self, *, request_id: str, deadline: float) -> Generation:
         """Return what is asked of the upstream."""

@@ -160,10 +160,10 @@ class ResponsesRequest(StructuredRequest):
         """Return what the answer's text is held to; None: it is free.
 
         Raises:
-            InvalidRequestError: several fields say it, or tools are to be called instead.
+            InvalidRequestError: several fields say it.
         """
         text = self.text.format if self.text else None
-        return self.held_to(text.grammar("text.format") if text else None, "text.format", self.offer())
+        return self.held_to(text.grammar("text.format") if text else None, "text.format")
 
     def generation(self, *, request_id: str, deadline: float) -> Generation:
         """Return what is asked of the upstream."""

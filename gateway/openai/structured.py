@@ -14,7 +14,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import InvalidRequestError
-from gateway.generation import Generation, Grammar, ToolOffer
+from gateway.generation import Generation, Grammar
 from gateway.openai.generation_request import GenerationRequest, Items, Strict
 from gateway.openai.schema import Schema
 
@@ -148,16 +148,15 @@ class StructuredRequest(GenerationRequest, ABC):
             return None
         return self.structured_outputs.grammar("structured_outputs")
 
-    def held_to(self, formatted: Grammar | None, field: str, offer: ToolOffer | None) -> Grammar | None:
-        """Return what the text of an answer is held to that may be a call instead; None: it is free.
+    def held_to(self, formatted: Grammar | None, field: str) -> Grammar | None:
+        """Return what the text of an answer is held to; None: it is free.
 
         Args:
             formatted: what OpenAI's own field says.
             field: what the request calls that one.
-            offer: the tools.
 
         Raises:
-            InvalidRequestError: several fields say it, or tools are to be called instead.
+            InvalidRequestError: several fields say it.
         """
         grammar = StructuredRequest.grammar_asked(self)
         if grammar is None:
@@ -166,14 +165,6 @@ class StructuredRequest(GenerationRequest, ABC):
             raise InvalidRequestError(
                 f"{field} and structured_outputs both say what the answer is; give one.",
                 param="structured_outputs",
-            )
-        else:
-            field = "structured_outputs"
-        if grammar is not None and offer is not None and offer.choice != "none":
-            raise InvalidRequestError(
-                f"{field} says what the text of the answer is, and with {offer.field} it may be a call: "
-                f'{offer.choice_field} "none" is needed beside it.',
-                param=field,
             )
         return grammar
 

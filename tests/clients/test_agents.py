@@ -11,7 +11,7 @@ QUESTION = "襄阳今天天气怎么样？"
 ANSWER = "襄阳的天气：晴，21 °C。"
 
 
-@function_tool(strict_mode=False)
+@function_tool
 def get_weather(city: str) -> str:
     """Get the current weather of a city."""
     return json.dumps({"city": city, "temperature": 21, "condition": "晴"}, ensure_ascii=False)

@@ -257,3 +257,43 @@ def test_a_strict_tool_that_cannot_be_enforced_is_a_400(demo: openai.OpenAI) -> 
     with pytest.raises(openai.BadRequestError, match="uniqueItems") as refused:
         demo.chat.completions.create(model="chatglm3-demo", messages=MESSAGES, tools=[tool])
     assert refused.value.param == "tools"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_beside_tools_the_answer_is_calls_or_text_that_obeys(seed: int, demo: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": "chatglm3-demo",
+        "messages": MESSAGES,
+        "tools": TOOLS,
+        "response_format": response_format(TRIP),
+        "seed": seed,
+        "temperature": 1.5,
+        "max_tokens": 200,
+    }
+    whole = demo.chat.completions.create(**asked).choices[0]
+    chunks = [chunk.choices[0] for chunk in demo.chat.completions.create(stream=True, **asked)]
+    assert "".join(each.delta.content or "" for each in chunks) == (whole.message.content or "")
+    assert chunks[-1].finish_reason == whole.finish_reason
+    calls = whole.message.tool_calls or []
+    assert bool(whole.message.content) != bool(calls)
+    if whole.finish_reason == "length":
+        return
+    for call in calls:
+        jsonschema.validate(json.loads(call.function.arguments), PARAMETERS[call.function.name])
+    if not calls:
+        jsonschema.validate(json.loads(whole.message.content), TRIP)
+
+
+def test_schemas_too_large_or_too_deep_are_a_400_and_end_nothing(demo: openai.OpenAI) -> None:
+    large = {"type": "object", "properties": {f"p{at}": {"type": "null"} for at in range(3000)}}
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": large, "strict": True}}
+    for parameters in ({"tools": [tool]}, {"response_format": response_format(large)}):
+        asked: Any = {"model": "chatglm3-demo", "messages": MESSAGES, **parameters}
+        with pytest.raises(openai.BadRequestError, match="items"):
+            demo.chat.completions.create(**asked)
+    nodes = {f"d{at}": {"properties": {"a": {"$ref": f"#/$defs/d{at + 1}"}}} for at in range(2500)}
+    chain = {"$ref": "#/$defs/d0", "$defs": {**nodes, "d2500": {"type": "null"}}}
+    choice = demo.chat.completions.create(
+        model="chatglm3-demo", messages=MESSAGES, response_format=response_format(chain), max_tokens=5
+    ).choices[0]
+    assert choice.finish_reason in {"length", "stop"}

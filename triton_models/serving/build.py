@@ -60,6 +60,7 @@ def build_service(parameters: EntryParameters, pb_utils: Any) -> StreamService:
     """
     # The text first: it takes milliseconds, and fails before gigabytes were read.
     text = load_text(parameters)
+    text.grammars.prepare()  # Else the first request with a grammar would wait for it.
     spans = make_spans(parameters)
     device = torch.device(parameters.device)
     dtype, reason = choose_dtype(parameters.dtype, device)

@@ -1,13 +1,14 @@
 """Answers of text and calls, as grammars in the notation of each chat format (see `wire.calls`)."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
 
 from triton_models.errors import InvalidGrammarError
-from triton_models.text.grammar_text import OPTIONS, json_rule, literal
+from triton_models.text.grammar_text import Document, TextRule, json_rule, literal, text_rule
 from triton_models.text.literal_grammar import LiteralGrammar
 from triton_models.text.literals import COMMON_RULES
 from triton_models.text.schema_check import check_schema
@@ -21,10 +22,21 @@ _CLOSING: Final = f")\n{FENCE}"
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
+@dataclass(frozen=True, slots=True)
+class _Notation:
+    """How a chat format writes calls."""
+
+    write: Callable[[CallableTool, str], tuple[str, str]]
+    """Returns the body of a tool's call behind the opening, and the rules behind it."""
+    opening: str = ""
+    rules: str = ""
+    """Of all tools."""
+
+
 def _fenced(tool: CallableTool, name: str) -> tuple[str, str]:
     grammar = LiteralGrammar(tool, name)
     arguments = grammar.arguments()
-    return f"{literal(OPENING)} {arguments} {literal(_CLOSING)}", "\n".join(grammar.rules) + "\n"
+    return f"{arguments} {literal(_CLOSING)}", "\n".join(grammar.rules) + "\n"
 
 
 def _json(tool: CallableTool, _name: str) -> tuple[str, str]:
@@ -39,16 +51,16 @@ def _json(tool: CallableTool, _name: str) -> tuple[str, str]:
     return json_rule(schema, lenient=not tool.strict), ""
 
 
-_NOTATIONS: Final[Mapping[str, tuple[Callable[[CallableTool, str], tuple[str, str]], str]]] = (
-    MappingProxyType({"chatglm3": (_fenced, COMMON_RULES), "glm4": (_json, "")})
+_NOTATIONS: Final[Mapping[str, _Notation]] = MappingProxyType(
+    {"chatglm3": _Notation(_fenced, OPENING, COMMON_RULES), "glm4": _Notation(_json)}
 )
-"""By chat format: what returns the body of a tool's call and the rules behind it, and the rules of all."""
+"""By chat format."""
 
 
 def call_document(
     text: str, *, prefix: str, metadata: str | None, call_format: str | None, segment_id: int | None
-) -> str:
-    """Return what llguidance compiles for a grammar of kind `tool_calls`; see `grammar_document`.
+) -> Document:
+    """Return what is compiled for a grammar of kind `tool_calls`.
 
     A segment is the hidden prefix, a tool's name or nothing, a newline, and a call or text. Of a call that
     begins in the prompt the name is there, and the segment goes on behind it.
@@ -62,25 +74,40 @@ def call_document(
         raise InvalidGrammarError(f"not a rule of calls: {error}") from None
     if call_format is None or call_format not in _NOTATIONS or segment_id is None:
         raise InvalidGrammarError("calls of tools cannot be enforced: the model's format has none here")
-    write, rules = _NOTATIONS[call_format]
+    notation = _NOTATIONS[call_format]
+    rules = notation.rules
     first = f"{literal(prefix)} " if prefix else ""
+    opening = f"{literal(notation.opening)} " if notation.opening else ""
     names = [tool.name for tool in calls.tools]
     for at, tool in enumerate(calls.tools):
-        body, more = write(tool, f"t{at}")
+        body, more = notation.write(tool, f"t{at}")
         line = f"{tool.name}\n"
-        rules += f"{more}body{at}: {body}\ncall{at}: {first}{literal(line)} / ?/ body{at}\n"
+        rules += f"{more}body{at}: {opening}{body}\ncall{at}: {first}{literal(line)} / ?/ body{at}\n"
     if metadata is not None and metadata not in names:
         raise InvalidGrammarError("the answer begins as the call of none of the tools")
+    only_calls = calls.required or metadata is not None
     begun = "" if metadata is None else f"{first}body{names.index(metadata)}"
-    return f"{OPTIONS}{_start(calls, begun, first, f'<[{segment_id}]>')}{_TEXT_RULE}{rules}"
+    answer = TextRule("TEXT", _TEXT_RULE) if calls.text is None else text_rule(calls.text)
+    start = _start(calls, begun, f"<[{segment_id}]>", only_calls=only_calls)
+    text_line = f'text: {first}"\\n" {answer.body}\n{answer.rules}'
+    openings = (
+        [f"{prefix}{notation.opening}"]
+        if begun
+        else [f"{prefix}{name}\n{notation.opening}" for name in names]
+    )
+    return Document(
+        f"{start}{text_line}{rules}",
+        answer.nested,
+        tuple(openings if only_calls or calls.text is None else [*openings, f"{prefix}\n"]),
+    )
 
 
-def _start(calls: ToolCalls, begun: str, first: str, boundary: str) -> str:
+def _start(calls: ToolCalls, begun: str, boundary: str, *, only_calls: bool) -> str:
     """Return the rules for the segments; `begun` is the rest of a call that begins in the prompt."""
     call = " | ".join(f"call{at}" for at in range(len(calls.tools)))
     more = "" if calls.single else f"({boundary} call)*"
     rules = f"call: {call}\ncalls: {begun or 'call'} {more}\n"
-    if calls.required or begun:
+    if only_calls:
         return f"start: calls\n{rules}"
-    text = f'{first}"\\n" TEXT'
-    return f"start: text | calls | text {boundary} calls\ntext: {text}\n{rules}"
+    both = "" if calls.text is not None else f" | text {boundary} calls"
+    return f"start: text | calls{both}\n{rules}"

@@ -7,6 +7,7 @@ so that no answer can go astray in it.
 
 import json
 import re
+from dataclasses import dataclass
 from typing import Any, Final
 
 import llguidance
@@ -28,8 +29,43 @@ _SPECIAL_TOKEN = re.compile(r"<[^<>\s][^<>\n]*>")
 _USER_GRAMMAR = "answer"
 
 
-def text_document(grammar: Grammar, *, prefix: str) -> str:
-    """Return what llguidance compiles for a grammar of any kind but `tool_calls`.
+@dataclass(frozen=True, slots=True)
+class TextRule:
+    """A grammar of texts, as part of a larger one."""
+
+    body: str
+    """What matches the texts, within a rule."""
+    rules: str = ""
+    """The rules that `body` refers to."""
+    nested: str | None = None
+    """The grammar by itself that `body` refers to: a client's, whose rules keep their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A grammar to compile.
+
+    `openings` are beginnings of answers, with what is not shown of them, behind which a schema's part begins.
+    """
+
+    start: str
+    """Its rules, the first of which is `start`."""
+    nested: str | None = None
+    """See `TextRule`."""
+    openings: tuple[str, ...] = ("",)
+
+    def text(self) -> str:
+        """Return it as llguidance reads it."""
+        if self.nested is None:
+            return OPTIONS + self.start
+        outer = {"lark_grammar": OPTIONS + self.start}
+        return json.dumps(
+            {"grammars": [outer, {"name": _USER_GRAMMAR, "lark_grammar": OPTIONS + self.nested}]}
+        )
+
+
+def text_document(grammar: Grammar, *, prefix: str) -> Document:
+    """Return what is compiled for a grammar of any kind but `tool_calls`.
 
     Args:
         grammar: as the wire has it.
@@ -38,22 +74,32 @@ def text_document(grammar: Grammar, *, prefix: str) -> str:
     Raises:
         InvalidGrammarError: it is broken, or asks for what cannot be enforced.
     """
+    text = text_rule(grammar)
+    first = literal(prefix) + " " if prefix else ""
+    return Document(f"start: {first}{text.body}\n{text.rules}", text.nested, (prefix,))
+
+
+def text_rule(grammar: Grammar) -> TextRule:
+    """Return what matches the texts of a grammar of any kind but `tool_calls`.
+
+    Raises:
+        InvalidGrammarError: it is broken, or asks for what cannot be enforced.
+    """
     match grammar.kind:
         case "json_object":
-            return _lark(prefix, json_rule({"type": "object"}))
+            return TextRule(json_rule({"type": "object"}))
         case "json_schema":
             schema = _decoded(grammar.text)
             check_schema(schema)
-            return _lark(prefix, json_rule(schema))
+            return TextRule(json_rule(schema))
         case "regex":
-            return _lark(prefix, "ANSWER", f"ANSWER: /{llguidance.regex_to_lark(grammar.text, '')}/\n")
+            return TextRule("ANSWER", f"ANSWER: /{llguidance.regex_to_lark(grammar.text, '')}/\n")
         case "choice":
-            choices = _read(grammar.text)
-            return _lark(prefix, f"({' | '.join(map(literal, choices))})")
+            return TextRule(f"({' | '.join(map(literal, _read(grammar.text)))})")
         case "lark":
-            return _nested(prefix, _checked(grammar.text))
+            return TextRule(f"@{_USER_GRAMMAR}", nested=_checked(grammar.text))
         case "tool_calls":
-            raise ValueError("calls are not text")
+            raise InvalidGrammarError("calls are no text")
 
 
 def literal(text: str) -> str:
@@ -66,17 +112,6 @@ def json_rule(schema: Any, **options: Any) -> str:
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS | options}, ensure_ascii=False)}"
-
-
-def _lark(prefix: str, start: str, rules: str = "") -> str:
-    first = literal(prefix) + " " if prefix else ""
-    return f"{OPTIONS}start: {first}{start}\n{rules}"
-
-
-def _nested(prefix: str, lark: str) -> str:
-    """Return a client's grammar behind the prefix, which leaves its rules their names."""
-    outer = {"lark_grammar": _lark(prefix, f"@{_USER_GRAMMAR}")}
-    return json.dumps({"grammars": [outer, {"name": _USER_GRAMMAR, "lark_grammar": OPTIONS + lark}]})
 
 
 def _checked(text: str) -> str:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from triton_models.errors import InvalidGrammarError, TokenMaskError
 from triton_models.text.call_grammar import call_document
+from triton_models.text.deep_stack import on_deep_stack
 from triton_models.text.grammar_text import text_document
 from triton_models.text.vocabulary import Vocabulary
 from wire.grammar import Grammar
@@ -33,6 +34,10 @@ LIMITS: Final = llguidance.LLParserLimits(
 )
 """A second to compile, about 10 ms for one mask and 100 MB at the very worst: all other requests wait for the
 masks of a step."""
+
+TRIED: Final = 8
+"""Tokens that are tried behind each opening of a grammar while it is compiled: the first masks of an object
+of thousands of properties are where its size shows."""
 
 _MESSAGE_LIMIT = 300
 _WORD_BITS = 32
@@ -111,6 +116,11 @@ class Grammars:
         self._call_format = call_format
         self._lock = threading.Lock()
         self._tokenizer: llguidance.LLTokenizer | None = None
+        pieces = vocabulary.pieces
+        visible = [at for at, piece in enumerate(pieces) if piece is not None and not piece.isspace()]
+        self._smallest_first = np.array(
+            sorted(visible, key=lambda at: len(pieces[at] or b"")), dtype=np.int64
+        )
         self._compiled: OrderedDict[tuple[object, ...], CompiledGrammar] = OrderedDict()
 
     def compile(
@@ -133,7 +143,10 @@ class Grammars:
             if (found := self._compiled.get(key)) is not None:
                 self._compiled.move_to_end(key)
                 return found
-        compiled = self._compile(grammar, continues, metadata)
+        try:
+            compiled = on_deep_stack(lambda: self._compile(grammar, continues, metadata))
+        except RecursionError:
+            raise InvalidGrammarError("it is nested too deeply") from None
         with self._lock:
             self._compiled[key] = compiled
             if len(self._compiled) > CACHED:
@@ -152,7 +165,7 @@ class Grammars:
             )
         else:
             document = text_document(grammar, prefix=prefix)
-        matcher = llguidance.LLMatcher(self.prepare(), document, limits=LIMITS, log_level=0)
+        matcher = llguidance.LLMatcher(self.prepare(), document.text(), limits=LIMITS, log_level=0)
         if matcher.is_error():
             raise InvalidGrammarError(_message(matcher))
         special = [*self._stop_ids]
@@ -161,13 +174,30 @@ class Grammars:
         compiled = CompiledGrammar(matcher, self._allowed(special))
         try:
             # Whatever is compiled on first use is compiled here, and an answer can begin.
-            compiled.mask().fill(_Row(np.zeros(self._word_count, dtype=np.int32)))
+            for opening in document.openings:
+                self._try(compiled.mask(), opening)
         except TokenMaskError as error:
             raise InvalidGrammarError(f"no answer can begin by this grammar ({error})") from None
         return compiled
 
+    def _try(self, mask: GrammarMask, opening: str) -> None:
+        """Begin an answer with `opening`, and go on in the smallest steps that show.
+
+        Raises:
+            TokenMaskError: that cannot be.
+        """
+        row = np.zeros(self._word_count, dtype=np.int32)
+        for token_id in self.prepare().greedy_tokenize(opening):
+            mask.accept(token_id)
+        for _ in range(TRIED):
+            mask.fill(_Row(row))
+            allowed = np.unpackbits(row.view(np.uint8), bitorder="little")[self._smallest_first]
+            if not allowed.any():
+                return
+            mask.accept(int(self._smallest_first[allowed.argmax()]))
+
     def prepare(self) -> llguidance.LLTokenizer:
-        """Return llguidance's view of the vocabulary; making it takes a tenth of a second, once."""
+        """Return llguidance's view of the vocabulary; making it takes tenths of a second, once."""
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = llguidance.LLTokenizer(

@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 
 from gateway.chatglm.tool_offer import answer_metadata, call_rules, callable_names, last_calls
-from gateway.generation import NamedTool, Tool, ToolChoice, ToolOffer
+from gateway.generation import Grammar, NamedTool, Tool, ToolChoice, ToolOffer
+from wire.grammar import Grammar as WireGrammar
 
 TOOLS = tuple(Tool(name=name, description=None, parameters={}) for name in ("a", "b"))
 
@@ -42,6 +43,17 @@ def test_calls_that_have_to_be_made_or_that_are_strict_are_held_to_rules() -> No
     found = call_rules(ToolOffer(tools=(TOOLS[0], strict)))
     assert found is not None
     assert [tool.strict for tool in found.tools] == [False, True]
+
+
+def test_text_with_a_grammar_holds_calls_to_rules_where_there_may_be_text() -> None:
+    grammar = Grammar(kind="json_object", field="response_format")
+    assert call_rules(ToolOffer(tools=TOOLS, choice="none"), grammar) is None
+    for choice in ("required", NamedTool("b")):
+        offer = ToolOffer(tools=TOOLS, choice=choice)
+        assert call_rules(offer, grammar) == call_rules(offer)
+    found = call_rules(ToolOffer(tools=TOOLS), grammar)
+    assert found is not None
+    assert (found.text, found.required) == (WireGrammar("json_object"), False)
 
 
 def test_a_single_call_ends_the_answer() -> None:

@@ -23,7 +23,7 @@ from triton_models.serving.chat_text import ChatText
 from triton_models.text.formats import ChatGLM3Format
 from triton_models.text.tokenizers import load_tokenizer
 from wire.fenced_calls import write_call
-from wire.grammar import decode_tool_calls
+from wire.grammar import Grammar, decode_tool_calls
 from wire.history import decode_history
 from wire.sampling import Generation as WireGeneration
 from wire.sampling import decode_sampling
@@ -98,6 +98,20 @@ def test_calls_that_have_to_be_made_are_held_to_rules_and_told_as_they_come() ->
         ("", (CallPart("get_weather", '{"city": "Be'),), None),
         ("", (CallPart(None, 'rlin"}'),), None),
         ("", (), "tool_calls"),
+    ]
+
+
+def test_text_with_a_grammar_is_shown_as_it_stands_where_no_tool_is_called() -> None:
+    held = {"response_format": {"type": "json_object"}}
+    sampling, _ = sent(**held)
+    assert (sampling.answer_metadata, sampling.grammar.kind) == (None, "tool_calls")
+    assert decode_tool_calls(sampling.grammar.text).text == Grammar("json_object")
+    text = read(response('\n{"a": "[[训练时间]]', {"tokens": 9}), response('"} ', END), **held)
+    assert deltas(text) == [('{"a": "[[训练时间]]', (), None), ('"} ', (), "stop")]
+    calls = read(response("now\n ```python\ntool_call()\n```", END), **held)
+    assert deltas(calls) == [("", (CallPart("now", "{}"),), "tool_calls")]
+    assert deltas(read(response("now\n ```py", END | {"finish_reason": "length"}), **held)) == [
+        ("", (), "length")
     ]
 
 

@@ -103,7 +103,7 @@ SCHEMA = {"type": "object", "properties": {"城": {"type": "string"}}}
     ],
 )
 def test_what_the_text_is_held_to(form: dict[str, Any], kind: str, text: Any, field: str) -> None:
-    for more in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+    for more in ({}, {"tools": [TOOL], "tool_choice": "none"}, {"tools": [TOOL]}):
         grammar = read(text={"format": form}, **more).generation(request_id="r", deadline=0).grammar
         assert grammar is not None
         assert (grammar.kind, grammar.field) == (kind, field)
@@ -163,13 +163,11 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
         ({"text": {"format": {"type": "json_schema", "json_schema": {"name": "a"}}}}, "text.format.name"),
-        ({"text": {"format": {"type": "json_object"}}, "tools": [TOOL]}, "text.format"),
         ({"text": {"format": {"type": "json_object"}}, "min_tokens": 1}, "min_tokens"),
         (
             {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
             "structured_outputs",
         ),
-        ({"structured_outputs": {"regex": "a"}, "tools": [TOOL]}, "structured_outputs"),
         ({"text": {"colour": "red"}}, "text.colour"),
         ({"include": ["reasoning.encrypted_content"]}, "include.0"),
         ({"include": LOGPROBS}, "include"),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import InvalidRequestError
-from gateway.generation import Grammar
+from gateway.generation import Conversation, Grammar
 from gateway.openai.chat_request import read_chat_request
 from gateway.openai.completion_request import read_completion_request
 from gateway.openai.schema import MAX_DEPTH
@@ -127,11 +127,6 @@ def test_text_is_free_where_nothing_is_said(parameters: dict[str, Any]) -> None:
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
             "structured_outputs",
         ),
-        ({"response_format": {"type": "json_object"}, "tools": TOOLS}, "response_format"),
-        (
-            {"structured_outputs": {"regex": "a"}, "tools": TOOLS, "tool_choice": "required"},
-            "structured_outputs",
-        ),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "min_tokens"),
     ],
@@ -140,6 +135,15 @@ def test_refused(parameters: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         chat(**parameters)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", "required"])
+def test_tools_may_stand_beside_it(choice: str) -> None:
+    asked = chat(response_format={"type": "json_object"}, tools=TOOLS, tool_choice=choice)
+    generation = asked.generation(request_id="r", deadline=0)
+    assert isinstance(generation.prompt, Conversation)
+    assert generation.prompt.offer is not None
+    assert generation.grammar == Grammar(kind="json_object", field="response_format")
 
 
 def test_what_is_nested_to_the_limit_passes() -> None:

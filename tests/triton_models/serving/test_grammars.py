@@ -90,6 +90,7 @@ def test_a_mask_that_fails_takes_nobody_along(served: Served, monkeypatch: pytes
             raise ZeroDivisionError
         fill(self, words)
 
+    served.ask(grammar=Grammar("regex", "[a-z]{20}")).wait()  # which compiles it
     free = served.ask(max_tokens=40, temperature=0, ignore_eos=True)
     monkeypatch.setattr(GrammarMask, "fill", failing_fill)
     failed = served.ask(grammar=Grammar("regex", "[a-z]{20}")).wait()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -77,7 +78,7 @@ def walker(request: pytest.FixtureRequest, tokenizers: dict[str, Tokenizer]) -> 
     return Walker(tokenizers[request.param], request.param)
 
 
-def rules(*tools: CallableTool, **more: bool) -> str:
+def rules(*tools: CallableTool, **more: Any) -> str:
     return msgspec.json.encode(ToolCalls(tools=list(tools), **more)).decode()
 
 
@@ -138,6 +139,57 @@ def test_one_call_is_one_call_and_text_may_come_before(walker: Walker) -> None:
     assert (True,) in kinds
 
 
+CHAIN = {f"d{at}": {"properties": {"a": {"$ref": f"#/$defs/d{at + 1}"}}} for at in range(3000)}
+
+TEXTS = {
+    "json_schema": Grammar("json_schema", json.dumps(obj(x={"type": "integer", "minimum": 0, "maximum": 9}))),
+    "json_object": Grammar("json_object"),
+    "regex": Grammar("regex", r" ?\{[0-9]\}"),
+    "choice": Grammar("choice", '["{1}", "{2}"]'),
+    "lark": Grammar("lark", 'start: call+\ncall: "{" /[0-9]/ "}"'),
+}
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_an_answer_is_calls_or_text_that_obeys(walker: Walker, kind: str) -> None:
+    tools = [CallableTool("get_a", obj(a={"type": "boolean"}), strict=True), CallableTool("get_b")]
+    said = Counter()
+    for seed in range(30):
+        walk = walker.walk("tool_calls", rules(*tools, text=TEXTS[kind]), seed=seed, steps=150)
+        if not walk.ended:
+            continue
+        name, _, first = segments(walk)[0].partition("\n")
+        said[name] += 1
+        if name:
+            assert all(each.startswith(("get_a\n", "get_b\n")) for each in segments(walk))
+        elif kind == "json_schema":
+            jsonschema.validate(json.loads(first), json.loads(TEXTS[kind].text))
+        elif kind == "json_object":
+            assert isinstance(json.loads(first), dict)
+        else:
+            assert re.fullmatch(r" ?(\{[0-9]\})+", first)
+        assert name or len(segments(walk)) == 1
+    assert said[""]
+    assert said["get_a"]
+
+
+def test_text_that_cannot_be_held_to_its_grammar_is_refused(walker: Walker) -> None:
+    for text in (Grammar("json_schema", '{"not": {}}'), Grammar("regex", "("), Grammar("tool_calls", "{}")):
+        with pytest.raises(InvalidGrammarError):
+            walker.grammars.compile(Grammar("tool_calls", rules(CallableTool("f"), text=text)))
+
+
+def test_what_is_too_large_to_go_on_with_is_refused(walker: Walker) -> None:
+    large = obj([], **{f"p{at}": {"type": "null"} for at in range(1200)})
+    for tools, metadata in (
+        (rules(CallableTool("g"), CallableTool("f", large), required=True), None),
+        (rules(CallableTool("f", obj(a=large)), required=True), "f"),
+        (rules(CallableTool("f"), text=Grammar("json_schema", json.dumps(large))), None),
+    ):
+        with pytest.raises(InvalidGrammarError, match="items"):
+            walker.grammars.compile(Grammar("tool_calls", tools), metadata=metadata)
+
+
 @pytest.mark.parametrize(
     ("schema", "why"),
     [
@@ -169,6 +221,7 @@ def test_what_cannot_be_enforced_is_refused_for_strict_tools_and_left_out_for_ot
         rules(CallableTool("f", {"type": "string"}, strict=True)),
         rules(CallableTool("f", obj(a={"type": "strin"}), strict=True)),
         rules(CallableTool("f", obj(a={"$ref": "#/nowhere"}), strict=True)),
+        rules(CallableTool("f", {**obj(a={"$ref": "#/$defs/d0"}), "$defs": CHAIN})),
     ],
 )
 def test_what_is_no_tool_is_refused(walker: Walker, text: str) -> None:

@@ -116,6 +116,23 @@ def test_choices_are_told_exactly(walker: Walker, raw: bool) -> None:
         assert walker.walk("choice", json.dumps([choice]), raw=raw).text == choice
 
 
+def references(count: int) -> str:
+    nodes = {f"d{at}": {"properties": {"a": {"$ref": f"#/$defs/d{at + 1}"}}} for at in range(count)}
+    return json.dumps({"$ref": "#/$defs/d0", "$defs": {**nodes, f"d{count}": {"type": "null"}}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", references(3000)),
+        ("lark", "start: r0\n" + "".join(f"r{at}: r{at + 1}\n" for at in range(9000)) + 'r9000: "a"\n'),
+        ("lark", "start: R0\n" + "".join(f'R{at}: "a" R{at + 1}\n' for at in range(9000)) + 'R9000: "a"\n'),
+    ],
+)
+def test_deep_grammars_compile_and_end_no_process(walkers: dict[str, Walker], kind: str, text: str) -> None:
+    assert walkers["chatglm3"].walk(kind, text, steps=3).ids
+
+
 def test_lark_and_gbnf(walker: Walker) -> None:
     lark = 'start: word (" " word)*\nword: /[ab]/ // a letter, not <a token>\n%llguidance {}\n'
     assert re.fullmatch("[ab]( [ab])*", walker.walk("lark", lark).text)

@@ -1,0 +1,59 @@
+"""The text of an answer that is either calls or text of a grammar: shown as the grammar has it."""
+
+import enum
+from collections.abc import Sequence
+
+from wire.meta import Segment
+
+
+class _At(enum.Enum):
+    """How far a segment was read."""
+
+    FIRST_LINE = enum.auto()
+    TEXT = enum.auto()
+    BROKEN_CALL = enum.auto()
+    """Behind a first line that is not empty: a call that was cut short before it was one."""
+
+
+class HeldText:
+    """What may be shown of the segments that are no calls. Not thread-safe.
+
+    What a grammar has decided, white space included, is not tidied up. Nothing but such text is shown: the
+    beginning of a call that was cut short would break the schema, and is left out.
+    """
+
+    def __init__(self) -> None:
+        self._begin_segment()
+
+    def push(self, text: str, segments: Sequence[Segment] = ()) -> str:
+        """Take one delta of the raw answer and the segments that begin in it; return what may be shown.
+
+        Raises:
+            ValueError: a segment begins outside `text`, or before the one ahead of it.
+        """
+        shown = []
+        start = 0
+        for segment in segments:
+            if not start <= segment.at <= len(text):
+                raise ValueError("a segment begins outside the text")
+            shown.append(self._push_within_segment(text[start : segment.at]))
+            self._begin_segment()
+            start = segment.at
+        shown.append(self._push_within_segment(text[start:]))
+        return "".join(shown)
+
+    def finish(self) -> str:
+        """Return what was held back: nothing."""
+        return ""
+
+    def _begin_segment(self) -> None:
+        self._at = _At.FIRST_LINE
+        self._first_line = ""
+
+    def _push_within_segment(self, text: str) -> str:
+        if self._at is _At.FIRST_LINE:
+            line, newline, text = text.partition("\n")
+            self._first_line += line
+            if newline:
+                self._at = _At.BROKEN_CALL if self._first_line.strip() else _At.TEXT
+        return text if self._at is _At.TEXT else ""
