@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
+LLAMA_INDEX := .venv-llama-index
 
 .PHONY: install install-dev up test test-clients check fuzz bench clean
 
@@ -18,6 +19,11 @@ $(VENV)/.dev: $(VENV)/.up
 $(CLIENTS)/.installed: tests/clients/requirements.txt
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	touch $@
+
+$(LLAMA_INDEX)/.installed: tests/clients/llama_index.txt
+	$(PYTHON) -m venv $(LLAMA_INDEX)
+	$(LLAMA_INDEX)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
 install: $(VENV)/.up
@@ -39,10 +45,11 @@ SIDE_BY_SIDE := --numprocesses logical --maxprocesses 4 --dist loadgroup
 test: check
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --cov --cov-report=term:skip-covered
 
-# LangChain and agents in an environment of their own, against the stack of the other. The tests' common conftest needs what
-# only `make test` has.
-test-clients: install $(CLIENTS)/.installed
+# LangChain and agents in an environment of their own, and LlamaIndex, which wants an older OpenAI SDK, in another; both
+# against the stack of the first. The tests' common conftest needs what only `make test` has.
+test-clients: install $(CLIENTS)/.installed $(LLAMA_INDEX)/.installed
 	STACK_COMMAND=$(BIN)/tritongate $(CLIENTS)/bin/python -m pytest --confcutdir=tests/clients tests/clients
+	STACK_COMMAND=$(BIN)/tritongate $(LLAMA_INDEX)/bin/python -m pytest --confcutdir=tests/clients tests/clients
 
 # Of each of the eight operations with a body 125 right requests and 125 wrong ones.
 fuzz: install-dev
@@ -52,4 +59,4 @@ bench: install-dev
 	$(BIN)/python -m bench
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	rm -rf $(VENV) $(CLIENTS) $(LLAMA_INDEX) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

@@ -63,3 +63,8 @@ def test_a_streamed_call_is_the_whole_one(chat: ChatOpenAI) -> None:
 def test_structured_output_by_a_forced_call(chat: ChatOpenAI) -> None:
     structured = chat.with_structured_output(get_weather, method="function_calling")
     assert structured.invoke(QUESTION) == get_weather(city="襄阳")
+
+
+def test_structured_output_by_a_schema_of_the_answer(chat: ChatOpenAI) -> None:
+    structured = chat.with_structured_output(get_weather, method="json_schema")
+    assert isinstance(structured.invoke(QUESTION), get_weather)
