@@ -15,6 +15,7 @@ class ToolResults:
     def __init__(self, message: Message | None = None) -> None:
         self._field = "" if message is None else message.field
         self._calls = () if message is None else message.calls
+        self._ids = frozenset(call.id for call in self._calls)
         self._contents: dict[str, str] = {}
 
     def add(self, message: Message) -> None:
@@ -25,7 +26,7 @@ class ToolResults:
         """
         if message.answers in self._contents:
             raise InvalidRequestError("this call was answered before", param=message.field)
-        if message.answers is None or message.answers not in [call.id for call in self._calls]:
+        if message.answers is None or message.answers not in self._ids:
             raise InvalidRequestError(
                 "a tool message must answer a tool call of the assistant message before it",
                 param=message.field,
