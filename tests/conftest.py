@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-import pytest
 from hypothesis import settings
 
 if not Path("/dev/nvidiactl").exists():
@@ -18,17 +17,3 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # a failure is the change's and not the day's.
 settings.register_profile("tritongate", deadline=None, derandomize=True)
 settings.load_profile("tritongate")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let one worker run all tests with the real Triton, one after another, beside all others.
-
-    Servers that start in the same second cannot tell whose `/tmp/python_env_*` is whose (see
-    `triton_models.embedded.rundir`), and two that are waited for at once are each ready twice as late.
-    """
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        if item.get_closest_marker("e2e"):
-            item.add_marker(pytest.mark.xdist_group("triton"))
