@@ -114,25 +114,24 @@ class Scheduler:
             budget -= self._prefill(sequence, budget, batch)
 
     def _burst_waits(self) -> bool:
-        """Tell whether there are decodes, and prompts as important that fill a step without them.
+        """Tell whether there are decodes, and prompts no less urgent that fill a step without them.
 
         What the prefix cache holds of the prompts is not looked up: this only chooses, it promises nothing.
         """
-        decoding = next((each for each in self.running if each.state is SequenceState.DECODE), None)
-        if decoding is None:
+        decoding = [each.request.priority for each in self.running if each.state is SequenceState.DECODE]
+        if not decoding:
             return False
-        lowest = decoding.request.priority
-        budget, ends = self._max_batched_tokens, 0
+        most_urgent = min(decoding)  # not the first one's: who waited long has a better rank
+        tokens = ends = 0
         for each in self._next_prompts():
-            if each.request.priority > lowest:
-                break
-            if self._burst.under_way:
-                return True  # its rest, and who came meanwhile: one longer pause instead of two
-            budget -= len(each.tokens) - each.computed
-            ends += budget >= 0
-            if budget <= 0:
-                return ends >= _ENDS_OF_A_BURST
-        return False
+            if each.request.priority > most_urgent:
+                return False
+            tokens += len(each.tokens) - each.computed
+            ends += tokens <= self._max_batched_tokens
+            if tokens >= self._max_batched_tokens:
+                return self._burst.under_way or ends >= _ENDS_OF_A_BURST
+        # The rest of a burst, and who came meanwhile: one longer pause instead of two.
+        return self._burst.under_way and tokens > 0
 
     def _next_prompts(self) -> Iterator[Sequence]:
         """Yield prompts under way, then those that could be admitted, as far as places and blocks go."""

@@ -66,6 +66,18 @@ def test_a_more_important_answer_is_not_held_up() -> None:
     assert set(pattern(chosen, 3)) == {"M"}
 
 
+def test_a_more_important_answer_is_not_held_up_beside_one_that_waited_longer() -> None:
+    chosen, _ = scheduler(blocks=200, max_running=60, burst_steps=8)
+    job = sequence("job", 2, 90, priority=5)
+    chat = sequence("chat", 2, 90, arrival=1)
+    job.rank, chat.rank = (0.0, 0), (1.0, 1)
+    for each in (job, chat):
+        chosen.add(each)
+    compute(chosen, chosen.schedule())
+    burst(chosen, 7, priority=5)
+    assert set(pattern(chosen, 3)) == {"M"}
+
+
 def test_prompts_that_cannot_be_admitted_hold_nothing_up() -> None:
     chosen, _ = scheduler(blocks=200, max_running=1, burst_steps=8)
     chosen.add(sequence("decoding", 2, 90))
