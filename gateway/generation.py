@@ -168,11 +168,11 @@ class Generation:
 
     @property
     def grammar_field(self) -> str | None:
-        """What the request calls that which the answer is held to; None: it is free."""
-        if self.grammar is not None:
-            return self.grammar.field
+        """What the request calls that which the answer is held to; None: it is free, or there are two."""
         offer = self.prompt.offer if isinstance(self.prompt, Conversation) else None
-        return None if offer is None else offer.field
+        if offer is None or offer.choice == "none":
+            return None if self.grammar is None else self.grammar.field
+        return offer.field if self.grammar is None or offer.choice != "auto" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,11 @@ class Verdict(enum.Enum):
 class CallReader(Protocol):
     """Reads one segment's text behind the line with the tool's name."""
 
+    @property
+    def whole(self) -> bool:
+        """Whether a call was told of to its end."""
+        ...
+
     def push(self, text: str) -> Verdict:
         """Take more of it."""
         ...
@@ -52,6 +57,12 @@ class FencedCallReader:
         self._content: list[str] = []
         self._beginning = ""
         self._opened = False
+        self._told = False
+
+    @property
+    def whole(self) -> bool:
+        """See `CallReader.whole`."""
+        return self._told
 
     def push(self, text: str) -> Verdict:
         """See `CallReader.push`."""
@@ -69,6 +80,7 @@ class FencedCallReader:
         if arguments is None:
             return Verdict.NO_CALL
         self._on_part(CallPart(self._name, json.dumps(arguments, ensure_ascii=False)))
+        self._told = True
         return Verdict.CALL
 
     def take_rest(self) -> str:
@@ -91,6 +103,11 @@ class JsonCallReader:
         self._escaped = False
         self._over = False
         self._rest = ""
+
+    @property
+    def whole(self) -> bool:
+        """See `CallReader.whole`."""
+        return self._over
 
     def push(self, text: str) -> Verdict:
         """See `CallReader.push`."""

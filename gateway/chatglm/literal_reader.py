@@ -39,6 +39,11 @@ class LiteralCallReader:
         self._open: list[str] = [")"]
         """What closes the brackets that are open; none: the call is over."""
 
+    @property
+    def whole(self) -> bool:
+        """See `CallReader.whole`."""
+        return not self._open
+
     def push(self, text: str) -> Verdict:
         """See `CallReader.push`."""
         self._unread += text

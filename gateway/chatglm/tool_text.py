@@ -52,6 +52,8 @@ class ToolText:
         self._new_reader = reader
         self._on_part = on_part
         self._text = AnswerText() if text is None else text
+        self.cut = False
+        """The answer ended in the middle of a call that was told of; known when it is over."""
         self._begin_segment()
         if metadata is not None:
             self._at = _At.TEXT
@@ -81,7 +83,10 @@ class ToolText:
 
     def finish(self) -> str:
         """Return what was held back and turned out to be text; the answer is over."""
-        return self._end_segment() + self._text.finish()
+        in_call = self._at is _At.CALL
+        shown = self._end_segment()
+        self.cut = in_call and self._at is _At.CALL and not self._reader.whole
+        return shown + self._text.finish()
 
     def _begin_segment(self) -> None:
         self._at = _At.NAME

@@ -57,8 +57,12 @@ class _Choice:
         return calls
 
     def reason(self, reason: wire_meta.FinishReason | None) -> FinishReason | None:
-        """Return why it ended, where it did; all calls were taken before."""
-        return "tool_calls" if reason == "stop" and self._any_calls else reason
+        """Return why it ended, where it did; all calls were taken before.
+
+        A stop of the request's own may end it in the middle of a call, which then is no reason.
+        """
+        cut = isinstance(self.text, ToolText) and self.text.cut
+        return "tool_calls" if reason == "stop" and self._any_calls and not cut else reason
 
 
 def _shown_text(

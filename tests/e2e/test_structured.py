@@ -297,3 +297,29 @@ def test_schemas_too_large_or_too_deep_are_a_400_and_end_nothing(demo: openai.Op
         model="chatglm3-demo", messages=MESSAGES, response_format=response_format(chain), max_tokens=5
     ).choices[0]
     assert choice.finish_reason in {"length", "stop"}
+
+
+def test_strict_tools_and_a_schema_in_the_responses_api(demo: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "name": "plan_trip", "parameters": SCHEMA, "strict": True}
+    form: Any = {"format": {"type": "json_schema", "name": "trip", "schema": TRIP, "strict": True}}
+    completed = 0
+    for choice in ("auto", "required"):
+        answer = demo.responses.create(
+            model="chatglm3-demo",
+            input="你好, plan a trip to 北京.",
+            tools=[tool],
+            tool_choice=choice,
+            text=form,
+            temperature=1,
+            max_output_tokens=250,
+            extra_body={"seed": 2},
+        )
+        if answer.status != "completed":
+            continue
+        completed += 1
+        (item,) = {each.type: each for each in answer.output}.values()
+        if choice == "required" or item.type == "function_call":
+            jsonschema.validate(json.loads(item.arguments), SCHEMA)
+        else:
+            jsonschema.validate(json.loads(answer.output_text), TRIP)
+    assert completed

@@ -115,6 +115,25 @@ def test_text_with_a_grammar_is_shown_as_it_stands_where_no_tool_is_called() -> 
     ]
 
 
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_call_that_is_cut_ends_with_what_cut_it(reason: str) -> None:
+    ended = END | {"finish_reason": reason}
+    opening = "now\n ```python\ntool_call("
+    cut = read(response(f"{opening}a='x", ended), tool_choice="required")
+    assert deltas(cut) == [("", (CallPart("now", '{"a": "x'),), reason)]
+    whole = read(response(f"{opening})", ended), tool_choice="required")
+    assert deltas(whole)[-1][2] == ("tool_calls" if reason == "stop" else "length")
+    second = read(
+        response(f"{opening})\n```", {"tokens": 9}),
+        response(f"{opening}a=", ended | {"segments": [OPENED]}),
+        tool_choice="required",
+    )
+    assert deltas(second)[-1][2] == reason
+    # What nothing holds to its form stays text until it is a call.
+    free = deltas(read(response(f"{opening}a='x", ended)))
+    assert free == [(f"{opening}a='x", (), reason)]
+
+
 def test_what_a_model_cannot_do_is_refused() -> None:
     for report, parameters, param in (
         (CHATGLM2, {}, "tools"),

@@ -149,3 +149,13 @@ def test_the_joined_stream_is_the_whole_answer(segments: list[str], cuts: list[i
     shown = (message["content"] or "") + "".join(call["name"] + call["arguments"] for call in calls.values())
     # Nothing but white space is lost.
     assert sorted("".join(shown.split())) == sorted("".join("".join(segments).split()))
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_call_in_json_that_is_cut_ends_with_what_cut_it(choice: str, reason: str) -> None:
+    for arguments, told in (('{"a": "x', reason), ("{}", "tool_calls" if reason == "stop" else "length")):
+        answer = DIALECT.decoder(asked(tool_choice=choice), GLM4)
+        answer.decode(response(meta=ACCEPTED))
+        events = answer.decode(response(f"now\n{arguments}", END | {"finish_reason": reason}))
+        assert deltas(events) == [("", (CallPart("now", arguments),), told)]

@@ -144,6 +144,9 @@ def test_tools_may_stand_beside_it(choice: str) -> None:
     assert isinstance(generation.prompt, Conversation)
     assert generation.prompt.offer is not None
     assert generation.grammar == Grammar(kind="json_object", field="response_format")
+    # With both, a refusal does not tell which of them is at fault.
+    fields = {"auto": None, "none": "response_format", "required": "tools"}
+    assert generation.grammar_field == fields[choice]
 
 
 def test_what_is_nested_to_the_limit_passes() -> None:
