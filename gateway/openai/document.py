@@ -86,10 +86,6 @@ def validate(model: type[M], document: dict[str, Any]) -> M:
     Raises:
         InvalidRequestError: of the first fault; `param` is the dotted path of the field.
     """
-    unknown = next((name for name in document if name not in model.model_fields), None)
-    if unknown is not None:
-        # Found here because pydantic would list them all, and a body has room for hundreds of thousands.
-        raise _unknown(unknown)
     try:
         return model.model_validate(document)
     except ValidationError as error:

@@ -6,6 +6,7 @@ Source: OpenAI's API reference; extensions: vLLM's sampling parameters, in its s
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, Self, TypeVar
 
@@ -79,10 +80,27 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenBound = Annotated[int, Field(ge=1, lt=INT64)]
 
 
+@cache
+def _keys_of(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
+
+
 class Strict(BaseModel):
     """An object of a request: its types as JSON has them, and no keys but these."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, value: Any) -> Any:
+        """Leave one of several unknown keys: pydantic lists all, and a body has room for half a million."""
+        if not isinstance(value, dict):
+            return value
+        known = _keys_of(cls)
+        unknown = next((name for name in value if name not in known), None)
+        if unknown is None:
+            return value
+        return {name: value[name] for name in (*known, unknown) if name in value}
 
 
 class AnyStreamOptions(Strict):

@@ -1,0 +1,64 @@
+"""What is told of keys that an object of a request may not have, wherever it lies."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from gateway.errors import InvalidRequestError
+from gateway.openai.chat_request import ChatRequest, read_chat_request
+from gateway.openai.responses_request import ResponsesRequest, read_responses_request
+from gateway.openai.tokenize_request import TokenizeRequest, read_tokenize_request
+
+MANY = {f"x{at}": 0 for at in range(1000)}
+MESSAGE = {"role": "user", "content": "hi"}
+PLACES: list[tuple[type[BaseModel], Callable[[bytes], Any], Mapping[str, Any], str]] = [
+    (ChatRequest, read_chat_request, {"messages": [MESSAGE], **MANY}, "x0"),
+    (ChatRequest, read_chat_request, {"messages": [MESSAGE, MESSAGE | MANY]}, "messages.1.x0"),
+    (
+        ChatRequest,
+        read_chat_request,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", **MANY}]}]},
+        "messages.0.content.0.x0",
+    ),
+    (
+        ChatRequest,
+        read_chat_request,
+        {"messages": [MESSAGE], "stream": True, "stream_options": MANY},
+        "stream_options.x0",
+    ),
+    (
+        ChatRequest,
+        read_chat_request,
+        {"messages": [MESSAGE], "structured_outputs": MANY},
+        "structured_outputs.x0",
+    ),
+    (
+        ChatRequest,
+        read_chat_request,
+        {
+            "messages": [MESSAGE],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, **MANY}},
+        },
+        "response_format.json_schema.x0",
+    ),
+    (ResponsesRequest, read_responses_request, {"input": [MESSAGE | MANY]}, "input.0.x0"),
+    (ResponsesRequest, read_responses_request, {"input": "hi", "text": MANY}, "text.x0"),
+    (TokenizeRequest, read_tokenize_request, {"messages": [MESSAGE | MANY]}, "messages.0.x0"),
+]
+
+
+@pytest.mark.parametrize(("model", "read", "parameters", "param"), PLACES)
+def test_of_many_unknown_keys_the_first_is_told(
+    model: type[BaseModel], read: Callable[[bytes], Any], parameters: Mapping[str, Any], param: str
+) -> None:
+    document = {"model": "m", **parameters}
+    with pytest.raises(InvalidRequestError) as refused:
+        read(json.dumps(document).encode())
+    assert (refused.value.message, refused.value.param) == (f"Unknown parameter: {param}.", param)
+    # Listing them all kept the event loop for seconds: half a million are in a body's bound.
+    with pytest.raises(ValidationError) as faults:
+        model.model_validate(document)
+    assert faults.value.error_count() <= 2
