@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
 
@@ -13,10 +14,12 @@ from gateway.generation import Conversation, Generation, Grammar, Message, Messa
 from gateway.openai import generation_request
 from gateway.openai.document import read_object, validate, without_neutral
 from gateway.openai.generation_request import (
+    MESSAGES_LIMIT,
     AnyCompletionRequest,
     Items,
     Strict,
     TokenBound,
+    at_most,
     without_neutral_options,
 )
 from gateway.openai.structured import ResponseFormat, StructuredRequest, refuse_open_ends
@@ -132,10 +135,15 @@ class ChatMessage(Strict):
             raise InvalidRequestError(f"{path}.tool_calls has an id twice.", param=f"{path}.tool_calls")
 
 
+Messages = Annotated[
+    Items[ChatMessage], Field(min_length=1, max_length=MESSAGES_LIMIT), at_most(MESSAGES_LIMIT)
+]
+
+
 class ChatRequest(AnyCompletionRequest, StructuredRequest):
     """A chat completion request. Null means absent everywhere."""
 
-    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: TokenBound | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -153,10 +161,11 @@ class ChatRequest(AnyCompletionRequest, StructuredRequest):
 
     def prompt_asked(self) -> Conversation:
         """Return the conversation and the tools."""
-        return conversation(self.messages, self.offer())
+        return conversation(self.messages, self.offer)
 
+    @cached_property
     def offer(self) -> ToolOffer | None:
-        """Return the tools that the model may use, and how.
+        """The tools that the model may use, and how.
 
         Raises:
             InvalidRequestError: the fields about them contradict each other.
@@ -186,8 +195,8 @@ class ChatRequest(AnyCompletionRequest, StructuredRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
         super().check_combinations()
-        offer = self.prompt_asked().offer
-        if offer is not None and call_rules(offer) is not None:
+        _ = self.continued  # refuses what is wrong with it
+        if self.offer is not None and call_rules(self.offer) is not None:
             refuse_open_ends(self, "a call that is held to its schema")
 
 

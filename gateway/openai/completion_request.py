@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -61,9 +62,9 @@ class CompletionRequest(AnyCompletionRequest, StructuredRequest):
         int | None, Field(ge=0, le=5, description="alternatives reported beside each token of the answer")
     ] = None
 
-    @property
+    @cached_property
     def prompts(self) -> tuple[PlainText | TokenIds, ...]:
-        """The prompts, one of them or more."""
+        """The prompts, one of them or more, made once: a body has room for millions of ids."""
         if isinstance(self.prompt, str):
             return (PlainText(self.prompt),)
         if isinstance(self.prompt[0], int):

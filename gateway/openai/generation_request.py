@@ -6,7 +6,7 @@ Source: OpenAI's API reference; extensions: vLLM's sampling parameters, in its s
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, Self, TypeVar
 
@@ -30,6 +30,9 @@ INT64 = 2**63
 
 CHOICES_LIMIT = 128
 """As OpenAI's; a setting of the gateway may be lower."""
+
+MESSAGES_LIMIT = 16_384
+"""Messages, or items, of one conversation: each costs the event loop time, were it empty."""
 
 STOP_IDS_LIMIT = 128
 """Token ids that may end one answer."""
@@ -60,11 +63,11 @@ Items = Annotated[list[T], Field(fail_fast=True)]
 """Read up to its first fault: a body has room for millions, and only one is told."""
 
 
-def _at_most(limit: int) -> BeforeValidator:
-    """Refuse a larger object before its items are looked at: a body has room for hundreds of thousands."""
+def at_most(limit: int) -> BeforeValidator:
+    """Refuse a larger object or list before its items are looked at: a body has room for many thousands."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > limit:
+        if isinstance(value, dict | list) and len(value) > limit:
             raise PydanticCustomError("too_many", f"at most {limit} entries are allowed")
         return value
 
@@ -130,7 +133,7 @@ class GenerationRequest(Strict, ABC):
     frequency_penalty: Penalty | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     stop: Annotated[StopString | Items[StopString], AfterValidator(_few_stops)] | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias] | None, _at_most(1024)] = None
+    logit_bias: Annotated[dict[TokenKey, Bias] | None, at_most(1024)] = None
     stream: bool | None = None
     stream_options: AnyStreamOptions | None = None
 
@@ -156,7 +159,7 @@ class GenerationRequest(Strict, ABC):
     safety_identifier: Annotated[str | None, Field(description="bookkeeping: accepted, not used")] = None
     prompt_cache_key: Annotated[str | None, Field(description="bookkeeping: accepted, not used")] = None
     metadata: Annotated[
-        dict[str, str] | None, _at_most(16), Field(description="bookkeeping: accepted, not used")
+        dict[str, str] | None, at_most(16), Field(description="bookkeeping: accepted, not used")
     ] = None
     service_tier: Annotated[str | None, Field(description="bookkeeping: accepted, not used")] = None
 
@@ -181,14 +184,19 @@ class GenerationRequest(Strict, ABC):
 
     @abstractmethod
     def prompt_asked(self) -> Prompt:
-        """Return what the answer continues."""
+        """Make what the answer continues; `continued` keeps it."""
+
+    @cached_property
+    def continued(self) -> Prompt:
+        """What the answer continues, made once: a conversation of a body's size takes its time."""
+        return self.prompt_asked()
 
     def generation(self, *, request_id: str, deadline: float) -> Generation:
         """Return what is asked of the upstream; routes that can ask for more add it."""
         return Generation(
             request_id=request_id,
             model=self.model,
-            prompt=self.prompt_asked(),
+            prompt=self.continued,
             deadline=deadline,
             max_tokens=self.token_bound,
             min_tokens=self.min_tokens or 0,
@@ -227,7 +235,7 @@ class GenerationRequest(Strict, ABC):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream=true.", param="stream_options")
         if self.skip_special_tokens is False:
-            prompt = self.prompt_asked()
+            prompt = self.continued
             if isinstance(prompt, Conversation) and prompt.offer is not None:
                 raise InvalidRequestError(
                     "skip_special_tokens=false excludes tools: special tokens tell their calls from text.",

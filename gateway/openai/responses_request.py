@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -11,7 +12,14 @@ from pydantic_core import PydanticCustomError
 from gateway.errors import InvalidRequestError
 from gateway.generation import Conversation, Generation, Grammar, Message, NamedTool, ToolOffer
 from gateway.openai.document import read_object, validate, without_neutral, without_neutral_in
-from gateway.openai.generation_request import Items, Strict, TokenBound, without_neutral_options
+from gateway.openai.generation_request import (
+    MESSAGES_LIMIT,
+    Items,
+    Strict,
+    TokenBound,
+    at_most,
+    without_neutral_options,
+)
 from gateway.openai.responses_items import ITEM_NOT_YET, Item, messages_of
 from gateway.openai.schema import Schema
 from gateway.openai.structured import (
@@ -110,7 +118,9 @@ class Reasoning(Strict):
 class ResponsesRequest(StructuredRequest):
     """A request for a response. Null means absent everywhere."""
 
-    input: str | Annotated[Items[Item], Field(min_length=1)]
+    input: Annotated[
+        str | Annotated[Items[Item], Field(min_length=1, max_length=MESSAGES_LIMIT)], at_most(MESSAGES_LIMIT)
+    ]
     instructions: Annotated[str | None, Field(description="a system message before all others")] = None
     max_output_tokens: TokenBound | None = None
     tools: (
@@ -140,10 +150,11 @@ class ResponsesRequest(StructuredRequest):
             said = [Message(role="user", content=self.input, field="input")]
         else:
             said = messages_of(self.input)
-        return Conversation((*instructions, *said), self.offer())
+        return Conversation((*instructions, *said), self.offer)
 
+    @cached_property
     def offer(self) -> ToolOffer | None:
-        """Return the tools that the model may use, and how.
+        """The tools that the model may use, and how.
 
         Raises:
             InvalidRequestError: the fields about them contradict each other.
@@ -177,7 +188,7 @@ class ResponsesRequest(StructuredRequest):
                 'top_logprobs needs "message.output_text.logprobs" in include.', param="top_logprobs"
             )
         super().check_combinations()
-        self.prompt_asked()
+        _ = self.continued  # refuses what is wrong with it
 
 
 def read_responses_request(body: bytes) -> ResponsesRequest:

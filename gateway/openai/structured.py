@@ -7,6 +7,7 @@ refusal comes back as a 400 that names the field.
 
 from abc import ABC
 from dataclasses import replace
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -148,6 +149,11 @@ class StructuredRequest(GenerationRequest, ABC):
             return None
         return self.structured_outputs.grammar("structured_outputs")
 
+    @cached_property
+    def grammar(self) -> Grammar | None:
+        """What `grammar_asked` makes, made once: a schema may be large."""
+        return self.grammar_asked()
+
     def held_to(self, formatted: Grammar | None, field: str) -> Grammar | None:
         """Return what the text of an answer is held to; None: it is free.
 
@@ -171,12 +177,12 @@ class StructuredRequest(GenerationRequest, ABC):
     def generation(self, *, request_id: str, deadline: float) -> Generation:
         """Return what is asked of the upstream."""
         asked = super().generation(request_id=request_id, deadline=deadline)
-        return replace(asked, grammar=self.grammar_asked())
+        return replace(asked, grammar=self.grammar)
 
     def check_combinations(self) -> None:
         """See `GenerationRequest.check_combinations`."""
         super().check_combinations()
-        grammar = self.grammar_asked()
+        grammar = self.grammar
         if grammar is not None:
             refuse_open_ends(self, f"an answer that is held to {grammar.field}")
 

@@ -1,6 +1,7 @@
 """`POST /tokenize` and `POST /detokenize`: the requests and answers as vLLM defines them."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ from pydantic import Field
 
 from gateway.errors import InvalidRequestError
 from gateway.generation import Conversation, PlainText, TokenIds
-from gateway.openai.chat_request import ChatMessage, conversation, without_neutral_messages
+from gateway.openai.chat_request import Messages, conversation, without_neutral_messages
 from gateway.openai.document import read_object, validate, without_neutral
 from gateway.openai.generation_request import Items, NonEmpty, Strict, TokenId
 from gateway.openai.tools import Tools, offer_of_tools
@@ -31,7 +32,7 @@ class TokenizeRequest(Strict):
 
     model: NonEmpty
     prompt: Annotated[str | None, Field(description="a text; or else messages")] = None
-    messages: Annotated[Items[ChatMessage], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     tools: Tools | None = None
     add_generation_prompt: Annotated[
         bool | None, Field(description="of messages: up to where the answer begins; true unless given")
@@ -61,14 +62,14 @@ class TokenizeRequest(Strict):
                 "Messages have the ids that begin every prompt; add_special_tokens would add them again.",
                 param="add_special_tokens",
             )
-        self._prompt()
+        _ = self._asked  # refuses what is wrong with it
 
     def tokenization(self, *, request_id: str, deadline: float) -> Tokenization:
         """Return what is asked of the upstream."""
         return Tokenization(
             request_id=request_id,
             model=self.model,
-            prompt=self._prompt(),
+            prompt=self._asked,
             deadline=deadline,
             prefix=self.add_special_tokens is not False,
             answer_next=self.add_generation_prompt is not False,
@@ -80,7 +81,8 @@ class TokenizeRequest(Strict):
         """The field that holds what is tokenised."""
         return "messages" if self.prompt is None else "prompt"
 
-    def _prompt(self) -> Conversation | PlainText:
+    @cached_property
+    def _asked(self) -> Conversation | PlainText:
         if self.prompt is not None:
             return PlainText(self.prompt)
         return conversation(self.messages or (), offer_of_tools(self.tools, None, parallel=None))
