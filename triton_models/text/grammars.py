@@ -35,6 +35,10 @@ LIMITS: Final = llguidance.LLParserLimits(
 """A second to compile, about 10 ms for one mask and 100 MB at the very worst: all other requests wait for the
 masks of a step."""
 
+SPENT_AFTER: Final = 5_000
+"""Tokens after which a compiled grammar is compiled anew for answers to come. All its answers share what its
+lexer has learnt, which adds up to `max_lexer_states` after 50 000 tokens at the fastest that was measured."""
+
 TRIED: Final = 8
 """Tokens that are tried behind each opening of a grammar while it is compiled: the first masks of an object
 of thousands of properties are where its size shows."""
@@ -51,10 +55,44 @@ class Words(Protocol):
         ...
 
 
+class CompiledGrammar:
+    """A grammar that any number of answers can be held to, one after the other or at once.
+
+    A mask copies the parser, but all masks share one lexer, behind a lock of llguidance's own: states that it
+    makes for one answer are there for all, count for all, and are never let go. So a grammar wears out.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, allowed: NDArray[np.int32]) -> None:
+        self._matcher = matcher
+        self._allowed = allowed
+        self._tokens = 0
+        self._failed = False
+
+    @property
+    def spent(self) -> bool:
+        """Whether answers to come need the grammar compiled anew."""
+        return self._failed or self._tokens >= SPENT_AFTER
+
+    def mask(self) -> "GrammarMask":
+        """Return the mask for a new answer; thread-safe."""
+        return GrammarMask(self, self._matcher.deep_copy(), self._allowed)
+
+    def note_token(self) -> None:
+        """Count a token of an answer; that threads may count two as one does no harm."""
+        self._tokens += 1
+
+    def note_failure(self) -> None:
+        """Hand this grammar to no further answer: what failed may be what they share."""
+        self._failed = True
+
+
 class GrammarMask:
     """Which tokens one answer may go on with. Used by one thread at a time."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, allowed: NDArray[np.int32]) -> None:
+    def __init__(
+        self, grammar: CompiledGrammar, matcher: llguidance.LLMatcher, allowed: NDArray[np.int32]
+    ) -> None:
+        self._grammar = grammar
         self._matcher = matcher
         self._allowed = allowed
 
@@ -68,7 +106,7 @@ class GrammarMask:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         row &= self._allowed
         if self._matcher.is_error() or not row.any():
-            raise TokenMaskError(f"the answer cannot go on by its grammar: {_message(self._matcher)}")
+            raise self._failure("the answer cannot go on by its grammar")
 
     def accept(self, token_id: int) -> None:
         """See `TokenMask.accept`.
@@ -76,20 +114,13 @@ class GrammarMask:
         Raises:
             TokenMaskError: the grammar does not allow the token.
         """
+        self._grammar.note_token()
         if not self._matcher.consume_token(token_id):
-            raise TokenMaskError(f"the answer has left its grammar: {_message(self._matcher)}")
+            raise self._failure("the answer has left its grammar")
 
-
-class CompiledGrammar:
-    """A grammar that any number of answers can be held to, one after the other or at once."""
-
-    def __init__(self, matcher: llguidance.LLMatcher, allowed: NDArray[np.int32]) -> None:
-        self._matcher = matcher
-        self._allowed = allowed
-
-    def mask(self) -> GrammarMask:
-        """Return the mask for a new answer; thread-safe, since what it copies never changes."""
-        return GrammarMask(self._matcher.deep_copy(), self._allowed)
+    def _failure(self, what: str) -> TokenMaskError:
+        self._grammar.note_failure()
+        return TokenMaskError(f"{what}: {_message(self._matcher)}")
 
 
 class Grammars:
@@ -140,7 +171,7 @@ class Grammars:
         """
         key = (grammar.kind, grammar.text, continues, metadata)
         with self._lock:
-            if (found := self._compiled.get(key)) is not None:
+            if (found := self._compiled.get(key)) is not None and not found.spent:
                 self._compiled.move_to_end(key)
                 return found
         try:
@@ -149,6 +180,7 @@ class Grammars:
             raise InvalidGrammarError("it is nested too deeply") from None
         with self._lock:
             self._compiled[key] = compiled
+            self._compiled.move_to_end(key)
             if len(self._compiled) > CACHED:
                 self._compiled.popitem(last=False)
         return compiled
