@@ -22,9 +22,13 @@ OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
 _JSON_OPTIONS: Final = {"whitespace_pattern": r"( |\n {0,20})?"}
 
 _NOT_NAMES = re.compile(
-    r"""  "(?:\\.|[^"\\\n])*"  |  /(?:\\.|[^/\\\n])+/  |  //[^\n]*  |  \#[^\n]*  """, re.VERBOSE
+    r"""  "(?:\\.|[^"\\\n])*+"?  |  /(?:\\.|[^/\\\n])++/?  |  //[^\n]*  |  \#[^\n]*  """, re.VERBOSE
 )
-"""Strings, regular expressions and comments of a Lark grammar."""
+"""Strings, regular expressions and comments of a grammar. What is not closed goes on to the line's end, so
+that no search begins within it again: every character is looked at once."""
+_BLANKED = '""'
+"""What stands for them: neither a name nor a line's beginning."""
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _SPECIAL_TOKEN = re.compile(r"<[^<>\s][^<>\n]*>")
 _USER_GRAMMAR = "answer"
 
@@ -120,12 +124,14 @@ def _checked(text: str) -> str:
     Raises:
         InvalidGrammarError: it cannot be read, or names a special token.
     """
-    if "::=" in text:
+    names = _NOT_NAMES.sub(_BLANKED, text)
+    if _GBNF_RULE.search(names):
         try:
             text = llguidance.gbnf_to_lark.gbnf_to_lark(text)
         except Exception as error:  # noqa: BLE001 - whatever a foreign parser stumbles over is the text's fault
             raise InvalidGrammarError(f"not a grammar in GBNF: {error}") from None
-    found = _SPECIAL_TOKEN.search(_NOT_NAMES.sub(" ", text))
+        names = _NOT_NAMES.sub(_BLANKED, text)
+    found = _SPECIAL_TOKEN.search(names)
     if found is not None:
         raise InvalidGrammarError(f"special tokens cannot be part of an answer: {found[0][:40]}")
     return text

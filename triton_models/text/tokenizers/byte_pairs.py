@@ -8,7 +8,7 @@ Special ids follow the ranks. Pattern, names and order are those of `ChatGLM4Tok
 import base64
 import binascii
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
@@ -35,7 +35,7 @@ LONGEST_BLANK: Final = 2**16
 """Characters of white space that are cut at one go: some ten times as many are more than the matching of
 `PATTERN` can look ahead over, and far more than a context holds once they are merged."""
 
-_LONG_BLANK = re.compile(rf"\s{{{LONGEST_BLANK}}}(?=\s)")
+_BLANK = re.compile(r"\s+")
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # where "surrogateescape" leaves invalid bytes, one for each
 _NO_TEXT: Final = ""
 _BYTES: Final = 256
@@ -66,13 +66,7 @@ class BytePairTokenizer:
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`. White space beyond `LONGEST_BLANK` characters is merged in parts."""
         to_utf8(text)
-        encode = self._encoding.encode_ordinary
-        ids: list[int] = []
-        start = 0
-        for blank in _LONG_BLANK.finditer(text):
-            ids += encode(text[start : blank.end()])
-            start = blank.end()
-        return ids + encode(text[start:])
+        return [token_id for part in parts(text) for token_id in self._encoding.encode_ordinary(part)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`."""
@@ -90,6 +84,20 @@ class BytePairTokenizer:
         if piece := self.piece(token_id):
             return display_piece(piece)
         return self._special_names.get(token_id, f"<unused {token_id}>"), b""
+
+
+def parts(text: str) -> Iterator[str]:
+    """Yield `text`, cut behind every `LONGEST_BLANK` characters of white space that has more of it.
+
+    Each run is matched once and cut afterwards: a pattern of that many characters is tried anew at each
+    character of a run that falls short of it.
+    """
+    start = 0
+    for blank in _BLANK.finditer(text):
+        for end in range(blank.start() + LONGEST_BLANK, blank.end(), LONGEST_BLANK):
+            yield text[start:end]
+            start = end
+    yield text[start:]
 
 
 def _ranks(file: Path) -> dict[bytes, int]:

@@ -10,7 +10,7 @@ from tests.glm4_checkpoint import RANKS, byte_pairs, write_tokenizer
 from triton_models.errors import CheckpointError, TextError
 from triton_models.text.detokenizer import Detokenizer
 from triton_models.text.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
-from triton_models.text.tokenizers.byte_pairs import LONGEST_BLANK, SPECIAL_TOKENS
+from triton_models.text.tokenizers.byte_pairs import LONGEST_BLANK, SPECIAL_TOKENS, parts
 
 PUBLISHED_RANKS = 151_329
 
@@ -93,6 +93,19 @@ def test_endless_white_space_is_merged_in_parts(glm4: Tokenizer, blank: str) -> 
 def test_parts_of_white_space_change_nothing_below_their_length(glm4: Tokenizer) -> None:
     text = "a" + " " * LONGEST_BLANK + "b"
     assert glm4.encode(text) == glm4._encoding.encode_ordinary(text)
+
+
+def test_white_space_is_cut_behind_every_so_many_characters_that_have_more() -> None:
+    whole = " " * LONGEST_BLANK
+    assert list(parts("")) == [""]
+    assert list(parts("a" + whole + "b")) == ["a" + whole + "b"]
+    assert list(parts("a" + whole + whole + "\n b")) == ["a" + whole, whole, "\n b"]
+
+
+def test_runs_just_short_of_the_cut_are_looked_over_once() -> None:
+    """Once from each of their characters would take hours, and nobody else would have the interpreter."""
+    text = (" " * (LONGEST_BLANK - 1) + "a") * 512
+    assert list(parts(text)) == [text]
 
 
 def test_a_lone_surrogate_is_refused(glm4: Tokenizer) -> None:
