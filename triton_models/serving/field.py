@@ -45,7 +45,6 @@ class TritonPythonModel:
             names.stream_entry(parameters.model),
             parameters.version if parameters.own_version else LATEST,
             pb_utils,
-            startup_wait_s=parameters.stream_wait_s,
         )
         self._service = FieldService(contract, chat_format, caller)
         self._service.start()

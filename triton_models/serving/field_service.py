@@ -122,7 +122,6 @@ class FieldService:
             max_total_tokens=ask.max_total_tokens,
             stream=False,
         )
-        self._caller.wait_loaded()
         call.heard = time.monotonic()
         text = ""
         segments: list[Segment] = []

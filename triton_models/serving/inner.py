@@ -28,8 +28,6 @@ from wire.sampling import Cancel, Generation, encode_sampling
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.25
-
 START_TIMEOUT_S = 10.0
 """How long a call may wait to begin behind others that hear nothing."""
 
@@ -49,13 +47,6 @@ _KNOWN_TEXTS = (
 
 class StreamCaller(Protocol):
     """The stream entry, as far as its conversations go."""
-
-    def wait_loaded(self) -> None:
-        """At the start, wait until it is loaded; later, return at once.
-
-        Raises:
-            StreamRefusedError: it is not loaded, and the wait was long enough.
-        """
 
     def generate(
         self, prompt: str, history: Sequence[Turn], generation: Generation
@@ -84,25 +75,14 @@ class BlsCaller:
         entry: the stream entry's name.
         version: of that entry.
         pb_utils: Triton's module.
-        startup_wait_s: how long the first calls wait for the entry, which may be loaded after this one.
     """
 
-    def __init__(self, entry: str, version: int, pb_utils: Any, *, startup_wait_s: float) -> None:
+    def __init__(self, entry: str, version: int, pb_utils: Any) -> None:
         self._entry = entry
         self._version = version
         self._pb_utils = pb_utils
-        self._wait_until = time.monotonic() + startup_wait_s
-        self._seen = False
         self._kept = _Kept()
         self._starts = Starts()
-
-    def wait_loaded(self) -> None:
-        """See `StreamCaller.wait_loaded`."""
-        while not self._seen and not self._loaded():
-            if time.monotonic() > self._wait_until:
-                raise StreamRefusedError(RefusalCode.UNAVAILABLE, f"{self._entry} is not loaded")
-            time.sleep(POLL_S)
-        self._seen = True
 
     def give_up(self, silent_s: float) -> None:
         """See `StreamCaller.give_up`."""

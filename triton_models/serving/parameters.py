@@ -42,8 +42,6 @@ class EntryParameters:
     """URL of an OTLP/HTTP collector, for the spans of what Triton traces; None: there are none."""
     contract: str | None = None
     """What an entry `M` speaks; None: what clients of its checkpoint do."""
-    stream_wait_s: float = 600.0
-    """How long an entry `M` that is being loaded waits for `M-stream`."""
 
 
 _CONVERTERS: dict[str, Callable[[str], Any]] = {
@@ -59,10 +57,9 @@ _CONVERTERS: dict[str, Callable[[str], Any]] = {
     "heartbeat_s": float,
     "trace_endpoint": str,
     "contract": str,
-    "stream_wait_s": float,
 }
 
-_MOST: dict[str, float] = {"kv_memory_gib": 2**20, "heartbeat_s": 10, "stream_wait_s": 24 * 60 * 60}
+_MOST: dict[str, float] = {"kv_memory_gib": 2**20, "heartbeat_s": 10}
 """The largest value of each parameter that need not be a whole number."""
 
 

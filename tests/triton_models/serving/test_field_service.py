@@ -29,12 +29,6 @@ class FakeStream:
         self.cancels: list[str] = []
         self.lost_cancels = 0
         self.over = threading.Event()
-        self.loaded = threading.Event()
-        self.loaded.set()
-
-    def wait_loaded(self) -> None:
-        if not self.loaded.wait(TIMEOUT_S):
-            raise StreamRefusedError(RefusalCode.UNAVAILABLE, "not loaded")
 
     def give_up(self, silent_s: float) -> None:
         assert silent_s > 0
@@ -207,16 +201,6 @@ def test_a_stream_entry_that_falls_silent_is_given_up(start: Callable[..., Field
     threading.Event().wait(0.3)
     heard.gone = True
     assert heard.wait().refusal[0] is RefusalCode.CANCELLED
-
-
-def test_the_wait_for_the_first_load_is_no_silence(start: Callable[..., Field]) -> None:
-    field = start(idle_timeout_s=0.1)
-    field.stream.loaded.clear()
-    client = field.ask("hi")
-    threading.Event().wait(0.3)
-    assert client.refusal is None
-    field.stream.loaded.set()
-    assert client.wait().answers
 
 
 def test_hundreds_are_open_at_once_and_more_are_refused(start: Callable[..., Field]) -> None:
