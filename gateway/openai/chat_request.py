@@ -144,7 +144,9 @@ class ChatRequest(AnyCompletionRequest, StructuredRequest):
     """A chat completion request. Null means absent everywhere."""
 
     messages: Messages
-    max_completion_tokens: TokenBound | None = None
+    max_completion_tokens: Annotated[
+        TokenBound | None, Field(description="counts before max_tokens, where both are given")
+    ] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
@@ -172,6 +174,9 @@ class ChatRequest(AnyCompletionRequest, StructuredRequest):
         """
         if self.functions and self.tools:
             raise InvalidRequestError("functions is the older form of tools; give one.", param="functions")
+        for given, other in (("functions", "tool_choice"), ("tools", "function_call")):
+            if getattr(self, given) and getattr(self, other) is not None:
+                raise InvalidRequestError(f"{other} is not about {given}.", param=other)
         of_functions = offer_of_functions(self.functions, self.function_call)
         of_tools = offer_of_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
         return of_tools or of_functions

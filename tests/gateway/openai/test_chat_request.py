@@ -226,3 +226,19 @@ def test_special_tokens_cannot_be_text_where_they_tell_calls_apart() -> None:
         with pytest.raises(InvalidRequestError) as refused:
             read(skip_special_tokens=False, **offered)
         assert refused.value.param == "skip_special_tokens"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "param"),
+    [
+        ({"functions": [{"name": "f"}], "tool_choice": "none"}, "tool_choice"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}], "function_call": "none"},
+            "function_call",
+        ),
+    ],
+)
+def test_a_choice_in_the_other_form_is_refused(parameters: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        read(**parameters)
+    assert refused.value.param == param
