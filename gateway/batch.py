@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from gateway.errors import ContextLengthError, InvalidRequestError
+from gateway.errors import ContextLengthError, InvalidRequestError, UpstreamProtocolError
 from gateway.generation import Accepted, Delta, Event, Generation, Usage
 
 Generate = Callable[[Generation], AsyncGenerator[Event, None]]
@@ -83,6 +83,12 @@ async def _read(
             async for event in events:
                 await arrivals.put((place, event))
                 await all_accepted.wait()
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # Out of the source, and not of our closing it: nobody would say anything for this prompt any more.
+        await arrivals.put((place, UpstreamProtocolError("The upstream's answer was cut off.")))
     except Exception as error:  # noqa: BLE001 - passed on to whoever reads them all
         await arrivals.put((place, error))
     else:

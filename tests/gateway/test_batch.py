@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from gateway.batch import bounded, together
-from gateway.errors import ContextLengthError, GatewayError, InvalidRequestError, RateLimitError
+from gateway.errors import (
+    ContextLengthError,
+    GatewayError,
+    InvalidRequestError,
+    RateLimitError,
+    UpstreamProtocolError,
+)
 from gateway.generation import Accepted, Delta, Event, Generation, Heartbeat, PlainText, Usage
 
 TWO_CHOICES = Generation(request_id="r", model="m", prompt=PlainText("0"), deadline=0, n=2)
@@ -165,3 +171,15 @@ async def test_a_prompt_over_the_context_is_refused_whatever_the_bound() -> None
 
     with pytest.raises(ContextLengthError):
         await anext(bounded(generate, TWO_CHOICES, 4))
+
+
+async def test_a_cancellation_out_of_a_source_ends_all_at_once() -> None:
+    async def cut(generation: Generation) -> AsyncGenerator[Event, None]:
+        yield Accepted(prompt_tokens=1)
+        if place_of(generation) == 1:
+            raise asyncio.CancelledError
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(30), aclosing(together(cut, asked(2))) as source:
+        with pytest.raises(UpstreamProtocolError, match="cut off"):
+            _ = [event async for event in source]
