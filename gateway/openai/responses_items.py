@@ -118,7 +118,8 @@ class _Turn:
 
     role: MessageRole
     path: str
-    texts: list[str] = field(default_factory=list)
+    texts: list[list[str]] = field(default_factory=list)
+    """Pieces of text; a call parts the lists."""
     calls: dict[str, PastCall] = field(default_factory=dict)
     """By id."""
     answers: str | None = None
@@ -126,7 +127,7 @@ class _Turn:
     def message(self) -> Message:
         return Message(
             role=self.role,
-            content="".join(self.texts),
+            content="\n\n".join(text for pieces in self.texts if (text := "".join(pieces))),
             calls=tuple(self.calls.values()),
             answers=self.answers,
             field=self.path,
@@ -137,7 +138,8 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
     """Return the conversation that `items` are.
 
     Calls belong to the assistant message that they follow, or to one without text; so does text that follows
-    a call without a result between them, which is how an answer of several parts comes back.
+    a call without a result between them, which is how an answer of several parts comes back. A blank line
+    parts what was said before a call and after it.
 
     Raises:
         InvalidRequestError: a call's arguments are not a JSON object, or its id is another's.
@@ -147,7 +149,7 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
         path = f"input.{at}"
         last = turns[-1] if turns and turns[-1].role == "assistant" else None
         if isinstance(item, FunctionResultItem):
-            turns.append(_Turn("tool", path, [_text(item.output)], answers=item.call_id))
+            turns.append(_Turn("tool", path, [[_text(item.output)]], answers=item.call_id))
         elif isinstance(item, FunctionCallItem):
             if last is None:
                 last = _Turn("assistant", path)
@@ -156,11 +158,12 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
                 raise InvalidRequestError(
                     f"{path}.call_id is that of a call before it.", param=f"{path}.call_id"
                 )
+            last.texts.append([])
             last.calls[item.call_id] = item.past(item.call_id, path)
         elif last is not None and last.calls and item.role == "assistant":
-            last.texts.append(_text(item.content))
+            last.texts[-1].append(_text(item.content))
         else:
-            turns.append(_Turn(_ROLES[item.role], path, [_text(item.content)]))
+            turns.append(_Turn(_ROLES[item.role], path, [[_text(item.content)]]))
     return [turn.message() for turn in turns]
 
 

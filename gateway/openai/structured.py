@@ -1,8 +1,9 @@
 """What the text of an answer is held to: `response_format`, and `structured_outputs` in vLLM's spelling.
 
 Both are enforced while the answer is sampled, at any temperature, so that an answer which ends with the
-reason `stop` obeys. Which schemas and grammars that can be done for is known on the model's side, whose
-refusal comes back as a 400 that names the field.
+reason `stop` obeys, unless one of the request's own stop strings or stop token ids ended it. Which schemas
+and grammars that can be done for is known on the model's side, whose refusal comes back as a 400 that
+names the field.
 """
 
 from abc import ABC

@@ -128,3 +128,8 @@ def test_a_call_id_twice_is_refused() -> None:
     with pytest.raises(InvalidRequestError) as refused:
         messages(ASKED, call(), call())
     assert refused.value.param == "input.2.call_id"
+
+
+def test_a_blank_line_parts_the_texts_before_and_after_a_call() -> None:
+    said = messages(ASKED, answer("Let me look."), call(), answer("One "), answer("moment."), result())
+    assert said[1].content == "Let me look.\n\nOne moment."
