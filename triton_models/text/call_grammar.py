@@ -12,6 +12,7 @@ from triton_models.text.grammar_text import Document, TextRule, json_rule, liter
 from triton_models.text.literal_grammar import LiteralGrammar
 from triton_models.text.literals import COMMON_RULES
 from triton_models.text.schema_check import check_schema
+from triton_models.text.schema_keywords import check_keywords
 from wire.fenced_calls import FENCE, OPENING
 from wire.grammar import CallableTool, ToolCalls, decode_tool_calls
 
@@ -80,6 +81,7 @@ def call_document(
     opening = f"{literal(notation.opening)} " if notation.opening else ""
     names = [tool.name for tool in calls.tools]
     for at, tool in enumerate(calls.tools):
+        check_keywords(tool.parameters, f"{tool.name}: parameters")
         body, more = notation.write(tool, f"t{at}")
         line = f"{tool.name}\n"
         rules += f"{more}body{at}: {opening}{body}\ncall{at}: {first}{literal(line)} / ?/ body{at}\n"

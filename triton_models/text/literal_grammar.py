@@ -5,6 +5,7 @@ that the schema does not name; numbers have at most 18 digits before the point. 
 alike (strings by a pattern or a format, numbers within bounds) is left to llguidance's own JSON schemas.
 """
 
+import json
 import unicodedata
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from triton_models.text.disjoint import disjoint
 from triton_models.text.grammar_text import literal
 from triton_models.text.literals import LONGEST, either, is_of, key, repeated, shared_json, times, written
 from triton_models.text.object_grammar import Entry, in_order
-from triton_models.text.schema_check import target
+from triton_models.text.schema_keywords import target
 from wire.grammar import CallableTool
 
 _ANNOTATIONS = frozenset(
@@ -265,7 +266,7 @@ class LiteralGrammar:
 
     def _fits(self, path: str, keyword: str, schema: dict[str, Any]) -> bool:
         """Tell whether llguidance can express `schema`."""
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
         broken, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
         if broken:
             self._cannot(path, f"{keyword} ({' '.join(messages)[:150]})")

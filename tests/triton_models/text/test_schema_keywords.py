@@ -1,0 +1,105 @@
+import json
+from typing import Any
+
+import pytest
+
+from tests.triton_models.text.walks import Walker
+from triton_models.errors import InvalidGrammarError
+from triton_models.text.schema_keywords import check_keywords
+from triton_models.text.tokenizers import Tokenizer
+from wire.grammar import Grammar
+
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"properties": []}, "properties"),
+    ({"properties": None}, "properties"),
+    ({"properties": {"k": 5}}, "properties"),
+    ({"required": None}, "required"),
+    ({"required": [{}]}, "required"),
+    ({"minProperties": "x"}, "minProperties"),
+    ({"maxProperties": None}, "maxProperties"),
+    ({"type": ["string", {}]}, "type"),
+    ({"type": None}, "type"),
+    ({"type": []}, "type"),
+    ({"$ref": []}, r"\$ref"),
+    ({"enum": 5}, "enum"),
+    ({"enum": []}, "enum"),
+    ({"oneOf": [{"type": "object", "required": ["k"], "properties": {"k": {"enum": 5}}}, {}]}, "enum"),
+    ({"anyOf": {}}, "anyOf"),
+    ({"type": "array", "minItems": "1"}, "minItems"),
+    ({"type": "array", "maxItems": -1}, "maxItems"),
+    ({"type": "array", "prefixItems": 3}, "prefixItems"),
+    ({"type": "array", "items": 5}, "items"),
+    ({"type": "string", "minLength": True}, "minLength"),
+    ({"type": "string", "maxLength": None}, "maxLength"),
+    ({"type": "string", "pattern": 5}, "pattern"),
+    ({"type": "integer", "maximum": "9"}, "maximum"),
+    ({"type": "number", "minimum": 0, "exclusiveMinimum": True}, "exclusiveMinimum"),
+    ({"type": "number", "multipleOf": 0}, "multipleOf"),
+]
+
+
+@pytest.fixture(scope="module", params=["chatglm3", "glm4"])
+def walker(request: pytest.FixtureRequest, tokenizers: dict[str, Tokenizer]) -> Walker:
+    return Walker(tokenizers[request.param], request.param)
+
+
+def tool(parameters: dict[str, Any], *, strict: bool) -> Grammar:
+    tools = [{"name": "f", "parameters": parameters, "strict": strict}]
+    return Grammar("tool_calls", json.dumps({"tools": tools, "required": True}))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(("schema", "keyword"), BROKEN)
+def test_a_keyword_with_a_value_that_it_cannot_have_is_named(
+    walker: Walker, schema: dict[str, Any], keyword: str, strict: bool
+) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}}
+    with pytest.raises(InvalidGrammarError, match=rf"f: parameters\.properties\.a.*: {keyword} must be"):
+        walker.grammars.compile(tool(parameters, strict=strict))
+    with pytest.raises(InvalidGrammarError, match=rf"\$\.properties\.a.*: {keyword} must be"):
+        walker.grammars.compile(Grammar("json_schema", json.dumps(parameters)))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+        {"items": {"$ref": "#/$defs/x"}, "$defs": {"x": {"$ref": "#/$defs/y"}, "y": {"$ref": "#/$defs/x"}}},
+        {"items": {"$ref": "#/elsewhere"}, "elsewhere": {"oneOf": [{"$ref": "#/elsewhere"}]}},
+    ],
+)
+def test_a_schema_that_is_only_itself_again_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidGrammarError, match="back to itself"):
+        check_keywords(schema)
+
+
+def test_what_a_reference_leads_to_is_looked_at() -> None:
+    with pytest.raises(InvalidGrammarError, match="#/elsewhere: enum must"):
+        check_keywords({"$ref": "#/elsewhere", "elsewhere": {"enum": None}})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {"items": {"$ref": "#"}},
+        {"properties": {"required": {"type": "null"}, "enum": True}},
+        {"const": {"enum": 5}, "default": {"type": 7}, "enum": [{"required": 1}]},
+        {"anyOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/x"}], "$defs": {"x": {"type": ["null"]}}},
+        {"$ref": "#/nowhere"},
+        {"items": [{}, True], "minItems": 0, "multipleOf": 0.5},
+    ],
+)
+def test_what_can_be_a_schema_passes(schema: Any) -> None:
+    check_keywords(schema)
+
+
+@pytest.mark.parametrize("bound", [1e308, -1e308, 10**30, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("keyword", ["minimum", "maximum"])
+def test_a_bound_may_be_more_than_64_bits_hold(
+    tokenizers: dict[str, Tokenizer], keyword: str, bound: float
+) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "number", keyword: bound}}}
+    walk = Walker(tokenizers["chatglm3"], "chatglm3").walk("tool_calls", tool(parameters, strict=False).text)
+    assert walk.ids
