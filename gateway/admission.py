@@ -24,11 +24,13 @@ class Admission:
     Args:
         max_in_flight: permits.
         max_waiting: callers that may wait for some; any more are refused at once.
+        work: what permits are for, in the words of a refusal.
     """
 
-    def __init__(self, *, max_in_flight: int, max_waiting: int) -> None:
+    def __init__(self, *, max_in_flight: int, max_waiting: int, work: str = "answers") -> None:
         self._max_in_flight = max_in_flight
         self._max_waiting = max_waiting
+        self._work = work
         self._in_flight = 0
         self._queue: deque[Turn] = deque()
 
@@ -42,8 +44,11 @@ class Admission:
         """Callers in the queue."""
         return len(self._queue)
 
-    async def acquire(self, permits: int = 1) -> None:
+    async def acquire(self, permits: int = 1) -> int:
         """Take permits, waiting for them in order of arrival. As many are given back by `release`.
+
+        Returns:
+            How many were taken.
 
         Raises:
             RateLimitError: the queue is full.
@@ -51,10 +56,11 @@ class Admission:
         wanted = self._possible(permits)
         if not self._queue and self._in_flight + wanted <= self._max_in_flight:
             self._in_flight += wanted
-            return
+            return wanted
         if len(self._queue) >= self._max_waiting:
             raise RateLimitError(
-                f"The gateway is full: {self._in_flight} answers at work, {len(self._queue)} requests wait.",
+                f"The gateway is full: {self._in_flight} {self._work} at work, "
+                f"{len(self._queue)} requests wait.",
                 retry_after_s=_RETRY_AFTER_S,
             )
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -66,6 +72,7 @@ class Admission:
                 self._in_flight -= wanted  # granted and cancelled in the same turn of the loop: pass them on
             self._grant()
             raise
+        return wanted
 
     def release(self, permits: int = 1) -> None:
         """Give permits back: to the first in the queue if there is one."""

@@ -39,7 +39,9 @@ def create_app(settings: Settings, upstream: Upstream | None = None) -> FastAPI:
         upstream=upstream if upstream is not None else triton_upstream(settings, metrics),
         metrics=metrics,
         admission=Admission(max_in_flight=settings.max_in_flight, max_waiting=settings.max_waiting),
-        tokenizing=Admission(max_in_flight=_TOKENIZED_AT_ONCE, max_waiting=settings.max_waiting),
+        tokenizing=Admission(
+            max_in_flight=_TOKENIZED_AT_ONCE, max_waiting=settings.max_waiting, work="tokenizations"
+        ),
         keyring=Keyring(settings.api_keys),
         drain=Drain(),
         tracing=make_tracing(settings),

@@ -139,20 +139,22 @@ class Flight(AsyncIterator[Event]):
 
     async def _admit(self, admission: Admission, permits: int) -> None:
         metrics, model = self._gateway.metrics, self._exchange.model
-        metrics.waiting.labels(model).inc()
+        # The gauges are of generations, and of their places: tokenizations have others.
+        counts = admission is self._gateway.admission
+        metrics.waiting.labels(model).inc(counts)
         began = perf_counter()
         try:
             with self._exchange.trace.part("admission"):
-                await self._race(admission.acquire(permits))
+                taken = await self._race(admission.acquire(permits))
         except tuple(_REJECTED) as error:
             metrics.rejected.labels(model, _REJECTED[type(error)]).inc()
             raise
         finally:
             self._exchange.queued_s = perf_counter() - began
-            metrics.waiting.labels(model).dec()
+            metrics.waiting.labels(model).dec(counts)
         self._exchange.resources.callback(admission.release, permits)
-        metrics.in_flight.labels(model).inc()
-        self._exchange.resources.callback(metrics.in_flight.labels(model).dec)
+        metrics.in_flight.labels(model).inc(taken * counts)
+        self._exchange.resources.callback(metrics.in_flight.labels(model).dec, taken * counts)
 
     def _generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
         generate, bound = self._gateway.upstream.generate, self._gateway.settings.default_max_tokens

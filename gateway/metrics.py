@@ -90,7 +90,10 @@ class Metrics:
             registry=registry,
         )
         self.in_flight = Gauge(
-            _PREFIX + "requests_in_flight", "Generations at work.", ["model"], registry=registry
+            _PREFIX + "requests_in_flight",
+            "Places that generations at work hold, of `max_in_flight`: each choice of each prompt has one.",
+            ["model"],
+            registry=registry,
         )
         self.waiting = Gauge(
             _PREFIX + "requests_waiting", "Generations waiting for admission.", ["model"], registry=registry

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import InvalidRequestError
-from gateway.generation import Conversation
+from gateway.generation import Accepted, Conversation, Event, Generation
 from gateway.tokenization import Tokenization, Tokens
 from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.serving import MESSAGES, Served, in_process, on_socket, until
@@ -95,3 +95,32 @@ async def test_a_client_that_leaves_cancels_the_question() -> None:
         asking.cancel()
         await until(lambda: upstream.cancelled == 1)
         assert upstream.running == 0
+
+
+async def test_the_gauges_count_places_of_generations_alone() -> None:
+    gate = asyncio.Event()
+
+    async def hold(_request: Generation) -> AsyncIterator[Event]:
+        yield Accepted(prompt_tokens=1)
+        await gate.wait()
+
+    upstream = FakeUpstream(hold)
+    tokenize = upstream.tokenizing
+
+    async def slow(request: Tokenization) -> Tokens:
+        await gate.wait()
+        return await tokenize(request)
+
+    upstream.tokenizing = slow
+    async with in_process(upstream, max_in_flight=64, max_waiting=0) as served:
+        body = {"model": "glm", "prompt": "a"}
+        tokenizing = [asyncio.create_task(served.http.post("/tokenize", json=body)) for _ in range(9)]
+        answering = asyncio.create_task(served.chat(n=3))
+        await until(lambda: any(each.done() for each in tokenizing))
+        await until(lambda: served.gateway.admission.in_flight == 3)
+        assert served.metric("requests_in_flight", model="glm") == 3
+        assert served.metric("requests_waiting", model="glm") == 0
+        refused = next(each for each in tokenizing if each.done()).result()
+        assert "tokenizations at work" in refused.json()["error"]["message"]
+        gate.set()
+        await asyncio.gather(answering, *tokenizing)
