@@ -12,6 +12,13 @@ from triton_models.errors import InvalidGrammarError
 
 TYPES: Final = frozenset({"object", "array", "string", "integer", "number", "boolean", "null"})
 
+OPTIONAL: Final = 500
+"""Properties of one object that may be left out. Before any of them all that follow are possible, which is
+more than a mask may cost by a few hundred more."""
+
+PROPERTIES: Final = 5_000
+"""Of a whole schema: the time to compile one grows with more than their number."""
+
 _IN_PLACE: Final = ("anyOf", "oneOf", "allOf")
 _OF_ONE: Final = ("additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames")
 _OF_LIST: Final = (*_IN_PLACE, "prefixItems", "items")
@@ -79,7 +86,7 @@ _RULES: Final[MappingProxyType[str, _Rule]] = MappingProxyType(
 
 
 def check_keywords(schema: Any, path: str = "$") -> None:
-    """Hold that every keyword has a value that it can have, and that no schema is only itself again.
+    """Hold that every keyword has a value that it can have, in bounds, and no schema is only itself again.
 
     Raises:
         InvalidGrammarError: one is not; the message names the keyword and where it stands.
@@ -87,11 +94,20 @@ def check_keywords(schema: Any, path: str = "$") -> None:
     if not _is_schema(schema):
         raise InvalidGrammarError("a JSON schema is an object")
     in_place: dict[int, list[int]] = {}
+    properties = 0
     for where, each in _reachable(schema, path):
         for keyword, value in each.items():
             rule = _RULES.get(keyword)
             if rule is not None and not rule[1](value):
                 raise InvalidGrammarError(f"{where[:200]}: {keyword} must be {rule[0]}")
+        named = each.get("properties", {})
+        properties += len(named)
+        if len(named.keys() - each.get("required", [])) > OPTIONAL:
+            raise InvalidGrammarError(
+                f"{where[:200]}: over {OPTIONAL} properties may be left out of an object"
+            )
+        if properties > PROPERTIES:
+            raise InvalidGrammarError(f"{path}: the schema has over {PROPERTIES} properties")
         in_place[id(each)] = [id(part) for part in _in_place(schema, each)]
     if _has_cycle(in_place):
         raise InvalidGrammarError(f"{path}: a $ref leads back to itself, with no object or array between")

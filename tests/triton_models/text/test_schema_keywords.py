@@ -5,7 +5,7 @@ import pytest
 
 from tests.triton_models.text.walks import Walker
 from triton_models.errors import InvalidGrammarError
-from triton_models.text.schema_keywords import check_keywords
+from triton_models.text.schema_keywords import OPTIONAL, PROPERTIES, check_keywords
 from triton_models.text.tokenizers import Tokenizer
 from wire.grammar import Grammar
 
@@ -103,3 +103,14 @@ def test_a_bound_may_be_more_than_64_bits_hold(
     parameters = {"type": "object", "properties": {"a": {"type": "number", keyword: bound}}}
     walk = Walker(tokenizers["chatglm3"], "chatglm3").walk("tool_calls", tool(parameters, strict=False).text)
     assert walk.ids
+
+
+def test_properties_are_counted_before_anything_is_compiled() -> None:
+    names = [f"p{at}" for at in range(PROPERTIES)]
+    properties: dict[str, Any] = {name: {"type": "null"} for name in names}
+    check_keywords({"properties": properties, "required": names[OPTIONAL:]})
+    with pytest.raises(InvalidGrammarError, match=r"^\$\.items: over 500 properties"):
+        check_keywords({"items": {"properties": properties, "required": names[OPTIONAL + 1 :]}})
+    more = {"properties": {**properties, "one": True}, "required": names}
+    with pytest.raises(InvalidGrammarError, match="over 5000 properties"):
+        check_keywords(more)
