@@ -24,6 +24,9 @@ from wire.grammar import Grammar
 CACHED: Final = 64
 """Compiled grammars that are kept."""
 
+CACHED_CHARACTERS: Final = 2_000_000
+"""Of the texts of those kept: compiled, the largest were measured to take 200 bytes for each character."""
+
 LIMITS: Final = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,
@@ -152,7 +155,7 @@ class Grammars:
         self._smallest_first = np.array(
             sorted(visible, key=lambda at: len(pieces[at] or b"")), dtype=np.int64
         )
-        self._compiled: OrderedDict[tuple[object, ...], CompiledGrammar] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str, bool, str | None], CompiledGrammar] = OrderedDict()
 
     def compile(
         self, grammar: Grammar, *, continues: bool = False, metadata: str | None = None
@@ -181,9 +184,12 @@ class Grammars:
         with self._lock:
             self._compiled[key] = compiled
             self._compiled.move_to_end(key)
-            if len(self._compiled) > CACHED:
+            while len(self._compiled) > CACHED or self._cached_characters() > CACHED_CHARACTERS:
                 self._compiled.popitem(last=False)
         return compiled
+
+    def _cached_characters(self) -> int:
+        return sum(len(text) for _, text, *_ in self._compiled)
 
     def _compile(self, grammar: Grammar, continues: bool, metadata: str | None) -> CompiledGrammar:  # noqa: FBT001
         prefix = " " if self._vocabulary.hides_space and not continues else ""

@@ -221,6 +221,19 @@ def test_compiled_grammars_are_kept_up_to_a_bound(walker: Walker) -> None:
     assert compile_(Grammar("regex", "first")) is not first
 
 
+def test_large_grammars_are_kept_up_to_a_sum_of_their_lengths(
+    walkers: dict[str, Walker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "CACHED_CHARACTERS", 1000)
+    compile_ = walkers["chatglm3"].grammars.compile
+    texts = [Grammar("regex", f"{number}{'x' * 240}") for number in range(5)]
+    first, second, *_ = [compile_(each) for each in texts[:4]]
+    assert compile_(texts[0]) is first
+    compile_(texts[4])
+    assert compile_(texts[0]) is first
+    assert compile_(texts[1]) is not second
+
+
 def test_a_grammar_that_wore_out_is_compiled_anew(
     walkers: dict[str, Walker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
