@@ -12,6 +12,7 @@ ModelError
 ├── SettingsError                    the engine cannot be built as asked
 ├── WarmUpError                      the engine fails on requests of our own
 ├── TokenMaskError                   a request's token mask cannot go on; that request fails alone
+├── LibraryPanicError                a library in Rust failed an assumption of its own
 └── RequestRefusedError              raised where the request is added, before it costs anything
     ├── InvalidRequestError
     ├── PromptTooLongError
@@ -75,6 +76,10 @@ class WarmUpError(ModelError):
 
 class TokenMaskError(ModelError):
     """A token mask failed, or leaves no token to choose."""
+
+
+class LibraryPanicError(ModelError):
+    """A library's fault, not the request's; the cause is for the log alone."""
 
 
 class RequestRefusedError(ModelError):

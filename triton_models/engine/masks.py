@@ -6,9 +6,11 @@ from torch import Tensor
 
 from triton_models.engine.sequence import Sequence
 from triton_models.errors import TokenMaskError
+from triton_models.foreign import panics_are_errors
 
 log = logging.getLogger(__name__)
 
+_MASK = "a token mask"
 _FAULT = "the request's token mask failed"
 
 
@@ -17,7 +19,8 @@ def fill_mask(sequence: Sequence, words: Tensor) -> str | None:
     mask = sequence.request.sampling.mask
     try:
         if mask is not None:
-            mask.fill(words)
+            with panics_are_errors(_MASK):
+                mask.fill(words)
     except Exception as error:  # noqa: BLE001 - see the module
         return _told(sequence, error)
     return None
@@ -28,7 +31,8 @@ def tell_mask(sequence: Sequence, token_id: int) -> str | None:
     mask = sequence.request.sampling.mask
     try:
         if mask is not None:
-            mask.accept(token_id)
+            with panics_are_errors(_MASK):
+                mask.accept(token_id)
     except Exception as error:  # noqa: BLE001 - see the module
         return _told(sequence, error)
     return None

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triton_models.errors import InvalidGrammarError, TokenMaskError
+from triton_models.foreign import panics_are_errors
 from triton_models.text.call_grammar import call_document
 from triton_models.text.deep_stack import on_deep_stack
 from triton_models.text.grammar_text import text_document
@@ -46,6 +47,7 @@ TRIED: Final = 8
 """Tokens that are tried behind each opening of a grammar while it is compiled: the first masks of an object
 of thousands of properties are where its size shows."""
 
+_LIBRARY = "llguidance"
 _MESSAGE_LIMIT = 300
 _WORD_BITS = 32
 
@@ -78,7 +80,8 @@ class CompiledGrammar:
 
     def mask(self) -> "GrammarMask":
         """Return the mask for a new answer; thread-safe."""
-        return GrammarMask(self, self._matcher.deep_copy(), self._allowed)
+        with panics_are_errors(_LIBRARY):
+            return GrammarMask(self, self._matcher.deep_copy(), self._allowed)
 
     def note_token(self) -> None:
         """Count a token of an answer; that threads may count two as one does no harm."""
@@ -171,6 +174,7 @@ class Grammars:
 
         Raises:
             InvalidGrammarError: it is broken, too large, or asks for what cannot be enforced.
+            LibraryPanicError: llguidance panicked.
         """
         key = (grammar.kind, grammar.text, continues, metadata)
         with self._lock:
@@ -178,7 +182,8 @@ class Grammars:
                 self._compiled.move_to_end(key)
                 return found
         try:
-            compiled = on_deep_stack(lambda: self._compile(grammar, continues, metadata))
+            with panics_are_errors(_LIBRARY):
+                compiled = on_deep_stack(lambda: self._compile(grammar, continues, metadata))
         except RecursionError:
             raise InvalidGrammarError("it is nested too deeply") from None
         with self._lock:

@@ -13,10 +13,14 @@ from triton_models.errors import TokenMaskError
 SMALL = EngineSettings(max_running=4, max_waiting=8, max_batched_tokens=8, block_size=4, kv_blocks=16)
 
 
+class Panic(BaseException):
+    """As what Python sees of a panic in Rust: no `Exception`."""
+
+
 class Failing:
     """Allows every token, until one of its calls fails."""
 
-    def __init__(self, error: Exception, *, at: str, after: int = 2) -> None:
+    def __init__(self, error: BaseException, *, at: str, after: int = 2) -> None:
         self.error = error
         self.at = at
         self.left = after
@@ -38,10 +42,14 @@ class Failing:
 @pytest.mark.parametrize("at", ["fill", "accept"])
 @pytest.mark.parametrize(
     ("error", "told"),
-    [(TokenMaskError("stuck"), "stuck"), (ZeroDivisionError("secret"), "the request's token mask failed")],
+    [
+        (TokenMaskError("stuck"), "stuck"),
+        (ZeroDivisionError("secret"), "the request's token mask failed"),
+        (Panic("secret"), "the request's token mask failed"),
+    ],
 )
 def test_whatever_a_mask_raises_is_its_own_requests_error(
-    at: str, error: Exception, told: str, caplog: pytest.LogCaptureFixture
+    at: str, error: BaseException, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Engine(FakeModel(), SMALL)
     engine.add(request("free", [4, 5, 6]))

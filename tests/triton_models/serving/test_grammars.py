@@ -5,10 +5,12 @@ import re
 from collections.abc import Callable
 
 import jsonschema
+import llguidance
 import pytest
 
 from tests.triton_models.serving.conftest import Served
-from triton_models.text.grammars import GrammarMask
+from tests.triton_models.serving.fakes import wait_until
+from triton_models.text.grammars import GrammarMask, Grammars
 from wire.grammar import Grammar
 from wire.refusal import RefusalCode
 
@@ -78,6 +80,25 @@ def test_what_cannot_be_enforced_is_refused(
     code, message = refused.refusal
     assert code is RefusalCode.INVALID_GRAMMAR
     assert re.search(why, message)
+
+
+class Panic(BaseException):
+    """As what Python sees of a panic in Rust: no `Exception`."""
+
+
+def test_a_panic_is_answered_and_costs_nobody_a_place(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panic(*_: object, **__: object) -> None:
+        raise Panic
+
+    for owner, name in ((Grammars, "_compile"), (llguidance.LLMatcher, "deep_copy"), (GrammarMask, "fill")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, panic)
+            refused = served.ask(grammar=Grammar("regex", "[a-z]{7}")).wait()
+        assert refused.refusal[0] is RefusalCode.INTERNAL
+    assert re.fullmatch("[a-z]{7}", served.ask(grammar=Grammar("regex", "[a-z]{7}")).wait().text)
+    wait_until(lambda: not served.service._requests)
 
 
 def test_a_mask_that_fails_takes_nobody_along(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from typing import Final
 import tiktoken
 
 from triton_models.errors import CheckpointError
+from triton_models.foreign import panics_are_errors
 from triton_models.text.tokenizers.base import TOKENIZER_FILE, display_piece, read_tokenizer, to_utf8
 
 SPECIAL_TOKENS: Final = (
@@ -64,9 +65,15 @@ class BytePairTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """See `Tokenizer.encode`. White space beyond `LONGEST_BLANK` characters is merged in parts."""
+        """See `Tokenizer.encode`. White space beyond `LONGEST_BLANK` characters is merged in parts.
+
+        Raises:
+            TextError: see there.
+            LibraryPanicError: tiktoken panicked.
+        """
         to_utf8(text)
-        return [token_id for part in parts(text) for token_id in self._encoding.encode_ordinary(part)]
+        with panics_are_errors("tiktoken"):
+            return [token_id for part in parts(text) for token_id in self._encoding.encode_ordinary(part)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`."""

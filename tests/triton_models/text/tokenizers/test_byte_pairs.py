@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.glm4_checkpoint import RANKS, byte_pairs, write_tokenizer
-from triton_models.errors import CheckpointError, TextError
+from triton_models.errors import CheckpointError, LibraryPanicError, TextError
 from triton_models.text.detokenizer import Detokenizer
 from triton_models.text.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from triton_models.text.tokenizers import byte_pairs as module
 from triton_models.text.tokenizers.byte_pairs import LONGEST_BLANK, SPECIAL_TOKENS, parts
 
 PUBLISHED_RANKS = 151_329
@@ -106,6 +107,13 @@ def test_runs_just_short_of_the_cut_are_looked_over_once() -> None:
     """Once from each of their characters would take hours, and nobody else would have the interpreter."""
     text = (" " * (LONGEST_BLANK - 1) + "a") * 512
     assert list(parts(text)) == [text]
+
+
+def test_a_panic_is_an_error(glm4: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's own: white space that was not cut."""
+    monkeypatch.setattr(module, "LONGEST_BLANK", 2**30)
+    with pytest.raises(LibraryPanicError, match="tiktoken"):
+        glm4.encode(" " * 1_100_000 + "a")
 
 
 def test_a_lone_surrogate_is_refused(glm4: Tokenizer) -> None:
