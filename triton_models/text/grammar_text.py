@@ -29,6 +29,8 @@ that no search begins within it again: every character is looked at once."""
 _BLANKED = '""'
 """What stands for them: neither a name nor a line's beginning."""
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+_UNREADABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")
+"""What JSON leaves as it is within a string, and Lark does not read there."""
 _SPECIAL_TOKEN = re.compile(r"<[^<>\s][^<>\n]*>")
 _USER_GRAMMAR = "answer"
 
@@ -108,7 +110,7 @@ def text_rule(grammar: Grammar) -> TextRule:
 
 def literal(text: str) -> str:
     """Return `text`, not empty, as a string of Lark's."""
-    return json.dumps(text, ensure_ascii=False)
+    return _UNREADABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 
 def json_rule(schema: Any, **options: Any) -> str:
