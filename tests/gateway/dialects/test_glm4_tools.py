@@ -16,15 +16,8 @@ from gateway.openai.answer import encode
 from gateway.openai.chat_answer import ChatAnswer
 from gateway.openai.chat_request import read_chat_request
 from tests.gateway.dialects.test_chatglm import ACCEPTED, END, response, tensors
-from tests.gateway.dialects.test_chatglm_tools import (
-    OPENED,
-    TOOLS,
-    USER,
-    as_events,
-    asked,
-    deltas,
-    responses_of,
-)
+from tests.gateway.dialects.test_chatglm_tool_streams import as_events, responses_of
+from tests.gateway.dialects.test_chatglm_tools import OPENED, TOOLS, USER, asked, deltas
 from wire.history import decode_history
 from wire.sampling import decode_sampling
 
