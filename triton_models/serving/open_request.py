@@ -67,6 +67,20 @@ class OpenRequest:
         self._last_sent = self.received
         self._sending_since: float | None = None
 
+    @property
+    def deadline(self) -> float | None:
+        """Monotonic seconds until when an answer is of use; None: always."""
+        limit_ms = self.generation.deadline_ms
+        return None if limit_ms is None else self.received + limit_ms / 1000
+
+    def given_up(self) -> tuple[RefusalCode, str] | None:
+        """Return how a request is refused that was cancelled, or came past its deadline."""
+        if self.cancelled:
+            return _REFUSALS[FinishReason.CANCELLED]
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            return _REFUSALS[FinishReason.DEADLINE]
+        return None
+
     def sending_s(self, now: float) -> float:
         """Return for how many seconds a response has been on its way to Triton, 0 if none is."""
         since = self._sending_since

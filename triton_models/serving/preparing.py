@@ -1,11 +1,15 @@
 """The threads between a request's arrival and its place in the engine's waiting list."""
 
+import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
+from triton_models.errors import QueueFullError
 from triton_models.serving.open_request import OpenRequest
 from triton_models.text.grammars import CompiledGrammar
+from wire.grammar import Grammar
 from wire.sampling import Generation
 
 Compiled = Future[CompiledGrammar | None]
@@ -13,13 +17,18 @@ Compiled = Future[CompiledGrammar | None]
 COMPILERS = 2
 """Grammars that are compiled at once; each takes a processor away from the model."""
 
+WAITING: Final = 128
+"""Different grammars that are compiled or wait for it, a minute's work at the very worst. Requests that wait
+hear nothing until they are accepted, so no more of them are taken."""
+
 _Inputs = TypeVar("_Inputs")
 
 
 class Preparing(Generic[_Inputs]):
     """Prepares requests in their order, one at a time, but those with a grammar once that is compiled.
 
-    Compiling may take a second, and no other request shall wait for it.
+    Compiling may take a second, and no other request shall wait for it. Nothing is compiled for a request
+    that was given up, nor while closing: `prepare`, which finds out the same, then gets None for a grammar.
 
     Args:
         compile_grammar: returns what a generation's answer is held to; may raise.
@@ -33,20 +42,45 @@ class Preparing(Generic[_Inputs]):
     ) -> None:
         self._compile_grammar = compile_grammar
         self._prepare = prepare
+        self._lock = threading.Lock()
+        self._waiting: Counter[Grammar] = Counter()
+        """How many requests wait for each grammar."""
+        self._closing = threading.Event()
         self._intake = ThreadPoolExecutor(max_workers=1, thread_name_prefix="intake")
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
 
     def submit(self, request: OpenRequest, inputs: _Inputs) -> None:
-        """Have a request prepared."""
-        if request.generation.grammar is None:
+        """Have a request prepared.
+
+        Raises:
+            QueueFullError: too many grammars wait to be compiled.
+        """
+        grammar = request.generation.grammar
+        if grammar is None:
             self._intake.submit(self._prepare, request, inputs, None)
             return
-        compiling = self._compilers.submit(self._compile_grammar, request.generation)
+        with self._lock:
+            if grammar not in self._waiting and len(self._waiting) >= WAITING:
+                raise QueueFullError(f"{len(self._waiting)} grammars wait to be compiled already")
+            self._waiting[grammar] += 1
+        compiling = self._compilers.submit(self._compile, request, grammar)
         compiling.add_done_callback(
             lambda compiled: self._intake.submit(self._prepare, request, inputs, compiled)
         )
 
+    def _compile(self, request: OpenRequest, grammar: Grammar) -> CompiledGrammar | None:
+        try:
+            if self._closing.is_set() or request.given_up() is not None:
+                return None
+            return self._compile_grammar(request.generation)
+        finally:
+            with self._lock:
+                self._waiting[grammar] -= 1
+                if not self._waiting[grammar]:
+                    del self._waiting[grammar]
+
     def close(self) -> None:
-        """Prepare what was submitted, and join the threads."""
+        """Prepare what was submitted, without what is not compiled yet, and join the threads."""
+        self._closing.set()
         self._compilers.shutdown(wait=True)  # first, since it hands on to the other
         self._intake.shutdown(wait=True)

@@ -30,7 +30,6 @@ from triton_models.serving.preparing import Compiled, Preparing
 from triton_models.serving.refusals import refusal
 from triton_models.serving.responder import Responder
 from triton_models.serving.steps import StepDelivery
-from triton_models.text.grammars import CompiledGrammar
 from wire.history import decode_history
 from wire.meta import Accepted, Meta, ProbeReport
 from wire.refusal import RefusalCode
@@ -140,8 +139,13 @@ class StreamService:
             refused = RefusalCode.QUEUE_FULL, f"{len(self._requests)} requests are open already"
         else:
             self._requests[request.key] = request
-            self._preparing.submit(request, inputs)
-            return
+            try:
+                self._preparing.submit(request, inputs)
+            except ModelError as error:
+                refused = refusal(error)
+                del self._requests[request.key]
+            else:
+                return
         with request.lock:
             request.refuse(*refused)
 
@@ -165,7 +169,7 @@ class StreamService:
         """Queue one request in the engine, or refuse it; runs on the intake thread."""
         with request.lock:
             try:
-                self._admit(request, inputs, None if compiled is None else compiled.result())
+                self._admit(request, inputs, compiled)
             except Exception as error:  # noqa: BLE001 - the boundary of one request: its client alone is told
                 request.refuse(*refusal(error))
             refused = request.phase is Phase.CLOSED
@@ -178,31 +182,31 @@ class StreamService:
             if refused:
                 self._choices.pop(choice.key, None)
 
-    def _admit(self, request: OpenRequest, inputs: Inputs, grammar: CompiledGrammar | None) -> None:
+    def _admit(self, request: OpenRequest, inputs: Inputs, compiled: Compiled | None) -> None:
         """Validate, tokenise, queue, accept. The caller holds the lock, so no response overtakes `accepted`.
 
         A channel's frames may: outputs of a request with one are taken as soon as it is queued.
         """
         generation = request.generation
-        if request.cancelled:
-            request.refuse(RefusalCode.CANCELLED, "the request was cancelled")
+        if (given_up := request.given_up()) is not None:
+            request.refuse(*given_up)
             return
         if self._closing.is_set():
             raise EngineStoppedError("the model is being unloaded")
+        grammar = None if compiled is None else compiled.result()
         prompt_ids = self._prompt_ids(generation, inputs)
         if generation.channel is not None:
             first = generation.channel.stream
             request.attach(self._channels.find(generation.channel.id), range(first, first + generation.n))
         choices = [self._choice(request, index, inputs, prompt_ids) for index in range(generation.n)]
         request.expect(choices, len(prompt_ids))
-        deadline_ms = generation.deadline_ms
         asked = engine_requests(
             generation,
             [choice.key for choice in request.choices],
             prompt_ids,
             max_tokens=new_tokens(generation, len(prompt_ids), self._max_context),
             stop_ids=self._text.stop_ids(generation),
-            deadline=None if deadline_ms is None else request.received + deadline_ms / 1000,
+            deadline=request.deadline,
             grammar=grammar,
         )
         self._choices.update((choice.key, (request, choice)) for choice in request.choices)

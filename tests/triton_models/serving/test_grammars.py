@@ -2,7 +2,9 @@
 
 import json
 import re
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import jsonschema
 import llguidance
@@ -10,9 +12,12 @@ import pytest
 
 from tests.triton_models.serving.conftest import Served
 from tests.triton_models.serving.fakes import wait_until
-from triton_models.text.grammars import GrammarMask, Grammars
+from triton_models.serving import preparing
+from triton_models.serving.preparing import COMPILERS
+from triton_models.text.grammars import CompiledGrammar, GrammarMask, Grammars
 from wire.grammar import Grammar
 from wire.refusal import RefusalCode
+from wire.sampling import Cancel, encode_sampling
 
 SCHEMA = {
     "type": "object",
@@ -80,6 +85,33 @@ def test_what_cannot_be_enforced_is_refused(
     code, message = refused.refusal
     assert code is RefusalCode.INVALID_GRAMMAR
     assert re.search(why, message)
+
+
+def test_who_waits_for_a_compiler_can_leave_and_the_queue_is_bounded(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    compile_ = Grammars.compile
+
+    def slow(self: Grammars, *arguments: Any, **options: Any) -> CompiledGrammar:
+        assert go.wait(20)
+        return compile_(self, *arguments, **options)
+
+    monkeypatch.setattr(Grammars, "compile", slow)
+    monkeypatch.setattr(preparing, "WAITING", COMPILERS + 2)
+    busy = [served.ask(grammar=Grammar("regex", f"[a-z]{number}")) for number in range(COMPILERS)]
+    cancelled = served.ask(grammar=BY_REGEX, request_id="leaves")
+    late = served.ask(grammar=BY_SCHEMA, deadline_ms=1)
+    full = served.ask(grammar=Grammar("regex", "more")).wait()
+    assert full.refusal[0] is RefusalCode.QUEUE_FULL
+    assert len(served.service._requests) == COMPILERS + 2
+    assert served.send(encode_sampling(Cancel("leaves"))).wait().metas[-1].cancelled
+    go.set()
+    assert cancelled.wait().refusal[0] is RefusalCode.CANCELLED
+    assert late.wait().refusal[0] is RefusalCode.DEADLINE_EXCEEDED
+    assert not late.metas
+    assert all(each.wait().text for each in busy)
+    wait_until(lambda: not served.service._requests)
 
 
 class Panic(BaseException):
