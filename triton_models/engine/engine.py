@@ -240,7 +240,7 @@ class Engine:
         if sequence.state is SequenceState.FINISHED:
             return False  # It ended while the device was already at this token.
         if sampled.error is not None:
-            self._finish(sequence, FinishReason.ERROR, error=sampled.error, spoilt=sampled.spoilt)
+            self._finish(sequence, sampled.reason, error=sampled.error, spoilt=sampled.spoilt)
             return False
         params = sequence.request.sampling
         sequence.append(sampled.token_id)
@@ -254,8 +254,8 @@ class Engine:
         return True
 
     def _tell_mask(self, sequence: Sequence, token_id: int) -> None:
-        if (error := tell_mask(sequence, token_id)) is not None:
-            self._finish(sequence, FinishReason.ERROR, error=error)
+        if (fault := tell_mask(sequence, token_id)) is not None:
+            self._finish(sequence, fault[0], error=fault[1])
 
     def _finish(
         self,

@@ -4,17 +4,20 @@ import logging
 
 from torch import Tensor
 
-from triton_models.engine.sequence import Sequence
+from triton_models.engine.sequence import FinishReason, Sequence
 from triton_models.errors import TokenMaskError
 from triton_models.foreign import panics_are_errors
 
 log = logging.getLogger(__name__)
 
+MaskFault = tuple[FinishReason, str]
+"""How the request ends, and what its client is told."""
+
 _MASK = "a token mask"
 _FAULT = "the request's token mask failed"
 
 
-def fill_mask(sequence: Sequence, words: Tensor) -> str | None:
+def fill_mask(sequence: Sequence, words: Tensor) -> MaskFault | None:
     """Have the mask of `sequence` write the allowed tokens; returns what went wrong."""
     mask = sequence.request.sampling.mask
     try:
@@ -26,7 +29,7 @@ def fill_mask(sequence: Sequence, words: Tensor) -> str | None:
     return None
 
 
-def tell_mask(sequence: Sequence, token_id: int) -> str | None:
+def tell_mask(sequence: Sequence, token_id: int) -> MaskFault | None:
     """Tell the mask of `sequence`, if it has one, of a token to go on behind; returns what went wrong."""
     mask = sequence.request.sampling.mask
     try:
@@ -38,8 +41,8 @@ def tell_mask(sequence: Sequence, token_id: int) -> str | None:
     return None
 
 
-def _told(sequence: Sequence, error: Exception) -> str:
+def _told(sequence: Sequence, error: Exception) -> MaskFault:
     if isinstance(error, TokenMaskError):
-        return str(error)
+        return FinishReason.MASK, str(error)
     log.error("the token mask of %s failed", sequence.request.request_id, exc_info=error)
-    return _FAULT
+    return FinishReason.ERROR, _FAULT

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from triton_models.engine.masks import MaskFault
 from triton_models.engine.sampler import SamplerOutputs
 from triton_models.engine.sequence import FinishReason, Sequence, TokenLogprobs, TokenOutput
 
@@ -14,24 +15,28 @@ class Sampled:
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    reason: FinishReason = FinishReason.ERROR
+    """How it ends by `error`."""
     spoilt: bool = False
     """The model's output is not finite, so what it left in the KV cache is not to be trusted either."""
 
 
 def sampled_tokens(
-    sampling: list[Sequence], outputs: SamplerOutputs, mask_errors: dict[str, str]
+    sampling: list[Sequence], outputs: SamplerOutputs, mask_errors: dict[str, MaskFault]
 ) -> list[Sampled]:
     """Pair a step's outputs, which are on the host, with the sequences that it sampled for."""
     tokens, finite, allowed = outputs.status.tolist()
     logprobs = _logprobs(sampling, tokens, outputs)
     results = []
     for row, sequence in enumerate(sampling):
-        error = mask_errors.get(sequence.request.request_id)
+        reason, error = mask_errors.get(sequence.request.request_id, (FinishReason.ERROR, None))
         if error is None and not finite[row]:
             error = "the model's output is not finite"
         if error is None and not allowed[row]:
             error = "no token is allowed here"
-        results.append(Sampled(sequence, tokens[row], logprobs.get(row), error, spoilt=not finite[row]))
+        results.append(
+            Sampled(sequence, tokens[row], logprobs.get(row), error, reason, spoilt=not finite[row])
+        )
     return results
 
 

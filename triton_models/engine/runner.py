@@ -13,7 +13,7 @@ from triton_models.engine.captured_steps import CapturedSteps
 from triton_models.engine.device_step import DeviceStep
 from triton_models.engine.kv_cache import KVCache
 from triton_models.engine.layout import ChunkRows, StepLayout
-from triton_models.engine.masks import fill_mask
+from triton_models.engine.masks import MaskFault, fill_mask
 from triton_models.engine.model import CausalModel
 from triton_models.engine.penalties import PenaltyTable, stage_penalties
 from triton_models.engine.results import Sampled, sampled_tokens
@@ -34,7 +34,7 @@ class Launched:
 
     sampling: list[Sequence]
     outputs: SamplerOutputs | None
-    mask_errors: dict[str, str]
+    mask_errors: dict[str, MaskFault]
     done: torch.cuda.Event | None
     """None: it is done."""
 
@@ -202,9 +202,9 @@ class Runner:
             return hidden[:0]  # The head's weights are a tenth of all, and would be read for nothing.
         return self._step.logits(hidden[inputs.rows], layout)
 
-    def _fill_masks(self, sampling: list[Sequence]) -> tuple[Tensor | None, dict[str, str]]:
+    def _fill_masks(self, sampling: list[Sequence]) -> tuple[Tensor | None, dict[str, MaskFault]]:
         """Ask every token mask; returns their words on the device, and errors by request."""
-        errors: dict[str, str] = {}
+        errors: dict[str, MaskFault] = {}
         masked = [each for each in sampling if each.request.sampling.mask is not None]
         if not masked:
             return None, errors
@@ -215,7 +215,7 @@ class Runner:
         return upload(words, self._model.device), errors
 
     def _send_back(
-        self, sampling: list[Sequence], outputs: SamplerOutputs | None, mask_errors: dict[str, str]
+        self, sampling: list[Sequence], outputs: SamplerOutputs | None, mask_errors: dict[str, MaskFault]
     ) -> Launched:
         """Start what was sampled on its way to the host."""
         done = None

@@ -16,6 +16,8 @@ class FinishReason(enum.StrEnum):
     DEADLINE = "deadline"
     ERROR = "error"
     SHUTDOWN = "shutdown"
+    MASK = "mask"
+    """Its token mask cannot go on, which is the request's own doing."""
 
 
 class SequenceState(enum.Enum):

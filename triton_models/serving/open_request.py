@@ -21,6 +21,10 @@ _REFUSALS: dict[FinishReason, tuple[RefusalCode, str]] = {
     FinishReason.DEADLINE: (RefusalCode.DEADLINE_EXCEEDED, "the request's time is over"),
     FinishReason.SHUTDOWN: (RefusalCode.SHUTTING_DOWN, "the model is being unloaded"),
     FinishReason.ERROR: (RefusalCode.INTERNAL, "the engine failed on this request"),
+    FinishReason.MASK: (
+        RefusalCode.INVALID_GRAMMAR,
+        "the answer could not be held to its grammar to its end",
+    ),
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.triton_models.serving.conftest import Served
 from tests.triton_models.serving.fakes import wait_until
+from triton_models.errors import TokenMaskError
 from triton_models.serving import preparing
 from triton_models.serving.preparing import COMPILERS
 from triton_models.text.grammars import CompiledGrammar, GrammarMask, Grammars
@@ -155,3 +156,16 @@ def test_a_mask_that_fails_takes_nobody_along(served: Served, monkeypatch: pytes
     monkeypatch.setattr(GrammarMask, "accept", accept)
     assert free.wait().metas[-1].usage.completion_tokens == 40
     assert re.fullmatch("[a-z]{3}[0-9]{2}", served.ask(grammar=BY_REGEX).wait().text)
+
+
+def test_a_grammar_that_cannot_be_followed_on_is_the_requests_fault(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stuck(self: GrammarMask, token_id: int) -> None:
+        raise TokenMaskError("too many states")
+
+    served.ask(grammar=Grammar("regex", "[a-z]{20}")).wait()  # which compiles it
+    monkeypatch.setattr(GrammarMask, "accept", stuck)
+    refused = served.ask(grammar=Grammar("regex", "[a-z]{20}")).wait().refusal
+    assert refused[0] is RefusalCode.INVALID_GRAMMAR
+    assert refused[1].endswith("too many states")
