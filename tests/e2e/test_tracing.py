@@ -1,5 +1,6 @@
 """One trace through gateway, Triton and model, read by a collector of our own."""
 
+import contextlib
 import subprocess
 from collections.abc import Iterator
 
@@ -12,6 +13,8 @@ from tests.otlp_receiver import ERROR, Receiver, Span
 pytestmark = pytest.mark.e2e
 
 PARENT_ID = "00f067aa0ba902b7"
+SETTLED_S = 10.0
+TRIES = 5
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +38,19 @@ def chat(traced: UpProcess, trace_id: str | None, **parameters: object) -> httpx
     return httpx.post(traced.base_url + "/v1/chat/completions", json=body, headers=headers, timeout=60)
 
 
+def settled(collector: Receiver, complete: dict[str, int]) -> bool:
+    """Wait until each trace has its number of spans; False if one does not come to it.
+
+    Triton (2.51) now and then makes no span for a request; whoever asks asks again.
+    """
+    with contextlib.suppress(AssertionError):
+        wait_until(
+            lambda: all(len(collector.trace(each)) >= count for each, count in complete.items()), SETTLED_S
+        )
+        return True
+    return False
+
+
 def tree(spans: list[Span], parent_id: str) -> dict[str, object]:
     return {
         f"{span.service}: {span.name}": tree(spans, span.span_id)
@@ -45,9 +61,11 @@ def tree(spans: list[Span], parent_id: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_is_one_trace(traced: UpProcess, collector: Receiver, *, stream: bool) -> None:
-    trace_id = f"{0xA0 + stream:032x}"
-    assert chat(traced, trace_id, stream=stream, max_tokens=12).status_code == 200
-    wait_until(lambda: len(collector.trace(trace_id)) >= 10)
+    for number in range(TRIES):
+        trace_id = f"{0xA00 + 2 * number + stream:032x}"
+        assert chat(traced, trace_id, stream=stream, max_tokens=12).status_code == 200
+        if settled(collector, {trace_id: 10}):
+            break
     spans = collector.trace(trace_id)
     assert tree(spans, PARENT_ID) == {
         "tritongate: POST /v1/chat/completions": {
@@ -78,22 +96,12 @@ def test_a_request_is_one_trace(traced: UpProcess, collector: Receiver, *, strea
 
 
 def test_a_hang_up_and_a_refusal_have_their_status(traced: UpProcess, collector: Receiver) -> None:
-    gone, refused = f"{0xB0:032x}", f"{0xB1:032x}"
-    body = '{"model":"chatglm3-demo","stream":true,"ignore_eos":true,"min_tokens":400,"max_tokens":400,'
-    body += '"messages":[{"role":"user","content":"x"}]}'
-    command = [
-        "curl",
-        "-sN",
-        traced.base_url + "/v1/chat/completions",
-        "-H",
-        "Content-Type: application/json",
-    ]
-    command += ["-H", f"traceparent: 00-{gone}-{PARENT_ID}-01", "-d", body]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
-        assert client.stdout.readline().startswith(b"data:")
-        client.kill()
-    assert chat(traced, refused, max_tokens=10**6).status_code == 400
-    wait_until(lambda: len(collector.trace(gone)) >= 10 and len(collector.trace(refused)) >= 6)
+    for number in range(TRIES):
+        gone, refused = f"{0xB00 + 2 * number:032x}", f"{0xB01 + 2 * number:032x}"
+        hang_up(traced, gone)
+        assert chat(traced, refused, max_tokens=10**6).status_code == 400
+        if settled(collector, {gone: 10, refused: 6}):
+            break
 
     def named(trace_id: str, name: str) -> Span:
         (span,) = [span for span in collector.trace(trace_id) if span.name == name]
@@ -109,10 +117,27 @@ def test_a_hang_up_and_a_refusal_have_their_status(traced: UpProcess, collector:
     assert named(refused, "generate").attributes["error.type"] == "context_length_exceeded"
 
 
+def hang_up(traced: UpProcess, trace_id: str) -> None:
+    """Leave in the middle of an answer."""
+    body = '{"model":"chatglm3-demo","stream":true,"ignore_eos":true,"min_tokens":400,"max_tokens":400,'
+    body += '"messages":[{"role":"user","content":"x"}]}'
+    command = [
+        "curl",
+        "-sN",
+        traced.base_url + "/v1/chat/completions",
+        "-H",
+        "Content-Type: application/json",
+    ]
+    command += ["-H", f"traceparent: 00-{trace_id}-{PARENT_ID}-01", "-d", body]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
+        assert client.stdout.readline().startswith(b"data:")
+        client.kill()
+
+
 def test_what_is_not_recorded_is_not_recorded_anywhere(traced: UpProcess, collector: Receiver) -> None:
     before = {span.trace_id for span in collector.spans}
     assert chat(traced, None, max_tokens=2).status_code == 200
     marker = f"{0xC0:032x}"
     assert chat(traced, marker, max_tokens=2).status_code == 200
-    wait_until(lambda: len(collector.trace(marker)) >= 10)
+    wait_until(lambda: len(collector.trace(marker)) >= 6)  # with or without Triton's own
     assert {span.trace_id for span in collector.spans} == {*before, marker}

@@ -92,8 +92,13 @@ def test_a_child_that_dies_later_ends_the_gateway(child: Callable[[str], None]) 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_it_starts_stops_it(child: Callable[[str], None], number: int, tmp_path: Path) -> None:
     child(f"import os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); {UNTIL_EOF}")
+    # A shell's background job, which this run may be part of, inherits that SIGINT is ignored.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_signal_once_written, args=(tmp_path / "pid", number), daemon=True).start()
-    assert run_up(TritonOptions(), _must_not_serve, io.StringIO()) == 130
+    try:
+        assert run_up(TritonOptions(), _must_not_serve, io.StringIO()) == 130
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
