@@ -143,7 +143,7 @@ def test_structured_outputs_on_both_routes(model: str, sdk: openai.OpenAI) -> No
         (
             {"response_format": response_format({"type": "wibble"})},
             "response_format.json_schema.schema",
-            "wibble",
+            "type must be one or more of",
         ),
         ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs.regex", "regex"),
         (
@@ -289,7 +289,7 @@ def test_schemas_too_large_or_too_deep_are_a_400_and_end_nothing(demo: openai.Op
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": large, "strict": True}}
     for parameters in ({"tools": [tool]}, {"response_format": response_format(large)}):
         asked: Any = {"model": "chatglm3-demo", "messages": MESSAGES, **parameters}
-        with pytest.raises(openai.BadRequestError, match="items"):
+        with pytest.raises(openai.BadRequestError, match="over 500 properties"):
             demo.chat.completions.create(**asked)
     nodes = {f"d{at}": {"properties": {"a": {"$ref": f"#/$defs/d{at + 1}"}}} for at in range(2500)}
     chain = {"$ref": "#/$defs/d0", "$defs": {**nodes, "d2500": {"type": "null"}}}
