@@ -124,7 +124,12 @@ def test_structured_outputs_on_both_routes(model: str, sdk: openai.OpenAI) -> No
         ({"grammar": 'start: "a" /[0-9]/{2}'}, "a[0-9]{2}"),
         ({"grammar": 'root ::= "a" [0-9]'}, "a[0-9]"),
     ):
-        asked: Any = {"model": model, "temperature": 2, "extra_body": {"structured_outputs": outputs}}
+        asked: Any = {
+            "model": model,
+            "temperature": 2,
+            "seed": 1,
+            "extra_body": {"structured_outputs": outputs},
+        }
         chat = sdk.chat.completions.create(messages=MESSAGES, **asked).choices[0]
         text = sdk.completions.create(prompt="x = ", max_tokens=60, **asked).choices[0]
         for said, reason in ((chat.message.content, chat.finish_reason), (text.text, text.finish_reason)):
