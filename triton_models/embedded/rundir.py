@@ -117,7 +117,8 @@ class RunDirectory:
         """Take the `python_env_*` folders that appear meanwhile for ours.
 
         A server makes one when it loads its first entry. Another server starting at the same moment could
-        have its folder claimed too; only empty ones are ever removed, and an empty one is not in use.
+        have its folder claimed too. Only empty ones are ever removed, which hold nothing that it needs; but
+        a tritonserver (2.51) that misses its folder at its own end may abort there, all answers being out.
         """
         before = _environments()
         try:
