@@ -13,13 +13,10 @@ from bench.engine import random_model
 from bench.gpu.tokenizer import tokenizer_model
 from triton_models.checkpoint import tensor_places
 from triton_models.engine.models.chatglm import ChatGLMConfig
-from triton_models.text.tokenizers import TOKENIZER_FILE
+from triton_models.text.tokenizers import SPECIAL_TOKENS, TOKENIZER_FILE
 
-PIECES = 64_789
-"""Of ChatGLM3's tokenizer; its special ids follow."""
-
-_BEYOND_PIECES = 65_024 - PIECES
-"""Special ids, and what fills its vocabulary up."""
+_SPECIAL = len(SPECIAL_TOKENS["chatglm3"])
+"""Ids behind the pieces."""
 
 CHATGLM3_6B = ChatGLMConfig(
     num_layers=28,
@@ -45,8 +42,9 @@ _SHARD_BYTES = 2 * 2**30
 def write_checkpoint(directory: Path, config: ChatGLMConfig, device: torch.device) -> int:
     """Write a checkpoint in bfloat16, its weights drawn on `device`, and return the weights' bytes."""
     directory.mkdir(parents=True, exist_ok=True)
-    pieces = min(PIECES, config.padded_vocab_size - _BEYOND_PIECES)
-    (directory / TOKENIZER_FILE).write_bytes(tokenizer_model(pieces))
+    # ChatGLM3's own has 64,789 pieces, and some 230 ids that fill the vocabulary up and are never drawn. Random
+    # weights draw every id alike, and one without text joins two chunks: here nearly all have text.
+    (directory / TOKENIZER_FILE).write_bytes(tokenizer_model(config.padded_vocab_size - _SPECIAL))
     numbers = asdict(config)
     rope_ratio = numbers.pop("rope_ratio")
     documents = {
