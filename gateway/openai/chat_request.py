@@ -12,6 +12,7 @@ from gateway.chatglm.tool_offer import call_rules
 from gateway.errors import InvalidRequestError
 from gateway.generation import Conversation, Generation, Grammar, Message, MessageRole, PastCall, ToolOffer
 from gateway.openai import generation_request
+from gateway.openai.content import Content, Unread, text_of
 from gateway.openai.document import read_object, validate, without_neutral
 from gateway.openai.generation_request import (
     MESSAGES_LIMIT,
@@ -77,20 +78,18 @@ class ChatMessage(Strict):
     """One message; `developer` is another name for `system`, and `function` an older one for `tool`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Items[TextPart] | None = None
+    content: Content[TextPart] | None = None
     name: Annotated[str | None, Field(description="of the function whose result it is")] = None
     tool_call_id: str | None = None
     tool_calls: Items[MessageCall] | None = None
     function_call: FunctionCall | None = None
     parsed: Annotated[
-        Any, Field(description="bookkeeping: the SDK sends along what it made of `content`")
+        Unread, Field(description="bookkeeping: the SDK sends along what it made of `content`")
     ] = None
 
     def text(self) -> str:
-        """Return the content with its parts joined."""
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return "".join(part.text for part in self.content)
+        """Return the content, whose parts were joined."""
+        return text_of(self.content)
 
     def calls(self, path: str) -> tuple[PastCall, ...]:
         """Return the calls that it made; `path` is its own in the request.

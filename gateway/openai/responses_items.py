@@ -13,6 +13,7 @@ from pydantic import Discriminator, Field, Tag
 
 from gateway.errors import InvalidRequestError
 from gateway.generation import Message, MessageRole, PastCall
+from gateway.openai.content import Content, Unread, text_of
 from gateway.openai.generation_request import Items, NonEmpty, Strict
 from gateway.openai.tools import FunctionCall
 
@@ -47,7 +48,7 @@ class OutputTextPart(Strict):
     type: Literal["output_text"]
     text: str
     annotations: Annotated[Items[Any] | None, Field(max_length=0)] = None
-    logprobs: Annotated[Any, Field(description="bookkeeping: of the answer that is sent back")] = None
+    logprobs: Annotated[Unread, Field(description="bookkeeping: of the answer that is sent back")] = None
 
 
 def _type_of(value: Any) -> str | None:
@@ -75,7 +76,7 @@ class MessageItem(Strict):
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Items[Part]
+    content: Content[Part]
     id: ItemId = None
     status: ItemStatus = None
 
@@ -94,7 +95,7 @@ class FunctionResultItem(Strict):
 
     type: Literal["function_call_output"]
     call_id: NonEmpty
-    output: str | Items[InputTextPart]
+    output: Content[InputTextPart]
     id: ItemId = None
     status: ItemStatus = None
 
@@ -149,7 +150,7 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
         path = f"input.{at}"
         last = turns[-1] if turns and turns[-1].role == "assistant" else None
         if isinstance(item, FunctionResultItem):
-            turns.append(_Turn("tool", path, [[_text(item.output)]], answers=item.call_id))
+            turns.append(_Turn("tool", path, [[text_of(item.output)]], answers=item.call_id))
         elif isinstance(item, FunctionCallItem):
             if last is None:
                 last = _Turn("assistant", path)
@@ -161,11 +162,7 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
             last.texts.append([])
             last.calls[item.call_id] = item.past(item.call_id, path)
         elif last is not None and last.calls and item.role == "assistant":
-            last.texts[-1].append(_text(item.content))
+            last.texts[-1].append(text_of(item.content))
         else:
-            turns.append(_Turn(_ROLES[item.role], path, [[_text(item.content)]]))
+            turns.append(_Turn(_ROLES[item.role], path, [[text_of(item.content)]]))
     return [turn.message() for turn in turns]
-
-
-def _text(content: str | list[InputTextPart] | list[InputTextPart | OutputTextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)

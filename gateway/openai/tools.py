@@ -1,7 +1,7 @@
 """Tools in a chat request, today's form and the older one with `functions`, and calls in its messages."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from pydantic import Field
@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from gateway.errors import InvalidRequestError
 from gateway.generation import NamedTool, PastCall, Tool, ToolChoice, ToolOffer
+from gateway.openai.content import Unread
 from gateway.openai.generation_request import Items, NonEmpty, Strict
 from gateway.openai.schema import MAX_DEPTH, Schema, shallow
 
@@ -63,7 +64,7 @@ class FunctionCall(Strict):
     name: ToolName
     arguments: str
     parsed_arguments: Annotated[
-        Any, Field(description="bookkeeping: the SDK sends along what it made of `arguments`")
+        Unread, Field(description="bookkeeping: the SDK sends along what it made of `arguments`")
     ] = None
 
     def past(self, call_id: str, path: str) -> PastCall:

@@ -1,0 +1,71 @@
+"""What a request that waits keeps of its bulk: a text once, and nothing of what it only sends along."""
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gateway.openai.chat_request import read_chat_request
+from gateway.openai.responses_request import read_responses_request
+from gateway.openai.tokenize_request import read_tokenize_request
+
+PIECES = 5_000
+SMALL_OBJECTS = [{"a": []} for _ in range(PIECES)]
+TEXTS = [{"type": "text", "text": "äb"}] * PIECES
+INPUT_TEXTS = [{"type": "input_text", "text": "äb"}] * PIECES
+CALL = {"name": "f", "arguments": "{}", "parsed_arguments": SMALL_OBJECTS}
+TOOL_CALL = {"id": "c", "type": "function", "function": CALL}
+ANSWER = {"type": "output_text", "text": "x", "logprobs": SMALL_OBJECTS}
+
+
+def held_per_byte(read: Callable[[bytes], Any], parameters: dict[str, Any]) -> float:
+    """Return how many bytes a read request holds for each byte of its body, its generations among them."""
+    body = json.dumps({"model": "m", **parameters}, ensure_ascii=False).encode()
+    read(body)  # what is made once for all requests
+    tracemalloc.start()
+    try:
+        request = read(body)
+        ask = getattr(request, "generations", None) or request.tokenization
+        asked = ask(request_id="r", deadline=0.0)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert asked
+    return held / len(body)
+
+
+@pytest.mark.parametrize(
+    ("read", "parameters"),
+    [
+        (read_chat_request, {"messages": [{"role": "assistant", "content": "x", "parsed": SMALL_OBJECTS}]}),
+        (read_chat_request, {"messages": [{"role": "assistant", "tool_calls": [TOOL_CALL]}]}),
+        (read_chat_request, {"messages": [{"role": "assistant", "function_call": CALL}]}),
+        (read_chat_request, {"messages": [{"role": "user", "content": TEXTS}]}),
+        (read_tokenize_request, {"messages": [{"role": "user", "content": TEXTS}]}),
+        (read_responses_request, {"input": [{"role": "assistant", "content": [ANSWER]}]}),
+        (read_responses_request, {"input": [{"type": "function_call", "call_id": "c", **CALL}]}),
+        (read_responses_request, {"input": [{"role": "user", "content": INPUT_TEXTS}]}),
+        (
+            read_responses_request,
+            {
+                "input": [
+                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                    {"type": "function_call_output", "call_id": "c", "output": INPUT_TEXTS},
+                ]
+            },
+        ),
+    ],
+)
+def test_a_request_holds_less_than_its_body(read: Callable[[bytes], Any], parameters: dict[str, Any]) -> None:
+    assert held_per_byte(read, parameters) < 1
+
+
+@pytest.mark.parametrize(
+    "content", ["one two", [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]]
+)
+def test_pieces_of_a_text_are_the_text(content: Any) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+    (message,) = read_chat_request(json.dumps(body).encode()).messages
+    assert message.content == message.text() == "one two"
