@@ -243,24 +243,56 @@ def joined_calls(parts: Iterable[CallPart]) -> list[Call]:
     return calls
 
 
+Piece = str | CallPart
+"""Of an answer, in its order: text, which is final in format, or what came of a call."""
+
+
+def joined_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """Return the same answer in as few pieces as there can be, none of them empty text."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if isinstance(piece, str):
+            if isinstance(last, str):
+                joined[-1] = last + piece
+            elif piece:
+                joined.append(piece)
+        elif piece.name is None and isinstance(last, CallPart):
+            joined[-1] = CallPart(last.name, last.arguments + piece.arguments)
+        else:
+            joined.append(piece)
+    return tuple(joined)
+
+
 class Delta(Struct, frozen=True, kw_only=True):
-    """A piece of the answer: `text` may be empty while `tokens` are counted, and is final in format.
+    """More of the answer: there may be nothing to show while `tokens` are counted.
 
     A struct since one is made for nearly every token, in a quarter of a frozen dataclass's time.
 
     The last delta of a choice has `finish_reason`; the last of the request also has `usage`.
     """
 
-    text: str
+    pieces: tuple[Piece, ...] = ()
     tokens: int
     index: int = 0
     token_ids: tuple[int, ...] | None = None
     """Of those tokens, where they were asked for; the one that stopped the answer is among them."""
     logprobs: tuple[TokenLogprob, ...] | None = None
-    calls: tuple[CallPart, ...] = ()
-    """A first one without a name comes before `text`, all others after it."""
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+
+    @property
+    def text(self) -> str:
+        """The text in it, without what is between."""
+        pieces = self.pieces
+        if len(pieces) == 1 and isinstance(pieces[0], str):
+            return pieces[0]  # as nearly always
+        return "".join([piece for piece in pieces if isinstance(piece, str)])
+
+    @property
+    def calls(self) -> tuple[CallPart, ...]:
+        """What came of calls in it."""
+        return tuple([piece for piece in self.pieces if isinstance(piece, CallPart)])
 
 
 Event = Accepted | Heartbeat | Delta

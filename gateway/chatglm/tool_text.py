@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from gateway.chatglm.call_readers import CallReader, OnPart, Verdict
 from gateway.chatglm.held_text import HeldText
+from gateway.generation import Piece, joined_pieces
 from wire.answer import AnswerText
 from wire.meta import Segment
 
@@ -34,7 +35,6 @@ class ToolText:
     Args:
         offered: names of the tools that may be called.
         reader: makes what reads a call of the tool of a name.
-        on_part: told of each part of a call, in order, within the `push` or `finish` that brought it.
         metadata: the first line of the answer, where it was part of the prompt.
         text: makes what is shown of the segments that are no calls.
     """
@@ -43,14 +43,14 @@ class ToolText:
         self,
         offered: Iterable[str],
         reader: Callable[[str, OnPart], CallReader],
-        on_part: OnPart,
         *,
         metadata: str | None = None,
         text: AnswerText | HeldText | None = None,
     ) -> None:
         self._offered = frozenset(offered)
         self._new_reader = reader
-        self._on_part = on_part
+        self._pieces: list[Piece] = []
+        """Known, and not returned yet."""
         self._text = AnswerText() if text is None else text
         self.cut = False
         """The answer ended in the middle of a call that was told of; known when it is over."""
@@ -60,33 +60,36 @@ class ToolText:
             if metadata in self._offered:
                 self._begin_call(metadata)
 
-    def push(self, text: str, segments: Sequence[Segment] = ()) -> str:
-        """Take one delta of the raw answer and the segments that begin in it; return what may be shown.
+    def push(self, text: str, segments: Sequence[Segment] = ()) -> tuple[Piece, ...]:
+        """Take one delta of the raw answer and the segments that begin in it; return what may be told.
 
         Raises:
             ValueError: a segment begins outside `text`, or before the one ahead of it.
         """
-        if self._at is _At.TEXT and not segments:
-            return self._text.push(text)
-        shown = []
         start = 0
         for segment in segments:
             if not start <= segment.at <= len(text):
                 raise ValueError("a segment begins outside the text")
-            shown.append(self._push_within_segment(text[start : segment.at]))
-            shown.append(self._end_segment())
-            shown.append(self._text.push("", (Segment(0, segment.role),)))
+            self._push_within_segment(text[start : segment.at])
+            self._end_segment()
+            self._pieces.append(self._text.push("", (Segment(0, segment.role),)))
             self._begin_segment()
             start = segment.at
-        shown.append(self._push_within_segment(text[start:]))
-        return "".join(shown)
+        self._push_within_segment(text[start:])
+        return self._take()
 
-    def finish(self) -> str:
-        """Return what was held back and turned out to be text; the answer is over."""
+    def finish(self) -> tuple[Piece, ...]:
+        """Return what was held back, as what it turned out to be; the answer is over."""
         in_call = self._at is _At.CALL
-        shown = self._end_segment()
+        self._end_segment()
         self.cut = in_call and self._at is _At.CALL and not self._reader.whole
-        return shown + self._text.finish()
+        self._pieces.append(self._text.finish())
+        return self._take()
+
+    def _take(self) -> tuple[Piece, ...]:
+        pieces = joined_pieces(self._pieces)
+        self._pieces.clear()
+        return pieces
 
     def _begin_segment(self) -> None:
         self._at = _At.NAME
@@ -95,39 +98,45 @@ class ToolText:
 
     def _begin_call(self, name: str) -> None:
         self._at = _At.CALL
-        self._reader = self._new_reader(name, self._on_part)
+        self._reader = self._new_reader(name, self._pieces.append)
 
-    def _push_within_segment(self, text: str) -> str:
+    def _push_within_segment(self, text: str) -> None:
         if self._at is _At.TEXT:
-            return self._text.push(text)
+            self._pieces.append(self._text.push(text))
+            return
         self._held += text
         if self._at is _At.NAME:
             first, newline, text = self._held.partition("\n")
             name = first.strip()
             if not newline:
-                may_be_one = any(each.startswith(name) for each in self._offered)
-                return "" if may_be_one else self._release()
+                if not any(each.startswith(name) for each in self._offered):
+                    self._release()
+                return
             if name not in self._offered:
-                return self._release()
+                self._release()
+                return
             self._begin_call(name)
-        return self._judged(self._reader.push(text))
+        self._judge(self._reader.push(text))
 
-    def _judged(self, verdict: Verdict) -> str:
-        """Return what may be shown of a segment with a name, of which this is known now."""
+    def _judge(self, verdict: Verdict) -> None:
+        """Tell of a segment with a name, of which this is known now."""
         match verdict:
             case Verdict.PENDING:
-                return ""
+                pass
             case Verdict.CALL:
                 self._held = ""
-                return self._text.push(self._reader.take_rest())
+                self._pieces.append(self._text.push(self._reader.take_rest()))
             case Verdict.NO_CALL:
-                return self._release()
+                self._release()
 
-    def _end_segment(self) -> str:
-        return self._judged(self._reader.end()) if self._at is _At.CALL else self._release()
+    def _end_segment(self) -> None:
+        if self._at is _At.CALL:
+            self._judge(self._reader.end())
+        else:
+            self._release()
 
-    def _release(self) -> str:
-        """Return the segment so far as text, which it is from here."""
+    def _release(self) -> None:
+        """Tell of the segment so far as text, which it is from here."""
         self._at = _At.TEXT
         held, self._held = self._held, ""
-        return self._text.push(held)
+        self._pieces.append(self._text.push(held))

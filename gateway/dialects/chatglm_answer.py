@@ -3,10 +3,11 @@
 Strict: what is not in the contract is an error, never a guess.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 from tritonclient.grpc import service_pb2
 
-from gateway.chatglm.call_readers import OnPart
 from gateway.chatglm.formats import chat_form
 from gateway.chatglm.held_text import HeldText
 from gateway.chatglm.tool_offer import answer_metadata, call_rules, callable_names
@@ -22,9 +23,11 @@ from gateway.generation import (
     FinishReason,
     Generation,
     Heartbeat,
+    Piece,
     TokenLogprob,
     TopLogprob,
     Usage,
+    joined_pieces,
 )
 from wire import meta as wire_meta
 from wire import names
@@ -38,37 +41,38 @@ class _Choice:
     """What is shown of one choice: its text, and the calls that it makes."""
 
     def __init__(self, generation: Generation, report: ModelReport) -> None:
-        self._calls: list[CallPart] = []
-        """Made, and not yet told of."""
         self._any_calls = False
-        self.text = _shown_text(generation, report, self._add_call)
+        self._text = _shown_text(generation, report)
 
-    def _add_call(self, part: CallPart) -> None:
-        if part.name is None and self._calls:
-            last = self._calls.pop()
-            part = CallPart(last.name, last.arguments + part.arguments)
-        self._calls.append(part)
+    def push(self, text: str, segments: Sequence[wire_meta.Segment] = ()) -> tuple[Piece, ...]:
+        """Take one delta of it and the segments that begin in it; return what may be told.
 
-    def take_calls(self) -> tuple[CallPart, ...]:
-        """Return the calls since the last time."""
-        calls = tuple(self._calls)
-        self._any_calls = self._any_calls or bool(calls)
-        self._calls.clear()
-        return calls
+        Raises:
+            ValueError: a segment begins outside `text`, before the one ahead of it, or where there are none.
+        """
+        return self._told(self._text.push(text, segments))
+
+    def finish(self) -> tuple[Piece, ...]:
+        """Return what was held back; the choice is over."""
+        return self._told(self._text.finish())
+
+    def _told(self, shown: str | tuple[Piece, ...]) -> tuple[Piece, ...]:
+        if isinstance(shown, str):
+            return (shown,) if shown else ()
+        self._any_calls = self._any_calls or any(isinstance(piece, CallPart) for piece in shown)
+        return shown
 
     def reason(self, reason: wire_meta.FinishReason | None) -> FinishReason | None:
-        """Return why it ended, where it did; all calls were taken before.
+        """Return why it ended, where it did; all that came before was told.
 
         A stop of the request's own may end it in the middle of a call, which then is no reason.
         """
-        cut = isinstance(self.text, ToolText) and self.text.cut
+        cut = isinstance(self._text, ToolText) and self._text.cut
         return "tool_calls" if reason == "stop" and self._any_calls and not cut else reason
 
 
-def _shown_text(
-    generation: Generation, report: ModelReport, on_call: OnPart
-) -> AnswerText | ContinuedText | ToolText:
-    """Return what makes the text to be shown of a raw choice of `generation`, and tells of its calls."""
+def _shown_text(generation: Generation, report: ModelReport) -> AnswerText | ContinuedText | ToolText:
+    """Return what makes the text to be shown of a raw choice of `generation`, and its calls."""
     prompt = generation.prompt
     if not isinstance(prompt, Conversation):
         return ContinuedText()
@@ -82,7 +86,6 @@ def _shown_text(
     return ToolText(
         callable_names(offer),
         tools.read if rules is None else tools.read_enforced,
-        on_call,
         metadata=answer_metadata(offer),
         text=HeldText() if rules is not None and rules.text is not None else AnswerText(),
     )
@@ -131,32 +134,29 @@ class ChatGLMAnswer:
         """Return the event for a choice's delta of `tokens` tokens, or its last; `meta` has the rest."""
         try:
             choice = self._choice(index)
-            shown = choice.text.push(text, meta.segments or ())
+            pieces = choice.push(text, meta.segments or ())
         except ValueError as error:
             raise not_understood(str(error)) from error
         if meta.finish_reason is not None:
-            shown += choice.text.finish()
+            pieces = joined_pieces((*pieces, *choice.finish()))
             del self._choices[index]
             if (meta.usage is None) == (not self._choices):
                 raise not_understood("usage belongs to the end of the last choice")
-        calls = choice.take_calls()
-        if meta.finish_reason is None and not (shown or tokens or calls):
+        if meta.finish_reason is None and not (pieces or tokens):
             return Heartbeat()
         return Delta(
-            text=shown,
+            pieces=pieces,
             tokens=tokens,
             index=index,
             token_ids=_ids(meta.token_ids),
             logprobs=_logprobs(meta.logprobs),
-            calls=calls,
             finish_reason=choice.reason(meta.finish_reason),
             usage=_usage(meta.usage),
         )
 
     def _plain(self, index: int, text: str, tokens: int) -> Delta:
         """Return the event for a delta of text alone."""
-        choice = self._choice(index)
-        return Delta(text=choice.text.push(text), tokens=tokens, index=index, calls=choice.take_calls())
+        return Delta(pieces=self._choice(index).push(text), tokens=tokens, index=index)
 
     def _choice(self, index: int) -> "_Choice":
         choice = self._choices.get(index)

@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from gateway.errors import GatewayError
-from gateway.generation import CallPart, Delta, FinishReason, TokenLogprob, Usage
+from gateway.generation import Delta, FinishReason, TokenLogprob, Usage
 from gateway.openai.answer import incomplete
 from gateway.openai.call_documents import new_call_id
 from gateway.openai.chat_answer import logprobs_document
@@ -116,17 +116,16 @@ class ResponseCourse:
         """Add a piece of the answer."""
         events: list[ResponseEvent] = []
         self._logprobs.extend(delta.logprobs or ())
-        first, parts = delta.calls[:1], delta.calls
-        if first and first[0].name is None:
-            events += self._add_arguments(first[0].arguments)
-            parts = delta.calls[1:]
-        if delta.text:
-            events += self._close_call("completed")
-            events += self._add_text(delta.text)
-        for part in parts:
-            events += self._close_message("completed")
-            events += self._close_call("completed")
-            events += self._open_call(part)
+        for piece in delta.pieces:
+            if isinstance(piece, str):
+                events += self._close_call("completed")
+                events += self._add_text(piece)
+            elif piece.name is None:
+                events += self._add_arguments(piece.arguments)
+            else:
+                events += self._close_message("completed")
+                events += self._close_call("completed")
+                events += self._open_call(piece.name, piece.arguments)
         self._usage = delta.usage or self._usage
         if delta.finish_reason is not None:
             self._finish_reason = delta.finish_reason
@@ -222,13 +221,13 @@ class ResponseCourse:
         )
         yield self._done_with(item)
 
-    def _open_call(self, part: CallPart) -> Iterator[ResponseEvent]:
+    def _open_call(self, name: str, arguments: str) -> Iterator[ResponseEvent]:
         self._logprobs = []  # of the call, which has no place for them
-        call = self._call = _OpenCall(part.name or "")
+        call = self._call = _OpenCall(name)
         yield OutputItemAdded(
             sequence_number=self._number(), output_index=len(self._done), item=call.item("in_progress")
         )
-        yield from self._add_arguments(part.arguments)
+        yield from self._add_arguments(arguments)
 
     def _add_arguments(self, arguments: str) -> Iterator[ResponseEvent]:
         self._logprobs = []

@@ -35,7 +35,7 @@ async def say(
         await asyncio.sleep(gap_s)
         last = number == len(texts)
         yield Delta(
-            text=text,
+            pieces=(text,) if text else (),
             tokens=1,
             finish_reason=finish if last else None,
             usage=Usage(prompt_tokens=prompt_tokens, completion_tokens=number) if last else None,
@@ -57,7 +57,7 @@ def _word(
 ) -> Delta:
     logprob = TokenLogprob(token=text, utf8=text.encode(), logprob=-1.0 - index, top=())
     return Delta(
-        text=text,
+        pieces=(text,),
         tokens=1,
         index=index,
         token_ids=(index,) if request.return_token_ids else None,

@@ -50,11 +50,11 @@ class Script:
                 raise self.errors[place]
             yield Accepted(prompt_tokens=place + 1, prompt_token_ids=((place,),))
             yield Heartbeat()
-            yield Delta(text=f"{place}.1", tokens=1, index=1, finish_reason="stop")
+            yield Delta(pieces=(f"{place}.1",), tokens=1, index=1, finish_reason="stop")
             if place in self.late_errors:
                 raise self.late_errors[place]
             usage = Usage(prompt_tokens=place + 1, completion_tokens=2, cached_tokens=1)
-            yield Delta(text=f"{place}.0", tokens=1, finish_reason="length", usage=usage)
+            yield Delta(pieces=(f"{place}.0",), tokens=1, finish_reason="length", usage=usage)
         finally:
             self.running -= 1
 
@@ -140,7 +140,7 @@ async def test_a_client_that_does_not_read_holds_all_back() -> None:
         yield Accepted(prompt_tokens=1)
         while True:
             produced += 1
-            yield Delta(text="a", tokens=1)
+            yield Delta(pieces=("a",), tokens=1)
 
     async with aclosing(together(endless, asked(2))) as source:
         for _ in range(10):

@@ -37,7 +37,7 @@ async def repeat_prompt(request: Generation) -> AsyncGenerator[Event, None]:
             last = at == len(text)
             usage = Usage(prompt_tokens=size, completion_tokens=request.n * len(text))
             yield Delta(
-                text=character,
+                pieces=(character,),
                 tokens=1,
                 index=index,
                 finish_reason="stop" if last else None,
@@ -165,7 +165,7 @@ async def likely(request: Generation) -> AsyncGenerator[Event, None]:
         logprob = TokenLogprob(token=shown, utf8=piece, logprob=-1.0, top=top)
         last = at == len(pieces) - 1
         yield Delta(
-            text={3: "👋", 4: "x"}.get(at, ""),
+            pieces={3: ("👋",), 4: ("x",)}.get(at, ()),
             tokens=1,
             logprobs=(logprob,),
             finish_reason="stop" if last else None,

@@ -108,8 +108,8 @@ async def test_log_probabilities() -> None:
     async def script(_request: Generation) -> AsyncGenerator[Event, None]:
         yield Accepted(prompt_tokens=1)
         usage = Usage(prompt_tokens=1, completion_tokens=2, cached_tokens=1)
-        yield Delta(text="", tokens=1, logprobs=(token,))
-        yield Delta(text="é", tokens=1, logprobs=(token,), finish_reason="length", usage=usage)
+        yield Delta(tokens=1, logprobs=(token,))
+        yield Delta(pieces=("é",), tokens=1, logprobs=(token,), finish_reason="length", usage=usage)
 
     async with in_process(FakeUpstream(script)) as served:
         whole = (await served.chat(logprobs=True, top_logprobs=1)).json()
@@ -173,7 +173,7 @@ class UnforeseenError(Exception):
 async def test_errors_after_the_first_byte_end_the_stream(error: Exception, status: int) -> None:
     async def fail(_request: Generation) -> AsyncGenerator[Event, None]:
         yield Accepted(prompt_tokens=1)
-        yield Delta(text="par", tokens=1)
+        yield Delta(pieces=("par",), tokens=1)
         raise error
 
     async with in_process(FakeUpstream(fail)) as served:
@@ -192,7 +192,7 @@ async def test_errors_after_the_first_byte_end_the_stream(error: Exception, stat
 async def test_an_answer_without_an_end_is_the_upstreams_fault() -> None:
     async def stop_short(_request: Generation) -> AsyncGenerator[Event, None]:
         yield Accepted(prompt_tokens=1)
-        yield Delta(text="par", tokens=1)
+        yield Delta(pieces=("par",), tokens=1)
 
     async def begin_wrong(_request: Generation) -> AsyncGenerator[Event, None]:
         yield Heartbeat()
@@ -247,7 +247,7 @@ async def test_a_client_that_does_not_read_is_gone() -> None:
     async def flood(_request: Generation) -> AsyncGenerator[Event, None]:
         yield Accepted(prompt_tokens=1)
         for _ in range(2000):
-            yield Delta(text="x" * 65536, tokens=1)
+            yield Delta(pieces=("x" * 65536,), tokens=1)
 
     async with on_socket(FakeUpstream(flood), send_timeout_s=0.3) as served:
         body = {"model": "glm", "messages": MESSAGES, "stream": True}
@@ -272,10 +272,10 @@ async def test_ten_requests_of_ten_tokens() -> None:
 async def test_tokens_that_come_together_share_their_gap() -> None:
     async def joined(_request: Generation) -> AsyncGenerator[Event, None]:
         yield Accepted(prompt_tokens=1)
-        yield Delta(text="abcd", tokens=4)
+        yield Delta(pieces=("abcd",), tokens=4)
         await asyncio.sleep(0.2)
         usage = Usage(prompt_tokens=1, completion_tokens=6)
-        yield Delta(text="ef", tokens=2, finish_reason="stop", usage=usage)
+        yield Delta(pieces=("ef",), tokens=2, finish_reason="stop", usage=usage)
 
     async with in_process(FakeUpstream(joined)) as served:
         await served.chat(stream=True)

@@ -22,9 +22,9 @@ async def served() -> AsyncIterator[Served]:
 async def with_ids(_request: Generation) -> AsyncGenerator[Event, None]:
     """Say something that shows no text at first."""
     yield Accepted(prompt_tokens=2, prompt_token_ids=((8, 9),))
-    yield Delta(text="", tokens=1, token_ids=(5,))
+    yield Delta(tokens=1, token_ids=(5,))
     usage = Usage(prompt_tokens=2, completion_tokens=3)
-    yield Delta(text=" é", tokens=2, token_ids=(6, 2), finish_reason="stop", usage=usage)
+    yield Delta(pieces=(" é",), tokens=2, token_ids=(6, 2), finish_reason="stop", usage=usage)
 
 
 async def test_whole_answer(served: Served) -> None:

@@ -42,10 +42,10 @@ async def call(request: Generation) -> AsyncGenerator[Event, None]:
             yield event
         return
     yield Accepted(prompt_tokens=3)
-    yield Delta(text="Let me see.", tokens=3)
+    yield Delta(pieces=("Let me see.",), tokens=3)
     usage = Usage(prompt_tokens=3, completion_tokens=9)
     calls = (CallPart("now", '{"zone": "北京"}'),)
-    yield Delta(text="", tokens=6, calls=calls, finish_reason="tool_calls", usage=usage)
+    yield Delta(tokens=6, pieces=calls, finish_reason="tool_calls", usage=usage)
 
 
 def events_of(text: str) -> list[Any]:
@@ -136,7 +136,7 @@ async def test_the_response_is_announced_before_its_first_token() -> None:
         yield Heartbeat()
         await said.wait()
         yield Delta(
-            text="a", tokens=1, finish_reason="stop", usage=Usage(prompt_tokens=1, completion_tokens=1)
+            pieces=("a",), tokens=1, finish_reason="stop", usage=Usage(prompt_tokens=1, completion_tokens=1)
         )
 
     async with on_socket(FakeUpstream(wait)) as served:
@@ -183,7 +183,7 @@ async def test_a_call_and_its_result_by_sending_the_output_back(streamed: bool) 
 async def test_an_error_amid_the_stream_is_its_last_events(served: Served, error: GatewayError) -> None:
     async def break_off(_request: Generation) -> AsyncGenerator[Event, None]:
         yield Accepted(prompt_tokens=1)
-        yield Delta(text="Hel", tokens=1)
+        yield Delta(pieces=("Hel",), tokens=1)
         raise error
 
     served.upstream.script = break_off

@@ -1,6 +1,5 @@
 import json
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,6 +7,7 @@ from hypothesis import strategies as st
 
 from gateway.chatglm.call_readers import FencedCallReader
 from gateway.chatglm.tool_text import ToolText
+from gateway.generation import CallPart, Piece, joined_pieces
 from wire.answer import AnswerText
 from wire.fenced_calls import OPENING, write_call
 from wire.meta import Segment
@@ -22,20 +22,27 @@ Shown = tuple[str, list[tuple[str, str]]]
 
 def read(segments: list[str], cuts: list[int] | None = None, metadata: str | None = None) -> Shown:
     """Show an answer of `segments`, cut at `cuts` of its text; with what is called."""
+    pieces = told(segments, cuts, metadata)
+    calls = [(call.name or "", call.arguments) for call in pieces if isinstance(call, CallPart)]
+    return "".join(piece for piece in pieces if isinstance(piece, str)), calls
+
+
+def told(
+    segments: list[str], cuts: list[int] | None = None, metadata: str | None = None
+) -> tuple[Piece, ...]:
+    """Return all of it in order."""
     whole = "".join(segments)
     starts = [sum(map(len, segments[:number])) for number in range(1, len(segments))]
-    calls: list[Any] = []
-    answer = ToolText(OFFERED, FencedCallReader, calls.append, metadata=metadata)
-    shown = ""
+    answer = ToolText(OFFERED, FencedCallReader, metadata=metadata)
+    pieces: list[Piece] = []
     bounds = [0, *sorted(cut % (len(whole) + 1) for cut in cuts or ()), len(whole)]
     for number, (begin, end) in enumerate(pairwise(bounds)):
         # A segment that begins where two deltas meet may be told with either; with the later one here.
         last = number == len(bounds) - 2
         here = [at for at in starts if begin <= at < end or (last and at == end)]
-        shown += answer.push(whole[begin:end], [Segment(at - begin, "assistant") for at in here])
+        pieces += answer.push(whole[begin:end], [Segment(at - begin, "assistant") for at in here])
         starts = [at for at in starts if at not in here]
-    shown += answer.finish()
-    return shown, [(call.name, call.arguments) for call in calls]
+    return joined_pieces((*pieces, *answer.finish()))
 
 
 def plain(*segments: str) -> str:
@@ -55,6 +62,16 @@ def test_a_call_is_a_call_and_text_is_text() -> None:
             ("calculate", '{"expression": "1 + 1"}'),
         ],
     )
+
+
+def test_text_and_calls_come_in_their_order() -> None:
+    pieces = told([SUM, HELLO, "get_weather\n", SUM, SUM])
+    assert [piece if isinstance(piece, str) else piece.name for piece in pieces] == [
+        "calculate",
+        "Hello 2023年!\nget_weather",
+        "calculate",
+        "calculate",
+    ]
 
 
 def test_a_name_given_by_the_prompt_begins_a_call() -> None:
@@ -93,28 +110,26 @@ def test_whatever_is_no_call_reads_as_it_does_without_tools(segment: str) -> Non
 
 
 def test_text_is_not_held_back() -> None:
-    answer = ToolText(OFFERED, FencedCallReader, lambda _part: None)
-    assert answer.push("\n Hel") == "Hel"
-    assert answer.push("lo") == "lo"
-    answer = ToolText(OFFERED, FencedCallReader, lambda _part: None)
-    assert answer.push("get") == ""
-    assert answer.push("ting") == "getting"
-    answer = ToolText(OFFERED, FencedCallReader, lambda _part: None)
-    assert answer.push("get\n ```python\nprint") == "get\n ```python\nprint"
+    answer = ToolText(OFFERED, FencedCallReader)
+    assert answer.push("\n Hel") == ("Hel",)
+    assert answer.push("lo") == ("lo",)
+    answer = ToolText(OFFERED, FencedCallReader)
+    assert answer.push("get") == ()
+    assert answer.push("ting") == ("getting",)
+    answer = ToolText(OFFERED, FencedCallReader)
+    assert answer.push("get\n ```python\nprint") == ("get\n ```python\nprint",)
 
 
 def test_a_call_is_told_when_its_segment_ends() -> None:
-    calls: list[Any] = []
-    answer = ToolText(OFFERED, FencedCallReader, calls.append)
-    assert answer.push(BERLIN) == ""
-    assert not calls
-    answer.push("", [Segment(0, "assistant")])
-    assert [call.name for call in calls] == ["get_weather"]
+    answer = ToolText(OFFERED, FencedCallReader)
+    assert answer.push(BERLIN) == ()
+    told = answer.push("", [Segment(0, "assistant")])
+    assert told == (CallPart("get_weather", '{"city": "Berlin", "days": [0, 3]}'),)
 
 
 def test_a_segment_outside_the_text_is_refused() -> None:
     with pytest.raises(ValueError, match="outside"):
-        ToolText(OFFERED, FencedCallReader, lambda _part: None).push("x", [Segment(2, "assistant")])
+        ToolText(OFFERED, FencedCallReader).push("x", [Segment(2, "assistant")])
 
 
 PIECES = st.sampled_from(
@@ -143,7 +158,8 @@ PIECES = st.sampled_from(
     st.sampled_from([None, "", "get_weather"]),
 )
 def test_cuts_change_nothing(segments: list[str], cuts: list[int], metadata: str | None) -> None:
-    assert read(segments, cuts, metadata) == read(segments, None, metadata)
+    """Neither what is told nor its order."""
+    assert told(segments, cuts, metadata) == told(segments, None, metadata)
 
 
 @given(st.lists(st.lists(PIECES, max_size=3).map("".join), min_size=1, max_size=4))

@@ -143,10 +143,10 @@ def test_a_streamed_answer_becomes_events() -> None:
     ) == [
         Accepted(prompt_tokens=7),
         Heartbeat(),
-        Delta(text="Hel", tokens=1),
-        Delta(text="", tokens=1),
+        Delta(pieces=("Hel",), tokens=1),
+        Delta(tokens=1),
         Delta(
-            text="lo",
+            pieces=("lo",),
             tokens=1,
             finish_reason="length",
             usage=Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=2),

@@ -27,12 +27,12 @@ def test_choices_are_read_apart_and_end_one_by_one() -> None:
     usage = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=2)
     assert events == [
         Accepted(prompt_tokens=7),
-        Delta(text="a", tokens=1),
-        Delta(text="x", tokens=1, index=1),
-        Delta(text=" b", tokens=1),
-        Delta(text="", tokens=1, finish_reason="length"),
+        Delta(pieces=("a",), tokens=1),
+        Delta(pieces=("x",), tokens=1, index=1),
+        Delta(pieces=(" b",), tokens=1),
+        Delta(tokens=1, finish_reason="length"),
         Heartbeat(),
-        Delta(text=" y", tokens=1, index=1, finish_reason="stop", usage=usage),
+        Delta(pieces=(" y",), tokens=1, index=1, finish_reason="stop", usage=usage),
     ]
 
 

@@ -89,9 +89,9 @@ def test_deltas_are_joined_where_they_are_text_alone() -> None:
         [(0, "a", 1, None), (0, "b", 2, None), (0, "c", 1, details), (0, "d", 1, None), (0, " ", 1, None)]
     )
     assert events == [
-        Delta(text="ab", tokens=3),
-        Delta(text="c", tokens=1, token_ids=(7,)),
-        Delta(text="d", tokens=2),  # a blank may turn out to be the answer's end
+        Delta(pieces=("ab",), tokens=3),
+        Delta(pieces=("c",), tokens=1, token_ids=(7,)),
+        Delta(pieces=("d",), tokens=2),  # a blank may turn out to be the answer's end
     ]
     assert decoder.deltas([]) == []
 
@@ -102,9 +102,9 @@ def test_deltas_of_several_choices_are_joined_choice_by_choice() -> None:
     assert decoder.deltas(
         [(2, "x", 1, None), (0, "a", 1, None), (2, "y", 1, None), (1, "m", 1, details), (0, "b", 1, None)]
     ) == [
-        Delta(text="ab", tokens=2),
-        Delta(text="m", tokens=1, index=1, token_ids=(7,)),
-        Delta(text="xy", tokens=2, index=2),
+        Delta(pieces=("ab",), tokens=2),
+        Delta(pieces=("m",), tokens=1, index=1, token_ids=(7,)),
+        Delta(pieces=("xy",), tokens=2, index=2),
     ]
     with pytest.raises(UpstreamProtocolError):
         decoder.deltas([(3, "z", 1, None)])
@@ -112,7 +112,7 @@ def test_deltas_of_several_choices_are_joined_choice_by_choice() -> None:
 
 def test_a_continued_text_is_shown_as_it_is() -> None:
     decoder = DIALECT.decoder(generation(prompt=PlainText("x")), CHATGLM3)
-    assert decoder.deltas([(0, " a ", 1, None)]) == [Delta(text=" a ", tokens=1)]
+    assert decoder.deltas([(0, " a ", 1, None)]) == [Delta(pieces=(" a ",), tokens=1)]
 
 
 def test_the_last_response_says_what_was_delivered() -> None:

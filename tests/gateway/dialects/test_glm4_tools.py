@@ -77,15 +77,18 @@ def test_arguments_come_over_a_channel_too() -> None:
         (CallPart(None, ' "x"}'),),
     ]
     joined = ChatGLMChannels().decoder(asked(), GLM4).deltas([(0, piece, 2, None) for piece in pieces])
-    assert joined == [Delta(text="", tokens=6, calls=(CallPart("get_weather", '{"city": "x"}'),))]
+    assert joined == [Delta(tokens=6, pieces=(CallPart("get_weather", '{"city": "x"}'),))]
 
 
 def test_several_calls_and_text_around_them() -> None:
     text = "\nLet me see." + CALL + CALL + " Done"
     opened = [OPENED | {"at": 12}, OPENED | {"at": 12 + len(CALL)}]
-    (delta,) = deltas(read(response(text, END | {"segments": opened})))
+    (delta,) = read(response(text, END | {"segments": opened}))
+    assert isinstance(delta, Delta)
     call = CallPart("get_weather", '{"city": "Berlin"}')
-    assert delta == ("Let me see.\nDone", (call, call), "tool_calls")
+    assert delta.pieces == ("Let me see.", call, call, "\nDone")
+    assert (delta.text, delta.calls) == ("Let me see.\nDone", (call, call))
+    assert delta.finish_reason == "tool_calls"
 
 
 def test_a_call_that_is_cut_short_is_told_as_far_as_it_came() -> None:

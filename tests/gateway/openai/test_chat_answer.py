@@ -41,10 +41,10 @@ def writer(
 def test_a_chunk_of_text_alone_is_what_encoding_it_whole_gives(*, include_usage: bool, model: str) -> None:
     """Byte for byte: such chunks are cut from a template."""
     chunks = writer(StreamOptions(include_usage=include_usage) if include_usage else None, model, 2)
-    chunks.write(Delta(text="begun", tokens=1))
+    chunks.write(Delta(pieces=("begun",), tokens=1))
     for index in (0, 1):
         for text in AWKWARD:
-            (chunk,) = chunks.write(Delta(text=text, tokens=1, index=index))
+            (chunk,) = chunks.write(Delta(pieces=(text,), tokens=1, index=index))
             read = msgspec.json.decode(chunk, type=ChatCompletionChunk)
             assert read.choices == [ChunkChoice(index, ChunkDelta(content=text))]
             assert read.model == model
@@ -56,7 +56,7 @@ def test_running_usage_counts_in_every_chunk() -> None:
     chunks = writer(StreamOptions(include_usage=True, continuous_usage_stats=True))
     counts = []
     for _ in range(3):
-        chunk = chunks.write(Delta(text="a", tokens=2))[-1]
+        chunk = chunks.write(Delta(pieces=("a",), tokens=2))[-1]
         counts.append(msgspec.json.decode(chunk)["usage"]["completion_tokens"])
     assert counts == [2, 4, 6]
 
@@ -65,14 +65,14 @@ def test_the_choices_begin_in_order_and_the_stream_ends_when_all_have() -> None:
     """Whichever speaks first: the SDK takes them for the choices 0, 1, ... as they come."""
     chunks = writer(choices=2)
     written = [
-        *chunks.write(Delta(text="x", tokens=1, index=1)),
-        *chunks.write(Delta(text="a", tokens=1)),
-        *chunks.write(Delta(text="", tokens=1, finish_reason="stop")),
-        *chunks.write(Delta(text="y", tokens=1, index=1)),
+        *chunks.write(Delta(pieces=("x",), tokens=1, index=1)),
+        *chunks.write(Delta(pieces=("a",), tokens=1)),
+        *chunks.write(Delta(tokens=1, finish_reason="stop")),
+        *chunks.write(Delta(pieces=("y",), tokens=1, index=1)),
     ]
     with pytest.raises(UpstreamProtocolError):
         chunks.close()
-    written += chunks.write(Delta(text="", tokens=1, index=1, finish_reason="length", usage=COUNTS))
+    written += chunks.write(Delta(tokens=1, index=1, finish_reason="length", usage=COUNTS))
     assert chunks.close() == []
     choices = [choice for chunk in written for choice in msgspec.json.decode(chunk)["choices"]]
     assert [(choice["index"], choice["delta"], choice["finish_reason"]) for choice in choices] == [
@@ -88,17 +88,17 @@ def test_the_choices_begin_in_order_and_the_stream_ends_when_all_have() -> None:
 
 def test_chunks_that_are_more_than_text_are_written_whole() -> None:
     chunks = writer()
-    begun = chunks.write(Delta(text="a", tokens=1))
+    begun = chunks.write(Delta(pieces=("a",), tokens=1))
     assert [msgspec.json.decode(chunk)["choices"][0]["delta"] for chunk in begun] == [
         {"role": "assistant", "content": ""},
         {"content": "a"},
     ]
     logprob = TokenLogprob(token="b", utf8=b"b", logprob=-1.0, top=())
-    (with_logprobs,) = chunks.write(Delta(text="b", tokens=1, logprobs=(logprob,)))
+    (with_logprobs,) = chunks.write(Delta(pieces=("b",), tokens=1, logprobs=(logprob,)))
     assert msgspec.json.decode(with_logprobs)["choices"][0]["logprobs"]["content"][0]["token"] == "b"
-    last = chunks.write(Delta(text="c", tokens=1, finish_reason="stop", usage=COUNTS))
+    last = chunks.write(Delta(pieces=("c",), tokens=1, finish_reason="stop", usage=COUNTS))
     assert [msgspec.json.decode(chunk)["choices"][0]["finish_reason"] for chunk in last] == [None, "stop"]
-    assert chunks.write(Delta(text="", tokens=1)) == []
+    assert chunks.write(Delta(tokens=1)) == []
 
 
 def test_token_ids_are_beside_the_text_that_they_are_of() -> None:
@@ -108,9 +108,9 @@ def test_token_ids_are_beside_the_text_that_they_are_of() -> None:
     written = [
         msgspec.json.decode(chunk)
         for delta in (
-            Delta(text="a", tokens=1, token_ids=(5,)),
-            Delta(text="b", tokens=2, token_ids=(6, 7)),
-            Delta(text="", tokens=1, token_ids=(2,), finish_reason="stop", usage=COUNTS),
+            Delta(pieces=("a",), tokens=1, token_ids=(5,)),
+            Delta(pieces=("b",), tokens=2, token_ids=(6, 7)),
+            Delta(tokens=1, token_ids=(2,), finish_reason="stop", usage=COUNTS),
         )
         for chunk in chunks.write(delta)
     ]
@@ -128,10 +128,10 @@ def test_token_ids_are_beside_the_text_that_they_are_of() -> None:
 
 CALLS = (CallPart("get_weather", '{"city": "北京"}'), CallPart("now", "{}"))
 TOOL_DELTAS = [
-    Delta(text="Let me ", tokens=2),
-    Delta(text="see.", tokens=3, calls=CALLS[:1]),
-    Delta(text="", tokens=4),
-    Delta(text="", tokens=0, calls=CALLS[1:], finish_reason="tool_calls", usage=COUNTS),
+    Delta(pieces=("Let me ",), tokens=2),
+    Delta(pieces=("see.", *CALLS[:1]), tokens=3),
+    Delta(tokens=4),
+    Delta(tokens=0, pieces=CALLS[1:], finish_reason="tool_calls", usage=COUNTS),
 ]
 
 
@@ -188,17 +188,17 @@ async def test_calls_are_written_whole_and_in_chunks_alike() -> None:
 
 
 async def test_an_answer_of_calls_alone_has_no_content() -> None:
-    deltas = [Delta(text="", tokens=9), TOOL_DELTAS[-1]]
+    deltas = [Delta(tokens=9), TOOL_DELTAS[-1]]
     assert (await whole(deltas))["message"]["content"] is None
     assert {part["delta"].get("content") for part in streamed(deltas)} == {None}
-    text = [Delta(text="", tokens=1, finish_reason="stop", usage=COUNTS)]
+    text = [Delta(tokens=1, finish_reason="stop", usage=COUNTS)]
     answer = (await whole(text))["message"]
     assert answer["content"] == ""
     assert "tool_calls" not in answer
 
 
 async def test_the_older_form_has_one_call() -> None:
-    deltas = [*TOOL_DELTAS[:3], Delta(text="", tokens=0, finish_reason="tool_calls", usage=COUNTS)]
+    deltas = [*TOOL_DELTAS[:3], Delta(tokens=0, finish_reason="tool_calls", usage=COUNTS)]
     choice = await whole(deltas, older=True)
     assert choice["finish_reason"] == "function_call"
     assert choice["message"]["function_call"] == {"name": "get_weather", "arguments": '{"city": "北京"}'}

@@ -9,7 +9,7 @@ from gateway.openai.answer import Usage as UsageDocument
 from gateway.openai.chunk_stream import ChunkStream
 from gateway.openai.generation_request import StreamOptions
 
-LAST = Delta(text="b", tokens=1, finish_reason="stop", usage=Usage(prompt_tokens=1, completion_tokens=2))
+LAST = Delta(pieces=("b",), tokens=1, finish_reason="stop", usage=Usage(prompt_tokens=1, completion_tokens=2))
 
 
 class Chunk(Struct, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ def test_chunks_are_framed_and_the_stream_ends_with_its_mark() -> None:
     events = stream()
     assert events.begin() == b""
     assert events.write(Heartbeat()) == b""
-    assert events.write(Delta(text="", tokens=1)) == b""
+    assert events.write(Delta(tokens=1)) == b""
     assert events.write(LAST) == b'data: "b"\n\n'
     total, end, rest = events.close().split(b"\n\n")
     assert msgspec.json.decode(total.removeprefix(b"data: "), type=Chunk).usage.total_tokens == 3

@@ -4,6 +4,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.errors import (
     ContextLengthError,
@@ -13,7 +15,7 @@ from gateway.errors import (
     RateLimitError,
     UpstreamProtocolError,
 )
-from gateway.generation import CallPart, Delta, TokenLogprob, TopLogprob, Usage
+from gateway.generation import CallPart, Delta, Piece, TokenLogprob, TopLogprob, Usage, joined_pieces
 from gateway.openai.answer import encode
 from gateway.openai.responses_course import ResponseCourse
 from gateway.openai.responses_events import ResponseEvent
@@ -33,8 +35,8 @@ def course(**asked: Any) -> ResponseCourse:
     return ResponseCourse(read_responses_request(json.dumps({"model": "m", "input": "hi", **asked}).encode()))
 
 
-def last(reason: Any = "stop", text: str = "", calls: tuple[CallPart, ...] = ()) -> Delta:
-    return Delta(text=text, tokens=1, calls=calls, finish_reason=reason, usage=COUNTS)
+def last(reason: Any = "stop", *pieces: Piece) -> Delta:
+    return Delta(pieces=pieces, tokens=1, finish_reason=reason, usage=COUNTS)
 
 
 def logprob(token: str) -> tuple[TokenLogprob]:
@@ -124,7 +126,7 @@ def kinds(events: list[dict[str, Any]]) -> list[str]:
 
 
 def test_text() -> None:
-    events, response = run(Delta(text="Hel", tokens=1), Delta(text="", tokens=1), last(text="lo"))
+    events, response = run(Delta(pieces=("Hel",), tokens=1), Delta(tokens=1), last("stop", "lo"))
     assert kinds(events) == [*BEGIN, *MESSAGE, "response.completed"]
     (item,) = response["output"]
     assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
@@ -147,7 +149,7 @@ def test_text() -> None:
 
 
 def test_a_response_that_ends_at_its_bound_is_incomplete() -> None:
-    events, response = run(Delta(text="Hel", tokens=1), last("length"), max_output_tokens=2)
+    events, response = run(Delta(pieces=("Hel",), tokens=1), last("length"), max_output_tokens=2)
     assert events[-1]["type"] == "response.incomplete"
     assert (response["status"], response["completed_at"]) == ("incomplete", None)
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -157,9 +159,9 @@ def test_a_response_that_ends_at_its_bound_is_incomplete() -> None:
 
 def test_calls_are_items_behind_the_text() -> None:
     events, response = run(
-        Delta(text="Let me see.", tokens=2),
-        Delta(text="", tokens=1, calls=CALLS[:1]),
-        last("tool_calls", calls=CALLS[1:]),
+        Delta(pieces=("Let me see.",), tokens=2),
+        Delta(tokens=1, pieces=CALLS[:1]),
+        last("tool_calls", *CALLS[1:]),
         tools=TOOLS,
     )
     assert kinds(events) == [*BEGIN, *MESSAGE, *CALL, *CALL, "response.completed"]
@@ -174,9 +176,9 @@ def test_calls_are_items_behind_the_text() -> None:
 
 def test_text_and_calls_keep_their_order() -> None:
     _, response = run(
-        Delta(text="", tokens=1, calls=CALLS[:1]),
-        Delta(text="And", tokens=1),
-        last("tool_calls", text=" then", calls=CALLS[1:]),
+        Delta(tokens=1, pieces=CALLS[:1]),
+        Delta(pieces=("And",), tokens=1),
+        last("tool_calls", " then", *CALLS[1:]),
         tools=TOOLS,
     )
     assert [item["type"] for item in response["output"]] == ["function_call", "message", "function_call"]
@@ -185,9 +187,9 @@ def test_text_and_calls_keep_their_order() -> None:
 
 def test_a_call_that_comes_in_parts_is_one_item() -> None:
     events, response = run(
-        Delta(text="", tokens=1, calls=(CallPart("now", '{"zo'),)),
-        Delta(text="", tokens=1, calls=(CallPart(None, 'ne": 8'),)),
-        Delta(text="Then", tokens=1, calls=(CallPart(None, "}"), CallPart("now", "{"))),
+        Delta(tokens=1, pieces=(CallPart("now", '{"zo'),)),
+        Delta(tokens=1, pieces=(CallPart(None, 'ne": 8'),)),
+        Delta(tokens=1, pieces=(CallPart(None, "}"), "Then", CallPart("now", "{"))),
         last("length"),
         tools=TOOLS,
     )
@@ -200,25 +202,46 @@ def test_a_call_that_comes_in_parts_is_one_item() -> None:
     assert parts == ['{"zo', 'ne": 8', "}", "{"]
 
 
+BEGUN: tuple[Piece, ...] = (CallPart("now", '{"zo'), CallPart(None, 'ne"'), CallPart(None, ": 8}"))
+PIECES = st.lists(st.sampled_from([("Hel",), ("lo", "!"), BEGUN[:1], BEGUN, CALLS])).map(
+    lambda parts: [piece for part in parts for piece in part]
+)
+
+
+@given(PIECES, st.lists(st.integers(0, 9)), st.sampled_from(["stop", "length"]))
+def test_pieces_make_the_same_items_however_they_come(pieces: list[Piece], cuts: list[int], end: str) -> None:
+    """Calls and messages in the order of the pieces, which may come in one delta or in several."""
+    bounds = [0, *sorted(min(cut, len(pieces)) for cut in cuts), len(pieces)]
+    parted = [Delta(pieces=tuple(pieces[span[0] : span[1]]), tokens=1) for span in itertools.pairwise(bounds)]
+    _, whole = run(last(end, *joined_pieces(pieces)), tools=TOOLS)
+    _, streamed = run(*parted, last(end), tools=TOOLS)
+    kinds = [each[0] for each in itertools.groupby(pieces, key=type)]
+    assert [kind for kind, _ in itertools.groupby(item["type"] for item in whole["output"])] == [
+        "message" if kind is str else "function_call" for kind in kinds or [str]
+    ]
+    anew = {"id": "", "call_id": ""}
+    assert [item | anew for item in streamed["output"]] == [item | anew for item in whole["output"]]
+
+
 def test_a_failure_leaves_the_call_as_far_as_it_came() -> None:
     way = course(tools=TOOLS)
-    way.take(Delta(text="", tokens=1, calls=(CallPart("now", '{"zo'),)))
+    way.take(Delta(tokens=1, pieces=(CallPart("now", '{"zo'),)))
     way.fail(UpstreamProtocolError("x"))
     (item,) = msgspec.json.decode(encode(way.response))["output"]
     assert (item["status"], item["arguments"]) == ("incomplete", '{"zo')
 
 
 def test_a_call_alone_has_no_message_and_no_words_are_an_empty_one() -> None:
-    _, response = run(last("tool_calls", calls=CALLS[:1]), tools=TOOLS)
+    _, response = run(last("tool_calls", *CALLS[:1]), tools=TOOLS)
     assert [item["type"] for item in response["output"]] == ["function_call"]
     _, response = run(last())
     assert response["output"][0]["content"][0]["text"] == ""
 
 
 def test_log_probabilities() -> None:
-    held = Delta(text="", tokens=1, logprobs=logprob("a"))
-    said = Delta(text="ab", tokens=1, logprobs=logprob("b"))
-    end = Delta(text="", tokens=1, logprobs=logprob("</s>"), finish_reason="stop", usage=COUNTS)
+    held = Delta(tokens=1, logprobs=logprob("a"))
+    said = Delta(pieces=("ab",), tokens=1, logprobs=logprob("b"))
+    end = Delta(tokens=1, logprobs=logprob("</s>"), finish_reason="stop", usage=COUNTS)
     events, response = run(held, said, end, **WITH_LOGPROBS)
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     assert [(delta["delta"], [each["token"] for each in delta["logprobs"]]) for delta in deltas] == [
@@ -235,8 +258,8 @@ def test_log_probabilities() -> None:
 
 
 def test_a_calls_own_tokens_open_no_message() -> None:
-    held = Delta(text="", tokens=1, logprobs=logprob("get"))
-    _, response = run(held, last("tool_calls", calls=CALLS[:1]), tools=TOOLS, **WITH_LOGPROBS)
+    held = Delta(tokens=1, logprobs=logprob("get"))
+    _, response = run(held, last("tool_calls", *CALLS[:1]), tools=TOOLS, **WITH_LOGPROBS)
     assert [item["type"] for item in response["output"]] == ["function_call"]
 
 
@@ -252,7 +275,7 @@ def test_a_calls_own_tokens_open_no_message() -> None:
 def test_an_error_ends_the_response_as_failed(error: GatewayError, code: str) -> None:
     way = course()
     way.begin()
-    way.take(Delta(text="Hel", tokens=1))
+    way.take(Delta(pieces=("Hel",), tokens=1))
     failed, ended = documents(way.fail(error))
     check_event(failed)
     check_event(ended)
@@ -267,7 +290,7 @@ def test_an_error_ends_the_response_as_failed(error: GatewayError, code: str) ->
 
 
 @pytest.mark.parametrize(
-    "deltas", [[], [Delta(text="a", tokens=1)], [Delta(text="", tokens=1, finish_reason="stop")]]
+    "deltas", [[], [Delta(pieces=("a",), tokens=1)], [Delta(tokens=1, finish_reason="stop")]]
 )
 def test_an_answer_without_an_end_is_the_upstreams_fault(deltas: list[Delta]) -> None:
     way = course()

@@ -58,7 +58,7 @@ def test_what_the_request_said_is_repeated() -> None:
     ],
 )
 def test_the_form_of_the_text_is_repeated(asked: Any, repeated: Any) -> None:
-    _, response = run(last(text="null"), text=asked)
+    _, response = run(last("stop", "null"), text=asked)
     assert response["text"] == {"format": repeated}
 
 

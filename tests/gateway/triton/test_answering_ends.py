@@ -77,7 +77,7 @@ async def test_a_busy_reader_gets_what_piled_up_in_one_delta(
     fake.accept(number)
     fake.frame((number, "x"))
     await until(lambda: asking.text == "x")
-    assert await anext(events) == Delta(text="abc", tokens=3)
+    assert await anext(events) == Delta(pieces=("abc",), tokens=3)
     await events.aclose()
     asking.task.cancel()
 
