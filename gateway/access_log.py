@@ -6,6 +6,7 @@ Prompts and answers only where `log_prompts` asks for the body; keys by their ow
 from typing import Any, Final
 
 from gateway.exchange import Exchange
+from gateway.tracing import Trace
 
 BODY_LIMIT_BYTES: Final = 16 * 1024
 
@@ -25,8 +26,7 @@ def request_line(exchange: Exchange, route: str, duration_s: float) -> dict[str,
         line["key"] = exchange.key_name
     if exchange.generates:
         line |= _generation(exchange)
-    if exchange.trace.upstreams:
-        line |= {"upstream": exchange.trace.upstreams[-1], "attempts": len(exchange.trace.upstreams)}
+    line |= _upstreams(exchange.trace)
     if exchange.error is not None:
         line["error"] = type(exchange.error).__name__
     if exchange.body is not None:
@@ -50,6 +50,16 @@ def _generation(exchange: Exchange) -> dict[str, Any]:
         reasons = dict.fromkeys(reason for _, reason in sorted(exchange.finish_reasons.items()))
         line["finish_reason"] = ",".join(reasons)
     return line
+
+
+def _upstreams(trace: Trace) -> dict[str, Any]:
+    """Return the Tritons that had the last word, and how many were tried for the prompt that needed most."""
+    called = [calls for calls in trace.calls if calls]
+    if not called:
+        return {}
+    # Of several prompts each Triton once.
+    last = dict.fromkeys(calls[-1] for calls in called)
+    return {"upstream": ",".join(last), "attempts": max(map(len, called))}
 
 
 def _ms(seconds: float) -> float:

@@ -50,8 +50,8 @@ class Trace:
 
     def __init__(self, trace_id: str | None = None, headers: Headers = ()) -> None:
         self.trace_id = trace_id
-        self.upstreams: list[str] = []
-        """Addresses of the Tritons that were called for it, in order."""
+        self.calls: list[list[str]] = []
+        """Of each of its prompts the addresses of the Tritons that were called for it, in order."""
         self._part = nullcontext(Part(headers))
 
     def part(

@@ -18,7 +18,7 @@ from gateway.prediction import Prediction, PredictionAnswer
 from gateway.tokenization import Tokenization, Tokens
 from gateway.triton.answering import answer_over_channel, answer_plainly
 from gateway.triton.backoff import Backoff
-from gateway.triton.calls import call_of
+from gateway.triton.calls import Calls
 from gateway.triton.channel import Channel
 from gateway.triton.delta_link import DeltaLink
 from gateway.triton.discovery import Discovery
@@ -166,12 +166,12 @@ class TritonUpstream:
 
     async def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
         """Run `request`: see `gateway.upstream.Upstream.generate`."""
-        tries = self._tries(request)
+        tries, calls = self._tries(request), Calls(request)
         accepted = delivered = False
         while True:
             replica = tries.next()
             try:
-                with call_of(replica, request) as (call, asked):
+                with calls.to(replica) as (call, asked):
                     async with contextlib.aclosing(self._attempt(replica, asked)) as events:
                         async for event in events:
                             if isinstance(event, Accepted):
@@ -199,11 +199,11 @@ class TritonUpstream:
 
     async def _answer_whole(self, request: R, ask: Callable[[Replica, R], Awaitable[A]]) -> A:
         """Run `request`, which one response answers, on one replica after the other."""
-        tries = self._tries(request)
+        tries, calls = self._tries(request), Calls(request)
         while True:
             replica = tries.next()
             try:
-                with call_of(replica, request) as (_, asked), replica.in_use():
+                with calls.to(replica) as (_, asked), replica.in_use():
                     return await ask(replica, asked)
             except TritonError as error:
                 if error.fault is Fault.UNREACHABLE:

@@ -39,7 +39,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 
 
 async def called(_: Generation) -> AsyncIterator[Event]:
-    current_trace.get().upstreams.extend(["triton-a:8001", "triton-b:8001"])
+    current_trace.get().calls.append(["triton-a:8001", "triton-b:8001"])
     async for event in say("a", "b", finish="length"):
         yield event
 
@@ -72,6 +72,23 @@ async def test_a_line_has_all_that_is_known(capsys: pytest.CaptureFixture[str], 
         "upstream": "triton-b:8001",
         "attempts": 2,
     }
+
+
+async def test_the_tritons_of_several_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    tried = {"one": ["a:1"], "two": ["b:1", "a:1", "c:1"], "three": ["a:1"], "four": ["b:1", "c:1"]}
+
+    async def say_tried(request: Generation) -> AsyncIterator[Event]:
+        current_trace.get().calls.append(tried[request.prompt.text])
+        async for event in say("a"):
+            yield event
+
+    configure_logging("info")
+    async with in_process(FakeUpstream(say_tried), api_keys=KEYS) as served:
+        body = {"model": "glm", "prompt": list(tried)}
+        await served.http.post("/v1/completions", json=body, headers=HEADERS)
+    (line,) = lines(capsys)
+    # Each Triton that answered once, in the order of the prompts; the most tries that any prompt needed.
+    assert (line["upstream"], line["attempts"]) == ("a:1,c:1", 3)
 
 
 async def test_the_reasons_of_several_choices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -196,4 +196,4 @@ def test_a_trace_that_is_not_recorded_takes_every_call() -> None:
         part.event("x")
         part.fail("y")
     trace.first_token()
-    assert trace.upstreams == []
+    assert trace.calls == []

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from gateway.batch import together
 from gateway.generation import Delta
 from gateway.tracing import Attribute, Part, PassOn, Trace, current_trace
 from tests.gateway.triton.fake_triton import generation, refusing, until
@@ -53,7 +54,7 @@ async def test_a_clients_traceparent_reaches_triton(triton: Any, serve: Serve, *
     current_trace.reset(token)
     sent = [each for each in triton.metadata if "traceparent" in each]  # not the probes
     assert [(each["traceparent"], each["tracestate"]) for each in sent] == [(TRACEPARENT, "a=1")]
-    assert trace.upstreams == [triton.address]
+    assert trace.calls == [[triton.address]]
 
 
 async def test_each_triton_that_is_tried_is_a_call(tritons: Any, serve: Serve, trace: Noting) -> None:
@@ -64,7 +65,7 @@ async def test_each_triton_that_is_tried_is_a_call(tritons: Any, serve: Serve, t
         triton.metadata.clear()
     while len(trace.told) < 2:  # which of the two is first is left to chance
         trace.told.clear()
-        trace.upstreams.clear()
+        trace.calls.clear()
         events = [event async for event in pool.generate(generation())]
         assert isinstance(events[-1], Delta)
         await until(lambda: pool.model("m").ready)
@@ -72,8 +73,19 @@ async def test_each_triton_that_is_tried_is_a_call(tritons: Any, serve: Serve, t
         ["call", first.address, 1, "not_ready"],
         ["call", second.address, 2, "accepted", "first_token"],
     ]
-    assert trace.upstreams == [first.address, second.address]
+    assert trace.calls == [[first.address, second.address]]
     assert [each["traceparent"] for each in second.metadata if "traceparent" in each][-1] == "call-1"
+
+
+async def test_the_tries_of_each_prompt_are_counted_by_themselves(
+    triton: Any, serve: Serve, trace: Noting
+) -> None:
+    pool = await serve(triton)
+    prompts = [generation(request_id=each) for each in "abc"]
+    events = [event async for event in together(pool.generate, prompts)]
+    assert isinstance(events[-1], Delta)
+    assert [attempt for _, _, attempt, *_ in trace.told] == [1, 1, 1]
+    assert trace.calls == [[triton.address]] * 3
 
 
 async def test_what_is_asked_outside_of_a_request_has_no_trace(triton: Any, serve: Serve) -> None:
