@@ -8,6 +8,7 @@ from fastapi import Depends, Request
 from starlette.responses import Response
 
 from gateway.api.deps import ExchangeDep, FlightDep, GatewayDep
+from gateway.context import check_context
 from gateway.errors import ClientGoneError, GatewayError, InternalError
 from gateway.exchange import Exchange
 from gateway.flight import Flight
@@ -35,11 +36,12 @@ class Answering:
             GatewayError: before the first byte; afterwards errors are part of the stream.
         """
         exchange, flight = self._exchange, self._flight
-        self._gateway.upstream.model(asked.model)
+        card = self._gateway.upstream.model(asked.model)
         exchange.model = asked.model
         exchange.stream = bool(asked.stream)
         asked.check_choices(self._gateway.settings.max_choices)
         generations = asked.generations(request_id=exchange.request_id, deadline=exchange.deadline)
+        check_context(generations, card)
         accepted = await flight.start(generations, self._request.receive)
         if not asked.stream:
             document = await answer.whole(accepted, flight)

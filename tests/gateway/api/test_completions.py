@@ -106,6 +106,16 @@ async def test_errors_are_the_sdks_own(served: Served) -> None:
     assert too_long.value.code == "context_length_exceeded"
 
 
+async def test_ids_beyond_the_context_cost_nothing(served: Served) -> None:
+    for prompt, param in ([5] * 64, None), ([[5], [5] * 64], "prompt.1"):
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as too_long:
+                await served.sdk.completions.create(model="glm", prompt=prompt, stream=stream)
+            assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", param)
+    assert not served.upstream.requests
+    await served.sdk.completions.create(model="glm", prompt=[5] * 63)
+
+
 async def test_requests_count_under_their_own_route() -> None:
     async with in_process(FakeUpstream()) as served:
         await served.http.post(COMPLETIONS, json={"model": "glm", "prompt": "a"})
