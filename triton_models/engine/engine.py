@@ -242,6 +242,9 @@ class Engine:
         if sampled.error is not None:
             self._finish(sequence, sampled.reason, error=sampled.error, spoilt=sampled.spoilt)
             return False
+        if sampled.token_id is None:
+            self._output(sequence, sampled)
+            return False
         params = sequence.request.sampling
         sequence.append(sampled.token_id)
         if sampled.token_id in params.stop_token_ids:

@@ -20,6 +20,7 @@ class PrefixCache:
       outlives its children. Where another sequence was first with the same tokens, the later one's blocks
       from there on are its own, unregistered.
     * `enabled` False, or a request's `prefix_cache` False: its blocks are neither looked for nor registered.
+    * While log-probabilities of a prompt are wanted, nothing is looked for: they come of computing it.
     """
 
     def __init__(self, blocks: BlockManager, *, enabled: bool = True) -> None:
@@ -44,7 +45,9 @@ class PrefixCache:
 
         At least its newest token is left to compute, because the logits behind it are wanted.
         """
-        return self._search(sequence, []) if self._takes_part(sequence) else []
+        if not self._takes_part(sequence) or sequence.unscored:
+            return []
+        return self._search(sequence, [])
 
     def start(self, sequence: Sequence) -> None:
         """Take note of a sequence that starts to run and holds just the blocks that `find` returned."""
@@ -59,7 +62,7 @@ class PrefixCache:
         the device the whole of the sequence's blocks.
         """
         count = self._registered.get(sequence)
-        if count is None:
+        if count is None or sequence.unscored:
             return
         found = self._search(sequence, sequence.blocks[:count])
         if found:

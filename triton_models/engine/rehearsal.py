@@ -10,6 +10,7 @@ from triton_models.engine.backend import Backend
 from triton_models.engine.captured_steps import LARGEST_PROMPTS
 from triton_models.engine.memory import GIB, free_bytes
 from triton_models.engine.model import CausalModel
+from triton_models.engine.prompt_scoring import SLICE_ROWS
 from triton_models.engine.runner import Runner, current
 from triton_models.engine.settings import Capacity, EngineSettings
 
@@ -20,6 +21,9 @@ _GRAPH_BYTES = 2 * 2**20
 
 _LOGITS_COPIES = 10
 """Float32 numbers for each logit of a step whose rows all ask for penalties, biases and log-probabilities."""
+
+_SCORES_COPIES = 4
+"""Float32 numbers for each logit of a slice of a prompt whose log-probabilities are wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +60,13 @@ def needed_bytes(rehearsed: Rehearsed, settings: EngineSettings, vocabulary: int
     """Return what to keep free of the KV cache.
 
     Beside what is held: the graphs, whose activations have a pool of their own, and what may be larger than
-    what was rehearsed: a step of more prompt tokens than are captured, or one that samples by every rule.
+    what was rehearsed: a step of more prompt tokens than are captured, one that samples by every rule, or one
+    that tells log-probabilities of prompts. The three follow one another within a step.
     """
     activations = rehearsed.activations
     prompts = activations * max(settings.max_batched_tokens, LARGEST_PROMPTS) // LARGEST_PROMPTS
-    sampling = _LOGITS_COPIES * settings.max_running * vocabulary * torch.float32.itemsize
+    logits = max(_LOGITS_COPIES * settings.max_running, _SCORES_COPIES * SLICE_ROWS)
+    sampling = logits * vocabulary * torch.float32.itemsize
     pool = activations + rehearsed.graphs * _GRAPH_BYTES if rehearsed.graphs else 0
     return rehearsed.held + pool + max(0, prompts - activations, sampling - activations)
 

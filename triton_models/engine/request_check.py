@@ -1,5 +1,6 @@
 """What a request must fulfil before it costs anything."""
 
+from triton_models.engine.sampling import TOP_LOGPROBS_LIMIT
 from triton_models.engine.sequence import Request
 from triton_models.errors import InvalidRequestError, PromptTooLongError
 
@@ -9,7 +10,8 @@ def check_request(request: Request, *, max_context: int, vocabulary: int) -> Non
 
     Raises:
         PromptTooLongError: prompt and answer together exceed `max_context` tokens.
-        InvalidRequestError: an empty prompt, or a token id outside the vocabulary.
+        InvalidRequestError: an empty prompt, a token id outside the vocabulary, or `prompt_logprobs` out of
+            range.
     """
     sampling = request.sampling
     length = len(request.prompt_ids)
@@ -23,6 +25,10 @@ def check_request(request: Request, *, max_context: int, vocabulary: int) -> Non
         raise PromptTooLongError(
             f"the prompt has {length} tokens and max_tokens is {sampling.max_tokens}:"
             f" together {length + sampling.max_tokens}, and the context is {max_context}"
+        )
+    if not 0 <= (request.prompt_logprobs or 0) <= TOP_LOGPROBS_LIMIT:
+        raise InvalidRequestError(
+            f"prompt_logprobs must be 0 to {TOP_LOGPROBS_LIMIT}, not {request.prompt_logprobs}"
         )
     ids = {
         "prompt": request.prompt_ids,

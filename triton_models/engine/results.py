@@ -6,19 +6,24 @@ from triton_models.engine.masks import MaskFault
 from triton_models.engine.sampler import SamplerOutputs
 from triton_models.engine.sequence import FinishReason, Sequence, TokenLogprobs, TokenOutput
 
+NOT_FINITE = "the model's output is not finite"
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A sequence's next token, or why it has none."""
+    """A sequence's next token, or why it has none; or what a chunk told of its prompt, or both."""
 
     sequence: Sequence
-    token_id: int
+    token_id: int | None
+    """None: the step did not sample for it."""
     logprobs: TokenLogprobs | None = None
     error: str | None = None
     reason: FinishReason = FinishReason.ERROR
     """How it ends by `error`."""
     spoilt: bool = False
     """The model's output is not finite, so what it left in the KV cache is not to be trusted either."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """See `TokenOutput`."""
 
 
 def sampled_tokens(
@@ -31,7 +36,7 @@ def sampled_tokens(
     for row, sequence in enumerate(sampling):
         reason, error = mask_errors.get(sequence.request.request_id, (FinishReason.ERROR, None))
         if error is None and not finite[row]:
-            error = "the model's output is not finite"
+            error = NOT_FINITE
         if error is None and not allowed[row]:
             error = "no token is allowed here"
         results.append(
@@ -50,12 +55,22 @@ def _logprobs(
     found = {}
     for row, values, ids in zip(rows, outputs.logprobs.tolist(), outputs.top_ids.tolist(), strict=True):
         wanted = sampling[row].request.sampling.logprobs or 0
-        found[row] = TokenLogprobs(
-            id=tokens[row],
-            logprob=values[0],
-            top=tuple(zip(ids[:wanted], values[1 : wanted + 1], strict=True)),
-        )
+        found[row] = token_logprobs(tokens[row], values, ids, wanted)
     return found
+
+
+def token_logprobs(token_id: int, values: list[float], ids: list[int], wanted: int) -> TokenLogprobs:
+    """Return a token's log-probabilities.
+
+    Args:
+        token_id: the token.
+        values: its own log-probability, and those of the most likely tokens, best first.
+        ids: these tokens.
+        wanted: how many of them are reported.
+    """
+    return TokenLogprobs(
+        id=token_id, logprob=values[0], top=tuple(zip(ids[:wanted], values[1 : wanted + 1], strict=True))
+    )
 
 
 def token_output(
@@ -71,6 +86,7 @@ def token_output(
         prompt_tokens=len(sequence.request.prompt_ids),
         token_id=None if sampled is None else sampled.token_id,
         logprobs=None if sampled is None else sampled.logprobs,
+        prompt_logprobs=() if sampled is None else sampled.prompt_logprobs,
         finish_reason=reason,
         error=error,
         cached_tokens=sequence.cached_tokens or 0,

@@ -16,6 +16,14 @@ from triton_models.engine.layout import ChunkRows, StepLayout
 from triton_models.engine.masks import MaskFault, fill_mask
 from triton_models.engine.model import CausalModel
 from triton_models.engine.penalties import PenaltyTable, stage_penalties
+from triton_models.engine.prompt_scoring import (
+    ScoredChunk,
+    Scores,
+    score,
+    scored_chunks,
+    stage_scores,
+    with_scores,
+)
 from triton_models.engine.results import Sampled, sampled_tokens
 from triton_models.engine.sampler import MASK_BITS, SamplerOutputs
 from triton_models.engine.sampling_rows import sampler_inputs, stage_sampling
@@ -35,6 +43,8 @@ class Launched:
     sampling: list[Sequence]
     outputs: SamplerOutputs | None
     mask_errors: dict[str, MaskFault]
+    scores: Scores | None
+    """Of prompts, where any are asked for."""
     done: torch.cuda.Event | None
     """None: it is done."""
 
@@ -112,6 +122,9 @@ class Runner:
         chunks = chunk_rows(batch)
         captured = self._stage(staging, batch, chunks)
         stage_sampling(staging, sampling)
+        scored = scored_chunks(batch, chunks)
+        if scored:
+            stage_scores(staging, scored)
         masks, mask_errors = self._fill_masks(sampling)
         views = staging.upload(self._model.device)
         self._slots.load(views)
@@ -120,10 +133,13 @@ class Runner:
             self._cache.clear(views["new_blocks"])
         slots = views["decode_slots"]
         longest = max((chunk.end for chunk in batch.decodes), default=0)
-        outputs = None
+        outputs = scores = None
         if batch.prefills:
             inputs = step_inputs(views, self._slots)
-            logits = self._compute_prompts(inputs, chunks, longest, captured)
+            layout, hidden = self._compute_prompts(inputs, chunks, longest, captured)
+            scores = self._score(scored, views, hidden, layout)
+            # The head's weights are a tenth of all, and for no row would be read for nothing.
+            logits = self._step.logits(hidden[inputs.rows], layout) if sampling else hidden[:0]
         else:
             logits = captured.decodes.forward(slots) if captured else self._step.decode(slots, longest)
         if captured and not batch.prefills and all(map(_is_plain, sampling)):
@@ -134,15 +150,16 @@ class Runner:
             self._slots.advance(slots[: len(batch.decodes)], views["sampling_slots"], outputs.status[0])
             if rules.penalties is not None:
                 rules.penalties.count(outputs.status[0])
-        return self._send_back(sampling, outputs, mask_errors)
+        return self._send_back(sampling, outputs, mask_errors, scores)
 
     def collect(self, launched: Launched) -> list[Sampled]:
-        """Wait for a step; returns a result for every chunk that samples, in order."""
+        """Wait for a step; returns results of the chunks that sample, in order, then of those only scored."""
         if launched.done is not None:
             launched.done.synchronize()
-        if launched.outputs is None:
-            return []
-        return sampled_tokens(launched.sampling, launched.outputs, launched.mask_errors)
+        results: list[Sampled] = []
+        if launched.outputs is not None:
+            results = sampled_tokens(launched.sampling, launched.outputs, launched.mask_errors)
+        return results if launched.scores is None else with_scores(results, launched.scores)
 
     @torch.inference_mode()
     def reset(self) -> None:
@@ -186,8 +203,8 @@ class Runner:
         chunks: tuple[ChunkRows, ...],
         longest_decode: int,
         captured: CapturedSteps | None,
-    ) -> Tensor:
-        """Compute a step with prompts; returns the logits of the rows that sample, if any do."""
+    ) -> tuple[StepLayout, Tensor]:
+        """Compute a step with prompts; returns what its rows leave behind the last layer."""
         layout = StepLayout(
             tables=self._slots.tables,
             slots=inputs.slots,
@@ -198,9 +215,15 @@ class Runner:
             tiles=inputs.tiles,
         )
         hidden = captured.prompts.forward(inputs) if captured else self._step.forward(inputs.tokens, layout)
-        if not len(inputs.rows):
-            return hidden[:0]  # The head's weights are a tenth of all, and would be read for nothing.
-        return self._step.logits(hidden[inputs.rows], layout)
+        return layout, hidden
+
+    def _score(
+        self, scored: list[ScoredChunk], views: dict[str, Tensor], hidden: Tensor, layout: StepLayout
+    ) -> Scores | None:
+        """Return log-probabilities of the prompts' tokens, where any are asked for."""
+        if not scored:
+            return None
+        return score(scored, views, hidden, lambda rows: self._step.logits(rows, layout))
 
     def _fill_masks(self, sampling: list[Sequence]) -> tuple[Tensor | None, dict[str, MaskFault]]:
         """Ask every token mask; returns their words on the device, and errors by request."""
@@ -215,15 +238,20 @@ class Runner:
         return upload(words, self._model.device), errors
 
     def _send_back(
-        self, sampling: list[Sequence], outputs: SamplerOutputs | None, mask_errors: dict[str, MaskFault]
+        self,
+        sampling: list[Sequence],
+        outputs: SamplerOutputs | None,
+        mask_errors: dict[str, MaskFault],
+        scores: Scores | None,
     ) -> Launched:
-        """Start what was sampled on its way to the host."""
+        """Start what was found on its way to the host."""
         done = None
         if self._model.device.type == "cuda":
             outputs = None if outputs is None else outputs.to_host()
+            scores = None if scores is None else scores.to_host()
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        return Launched(sampling, outputs, mask_errors, done)
+        return Launched(sampling, outputs, mask_errors, scores, done)
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

@@ -46,7 +46,8 @@ class Request:
 
     `priority`: lower runs first, equal ones in order of arrival. `deadline`: monotonic seconds after which
     the request is given up, waiting or running; None: never. `prefix_cache` False: its keys and values are
-    its own alone.
+    its own alone. `prompt_logprobs`: log-probabilities of the prompt's tokens and of this many most likely
+    ones are reported as they are computed, and all of them are, whatever is cached; None: none at all.
     """
 
     request_id: str
@@ -55,6 +56,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     prefix_cache: bool = True
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutput:
-    """What one step did for one request: a token, an end, or both.
+    """What one step did for one request: a token, an end, or log-probabilities of its prompt, or several.
 
     The token that ended the request (a stop id) is here too, with `finish_reason` STOP.
     """
@@ -78,6 +80,9 @@ class TokenOutput:
     prompt_tokens: int
     token_id: int | None = None
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's next tokens, each told once and in order; the first token, which follows nothing, has
+    none. All were told when the first token of the answer is."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     """With ERROR and SHUTDOWN: what went wrong, fit for a client."""
@@ -113,6 +118,7 @@ class Sequence:
         "rank",
         "request",
         "scheduled_at",
+        "scored",
         "seed",
         "slot",
         "state",
@@ -138,6 +144,8 @@ class Sequence:
         self.blocks: list[int] = []
         self.cached_tokens: int | None = None
         """Tokens of the prompt that were found in the cache when it was first admitted."""
+        self.scored = 0
+        """Tokens of the prompt behind its first whose log-probabilities were asked for and told."""
         self.slot: int | None = None
         """Row of the device's state tables, 0 to `max_running` - 1; None unless running."""
         self.scheduled_at: float | None = None
@@ -147,6 +155,12 @@ class Sequence:
     def generated(self) -> int:
         """Number of sampled tokens that are known."""
         return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def unscored(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted that were not told yet."""
+        request = self.request
+        return request.prompt_logprobs is not None and self.scored < len(request.prompt_ids) - 1
 
     @property
     def length(self) -> int:

@@ -16,7 +16,8 @@ _NEW_TOKENS = 4
 def warm_up(engine: Engine) -> None:
     """Run requests of every kind to their end; libraries and compilers set themselves up meanwhile.
 
-    Prompts of one token, of some, and of several steps; each way to sample; prompts beside decodes.
+    Prompts of one token, of some, and of several steps, told of and not; each way to sample; prompts beside
+    decodes.
 
     Raises:
         WarmUpError: a request failed, and so would those to come.
@@ -47,6 +48,7 @@ def warm_up(engine: Engine) -> None:
                 prompt_ids=(number,) * min(length, longest),
                 sampling=sampling,
                 prefix_cache=False,  # or there would be nothing left to compute
+                prompt_logprobs=None if number else 3,
             )
             engine.add(request)
         while engine.open_requests:

@@ -10,6 +10,7 @@ from triton_models.engine import rehearsal
 from triton_models.engine.backend import PLAIN, choose_backend
 from triton_models.engine.engine import Engine
 from triton_models.engine.memory import free_bytes
+from triton_models.engine.prompt_scoring import SLICE_ROWS
 from triton_models.engine.rehearsal import Rehearsed, memory_beside_cache, needed_bytes
 from triton_models.engine.runner import Runner
 from triton_models.engine.settings import EngineSettings
@@ -34,6 +35,11 @@ def test_sampling_by_every_rule_may_take_more_than_the_rehearsal() -> None:
     sampling = 10 * 64 * 1000 * 4
     assert needed(held=5, activations=7, graphs=0) == 5 + sampling - 7
     assert needed(held=5, activations=sampling + 1, graphs=0) == 5
+
+
+def test_log_probabilities_of_prompts_may_take_more_than_sampling() -> None:
+    settings = replace(SETTINGS, max_running=1)
+    assert needed(settings, held=5, activations=7, graphs=0) == 5 + 4 * SLICE_ROWS * 1000 * 4 - 7
 
 
 def test_steps_that_are_too_large_to_be_captured_are_reckoned_with() -> None:

@@ -88,6 +88,7 @@ def test_the_mix_that_follows_a_warm_up_holds_everything(settings: EngineSetting
     assert set(seen.ends) == set(FinishReason) - faults
     assert (seen.preemptions > 0) == (settings is TIGHT)
     assert seen.cached_tokens > 0
+    assert seen.prompt_logprobs > 0
     assert seen.prompt_steps > 0
     assert {1, 2, 3} <= seen.batch_sizes
     assert settings is TIGHT or settings.max_running in seen.batch_sizes

@@ -33,6 +33,7 @@ class Seen:
     prompt_steps: int = 0
     preemptions: int = 0
     cached_tokens: int = 0
+    prompt_logprobs: int = 0
 
 
 def wild_mix(engine: Engine, *, requests: int, vocabulary: int, seed: int = 0) -> Seen:
@@ -58,6 +59,7 @@ def wild_mix(engine: Engine, *, requests: int, vocabulary: int, seed: int = 0) -
         for output in engine.take_outputs():
             assert output.error is None, output
             seen.cached_tokens += output.cached_tokens
+            seen.prompt_logprobs += len(output.prompt_logprobs)
             if output.finish_reason is not None:
                 seen.ends[output.finish_reason] = seen.ends.get(output.finish_reason, 0) + 1
     return seen
@@ -78,6 +80,7 @@ def _request(dice: random.Random, name: str, vocabulary: int, shared: tuple[int,
         # Over before it begins, or never.
         deadline=time.monotonic() if dice.random() < 0.05 else None,
         prefix_cache=dice.random() < 0.8,
+        prompt_logprobs=random.Random(name).choice((None, None, None, None, 0, 1, 20)),
     )
 
 

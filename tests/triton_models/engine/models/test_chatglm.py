@@ -100,11 +100,43 @@ def test_logits_of_the_last_position(golden: Golden) -> None:
         assert logits[:16].tolist() == pytest.approx(case["last_logits_first16"], abs=2e-4)
 
 
+@pytest.mark.parametrize("budget", [16, 37, 500])
+def test_a_prompts_log_probabilities_are_those_of_one_pass_over_it(golden: Golden, budget: int) -> None:
+    """In chunks of odd lengths, with others beside them, and with all of it in the prefix cache."""
+    settings = EngineSettings(max_running=16, max_batched_tokens=budget, block_size=8)
+    engine = Engine(golden.model, settings)
+    prompts = [list(case["input_ids"]) for case in golden.cases]
+    for turn in range(2):
+        for number, prompt in enumerate(prompts):
+            sampling = SamplingParams(temperature=1.0, seed=number, max_tokens=5)
+            asked = request(f"{number}", prompt, sampling)
+            engine.add(replace(asked, prompt_logprobs=3) if number % 3 else asked)
+        outputs = run(engine)
+        assert turn == 0 or outputs["0"][0].cached_tokens > 0
+        for number, prompt in enumerate(prompts):
+            told = [each for output in outputs[str(number)] for each in output.prompt_logprobs]
+            if not number % 3:
+                assert told == []
+                continue
+            raw = whole_passes(golden.model, prompt)[:-1].log_softmax(dim=-1)
+            assert [each.id for each in told] == prompt[1:]
+            for each, row in zip(told, raw, strict=True):
+                assert each.logprob == pytest.approx(row[each.id].item(), abs=1e-4)
+                assert [value for _, value in each.top] == pytest.approx(
+                    row.topk(3).values.tolist(), abs=1e-4
+                )
+
+
 def whole_pass(model: ChatGLM, tokens: list[int]) -> torch.Tensor:
     """The logits behind `tokens`, with attention that needs no cache."""
+    return whole_passes(model, tokens)[-1]
+
+
+def whole_passes(model: ChatGLM, tokens: list[int]) -> torch.Tensor:
+    """The logits behind each of `tokens`."""
     operations = WholeSequence(len(tokens), model.kv_shape.heads)
     with torch.inference_mode():
-        return model.logits(model.forward(torch.tensor(tokens), operations)[-1:], operations)[0]
+        return model.logits(model.forward(torch.tensor(tokens), operations), operations)
 
 
 class WholeSequence(PlainMath):

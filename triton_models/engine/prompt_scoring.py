@@ -1,0 +1,148 @@
+"""Log-probabilities of prompts: how likely the model found each token that it was given.
+
+A prompt's hidden rows go through the head in the step that computes them, a slice at a time, so that the
+memory for it is bounded whatever the step holds. Every slice is as large as the others, filled up where the
+rows give out: whatever is asked, a device computes one shape. Steps in which nobody asks do none of this.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import isnan
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from triton_models.engine.batch import Batch
+from triton_models.engine.layout import ChunkRows
+from triton_models.engine.results import NOT_FINITE, Sampled, token_logprobs
+from triton_models.engine.sequence import Sequence
+from triton_models.engine.staging import Staging
+
+SLICE_ROWS = 64
+"""Rows that go through the head together. More would read its weights less often, and need more memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredChunk:
+    """`count` tokens of a prompt from `first` on, each judged by the row before its own: from `row` on."""
+
+    sequence: Sequence
+    first: int
+    count: int
+    row: int
+
+    @property
+    def top(self) -> int:
+        """Number of the most likely tokens that are wanted beside each."""
+        return self.sequence.request.prompt_logprobs or 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What is known of R tokens of `chunks`.
+
+    `logprobs`: [R, 1 + top] float32, the token's own first; `top_ids`: [R, top] int64.
+    """
+
+    chunks: list[ScoredChunk]
+    logprobs: Tensor
+    top_ids: Tensor
+
+    def to_host(self) -> "Scores":
+        """Start copying to pinned host memory; whoever reads the copies waits for the device first."""
+        return replace(
+            self,
+            logprobs=self.logprobs.to("cpu", non_blocking=True),
+            top_ids=self.top_ids.to("cpu", non_blocking=True),
+        )
+
+
+def scored_chunks(batch: Batch, rows: tuple[ChunkRows, ...]) -> list[ScoredChunk]:
+    """Return what of a step's prompts is asked for; `rows`: where its prompts' chunks stand."""
+    found = []
+    for chunk, place in zip(batch.prefills, rows, strict=True):
+        sequence = chunk.sequence
+        if not sequence.unscored:
+            continue
+        count = min(chunk.end, len(sequence.request.prompt_ids) - 1) - chunk.start
+        if count > 0:
+            found.append(ScoredChunk(sequence, chunk.start + 1, count, place.start))
+    return found
+
+
+def stage_scores(staging: Staging, chunks: list[ScoredChunk]) -> None:
+    """Stage the rows that judge and the tokens that are judged."""
+    staging.integers(
+        "judging_rows", [row for each in chunks for row in range(each.row, each.row + each.count)]
+    )
+    staging.integers(
+        "judged_tokens",
+        [token for each in chunks for token in each.sequence.tokens[each.first : each.first + each.count]],
+    )
+
+
+def score(
+    chunks: list[ScoredChunk], views: dict[str, Tensor], hidden: Tensor, head: Callable[[Tensor], Tensor]
+) -> Scores:
+    """Judge what was staged.
+
+    Args:
+        chunks: what that was.
+        views: the uploaded step.
+        hidden: [T, width] of the step.
+        head: makes [S, vocabulary] logits of [S, width], of any float dtype.
+    """
+    top = max(each.top for each in chunks)
+    rows, tokens = views["judging_rows"], views["judged_tokens"]
+    filling = (0, -len(rows) % SLICE_ROWS)
+    slices = [
+        _score_slice(hidden[some], judged, top, head)
+        for some, judged in zip(
+            torch.split(pad(rows, filling), SLICE_ROWS),
+            torch.split(pad(tokens, filling), SLICE_ROWS),
+            strict=True,
+        )
+    ]
+    logprobs, top_ids = (torch.cat(parts)[: len(rows)] for parts in zip(*slices, strict=True))
+    return Scores(chunks, logprobs, top_ids)
+
+
+def _score_slice(
+    hidden: Tensor, tokens: Tensor, top: int, head: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    raw = head(hidden).float().log_softmax(dim=-1)
+    likely, likely_ids = raw.topk(top, dim=-1)
+    return torch.cat([raw.gather(1, tokens[:, None]), likely], dim=1), likely_ids
+
+
+def with_scores(results: list[Sampled], scores: Scores) -> list[Sampled]:
+    """Add what was found of prompts, which is on the host, to the results of the step that found it.
+
+    Called once for each step, in order.
+    """
+    values, ids = scores.logprobs.tolist(), scores.top_ids.tolist()
+    by_sequence = {each.sequence: each for each in results}
+    at = 0
+    for chunk in scores.chunks:
+        sequence = chunk.sequence
+        # What is computed anew after a preemption was told before.
+        new = range(at + max(0, sequence.scored + 1 - chunk.first), at + chunk.count)
+        at += chunk.count
+        if not new:
+            continue
+        result = by_sequence.get(sequence) or Sampled(sequence, None)
+        if result.error is None and any(isnan(values[row][0]) for row in new):
+            result = replace(result, error=NOT_FINITE, spoilt=True)
+        else:
+            tokens = sequence.tokens[chunk.first + chunk.count - len(new) : chunk.first + chunk.count]
+            sequence.scored += len(new)
+            result = replace(
+                result,
+                prompt_logprobs=tuple(
+                    token_logprobs(token, values[row], ids[row], chunk.top)
+                    for token, row in zip(tokens, new, strict=True)
+                ),
+            )
+        by_sequence[sequence] = result
+    return list(by_sequence.values())
