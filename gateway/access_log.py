@@ -6,6 +6,7 @@ Prompts and answers only where `log_prompts` asks for the body; keys by their ow
 from typing import Any, Final
 
 from gateway.exchange import Exchange
+from gateway.metrics import UNKNOWN
 from gateway.tracing import Trace
 
 BODY_LIMIT_BYTES: Final = 16 * 1024
@@ -24,6 +25,10 @@ def request_line(exchange: Exchange, route: str, duration_s: float) -> dict[str,
         line["trace_id"] = exchange.trace.trace_id
     if exchange.key_name is not None:
         line["key"] = exchange.key_name
+    if exchange.model != UNKNOWN:
+        line["model"] = exchange.model
+    if exchange.queued_s is not None:
+        line |= {"queued_ms": _ms(exchange.queued_s), "waited_ms": _ms(exchange.waited_s)}
     if exchange.generates:
         line |= _generation(exchange)
     line |= _upstreams(exchange.trace)
@@ -36,12 +41,9 @@ def request_line(exchange: Exchange, route: str, duration_s: float) -> dict[str,
 
 def _generation(exchange: Exchange) -> dict[str, Any]:
     line: dict[str, Any] = {
-        "model": exchange.model,
         "stream": exchange.stream,
         "prompt_tokens": exchange.prompt_tokens,
         "generated_tokens": exchange.generated_tokens,
-        "queued_ms": _ms(exchange.queued_s),
-        "waited_ms": _ms(exchange.waited_s),
     }
     if exchange.first_token_at is not None:
         line["first_token_ms"] = _ms(exchange.first_token_at - exchange.arrived)

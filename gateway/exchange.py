@@ -33,7 +33,7 @@ class Exchange:
     """A served model, else `unknown`."""
     key_name: str | None = None
     generates: bool = False
-    """True from admission on: the request counts in the metrics of generations."""
+    """True once it asks for a place at the engines: the request counts in the metrics of generations."""
     stream: bool = False
     status: int | None = None
     """As sent; None while nothing was."""
@@ -41,8 +41,8 @@ class Exchange:
     """The first thing that went wrong, before or after the first byte."""
     waited_s: float = 0.0
     """Spent waiting for the client's body, for admission and for the upstream."""
-    queued_s: float = 0.0
-    """Of those, waiting for admission."""
+    queued_s: float | None = None
+    """Of those, waiting for admission; None: it needed none, or never came so far."""
     body: bytes | None = None
     """As the client sent it; only where it is to be logged."""
     prompt_tokens: int = 0

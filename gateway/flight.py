@@ -128,19 +128,20 @@ class Flight(AsyncIterator[Event]):
     async def _enter(self, receive: Receive, *, permits: int, admission: Admission | None = None) -> None:
         """Begin the race, and wait for a place in it."""
         exchange, gateway = self._exchange, self._gateway
-        exchange.generates = True
+        admission = admission or gateway.admission
+        exchange.generates = admission is gateway.admission
         gateway.drain.register(self.end)
         exchange.resources.callback(gateway.drain.unregister, self.end)
         deadline = self._loop.call_at(exchange.deadline, self.end, _too_late())
         exchange.resources.callback(deadline.cancel)
         self._watcher = self._loop.create_task(self._watch(receive))
         exchange.resources.push_async_callback(self.stop_watching)
-        await self._admit(admission or gateway.admission, permits)
+        await self._admit(admission, permits)
 
     async def _admit(self, admission: Admission, permits: int) -> None:
         metrics, model = self._gateway.metrics, self._exchange.model
         # The gauges are of generations, and of their places: tokenizations have others.
-        counts = admission is self._gateway.admission
+        counts = self._exchange.generates
         metrics.waiting.labels(model).inc(counts)
         began = perf_counter()
         try:

@@ -74,6 +74,16 @@ async def test_a_line_has_all_that_is_known(capsys: pytest.CaptureFixture[str], 
     }
 
 
+async def test_a_tokenization_is_no_generation(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info")
+    async with in_process(FakeUpstream(), api_keys=KEYS) as served:
+        await served.http.post("/tokenize", json={"model": "glm", "prompt": "a"}, headers=HEADERS)
+    (line,) = lines(capsys)
+    assert line["model"] == "glm"
+    assert line.keys() >= {"queued_ms", "waited_ms"}
+    assert not line.keys() & {"stream", "prompt_tokens", "generated_tokens"}
+
+
 async def test_the_tritons_of_several_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     tried = {"one": ["a:1"], "two": ["b:1", "a:1", "c:1"], "three": ["a:1"], "four": ["b:1", "c:1"]}
 

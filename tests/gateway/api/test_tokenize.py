@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 
 from gateway.errors import InvalidRequestError
@@ -32,6 +33,20 @@ async def test_text_and_back(served: Served) -> None:
     assert shown.json()["token_strs"] == ["h", "é"]
     assert served.metric("requests_total", route="/tokenize", model="glm", status="200") == 2
     assert served.metric("requests_in_flight", model="glm") == 0
+
+
+async def test_tokenizations_are_no_generations() -> None:
+    async with on_socket(FakeUpstream()) as served:
+        await ask(served, "/tokenize", prompt="a")
+        await ask(served, "/detokenize", tokens=[104])
+        served.upstream.tokenizing = lambda _: asyncio.sleep(10)
+        with pytest.raises(httpx.ReadTimeout):
+            await served.http.post("/tokenize", json={"model": "glm", "prompt": "a"}, timeout=0.1)
+        await until(
+            lambda: served.metric("requests_total", route="/tokenize", model="glm", status="499") == 1
+        )
+        for name in ("overhead_seconds_count", "client_cancels_total"):
+            assert served.metric(name, model="glm") == 0
 
 
 async def test_a_conversation(served: Served) -> None:
