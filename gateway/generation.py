@@ -3,12 +3,13 @@
 Nothing here knows OpenAI's JSON (above) or tensors (below).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from msgspec import Struct
 
+from gateway.pieces import CallPart, Piece
 from gateway.tracing import Headers
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -63,7 +64,8 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 class ToolOffer:
     """The tools that the model may use, at least one, and how it has to.
 
-    `field` and `choice_field` are what the request calls them, for errors.
+    `field`, `schema_field` and `choice_field` are what the request calls them, the schema of the tool at a
+    place (`{}`), and the choice, for errors.
     """
 
     tools: tuple[Tool, ...]
@@ -72,6 +74,7 @@ class ToolOffer:
     single: bool = False
     """At most one call in the answer."""
     field: str = "tools"
+    schema_field: str = "tools.{}.function.parameters"
     choice_field: str = "tool_choice"
 
 
@@ -166,12 +169,18 @@ class Generation:
     """Report the ids of the prompt and of the answer."""
     priority: int = 0
 
-    @property
-    def grammar_field(self) -> str | None:
-        """What the request calls that which the answer is held to; None: it is free, or there are two."""
+    def grammar_field(self, tool: str | None = None) -> str | None:
+        """Return what the request calls that which the answer is held to; None: it is free, or there are two.
+
+        Args:
+            tool: the name of the one whose schema is meant, where it is one's.
+        """
         offer = self.prompt.offer if isinstance(self.prompt, Conversation) else None
         if offer is None or offer.choice == "none":
             return None if self.grammar is None else self.grammar.field
+        for at, each in enumerate(offer.tools):
+            if each.name == tool:
+                return offer.schema_field.format(at)
         return offer.field if self.grammar is None or offer.choice != "auto" else None
 
 
@@ -216,52 +225,6 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
-
-
-class Call(Struct, frozen=True):
-    """The model calls a tool. `arguments` is meant to be a JSON object, as text."""
-
-    name: str
-    arguments: str
-
-
-class CallPart(Struct, frozen=True):
-    """A call as it comes: one with a name begins the next call, one without goes on with its arguments."""
-
-    name: str | None
-    arguments: str
-
-
-def joined_calls(parts: Iterable[CallPart]) -> list[Call]:
-    """Return the calls that `parts` are, the first of which has a name."""
-    calls: list[Call] = []
-    for part in parts:
-        if part.name is not None:
-            calls.append(Call(part.name, part.arguments))
-        else:
-            calls[-1] = Call(calls[-1].name, calls[-1].arguments + part.arguments)
-    return calls
-
-
-Piece = str | CallPart
-"""Of an answer, in its order: text, which is final in format, or what came of a call."""
-
-
-def joined_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """Return the same answer in as few pieces as there can be, none of them empty text."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        last = joined[-1] if joined else None
-        if isinstance(piece, str):
-            if isinstance(last, str):
-                joined[-1] = last + piece
-            elif piece:
-                joined.append(piece)
-        elif piece.name is None and isinstance(last, CallPart):
-            joined[-1] = CallPart(last.name, last.arguments + piece.arguments)
-        else:
-            joined.append(piece)
-    return tuple(joined)
 
 
 class Delta(Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ A grammar is about what an answer says, not about how a model's format writes it
 two together, and neither side of the wire names a token.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -59,6 +60,8 @@ Choices = Annotated[
 ]
 """The strings of which an answer is one."""
 
+_ABOUT_TOOL = re.compile(r"tool ([^\s:]+): ")
+
 _tool_calls = msgspec.json.Decoder(ToolCalls)
 _choices = msgspec.json.Decoder(Choices)
 
@@ -70,6 +73,17 @@ def decode_tool_calls(text: str) -> ToolCalls:
         msgspec.MsgspecError: it is not that.
     """
     return decode_bounded(_tool_calls, text.encode())
+
+
+def about_tool(name: str, what: str) -> str:
+    """Return the words of a refusal of what is wrong with a tool's schema."""
+    return f"tool {name}: {what}"
+
+
+def tool_at_fault(words: str) -> str | None:
+    """Return the tool that the words of a refusal are about; None: they are about none of its own."""
+    found = _ABOUT_TOOL.match(words)
+    return None if found is None else found[1]
 
 
 def decode_choices(text: str) -> list[str]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Protocol
 
-from gateway.generation import CallPart
+from gateway.pieces import CallPart
 from wire.fenced_calls import OPENING, read_call
 
 OnPart = Callable[[CallPart], None]

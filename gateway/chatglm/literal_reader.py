@@ -8,7 +8,7 @@ A call that is cut short has the arguments that there were, whole or not.
 import re
 
 from gateway.chatglm.call_readers import OnPart, Verdict
-from gateway.generation import CallPart
+from gateway.pieces import CallPart
 from wire.fenced_calls import OPENING
 
 _PIECE = re.compile(

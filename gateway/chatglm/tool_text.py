@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from gateway.chatglm.call_readers import CallReader, OnPart, Verdict
 from gateway.chatglm.held_text import HeldText
-from gateway.generation import Piece, joined_pieces
+from gateway.pieces import Piece, joined_pieces
 from wire.answer import AnswerText
 from wire.meta import Segment
 

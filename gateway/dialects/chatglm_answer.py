@@ -16,19 +16,17 @@ from gateway.dialects.base import ModelReport
 from gateway.errors import UpstreamProtocolError
 from gateway.generation import (
     Accepted,
-    CallPart,
     Conversation,
     Delta,
     Event,
     FinishReason,
     Generation,
     Heartbeat,
-    Piece,
     TokenLogprob,
     TopLogprob,
     Usage,
-    joined_pieces,
 )
+from gateway.pieces import CallPart, Piece, joined_pieces
 from wire import meta as wire_meta
 from wire import names
 from wire.answer import AnswerText, ContinuedText

@@ -16,9 +16,10 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from gateway.errors import GatewayError, UpstreamProtocolError
-from gateway.generation import Accepted, Call, Delta, Event, FinishReason, TokenLogprob, joined_calls
+from gateway.generation import Accepted, Delta, Event, FinishReason, TokenLogprob
 from gateway.generation import Usage as TokenCounts
 from gateway.openai.generation_request import StreamOptions
+from gateway.pieces import Call, joined_calls
 from gateway.version import version
 
 encode = msgspec.json.Encoder().encode

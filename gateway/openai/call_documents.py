@@ -5,7 +5,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from gateway.generation import Call, CallPart
+from gateway.pieces import Call, CallPart
 
 
 class CalledFunction(Struct, frozen=True):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from gateway.generation import Accepted, Call, CallPart, Delta, Event, FinishReason, TokenLogprob
+from gateway.generation import Accepted, Delta, Event, FinishReason, TokenLogprob
 from gateway.openai.answer import ChunkWriter, Head, Usage, encode, gather, ids_document
 from gateway.openai.call_documents import (
     CalledFunction,
@@ -21,6 +21,7 @@ from gateway.openai.call_documents import (
 from gateway.openai.chat_request import ChatRequest
 from gateway.openai.chunk_stream import ChunkedAnswer
 from gateway.openai.generation_request import StreamOptions
+from gateway.pieces import Call, CallPart
 
 _CONTENT = b'"content":'
 _NO_CONTENT = _CONTENT + encode("")

@@ -163,7 +163,7 @@ class ResponsesRequest(StructuredRequest):
         return offer_of(
             self.tools or (),
             NamedTool(choice.name) if isinstance(choice, FlatNamedChoice) else choice,
-            names="tools.{}.name",
+            path="tools.{}",
             single=self.parallel_tool_calls is False,
         )
 

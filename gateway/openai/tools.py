@@ -105,26 +105,26 @@ Functions = Annotated[Items[Function], Field(max_length=TOOLS_LIMIT)]
 
 
 def offer_of(
-    functions: Sequence[Function], choice: ToolChoice | None, *, names: str, single: bool
+    functions: Sequence[Function], choice: ToolChoice | None, *, path: str, single: bool
 ) -> ToolOffer | None:
     """Return what `functions` among `tools` and `tool_choice` ask for; None: no tools.
 
     Args:
         functions: what may be called.
         choice: what has to be.
-        names: path of a function's name in the request, with `{}` for its place.
+        path: of a function in the request, with `{}` for its place.
         single: at most one call in the answer.
 
     Raises:
         InvalidRequestError: they contradict each other.
     """
-    _check(functions, names, choice.name if isinstance(choice, NamedTool) else None, "tool_choice")
+    _check(functions, path, choice.name if isinstance(choice, NamedTool) else None, "tool_choice")
     if not functions:
         if choice == "required":
             raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
         return None
     tools = tuple(function.tool() for function in functions)
-    return ToolOffer(tools=tools, choice=choice or "auto", single=single)
+    return ToolOffer(tools=tools, choice=choice or "auto", single=single, schema_field=f"{path}.parameters")
 
 
 def offer_of_tools(
@@ -142,7 +142,7 @@ def offer_of_tools(
         raise InvalidRequestError("parallel_tool_calls needs tools.", param="parallel_tool_calls")
     functions = [tool.function for tool in tools or ()]
     named = NamedTool(choice.function.name) if isinstance(choice, NamedChoice) else choice
-    return offer_of(functions, named, names="tools.{}.function.name", single=parallel is False)
+    return offer_of(functions, named, path="tools.{}.function", single=parallel is False)
 
 
 def offer_of_functions(
@@ -155,7 +155,7 @@ def offer_of_functions(
     """
     functions = functions or []
     named = choice.name if isinstance(choice, FunctionName) else None
-    _check(functions, "functions.{}.name", named, "function_call")
+    _check(functions, "functions.{}", named, "function_call")
     if not functions:
         return None
     return ToolOffer(
@@ -163,6 +163,7 @@ def offer_of_functions(
         choice=NamedTool(choice.name) if isinstance(choice, FunctionName) else choice or "auto",
         single=True,
         field="functions",
+        schema_field="functions.{}.parameters",
         choice_field="function_call",
     )
 
@@ -172,7 +173,7 @@ def _check(functions: Sequence[Function], path: str, named: str | None, choice_f
     names = [function.name for function in functions]
     for at, name in enumerate(names):
         if name in names[:at]:
-            raise InvalidRequestError(f"There are two tools {name!r}.", param=path.format(at))
+            raise InvalidRequestError(f"There are two tools {name!r}.", param=f"{path.format(at)}.name")
     if named is not None and named not in names:
         raise InvalidRequestError(
             f"{choice_field} names {named!r}, which is not among the tools.", param=choice_field

@@ -185,7 +185,7 @@ class TritonUpstream:
                             yield event
             except TritonError as error:
                 replica.suspect(error)
-                tries.failed(error.blame_grammar(request.grammar_field), delivered=delivered)
+                tries.failed(error.blame_grammar(request), delivered=delivered)
             else:
                 return
 

@@ -26,6 +26,8 @@ from gateway.errors import (
     UnavailableError,
     UpstreamProtocolError,
 )
+from gateway.generation import Generation
+from wire.grammar import tool_at_fault
 from wire.refusal import RefusalCode, parse_refusal
 
 MESSAGE_LIMIT = 500
@@ -186,10 +188,11 @@ class TritonError(Exception):
         self.param = param
         """The field of the request that is at fault, where that is known."""
 
-    def blame_grammar(self, field: str | None) -> "TritonError":
-        """Return this error for a request whose grammar came from `field`, which a refusal of it names."""
+    def blame_grammar(self, request: Generation) -> "TritonError":
+        """Return this error of `request`: what a refused grammar came from is its param."""
         if self.fault is not Fault.INVALID_GRAMMAR:
             return self
+        field = request.grammar_field(tool_at_fault(self.message))
         return TritonError(self.fault, self.detail, message=self.message, param=field)
 
     def blame_client(self) -> "TritonError":

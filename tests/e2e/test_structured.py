@@ -259,9 +259,13 @@ def test_strict_tools_that_may_be_called_are_called_right_or_not_at_all(demo: op
 def test_a_strict_tool_that_cannot_be_enforced_is_a_400(demo: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    with pytest.raises(openai.BadRequestError, match=r"tool f: .*uniqueItems") as refused:
+        demo.chat.completions.create(model="chatglm3-demo", messages=MESSAGES, tools=[TOOLS[1], tool])
+    assert refused.value.param == "tools.1.function.parameters"
+    flat: Any = {"type": "function", **tool["function"]}
     with pytest.raises(openai.BadRequestError, match="uniqueItems") as refused:
-        demo.chat.completions.create(model="chatglm3-demo", messages=MESSAGES, tools=[tool])
-    assert refused.value.param == "tools"
+        demo.responses.create(model="chatglm3-demo", input="hi", tools=[flat])
+    assert refused.value.param == "tools.0.parameters"
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -14,11 +14,13 @@ from triton_models.text.literals import COMMON_RULES
 from triton_models.text.schema_check import check_schema
 from triton_models.text.schema_keywords import check_keywords
 from wire.fenced_calls import FENCE, OPENING
-from wire.grammar import CallableTool, ToolCalls, decode_tool_calls
+from wire.grammar import CallableTool, ToolCalls, about_tool, decode_tool_calls
 
 _TEXT_RULE: Final = "TEXT: /(.|\\n)*/\n"
 
 _CLOSING: Final = f")\n{FENCE}"
+
+_PARAMETERS: Final = "parameters"
 
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -43,12 +45,12 @@ def _fenced(tool: CallableTool, name: str) -> tuple[str, str]:
 def _json(tool: CallableTool, _name: str) -> tuple[str, str]:
     schema: dict[str, Any] = tool.parameters or _NO_ARGUMENTS
     if schema.get("type", "object") != "object":
-        raise InvalidGrammarError(f"{tool.name}: parameters.type must be object")
+        raise InvalidGrammarError("parameters.type must be object")
     schema = {"type": "object", **schema}
     if "properties" in schema:
         schema.setdefault("additionalProperties", False)
     if tool.strict:
-        check_schema(schema)
+        check_schema(schema, _PARAMETERS)
     return json_rule(schema, lenient=not tool.strict), ""
 
 
@@ -81,8 +83,11 @@ def call_document(
     opening = f"{literal(notation.opening)} " if notation.opening else ""
     names = [tool.name for tool in calls.tools]
     for at, tool in enumerate(calls.tools):
-        check_keywords(tool.parameters, f"{tool.name}: parameters")
-        body, more = notation.write(tool, f"t{at}")
+        try:
+            check_keywords(tool.parameters, _PARAMETERS)
+            body, more = notation.write(tool, f"t{at}")
+        except InvalidGrammarError as error:
+            raise InvalidGrammarError(about_tool(tool.name, str(error))) from None
         line = f"{tool.name}\n"
         rules += f"{more}body{at}: {opening}{body}\ncall{at}: {first}{literal(line)} / ?/ body{at}\n"
     if metadata is not None and metadata not in names:
@@ -92,15 +97,18 @@ def call_document(
     answer = TextRule("TEXT", _TEXT_RULE) if calls.text is None else text_rule(calls.text)
     start = _start(calls, begun, f"<[{segment_id}]>", only_calls=only_calls)
     text_line = f'text: {first}"\\n" {answer.body}\n{answer.rules}'
-    openings = (
-        [f"{prefix}{notation.opening}"]
+    openings: dict[str, str | None] = (
+        {f"{prefix}{notation.opening}": metadata}
         if begun
-        else [f"{prefix}{name}\n{notation.opening}" for name in names]
+        else {f"{prefix}{name}\n{notation.opening}": name for name in names}
     )
+    if not only_calls and calls.text is not None:
+        openings[f"{prefix}\n"] = None
     return Document(
         f"{start}{text_line}{rules}",
         answer.nested,
-        tuple(openings if only_calls or calls.text is None else [*openings, f"{prefix}\n"]),
+        openings,
+        {f"{rule}{at}": name for at, name in enumerate(names) for rule in ("t", "body")},
     )
 
 

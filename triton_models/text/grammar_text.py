@@ -7,7 +7,8 @@ so that no answer can go astray in it.
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import llguidance
@@ -51,14 +52,22 @@ class TextRule:
 class Document:
     """A grammar to compile.
 
-    `openings` are beginnings of answers, with what is not shown of them, behind which a schema's part begins.
+    Args:
+        start: its rules, the first of which is `start`.
+        nested: see `TextRule`.
+        openings: beginnings of answers, with what is not shown of them, behind which a schema's part begins;
+            and the tool whose schema that is, if it is one's.
+        tools: by what the names of rules begin with, up to a `_`: the tool whose they are.
     """
 
     start: str
-    """Its rules, the first of which is `start`."""
-    nested: str | None = None
-    """See `TextRule`."""
-    openings: tuple[str, ...] = ("",)
+    nested: str | None
+    openings: Mapping[str, str | None]
+    tools: Mapping[str, str] = field(default_factory=dict)
+
+    def tool_of(self, line: str) -> str | None:
+        """Return the tool that a line of the text is about."""
+        return self.tools.get(line.partition(":")[0].partition("_")[0])
 
     def text(self) -> str:
         """Return it as llguidance reads it."""
@@ -82,7 +91,7 @@ def text_document(grammar: Grammar, *, prefix: str) -> Document:
     """
     text = text_rule(grammar)
     first = literal(prefix) + " " if prefix else ""
-    return Document(f"start: {first}{text.body}\n{text.rules}", text.nested, (prefix,))
+    return Document(f"start: {first}{text.body}\n{text.rules}", text.nested, {prefix: None})
 
 
 def text_rule(grammar: Grammar) -> TextRule:

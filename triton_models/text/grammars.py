@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from triton_models.errors import InvalidGrammarError, TokenMaskError
 from triton_models.foreign import panics_are_errors
 from triton_models.text.call_grammar import call_document
+from triton_models.text.complaints import about_grammar, about_mask
 from triton_models.text.deep_stack import on_deep_stack
 from triton_models.text.grammar_text import text_document
 from triton_models.text.vocabulary import Vocabulary
-from wire.grammar import Grammar
+from wire.grammar import Grammar, about_tool
 
 CACHED: Final = 64
 """Compiled grammars that are kept."""
@@ -48,7 +49,6 @@ TRIED: Final = 8
 of thousands of properties are where its size shows."""
 
 _LIBRARY = "llguidance"
-_MESSAGE_LIMIT = 300
 _WORD_BITS = 32
 
 
@@ -126,7 +126,7 @@ class GrammarMask:
 
     def _failure(self, what: str) -> TokenMaskError:
         self._grammar.note_failure()
-        return TokenMaskError(f"{what}: {_message(self._matcher)}")
+        return TokenMaskError(f"{what}: {about_mask(self._matcher.get_error())}")
 
 
 class Grammars:
@@ -210,17 +210,18 @@ class Grammars:
             document = text_document(grammar, prefix=prefix)
         matcher = llguidance.LLMatcher(self.prepare(), document.text(), limits=LIMITS, log_level=0)
         if matcher.is_error():
-            raise InvalidGrammarError(_message(matcher))
+            raise InvalidGrammarError(about_grammar(matcher.get_error(), document))
         special = [*self._stop_ids]
         if grammar.kind == "tool_calls" and self._segment_id is not None:
             special.append(self._segment_id)
         compiled = CompiledGrammar(matcher, self._allowed(special))
-        try:
-            # Whatever is compiled on first use is compiled here, and an answer can begin.
-            for opening in document.openings:
+        # Whatever is compiled on first use is compiled here, and an answer can begin.
+        for opening, tool in document.openings.items():
+            try:
                 self._try(compiled.mask(), opening)
-        except TokenMaskError as error:
-            raise InvalidGrammarError(f"no answer can begin by this grammar ({error})") from None
+            except TokenMaskError as error:
+                words = f"no answer can begin by this grammar ({error})"
+                raise InvalidGrammarError(words if tool is None else about_tool(tool, words)) from None
         return compiled
 
     def _try(self, mask: GrammarMask, opening: str) -> None:
@@ -286,10 +287,3 @@ class _Wrapper(llguidance.TokenizerWrapper):
 
     def __call__(self, text: str) -> list[int]:
         raise NotImplementedError
-
-
-def _message(matcher: llguidance.LLMatcher) -> str:
-    """Return the first lines of llguidance's error, which may quote what the client sent."""
-    lines = [line.strip() for line in matcher.get_error().splitlines()]
-    told = " ".join(line for line in lines if line)[:_MESSAGE_LIMIT]
-    return told or "nothing can follow"

@@ -13,6 +13,7 @@ from typing import Any
 import llguidance
 
 from triton_models.errors import InvalidGrammarError
+from triton_models.text.complaints import about_schema
 from triton_models.text.disjoint import disjoint
 from triton_models.text.grammar_text import literal
 from triton_models.text.literals import LONGEST, either, is_of, key, repeated, shared_json, times, written
@@ -62,7 +63,7 @@ class LiteralGrammar:
         path = "parameters"
         schema: Any = self._resolved(self._tool.parameters, path)
         if schema.get("type", "object") != "object":
-            raise InvalidGrammarError(f"{self._tool.name}: {path}.type must be object")
+            raise InvalidGrammarError(f"{path}.type must be object")
         self._check_keywords(schema, "object", path)
         entries = self._entries(schema, path)
         if entries:
@@ -98,7 +99,7 @@ class LiteralGrammar:
             return "any"
         kinds = [kinds] if isinstance(kinds, str) else kinds
         if not isinstance(kinds, list) or not kinds or not all(kind in _KEYWORDS for kind in kinds):
-            raise InvalidGrammarError(f"{self._tool.name}: {path}.type is not a type of JSON's")
+            raise InvalidGrammarError(f"{path}.type is not a type of JSON's")
         all_keywords = frozenset().union(*(_KEYWORDS[kind] for kind in kinds))
         for keyword in schema.keys() - _ANNOTATIONS - {"type"} - all_keywords:
             self._cannot(path, keyword)
@@ -147,9 +148,7 @@ class LiteralGrammar:
             each = properties.get(name, more)
             if each is False:
                 if name in required:
-                    raise InvalidGrammarError(
-                        f"{self._tool.name}: {path} requires {name!r}, and allows it not"
-                    )
+                    raise InvalidGrammarError(f"{path} requires {name!r}, and allows it not")
                 continue
             entries.append(Entry(name, self._value(each, f"{path}.properties.{name}"), name in required))
         if entries and schema.get("minProperties", 0) > sum(entry.required for entry in entries):
@@ -157,7 +156,7 @@ class LiteralGrammar:
         if len(entries) > schema.get("maxProperties", len(entries)):
             entries = [entry for entry in entries if entry.required]
             if len(entries) > schema["maxProperties"]:
-                raise InvalidGrammarError(f"{self._tool.name}: {path}.maxProperties contradicts required")
+                raise InvalidGrammarError(f"{path}.maxProperties contradicts required")
         return entries
 
     def _list(self, schema: dict[str, Any], path: str) -> str:
@@ -202,7 +201,7 @@ class LiteralGrammar:
         lower = [asked[name] for name in ("minimum", "exclusiveMinimum") if name in asked]
         upper = [asked[name] for name in ("maximum", "exclusiveMaximum") if name in asked]
         if not all(type(value) in (int, float) for value in asked.values()):
-            raise InvalidGrammarError(f"{self._tool.name}: {path} has a bound that is no number")
+            raise InvalidGrammarError(f"{path} has a bound that is no number")
         # Bounded on both sides, so that no number is too long for a reader.
         if not lower:
             asked["minimum"] = min(-_LARGEST, *(int(value) - _LARGEST for value in upper), 0)
@@ -220,7 +219,7 @@ class LiteralGrammar:
             kinds = [kinds] if isinstance(kinds, str) else kinds
             values = [value for value in values if is_of(value, kinds)]
         if not values:
-            raise InvalidGrammarError(f"{self._tool.name}: {path} allows no value")
+            raise InvalidGrammarError(f"{path} allows no value")
         return either(written(value) for value in values)
 
     def _combined(self, schema: dict[str, Any], keyword: str, path: str) -> str:
@@ -228,7 +227,7 @@ class LiteralGrammar:
             self._cannot(path, f"{beside} beside {keyword}")
         branches = schema[keyword]
         if not isinstance(branches, list) or not branches:
-            raise InvalidGrammarError(f"{self._tool.name}: {path}.{keyword} must be a list of schemas")
+            raise InvalidGrammarError(f"{path}.{keyword} must be a list of schemas")
         if len(branches) > 1 and (keyword == "allOf" or (keyword == "oneOf" and not disjoint(branches))):
             self._cannot(path, keyword if keyword == "allOf" else "oneOf of branches that may overlap")
         branches = branches[:1] if keyword == "allOf" else branches
@@ -249,16 +248,14 @@ class LiteralGrammar:
             seen.add(schema["$ref"])
             schema = self._target(schema["$ref"], path)
         if not isinstance(schema, dict) or "$ref" in schema:
-            raise InvalidGrammarError(f"{self._tool.name}: {path} is no schema of an object")
+            raise InvalidGrammarError(f"{path} is no schema of an object")
         return schema
 
     def _target(self, pointer: Any, path: str) -> Any:
         try:
             return target(self._tool.parameters, pointer)
         except LookupError:
-            raise InvalidGrammarError(
-                f"{self._tool.name}: {path}.$ref leads nowhere: {pointer!r:.100}"
-            ) from None
+            raise InvalidGrammarError(f"{path}.$ref leads nowhere: {pointer!r:.100}") from None
 
     def _check_keywords(self, schema: dict[str, Any], kind: str, path: str) -> None:
         for keyword in schema.keys() - _ANNOTATIONS - {"type"} - _KEYWORDS[kind]:
@@ -269,7 +266,7 @@ class LiteralGrammar:
         grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
         broken, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
         if broken:
-            self._cannot(path, f"{keyword} ({' '.join(messages)[:150]})")
+            self._cannot(path, f"{keyword} ({about_schema(' '.join(messages))})")
         return not broken
 
     def _cannot(self, path: str, what: str) -> None:
@@ -279,9 +276,7 @@ class LiteralGrammar:
             InvalidGrammarError: the tool is strict.
         """
         if self._tool.strict:
-            raise InvalidGrammarError(
-                f"{self._tool.name} is strict, and in {path} this cannot be enforced: {what}"
-            )
+            raise InvalidGrammarError(f"it is strict, and in {path} this cannot be enforced: {what}")
 
     def _rule(self, body: str) -> str:
         name = self._new_name()

@@ -12,17 +12,17 @@ from triton_models.text.schema_keywords import check_keywords, subschemas
 _UNKNOWN: Final = ("additionalItems", "extends", "disallow", "divisibleBy")
 
 
-def check_schema(schema: Any) -> None:
+def check_schema(schema: Any, path: str = "$") -> None:
     """Hold that a schema means nothing which would be ignored.
 
     Raises:
         InvalidGrammarError: it does, or is broken; the message names the keyword and where it stands.
     """
-    check_keywords(schema)
-    for path, each in subschemas(schema):
+    check_keywords(schema, path)
+    for where, each in subschemas(schema, path):
         for keyword in _UNKNOWN:
             if keyword in each:
-                raise InvalidGrammarError(f"{path}: the keyword {keyword} cannot be enforced")
+                raise InvalidGrammarError(f"{where}: the keyword {keyword} cannot be enforced")
         if each.get("minProperties", 0) > 1:
             # A key may come twice among those that `properties` does not name, and counts once.
-            raise InvalidGrammarError(f"{path}: minProperties over 1 cannot be enforced")
+            raise InvalidGrammarError(f"{where}: minProperties over 1 cannot be enforced")

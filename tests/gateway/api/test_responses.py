@@ -16,7 +16,8 @@ from gateway.errors import (
     UnavailableError,
     UpstreamProtocolError,
 )
-from gateway.generation import Accepted, CallPart, Delta, Event, Generation, Heartbeat, Usage
+from gateway.generation import Accepted, Delta, Event, Generation, Heartbeat, Usage
+from gateway.pieces import CallPart
 from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.openai.sdk_shapes import check_event, check_response
 from tests.gateway.serving import Served, in_process, on_socket

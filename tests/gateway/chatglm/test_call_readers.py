@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.chatglm.call_readers import CallReader, FencedCallReader, JsonCallReader, Verdict
-from gateway.generation import CallPart, joined_calls
+from gateway.pieces import CallPart, joined_calls
 from wire.fenced_calls import write_call
 
 PENDING, CALL, NO_CALL = Verdict.PENDING, Verdict.CALL, Verdict.NO_CALL

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.chatglm.call_readers import Verdict
 from gateway.chatglm.literal_reader import LiteralCallReader
-from gateway.generation import CallPart
+from gateway.pieces import CallPart
 from wire.fenced_calls import OPENING, read_call, write_call
 
 

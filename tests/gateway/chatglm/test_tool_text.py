@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gateway.chatglm.call_readers import FencedCallReader
 from gateway.chatglm.tool_text import ToolText
-from gateway.generation import CallPart, Piece, joined_pieces
+from gateway.pieces import CallPart, Piece, joined_pieces
 from wire.answer import AnswerText
 from wire.fenced_calls import OPENING, write_call
 from wire.meta import Segment

@@ -8,8 +8,9 @@ import pytest
 from gateway.dialects.chatglm import ChatGLMDialect
 from gateway.dialects.chatglm_channel import ChatGLMChannels
 from gateway.errors import InvalidRequestError
-from gateway.generation import CallPart, Delta, Event, Generation
+from gateway.generation import Delta, Event, Generation
 from gateway.openai.chat_request import read_chat_request
+from gateway.pieces import CallPart
 from tests.gateway.dialects.test_chatglm import ACCEPTED, CHATGLM2, CHATGLM3, END, response, tensors
 from tests.triton_models.text.conftest import GOLDEN
 from triton_models.serving.chat_text import ChatText

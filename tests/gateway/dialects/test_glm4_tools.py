@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from gateway.dialects.base import ModelReport
 from gateway.dialects.chatglm import ChatGLMDialect
 from gateway.dialects.chatglm_channel import ChatGLMChannels
-from gateway.generation import Accepted, CallPart, Delta, Event
+from gateway.generation import Accepted, Delta, Event
 from gateway.openai.answer import encode
 from gateway.openai.chat_answer import ChatAnswer
 from gateway.openai.chat_request import read_chat_request
+from gateway.pieces import CallPart
 from tests.gateway.dialects.test_chatglm import ACCEPTED, END, response, tensors
 from tests.gateway.dialects.test_chatglm_tool_streams import as_events, responses_of
 from tests.gateway.dialects.test_chatglm_tools import OPENED, TOOLS, USER, asked, deltas

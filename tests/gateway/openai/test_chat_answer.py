@@ -6,11 +6,12 @@ import msgspec
 import pytest
 
 from gateway.errors import UpstreamProtocolError
-from gateway.generation import Accepted, CallPart, Delta, Event, TokenLogprob, Usage
+from gateway.generation import Accepted, Delta, Event, TokenLogprob, Usage
 from gateway.openai.answer import encode
 from gateway.openai.chat_answer import ChatAnswer, ChatCompletionChunk, ChunkChoice, ChunkDelta
 from gateway.openai.chat_request import read_chat_request
 from gateway.openai.generation_request import StreamOptions
+from gateway.pieces import CallPart
 
 AWKWARD = ["a", '"content":""', "\\", "\n\x00\x1f\x7f", "你好🙂", '"', "\u2028</script>"]
 ASKED_WITH_IDS = b'{"model":"m","messages":[{"role":"user","content":"a"}],"return_token_ids":true}'

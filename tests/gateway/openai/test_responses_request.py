@@ -76,7 +76,8 @@ def test_tools_are_flat() -> None:
     schema = {"type": "object", "properties": {"zone": {"type": "string"}}}
     tools = [{**TOOL, "description": "Tells it.", "parameters": schema, "strict": False}]
     assert read(tools=tools).prompt_asked().offer == ToolOffer(
-        tools=(Tool(name="now", description="Tells it.", parameters=schema),)
+        tools=(Tool(name="now", description="Tells it.", parameters=schema),),
+        schema_field="tools.{}.parameters",
     )
     named = read(tools=tools, tool_choice=TOOL, parallel_tool_calls=False).prompt_asked().offer
     assert named is not None

@@ -64,7 +64,7 @@ def test_response_formats(parameters: dict[str, Any], kind: str, text: Any, fiel
     assert asked.grammar is not None
     assert (asked.grammar.kind, asked.grammar.field) == (kind, field)
     assert (json.loads(asked.grammar.text) if kind == "json_schema" else asked.grammar.text) == text
-    assert asked.grammar_field == field
+    assert asked.grammar_field() == field
 
 
 @pytest.mark.parametrize("read", [chat, completion])
@@ -146,7 +146,9 @@ def test_tools_may_stand_beside_it(choice: str) -> None:
     assert generation.grammar == Grammar(kind="json_object", field="response_format")
     # With both, a refusal does not tell which of them is at fault.
     fields = {"auto": None, "none": "response_format", "required": "tools"}
-    assert generation.grammar_field == fields[choice]
+    assert generation.grammar_field() == fields[choice]
+    schema = "response_format" if choice == "none" else "tools.0.function.parameters"
+    assert generation.grammar_field(TOOLS[0]["function"]["name"]) == schema
 
 
 def test_what_is_nested_to_the_limit_passes() -> None:

@@ -56,6 +56,7 @@ def deep(levels: int) -> Any:
                 choice=NamedTool("get_weather"),
                 single=True,
                 field="functions",
+                schema_field="functions.{}.parameters",
                 choice_field="function_call",
             ),
         ),

@@ -2,7 +2,9 @@ import grpc
 import pytest
 
 from gateway.errors import GatewayError
+from gateway.generation import Conversation, Tool, ToolOffer
 from gateway.triton.status import MESSAGE_LIMIT, TREATMENTS, Fault, classify
+from tests.gateway.triton.fake_triton import generation
 from wire.refusal import RefusalCode, refusal_text
 
 SECRETS = ("/models", "Traceback", "request id", "tritongate:", "m-stream")
@@ -148,8 +150,14 @@ def test_a_request_that_may_have_done_harm_or_was_refused_for_itself_is_not_repe
     assert [fault for fault in Fault if TREATMENTS[fault].same_replica] == [Fault.CHANNEL_LOST]
 
 
-def test_a_refused_grammar_is_blamed_on_the_field_that_it_came_from() -> None:
-    told = classify("tritongate:invalid_grammar: no such keyword").blame_grammar("tools").to_gateway()
-    assert (told.message, told.param) == ("no such keyword", "tools")
-    told = classify("tritongate:invalid_request: bad seed").blame_grammar("tools").to_gateway()
-    assert (told.message, told.param) == ("bad seed", None)
+async def test_a_refused_grammar_is_blamed_on_the_field_that_it_came_from() -> None:
+    offer = ToolOffer(tools=tuple(Tool(name=name, description=None, parameters={}) for name in ("a", "b")))
+    request = generation(prompt=Conversation((), offer))
+    for code, words, param in (
+        ("invalid_grammar", "no such keyword", "tools"),
+        ("invalid_grammar", "tool b: parameters.enum must be a list", "tools.1.function.parameters"),
+        ("invalid_grammar", "tool c: nobody's", "tools"),
+        ("invalid_request", "tool b: bad seed", None),
+    ):
+        told = classify(f"tritongate:{code}: {words}").blame_grammar(request).to_gateway()
+        assert (told.message, told.param) == (words, param)

@@ -14,7 +14,7 @@ from tests.triton_models.text.walks import Walk, Walker
 from triton_models.errors import InvalidGrammarError
 from triton_models.text.tokenizers import Tokenizer
 from wire.calls import NOTATIONS
-from wire.grammar import CallableTool, Grammar, ToolCalls
+from wire.grammar import CallableTool, Grammar, ToolCalls, tool_at_fault
 
 SEEDS = range(10)
 
@@ -181,13 +181,14 @@ def test_text_that_cannot_be_held_to_its_grammar_is_refused(walker: Walker) -> N
 
 def test_what_is_too_large_to_go_on_with_is_refused(walker: Walker) -> None:
     large = obj([], **{f"p{at}": {"type": "null"} for at in range(1200)})
-    for tools, metadata in (
-        (rules(CallableTool("g"), CallableTool("f", large), required=True), None),
-        (rules(CallableTool("f", obj(a=large)), required=True), "f"),
-        (rules(CallableTool("f"), text=Grammar("json_schema", json.dumps(large))), None),
+    for tools, metadata, at_fault in (
+        (rules(CallableTool("g"), CallableTool("f", large), required=True), None, "f"),
+        (rules(CallableTool("f", obj(a=large)), required=True), "f", "f"),
+        (rules(CallableTool("f"), text=Grammar("json_schema", json.dumps(large))), None, None),
     ):
-        with pytest.raises(InvalidGrammarError, match="left out"):
+        with pytest.raises(InvalidGrammarError, match="left out") as refused:
             walker.grammars.compile(Grammar("tool_calls", tools), metadata=metadata)
+        assert tool_at_fault(str(refused.value)) == at_fault
 
 
 @pytest.mark.parametrize(
@@ -206,8 +207,10 @@ def test_what_cannot_be_enforced_is_refused_for_strict_tools_and_left_out_for_ot
     walker: Walker, schema: dict[str, Any], why: str
 ) -> None:
     strict, loose = CallableTool("f", schema, strict=True), CallableTool("f", schema)
-    with pytest.raises(InvalidGrammarError, match=why):
-        walker.grammars.compile(Grammar("tool_calls", rules(strict)))
+    other = CallableTool("other", obj(a={}), strict=True)
+    with pytest.raises(InvalidGrammarError, match=why) as refused:
+        walker.grammars.compile(Grammar("tool_calls", rules(other, strict, other)))
+    assert tool_at_fault(str(refused.value)) == "f"
     if walker.format.name == "glm4" and "(?=" in json.dumps(schema):
         return
     walk = walker.walk("tool_calls", rules(loose, required=True, single=True), metadata="f", seed=2)

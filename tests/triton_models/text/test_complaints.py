@@ -1,0 +1,55 @@
+import logging
+
+import pytest
+
+from triton_models.text.complaints import FAILED, TOO_COMPLEX, about_grammar, about_mask, about_schema
+from triton_models.text.grammar_text import Document
+from wire.grammar import tool_at_fault
+
+OURS = Document(
+    "start: t0_1\nt0_1: x", None, {}, {"t0": "first", "t1": "get_weather", "body1": "get_weather"}
+)
+CLIENTS = Document("start: @answer", "start: nobody", {})
+QUOTED = """at 7(8): failed to compile JSON schema: Unknown format: nope
+   6 | t0_1: "a"
+   7 | body1: %json {"type": "string", "x-guidance": {"lenient": false}}
+              ^
+   8 | call1: " " "f\\n" body1
+"""
+PANIC = """panic: assertion failed: grammar.symbols.len() < u16::MAX as usize - 10
+<backtrace>
+   0: <unknown>
+   1: /home/runner/.cargo/registry/src/parser.rs
+"""
+
+
+def test_an_error_is_told_without_the_document_that_it_quotes() -> None:
+    told = about_grammar(QUOTED, OURS)
+    assert told == "tool get_weather: failed to compile JSON schema: Unknown format: nope"
+    assert tool_at_fault(told) == "get_weather"
+    assert about_grammar(QUOTED.replace("body1: %", "t1_12: %"), OURS) == told
+    nobodys = about_grammar(QUOTED.replace("body1: %", "text: %"), OURS)
+    assert nobodys == "failed to compile JSON schema: Unknown format: nope"
+
+
+def test_lines_of_a_clients_own_grammar_are_counted_as_the_client_does() -> None:
+    error = 'at 2(8): unknown name: "nobody"\n   1 | %llguidance {}\n   2 | start: nobody\n              ^\n'
+    assert about_grammar(error, CLIENTS) == 'line 1: unknown name: "nobody"'
+    assert about_grammar("unknown grammar @foo", CLIENTS) == "unknown grammar @foo"
+
+
+@pytest.mark.parametrize("about", [about_schema, about_mask, lambda error: about_grammar(error, OURS)])
+def test_a_panics_own_text_is_for_the_log(about: object, caplog: pytest.LogCaptureFixture) -> None:
+    assert callable(about)
+    assert about(PANIC) == FAILED
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "symbols.len" in record.getMessage()
+
+
+def test_an_answer_that_cannot_go_on_says_which_way(caplog: pytest.LogCaptureFixture) -> None:
+    assert about_mask("") == about_mask("NoExtensionBias\n<non-verbose/>") == "nothing can follow"
+    with caplog.at_level(logging.INFO):
+        told = about_mask("Parser Error: Current row has 4003 items; max is 2000; consider\n<non-verbose/>")
+    assert told == TOO_COMPLEX
+    assert "4003 items" in caplog.text

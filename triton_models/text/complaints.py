@@ -1,0 +1,65 @@
+"""What llguidance says of a grammar, in words for whoever sent it.
+
+Its errors about a grammar quote the document that it was given, which we wrote. Those out of its inside, of
+panics and of its bounds, are for the log alone.
+"""
+
+import logging
+import re
+from typing import Final
+
+from triton_models.text.grammar_text import Document
+from wire.grammar import about_tool
+
+log = logging.getLogger(__name__)
+
+_LIMIT: Final = 300
+_PANIC = re.compile(r"\bpanic:|<backtrace>")
+_PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
+_QUOTED = re.compile(r"^ *(\d+) \| ([^\n]*)", re.MULTILINE)
+_NOTHING_FOLLOWS: Final = "NoExtension"
+
+FAILED: Final = "what compiles grammars failed on it, as it may where one is very large"
+TOO_COMPLEX: Final = "it is too complex there"
+
+
+def about_grammar(error: str, document: Document) -> str:
+    """Return the words about a document that was not compiled: they name the tool whose part it is."""
+    if _PANIC.search(error):
+        log.error("llguidance panicked on a grammar: %s", error)
+        return FAILED
+    quoted = _QUOTED.search(error)
+    words = _line(error[: quoted.start()] if quoted else error)
+    place = _PLACE.match(words)
+    if place is None:
+        return words
+    words = words[place.end() :]
+    lines = {found[1]: found[2] for found in _QUOTED.finditer(error)}
+    tool = document.tool_of(lines.get(place[1], ""))
+    if tool is not None:
+        return about_tool(tool, words)
+    # A client's own grammar stands behind the line with our options.
+    return words if document.nested is None else f"line {int(place[1]) - 1}: {words}"
+
+
+def about_schema(error: str) -> str:
+    """Return the words about a schema by itself."""
+    if _PANIC.search(error):
+        log.error("llguidance panicked on a schema: %s", error)
+        return FAILED
+    return _line(error)
+
+
+def about_mask(error: str) -> str:
+    """Return the words about an answer that cannot go on."""
+    if _PANIC.search(error):
+        log.error("llguidance panicked on an answer: %s", error)
+        return FAILED
+    if not error or error.startswith(_NOTHING_FOLLOWS):
+        return "nothing can follow"
+    log.info("an answer cannot go on by its grammar: %s", error)
+    return TOO_COMPLEX
+
+
+def _line(words: str) -> str:
+    return " ".join(words.split())[:_LIMIT]
