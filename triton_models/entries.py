@@ -21,6 +21,8 @@ _MODEL_PY = """from triton_models.serving.{module} import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
 """
+_TOKENIZER_QUEUE = 64
+"""Requests that wait for the tokenizer, which does one thing at a time, for a second or so at the worst."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _DEVICE = re.compile(r"cpu|cuda:([0-9]+)")
 
@@ -120,6 +122,7 @@ def stream_config(model: ModelEntry) -> Any:
 def tokenizer_config(model: ModelEntry) -> Any:
     """Return the `ModelConfig` message of `M-tokenizer`: one request, one answer, on the CPU."""
     config = _config(names.tokenizer_entry(model.name), signatures.TOKENIZER, "cpu")
+    config.dynamic_batching.CopyFrom(_batching(model, max_queue_size=_TOKENIZER_QUEUE))
     _set_parameters(config, _common_parameters(model))
     return config
 
@@ -131,8 +134,7 @@ def field_config(model: ModelEntry, contract: Contract) -> Any:
     while the server loads, which a server that loads its whole repository as it starts refuses (2.51).
     """
     config = _config(model.name, field_signature(contract), "cpu")
-    if config.max_batch_size:
-        config.dynamic_batching.CopyFrom(_batching(model))
+    config.dynamic_batching.CopyFrom(_batching(model))
     _set_parameters(config, _common_parameters(model) | {"contract": contract})
     return config
 
@@ -167,13 +169,17 @@ def _config(name: str, signature: Signature, device: str) -> Any:
     )
 
 
-def _batching(model: ModelEntry, **priorities: int) -> Any:
-    """No delay: the engine batches whatever is running; this only groups what arrives together."""
+def _batching(model: ModelEntry, *, max_queue_size: int | None = None, **priorities: int) -> Any:
+    """Return how requests wait, and are grouped as they come: without delay, since the engine batches anyway.
+
+    An entry that takes no batches has it for its queue alone, which is bounded and leaves out what was
+    cancelled while it waited; without, Triton's queue is neither (2.51).
+    """
     policy = pb.ModelQueuePolicy(
         timeout_action=pb.ModelQueuePolicy.REJECT,
         default_timeout_microseconds=round(model.queue_timeout_s * 1e6),
         allow_timeout_override=True,
-        max_queue_size=model.max_queue_size,
+        max_queue_size=max_queue_size or model.max_queue_size,
     )
     return pb.ModelDynamicBatching(max_queue_delay_microseconds=0, default_queue_policy=policy, **priorities)
 

@@ -4,11 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
+from tritonclient.grpc import InferenceServerClient, InferInput
 
 from tests.e2e.stream_client import StreamClient
-from tests.e2e.up_process import UpProcess
+from tests.e2e.up_process import UpProcess, wait_until
+from wire.tokenizing import Tokenizing, encode_tokenizing
 
 pytestmark = pytest.mark.e2e
 
@@ -150,3 +153,25 @@ def test_ids_that_a_model_answered_with_are_its_own(http: httpx.Client, sdk: ope
     )
     ids = answer.choices[0].token_ids
     assert http.post("/detokenize", json={"model": "chatglm3", "tokens": ids}).status_code == 200
+
+
+def test_a_full_tokenizer_says_so_and_forgets_who_left(http: httpx.Client, up: UpProcess) -> None:
+    long = InferInput("request", [1], "BYTES")
+    long.set_data_from_numpy(np.array([encode_tokenizing(Tokenizing(text="a" * 400_000, strings=True))]))
+    refused: list[str] = []
+
+    def ended(result: Any, error: Any) -> None:
+        if error is not None and "queue size" in str(error):
+            refused.append(str(error))
+
+    client = InferenceServerClient(up.triton_grpc)
+    calls = [client.async_infer("chatglm3-tokenizer", [long], ended) for _ in range(100)]
+    wait_until(lambda: refused)
+    full = http.post("/tokenize", json={"model": "chatglm3", "prompt": "a"})
+    assert (full.status_code, full.headers["retry-after"]) == (429, "1")
+    assert full.json()["error"]["message"] == "The model's queue is full; try again shortly."
+    for call in calls:
+        call.cancel()
+    # Were they tokenised all the same, 64 of them would take half a minute.
+    wait_until(lambda: http.post("/tokenize", json={"model": "chatglm3", "prompt": "a"}).status_code == 200)
+    client.close()

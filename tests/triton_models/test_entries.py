@@ -75,7 +75,7 @@ def test_tokenizer_entry(tmp_path: Path) -> None:
     config = read(tmp_path / "m-tokenizer")
     assert config.max_batch_size == 0
     assert not config.model_transaction_policy.decoupled
-    assert not config.HasField("dynamic_batching")
+    assert config.dynamic_batching.default_queue_policy.max_queue_size == 64
     assert [(i.name, i.data_type, list(i.dims)) for i in config.input] == [("request", pb.TYPE_STRING, [1])]
     assert [(o.name, o.data_type, list(o.dims)) for o in config.output] == [
         ("input_ids", pb.TYPE_INT64, [-1]),
@@ -122,7 +122,7 @@ def test_field_entry_unbatched(tmp_path: Path) -> None:
     write_entries(tmp_path, model=ModelEntry(name="m", checkpoint="/c", contract=Contract.UNBATCHED))
     config = read(tmp_path / "m")
     assert config.max_batch_size == 0
-    assert not config.HasField("dynamic_batching")
+    assert config.dynamic_batching.default_queue_policy.max_queue_size == 1024
     assert tensors(config.input) == [
         *strings("prompt", "history", "temperature"),
         ("max_token", pb.TYPE_INT16, [1], False),

@@ -17,10 +17,9 @@ def complete(config: Any, signature: Signature) -> Any:
         config.add_input(_declared(tensor) | {"optional": tensor.optional})
     for tensor in signature.outputs:
         config.add_output(_declared(tensor))
-    if signature.max_batch_size:
-        if not config.as_dict()["max_batch_size"]:
-            config.set_max_batch_size(signature.max_batch_size)
-        config.set_dynamic_batching()
+    if signature.max_batch_size and not config.as_dict()["max_batch_size"]:
+        config.set_max_batch_size(signature.max_batch_size)
+    config.set_dynamic_batching()  # where there are no batches either: its queue drops what was cancelled
     config.set_model_transaction_policy({"decoupled": signature.decoupled})
     return config
 
