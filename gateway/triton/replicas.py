@@ -238,17 +238,20 @@ class Replica:
                 self._become(ReplicaState.READY, "")
 
     async def _probe(self) -> ModelReport:
-        if self._dialect is None:
+        dialect = self._dialect
+        if dialect is None:
             entry = stream_entry(self.model)
-            self._dialect = choose(entry, frozenset((await self.control.metadata(entry)).inputs))
+            dialect = choose(entry, frozenset((await self.control.metadata(entry)).inputs))
         timeout_s = self._policy.probe_timeout_s
         responses = self.channel.stream_infer(
-            self._dialect.probe(self.model),
+            dialect.probe(self.model),
             deadline=asyncio.get_running_loop().time() + timeout_s,
             idle_timeout_s=timeout_s,
         )
         async with contextlib.aclosing(responses):
-            return self._dialect.read_probe([response async for response in responses])
+            report = dialect.read_probe([response async for response in responses])
+        self._dialect = dialect  # a suspicion may have taken it away meanwhile
+        return report
 
     async def _judge(self, error: TritonError) -> tuple[ReplicaState, str]:
         """Return what a failed probe makes of the replica, and why."""

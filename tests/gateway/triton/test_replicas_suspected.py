@@ -1,0 +1,56 @@
+"""What a generation finds out about its replica, while the replica finds out about itself."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from gateway.triton.channel import Channel
+from gateway.triton.replicas import HealthPolicy, Replica, ReplicaState
+from gateway.triton.status import Fault, TritonError
+from tests.gateway.triton.fake_triton import reply, until
+from wire.meta import Meta
+
+
+class Asking:
+    """An observer that has a request for whatever is called ready."""
+
+    def __init__(self) -> None:
+        self.replica: Replica | None = None
+        self.formats: list[str] = []
+
+    def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
+        if healthy and self.replica is not None:
+            self.formats.append(self.replica.serving()[1].chat_format)
+
+    def upstream_error(self, model: str, upstream: str, code: str) -> None:
+        raise AssertionError("no generation was made")
+
+
+async def test_a_probe_that_was_asked_before_a_suspicion_and_answered_after_it(
+    triton: Any, fast: HealthPolicy
+) -> None:
+    """Once let a replica be called ready that no request could be made for."""
+    asked, release = asyncio.Event(), asyncio.Event()
+
+    async def slow(request: Any, context: Any) -> AsyncIterator[Any]:
+        asked.set()
+        await release.wait()
+        yield reply(meta=Meta(probe=triton.model.report), final=True)
+
+    channel = Channel(triton.address)
+    asking = Asking()
+    asking.replica = replica = Replica("m", channel, fast, asking)
+    watching = asyncio.create_task(replica.watch())
+    await until(lambda: replica.state is ReplicaState.READY)
+    triton.model.probe = slow
+    await asked.wait()
+    replica.suspect(TritonError(Fault.UNREACHABLE, "the stream broke off"))
+    assert replica.state is ReplicaState.UNREACHABLE
+    release.set()
+    await until(lambda: replica.state is ReplicaState.READY)
+    assert asking.formats == ["chatglm3"] * 2
+    watching.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+    await channel.close()
