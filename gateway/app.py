@@ -15,7 +15,7 @@ from gateway.drain import Drain
 from gateway.metrics import Metrics
 from gateway.middleware import ExchangeMiddleware
 from gateway.resources import Gateway
-from gateway.settings import Settings
+from gateway.settings import Settings, revealed
 from gateway.tracing import PassOn, Tracing
 from gateway.triton.pool import TritonUpstream
 from gateway.upstream import Upstream
@@ -95,4 +95,6 @@ def triton_upstream(settings: Settings, metrics: Metrics) -> TritonUpstream:
         load_timeout_s=settings.load_timeout_s,
         observer=metrics,
         delta_channel=settings.delta_channel == "auto",
+        repository_key=revealed(settings.repository_key),
+        resolve_interval_s=settings.resolve_interval_s,
     )

@@ -108,7 +108,7 @@ for _command in (load, unload, bench, size):
 @click.option(
     "--kv-memory-gib", type=click.FloatRange(0, min_open=True), help="an engine's memory for its KV cache"
 )
-@settings_options(without=frozenset({"upstreams", "models"}))
+@settings_options(without=frozenset({"upstreams", "resolve_interval_s", "models"}))
 def up(
     *,
     config: Path | None,

@@ -128,6 +128,12 @@ class Metrics:
             ["model", "upstream"],
             registry=registry,
         )
+        self.upstream_lookups = Counter(
+            _PREFIX + "upstream_lookups",
+            "Looks at the addresses of an upstream given as a name, by outcome: found, none, or failed.",
+            ["upstream", "outcome"],
+            registry=registry,
+        )
 
     def upstream_error(self, model: str, upstream: str, code: str) -> None:
         """Count a generation that failed on `upstream`."""
@@ -137,6 +143,26 @@ class Metrics:
         """Note whether `model` on `upstream` takes requests."""
         self.upstream_healthy.labels(model, upstream).set(healthy)
 
+    def upstream_lookup(self, upstream: str, outcome: str) -> None:
+        """Count a look at the addresses of the name `upstream`."""
+        self.upstream_lookups.labels(upstream, outcome).inc()
+
+    def upstream_left(self, upstream: str) -> None:
+        """Have no health of `upstream` any more."""
+        _remove(self.upstream_healthy, upstream)
+
+    def upstream_forgotten(self, upstream: str) -> None:
+        """Have nothing of `upstream` any more: in a cluster each start of a Triton has another address."""
+        _remove(self.upstream_errors, upstream)
+
     def render(self) -> bytes:
         """Return the exposition in the text format that `CONTENT_TYPE` names."""
         return generate_latest(self.registry)
+
+
+def _remove(metric: Counter | Gauge, upstream: str) -> None:
+    """Remove the series of `upstream`."""
+    (family,) = metric.collect()
+    series = [sample.labels for sample in family.samples if sample.labels["upstream"] == upstream]
+    for labels in series:
+        metric.remove(*labels.values())

@@ -12,6 +12,7 @@ import importlib.util
 import ipaddress
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,9 @@ from pydantic_settings import (
 
 ENV_PREFIX = "TRITONGATE_"
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
+_HEADER = re.compile(r"[a-z0-9_.-]+(?<!-bin)=[!-~]([ -~]*[!-~])?")
+"""What HTTP/2 carries as a header's name and value; names that end in -bin are for other values."""
+
 OTHER_VARIABLES = frozenset({ENV_PREFIX + "KEY"})
 """Read by the commands that are clients of a gateway."""
 
@@ -86,10 +90,28 @@ def _split(value: Any) -> Any:
     return [item.strip() for item in value.split(",") if item.strip()]
 
 
+def _upstream(value: str) -> str:
+    """Check `host:port`, or a name as gRPC spells it: `dns:///host:port`, which `dns:host:port` becomes."""
+    scheme, _, name = value.partition(":")
+    if scheme != "dns" or name.isdigit():
+        return _address(value)
+    if name.startswith("//") and not name.startswith("///"):
+        raise ValueError(
+            f"{value!r} names a server to ask; only dns:///host:port is known, which asks the system's"
+        )
+    return "dns:///" + _address(name.removeprefix("///"))
+
+
 def _address(value: str) -> str:
     host, colon, port = value.rpartition(":")
     if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
         raise ValueError(f"{value!r} is not host:port")
+    return value
+
+
+def _header(value: SecretStr) -> SecretStr:
+    if not _HEADER.fullmatch(value.get_secret_value()):
+        raise ValueError("not KEY=VALUE, of a KEY in lower case (a-z, 0-9, -, _, .) and printable ASCII")
     return value
 
 
@@ -110,8 +132,8 @@ def _installed(module: str) -> bool:
 
 
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
-Addresses = Annotated[
-    tuple[Annotated[str, AfterValidator(_address)], ...],
+Upstreams = Annotated[
+    tuple[Annotated[str, AfterValidator(_upstream)], ...],
     NoDecode,
     BeforeValidator(_split),
     Field(min_length=1),
@@ -133,8 +155,19 @@ class Settings(BaseSettings):
 
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    upstreams: Addresses = Field(
-        ("127.0.0.1:8001",), description="gRPC addresses of the Tritons, host:port, comma-separated"
+    upstreams: Upstreams = Field(
+        ("127.0.0.1:8001",),
+        description="gRPC addresses of the Tritons, host:port, comma-separated; dns:///host:port is a Triton "
+        "at each address that the name has, for as long as it has it",
+    )
+    resolve_interval_s: float = Field(
+        10.0, gt=0, description="seconds between two looks at the addresses of such a name"
+    )
+    repository_key: Annotated[SecretStr, AfterValidator(_header)] | None = Field(
+        None,
+        description="what the Tritons ask of who lists, loads or unloads models: KEY=VALUE, as at the end of "
+        "their --grpc-restricted-protocol; no flag, since a command line is visible to every process",
+        json_schema_extra={"flag": False},
     )
     models: Names = Field(
         (), description="ids of the models to serve; empty serves every entry whose name ends in -stream"
@@ -233,6 +266,11 @@ class Settings(BaseSettings):
         if len(set(names)) < len(names):
             raise ValueError("api_keys: two keys have the same name")
         return self
+
+
+def revealed(secret: SecretStr | None) -> str | None:
+    """Return what `secret` holds, for the one place that needs it."""
+    return None if secret is None else secret.get_secret_value()
 
 
 def is_loopback(host: str) -> bool:

@@ -1,4 +1,4 @@
-"""One replica's gRPC channel, kept for the process's life, with ModelStreamInfer done by hand.
+"""One Triton's gRPC channel, kept for as long as that is there, with ModelStreamInfer done by hand.
 
 The raw stub is used because `tritonclient.grpc.aio` drops `triton_enable_empty_final_response` on streams
 and answers reserved parameters with a bare CancelledError. This module knows Triton's stream protocol (final
@@ -38,6 +38,10 @@ _OPTIONS = [
 
 _EOF_WAIT_S = 1.0
 
+_RESTRICTED = "triton-grpc-protocol-"
+_REPOSITORY = "Repository"
+"""How the methods begin that are Triton's protocol `model-repository`."""
+
 FINAL = "triton_final_response"
 WANT_EMPTY_FINAL = "triton_enable_empty_final_response"
 
@@ -47,18 +51,22 @@ class Channel:
 
     Args:
         address: `host:port` of Triton's gRPC endpoint.
+        repository_key: what this Triton asks of who lists, loads or unloads its models, KEY=VALUE as in its
+            `--grpc-restricted-protocol`; None: nothing.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, repository_key: str | None = None) -> None:
         self.address = address
+        key, _, value = (repository_key or "").partition("=")
+        self._repository_headers = ((_RESTRICTED + key, value),) if key else ()
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._calls: set[_Call] = set()
 
-    async def close(self) -> None:
-        """End every running call with `Fault.CLOSED` and close the connection."""
+    async def close(self, fault: Fault = Fault.CLOSED, detail: str = "the channel was closed") -> None:
+        """End every running call with `fault` and close the connection."""
         for call in list(self._calls):
-            call.end(Fault.CLOSED, "the channel was closed")
+            call.end(fault, detail)
         await self._channel.close()
 
     def end_inference(self, entry: str, fault: Fault, detail: str) -> None:
@@ -74,7 +82,9 @@ class Channel:
             TritonError: with any fault.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
-        with self._tracked(getattr(self._stub, method)(request, timeout=timeout_s)) as call:
+        headers = self._repository_headers if method.startswith(_REPOSITORY) else ()
+        running = getattr(self._stub, method)(request, timeout=timeout_s, metadata=headers)
+        with self._tracked(running) as call:
             return await call.answer(lambda: call.grpc, deadline=deadline, idle_timeout_s=timeout_s)
 
     async def infer(

@@ -26,7 +26,7 @@ from gateway.errors import (
 )
 from gateway.triton.channel import Channel
 from gateway.triton.control import Control, EntryState, load_failure
-from gateway.triton.replicas import Replica, ReplicaState
+from gateway.triton.replicas import Replica, ReplicaState, unable
 from gateway.triton.status import Fault, TritonError
 from gateway.upstream import EntriesChanged
 from wire.names import stream_entry, tokenizer_entry
@@ -42,6 +42,7 @@ _DEAD_UNLOADS_WITHIN_S = 2.0
 _LOAD_FAILED = {Fault.INTERNAL, Fault.TENSORS_REFUSED}
 """Faults of a load that say something about the model, in words for whoever wants it loaded."""
 
+ListChannels = Callable[[], Sequence[Channel]]
 FindReplica = Callable[[str, Channel], Replica | None]
 AddReplica = Callable[[str, Channel], Replica]
 
@@ -50,14 +51,14 @@ class ModelControl:
     """Controls models, one change of each model at a time.
 
     Args:
-        channels: to the Tritons.
+        channels: returns those to the Tritons that there are.
         find: returns the replica of a model on a Triton, None where it was never seen.
         add: makes one, for a model that is served from now on.
         timeout_s: for the load of an entry, and for the requests in flight to end before it is unloaded.
     """
 
     def __init__(
-        self, channels: Sequence[Channel], find: FindReplica, add: AddReplica, *, timeout_s: float
+        self, channels: ListChannels, find: FindReplica, add: AddReplica, *, timeout_s: float
     ) -> None:
         self._channels = channels
         self._find = find
@@ -111,9 +112,12 @@ class ModelControl:
 
     async def _having(self, model: str, upstream: str | None) -> list[Channel]:
         """Return the Tritons, of those asked for, that have the model's engine on disk."""
-        asked = [channel for channel in self._channels if upstream in (None, channel.address)]
+        channels = self._channels()
+        if not channels:
+            raise unable([]).to_gateway()
+        asked = [channel for channel in channels if upstream in (None, channel.address)]
         if not asked:
-            known = ", ".join(channel.address for channel in self._channels)
+            known = ", ".join(channel.address for channel in channels)
             raise InvalidRequestError(f"There is no upstream {upstream!r}, only {known}.", param="upstream")
         found, unknown = [], None
         for channel in asked:

@@ -4,28 +4,25 @@ Chooses a replica for each generation and, until the first token was delivered, 
 Finds the models by itself where the configuration names none. Knows nothing of HTTP or tensors.
 """
 
-import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from gateway.dialects.base import ModelReport
 from gateway.errors import ModelNotFoundError, UpstreamProtocolError
 from gateway.generation import Accepted, Delta, Event, Generation
 from gateway.prediction import Prediction, PredictionAnswer
 from gateway.tokenization import Tokenization, Tokens
 from gateway.triton.answering import answer_over_channel, answer_plainly
-from gateway.triton.backoff import Backoff
 from gateway.triton.calls import Calls
 from gateway.triton.channel import Channel
-from gateway.triton.delta_link import DeltaLink
 from gateway.triton.discovery import Discovery
 from gateway.triton.failover import Tries
+from gateway.triton.members import Member, Members, PoolObserver
 from gateway.triton.model_control import ModelControl
 from gateway.triton.predicting import predict as predict_on
-from gateway.triton.replicas import HealthPolicy, Replica, ReplicaState, UpstreamObserver
+from gateway.triton.replicas import HealthPolicy, Replica, ReplicaReport, ReplicaState
+from gateway.triton.resolver import Resolve, resolve
 from gateway.triton.status import Fault, TritonError
 from gateway.triton.tokenizing import tokenize as tokenize_on
 from gateway.upstream import EntriesChanged, ModelCard
@@ -34,47 +31,12 @@ R = TypeVar("R", Prediction, Tokenization)
 A = TypeVar("A")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaReport:
-    """A replica as `tritongate check` and logs show it."""
-
-    model: str
-    upstream: str
-    state: ReplicaState
-    reason: str
-    report: ModelReport | None
-    """What the newest probe said; None until one was answered."""
-
-
-@dataclass(slots=True)
-class _Model:
-    """A model that is meant to be served, wherever it may be at the moment."""
-
-    id: str
-    created: int
-    replicas: list[Replica] = field(default_factory=list)
-
-    def replica(self, channel: Channel) -> Replica | None:
-        return next((replica for replica in self.replicas if replica.channel is channel), None)
-
-    def card(self) -> ModelCard:
-        ready = any(replica.state is ReplicaState.READY for replica in self.replicas)
-        wanted = any(replica.wanted for replica in self.replicas)
-        contexts = [replica.report.max_context for replica in self.replicas if replica.report is not None]
-        return ModelCard(
-            id=self.id,
-            ready=ready,
-            created=self.created,
-            max_context=min(contexts, default=None),
-            unloaded=bool(self.replicas) and not ready and not wanted,
-        )
-
-
 class TritonUpstream:
     """Serves generations from the entries `M-stream` of one or many Tritons.
 
     Args:
-        upstreams: gRPC addresses, `host:port`.
+        upstreams: gRPC addresses, `host:port`, and names `dns:///host:port`: each address of such a host
+            has a Triton, for as long as it is one.
         models: ids of the models to serve; empty: every `M-stream` entry of our contract that the Tritons
             have. A model once seen stays meant to be served while its Tritons are down.
         idle_timeout_s: seconds without any response after which a replica counts as dead for a request.
@@ -83,6 +45,9 @@ class TritonUpstream:
         max_attempts: replicas that one generation may try.
         health: how the replicas are watched.
         delta_channel: let streamed answers come over one channel per model and Triton, where that offers it.
+        repository_key: what the Tritons ask of who lists, loads or unloads their models, as KEY=VALUE.
+        resolve_interval_s: seconds between two looks at a name, one of whose Tritons serves.
+        resolve: looks a name up.
     """
 
     def __init__(
@@ -92,54 +57,50 @@ class TritonUpstream:
         models: Sequence[str] = (),
         idle_timeout_s: float = 10.0,
         load_timeout_s: float = 600.0,
-        observer: UpstreamObserver | None = None,
+        observer: PoolObserver | None = None,
         max_attempts: int = 3,
         health: HealthPolicy | None = None,
         delta_channel: bool = True,
+        repository_key: str | None = None,
+        resolve_interval_s: float = 10.0,
+        resolve: Resolve = resolve,
     ) -> None:
-        self._upstreams = tuple(dict.fromkeys(upstreams))
         self._configured = tuple(dict.fromkeys(models))
         self._idle_timeout_s = idle_timeout_s
         self._observer = observer
         self._max_attempts = max_attempts
         self._health = health or HealthPolicy()
         self._delta_channel = delta_channel
+        self._repository_key = repository_key
         now = int(time.time())
-        self._models = {model_id: _Model(model_id, created=now) for model_id in self._configured}
-        self._channels: list[Channel] = []
+        self._created = dict.fromkeys(self._configured, now)
+        """The models that are meant to be served, wherever they may be at the moment."""
+        self._members = Members(
+            upstreams,
+            make=self._make_member,
+            left=self._forget_models,
+            policy=self._health,
+            interval_s=resolve_interval_s,
+            resolve=resolve,
+            observer=observer,
+        )
         self._control = ModelControl(
             self._channels, self._replica, self._add_replica, timeout_s=load_timeout_s
         )
-        self._watchers: list[asyncio.Task[None]] = []
-        self._repository_read = False
         self._closed = False
 
     async def start(self) -> None:
         """Connect and begin watching health; returns without waiting for readiness."""
-        self._channels += [Channel(address) for address in self._upstreams]
-        for channel in self._channels:
-            for model_id in self._configured:
-                self._add_replica(model_id, channel)
-            if not self._configured:
-                discovery = Discovery(channel, self._health, self._discovered)
-                self._spawn(discovery.watch(), f"discover on {channel.address}")
+        self._members.start()
 
     async def close(self) -> None:
         """Stop watching and close the channels; running generations end with `UnavailableError`."""
         self._closed = True
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
-        for model in self._models.values():
-            for replica in model.replicas:
-                await replica.close()
-        for channel in self._channels:
-            await channel.close()
+        await self._members.close()
 
     def models(self) -> list[ModelCard]:
         """Return the models that are meant to be served: as configured, or those found, by name."""
-        order = self._configured or sorted(self._models)
-        return [self._models[model_id].card() for model_id in order if model_id in self._models]
+        return [self._card(model_id) for model_id in self._configured or sorted(self._created)]
 
     def model(self, model_id: str) -> ModelCard:
         """Return one model.
@@ -148,21 +109,12 @@ class TritonUpstream:
             ModelNotFoundError: it is not among those.
             UnavailableError: nobody can know, since no Triton was reached yet and none is configured.
         """
-        return self._find(model_id).card()
+        self._find(model_id)
+        return self._card(model_id)
 
     def replicas(self) -> list[ReplicaReport]:
         """Return every replica known, by model and upstream."""
-        return [
-            ReplicaReport(
-                model=model.id,
-                upstream=replica.upstream,
-                state=replica.state,
-                reason=replica.reason,
-                report=replica.report,
-            )
-            for model in self._models.values()
-            for replica in model.replicas
-        ]
+        return [replica.describe() for model_id in self._created for replica in self._replicas(model_id)]
 
     async def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
         """Run `request`: see `gateway.upstream.Upstream.generate`."""
@@ -212,7 +164,7 @@ class TritonUpstream:
 
     def _tries(self, request: Generation | Prediction | Tokenization) -> Tries:
         return Tries(
-            lambda: self._find(request.model).replicas,
+            lambda: self._find(request.model),
             request_id=request.request_id,
             limit=self._max_attempts,
             observer=self._observer,
@@ -251,42 +203,80 @@ class TritonUpstream:
         except UpstreamProtocolError as error:
             raise TritonError(Fault.PROTOCOL, error.message, message=error.message) from error
 
-    def _find(self, model_id: str) -> _Model:
+    def _find(self, model_id: str) -> list[Replica]:
+        """Return the replicas of a model that is meant to be served; perhaps it has none at the moment."""
         if self._closed:
             raise TritonError(Fault.CLOSED, "the pool was closed").to_gateway()
-        model = self._models.get(model_id)
-        if model is not None:
-            return model
-        if not self._configured and not self._repository_read:
+        if model_id in self._created:
+            return self._replicas(model_id)
+        if not self._configured and not any(member.listed for member in self._members.present()):
             # Nobody can know yet which models there are.
             raise TritonError(Fault.UNREACHABLE, "no repository was read yet").to_gateway()
         raise ModelNotFoundError(f"The model {model_id!r} does not exist.", param="model")
 
+    def _card(self, model_id: str) -> ModelCard:
+        replicas = self._replicas(model_id)
+        ready = any(replica.state is ReplicaState.READY for replica in replicas)
+        wanted = any(replica.wanted for replica in replicas)
+        contexts = [replica.report.max_context for replica in replicas if replica.report is not None]
+        return ModelCard(
+            id=model_id,
+            ready=ready,
+            created=self._created[model_id],
+            max_context=min(contexts, default=None),
+            unloaded=bool(replicas) and not ready and not wanted,
+        )
+
+    def _replicas(self, model_id: str) -> list[Replica]:
+        return [
+            member.replicas[model_id] for member in self._members.present() if model_id in member.replicas
+        ]
+
+    def _channels(self) -> list[Channel]:
+        return [member.channel for member in self._members.present()]
+
+    def _make_member(self, address: str) -> Member:
+        channel = Channel(address, repository_key=self._repository_key)
+        member = Member(
+            channel,
+            self._health,
+            idle_timeout_s=self._idle_timeout_s if self._delta_channel else None,
+            observer=self._observer,
+            changed=self._members.lost_health,
+        )
+        for model_id in self._configured:
+            member.add(model_id)
+        if not self._configured:
+            discovery = Discovery(channel, self._health, self._discovered)
+            member.spawn(discovery.watch(), f"discover on {address}")
+        return member
+
     def _discovered(self, channel: Channel, model_ids: Sequence[str]) -> None:
         """A repository was read and has models not reported before (none at all is news as well)."""
-        self._repository_read = True
+        member = self._members.of(channel)
+        if member is None:
+            return
+        member.listed = True
         for model_id in model_ids:
-            if self._replica(model_id, channel) is None:
+            if model_id not in member.replicas:
                 self._add_replica(model_id, channel)
+        self._forget_models()
+
+    def _forget_models(self) -> None:
+        """Forget models whose Tritons have left, once it is known that no other has them."""
+        members = self._members.present()
+        if self._configured or not members or not all(member.listed for member in members):
+            return
+        for model_id in [model_id for model_id in self._created if not self._replicas(model_id)]:
+            del self._created[model_id]
 
     def _replica(self, model_id: str, channel: Channel) -> Replica | None:
-        model = self._models.get(model_id)
-        return model.replica(channel) if model else None
+        member = self._members.of(channel)
+        return member.replicas.get(model_id) if member else None
 
     def _add_replica(self, model_id: str, channel: Channel) -> Replica:
-        model = self._models.setdefault(model_id, _Model(model_id, created=int(time.time())))
-        replica = Replica(
-            model_id, channel, self._health, self._observer, link=self._new_link(model_id, channel)
-        )
-        model.replicas.append(replica)
-        self._spawn(replica.watch(), f"watch {model_id} on {channel.address}")
-        return replica
-
-    def _new_link(self, model_id: str, channel: Channel) -> DeltaLink | None:
-        if not self._delta_channel:
-            return None
-        backoff = Backoff(self._health.backoff_first_s, self._health.backoff_limit_s)
-        return DeltaLink(model_id, channel, idle_timeout_s=self._idle_timeout_s, backoff=backoff)
-
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
-        self._watchers.append(asyncio.create_task(work, name=name))
+        member = self._members.of(channel)
+        if member is None:
+            raise TritonError(Fault.UNREACHABLE, "this Triton is gone")
+        self._created.setdefault(model_id, int(time.time()))
+        return member.add(model_id)

@@ -56,6 +56,18 @@ class HealthPolicy:
     backoff_limit_s: float = 5.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """A replica as `tritongate check` and logs show it."""
+
+    model: str
+    upstream: str
+    state: ReplicaState
+    reason: str
+    report: ModelReport | None
+    """What the newest probe said; None until one was answered."""
+
+
 class UpstreamObserver(Protocol):
     """What metrics want to hear. Called on the event loop; must not block."""
 
@@ -119,6 +131,8 @@ class Replica:
         self._failed = False
         """It was found dead or stuck, and has not answered since."""
         self._ready = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._dialect: Dialect | None = None
         self.control = Control(channel, timeout_s=policy.probe_timeout_s)
         self._policy = policy
@@ -130,6 +144,16 @@ class Replica:
     def upstream(self) -> str:
         """The address of its Triton."""
         return self.channel.address
+
+    def describe(self) -> ReplicaReport:
+        """Return what is known of it."""
+        return ReplicaReport(
+            model=self.model,
+            upstream=self.upstream,
+            state=self.state,
+            reason=self.reason,
+            report=self.report,
+        )
 
     def serving(self) -> tuple[Dialect, ModelReport]:
         """Return what a request to it needs.
@@ -159,10 +183,17 @@ class Replica:
     def in_use(self) -> Iterator[None]:
         """Count a generation as running on this replica."""
         self.outstanding += 1
+        self._idle.clear()
         try:
             yield
         finally:
             self.outstanding -= 1
+            if not self.outstanding:
+                self._idle.set()
+
+    async def idle(self) -> None:
+        """Wait until no generation runs on this replica."""
+        await self._idle.wait()
 
     @contextlib.contextmanager
     def withdrawn(self, *, wanted: bool) -> Iterator[None]:
@@ -331,8 +362,8 @@ def least_outstanding(replicas: Sequence[Replica]) -> Replica | None:
 
 
 def unable(replicas: Sequence[Replica]) -> TritonError:
-    """Return the error for a request that finds none of `replicas` ready."""
+    """Return the error for a request that finds none of `replicas` ready, or none at all."""
     states = {replica.state for replica in replicas}
     fault = _FAULT_OF.get(states.pop(), Fault.NOT_READY) if len(states) == 1 else Fault.NOT_READY
     reasons = "; ".join(f"{replica.upstream}: {replica.state}: {replica.reason}" for replica in replicas)
-    return TritonError(fault, reasons)
+    return TritonError(fault, reasons or "no Triton with the model is known")

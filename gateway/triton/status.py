@@ -99,8 +99,8 @@ TREATMENTS = {
     Fault.UNLOADED: Treatment(UnavailableError, "The model is unloaded.", retry_after_s=5, failover=True),
     Fault.NOT_PERMITTED: Treatment(
         ControlDisabledError,
-        "Triton does not permit this: it needs --model-control-mode=explicit, and no restriction on its "
-        "protocol model-repository.",
+        "Triton does not permit this: it needs --model-control-mode=explicit and, where its protocol "
+        "model-repository is restricted, the gateway's setting repository_key.",
     ),
     Fault.STUB_DEAD: Treatment(
         UnavailableError,

@@ -1,3 +1,5 @@
+import asyncio
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -5,6 +7,7 @@ import pytest
 from gateway.check import check
 from gateway.server import bind
 from tests.gateway.serving import settings
+from tests.gateway.triton.fake_resolver import FakeResolver
 from tests.gateway.triton.fake_triton import FakeModel, FakeTriton
 
 
@@ -36,6 +39,43 @@ async def test_no_models(triton: FakeTriton) -> None:
     triton.models.clear()
     findings = await check(settings(upstreams=[triton.address]), timeout_s=0.5)
     assert [finding.ok for finding in findings] == [True, False]
+
+
+async def test_names_are_looked_up(triton: FakeTriton) -> None:
+    resolver = FakeResolver(triton=[triton.address], nobody=[], failing=socket.gaierror(-3, "no server"))
+    names = ["dns:///triton:1", triton.address, "dns:///nobody:1", "dns:///failing:1"]
+    findings = await check(settings(upstreams=names), timeout_s=10, resolve=resolver)
+    assert [(finding.ok, finding.text) for finding in findings] == [
+        (True, f"upstream dns:///triton:1: {triton.address}"),
+        (False, "upstream dns:///nobody:1: has no addresses"),
+        (False, "upstream dns:///failing:1: cannot be looked up (no server)"),
+        (True, f"upstream {triton.address}: live"),
+        (True, "  model m: ready, format chatglm3, context 512 tokens"),
+    ]
+
+
+async def test_a_name_that_nobody_looks_up_in_time() -> None:
+    async def never(host: str, port: int) -> list[str]:
+        await asyncio.Event().wait()
+        return []
+
+    findings = await check(settings(upstreams=["dns:///triton:1"]), timeout_s=0.1, resolve=never)
+    assert findings[0].text == "upstream dns:///triton:1: not looked up within 0.1 s"
+
+
+async def test_a_repository_that_is_restricted(triton: FakeTriton) -> None:
+    triton.restriction = ("triton-grpc-protocol-admin-key", "s3cret")
+    (found, _) = await check(settings(upstreams=[triton.address]), timeout_s=10)
+    assert not found.ok
+    assert "not_permitted" in found.text
+    assert "repository_key" in found.text
+    findings = await check(
+        settings(upstreams=[triton.address], repository_key="admin-key=s3cret"), timeout_s=10
+    )
+    assert all(finding.ok for finding in findings)
+    # What is named need not be listed.
+    findings = await check(settings(upstreams=[triton.address], models=["m"]), timeout_s=10)
+    assert all(finding.ok for finding in findings)
 
 
 async def test_nobody_answers() -> None:

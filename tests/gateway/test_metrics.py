@@ -18,6 +18,7 @@ CONTRACT = {
     "generated_tokens": {"model"},
     "upstream_errors": {"model", "upstream", "code"},
     "upstream_healthy": {"model", "upstream"},
+    "upstream_lookups": {"upstream", "outcome"},
 }
 
 
@@ -42,6 +43,23 @@ def test_what_upstreams_report() -> None:
     text = metrics.render().decode()
     assert 'tritongate_upstream_errors_total{code="silent",model="m",upstream="h:1"} 1.0' in text
     assert 'tritongate_upstream_healthy{model="m",upstream="h:1"} 1.0' in text
+
+
+def test_nothing_is_left_of_an_upstream_that_left() -> None:
+    metrics = Metrics()
+    for upstream in ("h:1", "h:2"):
+        for model in ("m", "n"):
+            metrics.upstream_health(model, upstream, healthy=True)
+            metrics.upstream_error(model, upstream, "silent")
+            metrics.upstream_error(model, upstream, "internal")
+    metrics.upstream_left("h:1")
+    text = metrics.render().decode()
+    assert 'upstream_healthy{model="m",upstream="h:1"}' not in text
+    assert text.count('upstream="h:1"') == 4  # the errors, until Prometheus has read them
+    metrics.upstream_forgotten("h:1")
+    text = metrics.render().decode()
+    assert 'upstream="h:1"' not in text
+    assert text.count('upstream="h:2"') == 6
 
 
 def test_apps_share_nothing() -> None:

@@ -10,6 +10,7 @@ from gateway.settings import (
     Settings,
     is_loopback,
     load_settings,
+    revealed,
     settings_table,
     unknown_variables,
 )
@@ -64,6 +65,26 @@ def test_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "s3cret" not in repr(settings)
 
 
+def test_names_of_tritons_are_spelled_as_grpc_spells_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONGATE_UPSTREAMS", "dns:///triton:1,dns:triton:2,dns:3,10.0.0.1:4,dns:///[::1]:5")
+    assert load_settings().upstreams == (
+        "dns:///triton:1",
+        "dns:///triton:2",
+        "dns:3",  # a host of that name
+        "10.0.0.1:4",
+        "dns:///[::1]:5",
+    )
+
+
+def test_a_repository_key_is_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONGATE_REPOSITORY_KEY", "admin-key=s3cret=x")
+    settings = load_settings()
+    assert revealed(settings.repository_key) == "admin-key=s3cret=x"
+    assert "s3cret" not in repr(settings)
+    assert "s3cret" not in str(settings.model_dump())
+    assert revealed(load_settings({"repository_key": None}).repository_key) is None
+
+
 @pytest.mark.parametrize(
     ("flags", "environment", "file", "expected"),
     [
@@ -71,7 +92,18 @@ def test_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"port": "-1"}, {}, "", ["port", "flag --port"]),
         ({}, {"PORT": "x"}, "", ["port", "environment variable TRITONGATE_PORT"]),
         ({}, {"UPSTREAMS": "nowhere"}, "", ["upstreams.0", "TRITONGATE_UPSTREAMS"]),
+        ({}, {"UPSTREAMS": "dns:///nowhere"}, "", ["upstreams.0", "TRITONGATE_UPSTREAMS"]),
+        ({}, {"UPSTREAMS": "dns://9.9.9.9/triton:1"}, "", ["upstreams.0", "names a server to ask"]),
         ({}, {"MODELS": '["a"'}, "", ["models", "TRITONGATE_MODELS"]),
+        (
+            {},
+            {"REPOSITORY_KEY": "s3cret"},
+            "",
+            ["repository_key: not KEY=VALUE", "TRITONGATE_REPOSITORY_KEY"],
+        ),
+        ({}, {}, "repository_key: Admin=s3cret", ["repository_key: not KEY=VALUE", "lower case"]),
+        ({}, {}, "repository_key: key-bin=s3cret", ["repository_key: not KEY=VALUE"]),
+        ({}, {}, "repository_key: key=s3cret\u4f60", ["repository_key: not KEY=VALUE"]),
         ({}, {"API_KEYS": "s3cret"}, "", ["api_keys", "TRITONGATE_API_KEYS"]),
         ({}, {"IDLE_TIMEOUT_S": "nan"}, "", ["idle_timeout_s"]),
         ({}, {}, "max_in_flight: 0", ["max_in_flight", "gateway.yaml"]),
@@ -126,7 +158,7 @@ def test_every_setting_has_a_default_and_help() -> None:
     assert [row.name for row in rows] == list(Settings.model_fields)
     assert all(row.help for row in rows)
     assert not any(field.is_required() for field in Settings.model_fields.values())
-    assert [row.name for row in rows if row.flag is None] == ["api_keys"]
+    assert [row.name for row in rows if row.flag is None] == ["repository_key", "api_keys"]
 
 
 def test_a_misspelt_variable_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Scripted Tritons, and pools in front of them."""
 
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from gateway.triton.pool import TritonUpstream
 from gateway.triton.replicas import HealthPolicy, ReplicaState
 from tests.gateway.triton.fake_channel import FakeChannels
+from tests.gateway.triton.fake_resolver import NAME, FakeResolver
 from tests.gateway.triton.fake_triton import FakeTriton, until
 
 FAST = HealthPolicy(
@@ -50,12 +52,25 @@ class Observer:
     def __init__(self) -> None:
         self.healthy: dict[tuple[str, str], bool] = {}
         self.errors: list[tuple[str, str, str]] = []
+        self.forgotten: list[str] = []
+        self.lookups: Counter[tuple[str, str]] = Counter()
 
     def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
         self.healthy[model, upstream] = healthy
 
     def upstream_error(self, model: str, upstream: str, code: str) -> None:
         self.errors.append((model, upstream, code))
+
+    def upstream_left(self, upstream: str) -> None:
+        for model, left in list(self.healthy):
+            if left == upstream:
+                del self.healthy[model, upstream]
+
+    def upstream_forgotten(self, upstream: str) -> None:
+        self.forgotten.append(upstream)
+
+    def upstream_lookup(self, upstream: str, outcome: str) -> None:
+        self.lookups[upstream, outcome] += 1
 
 
 @pytest.fixture
@@ -75,7 +90,8 @@ async def serve(observer: Observer) -> AsyncIterator[Callable[..., Awaitable[Tri
                 "observer": observer,
                 "idle_timeout_s": 20,
             } | options
-            pool = TritonUpstream(upstreams=[triton.address for triton in tritons], **options)
+            names = options.pop("names", [])
+            pool = TritonUpstream(upstreams=[*(triton.address for triton in tritons), *names], **options)
             await pool.start()
             stack.push_async_callback(pool.close)
             if ready:
@@ -88,3 +104,20 @@ async def serve(observer: Observer) -> AsyncIterator[Callable[..., Awaitable[Tri
             return pool
 
         yield start
+
+
+@pytest.fixture
+def resolver() -> FakeResolver:
+    return FakeResolver()
+
+
+@pytest.fixture
+async def named(serve: Any, resolver: FakeResolver) -> Any:
+    """Starts a pool in front of a name, looked at often."""
+
+    async def start(*tritons: Any, names: Any = (NAME,), **options: Any) -> TritonUpstream:
+        options = {"resolve": resolver, "resolve_interval_s": 0.02, "ready": False} | options
+        pool: TritonUpstream = await serve(*tritons, names=names, **options)
+        return pool
+
+    return start

@@ -102,6 +102,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.models = {"m-stream": FakeModel()}
         self.port = 0
         self.live = True
+        self.restriction: tuple[str, str] | None = None
+        """The header, and its value, that the repository is restricted by."""
         self.requests: list[service_pb2.ModelInferRequest] = []
         self.metadata: list[dict[str, str]] = []
         self.half_closed = 0
@@ -139,13 +141,20 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         model = self.models.get(request.name)
         return service_pb2.ModelReadyResponse(ready=model is not None and model.state == "READY")
 
+    async def _permit(self, context: Any) -> None:
+        if self.restriction is not None and self.restriction not in context.invocation_metadata():
+            told = f"This protocol is restricted, expecting header '{self.restriction[0]}'"
+            await context.abort(grpc.StatusCode.UNAVAILABLE, told)
+
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: N802
+        await self._permit(context)
         index = service_pb2.RepositoryIndexResponse()
         for name, model in self.models.items():
             index.models.add(name=name, version="1", state=model.state, reason=model.reason)
         return index
 
     async def RepositoryModelLoad(self, request: Any, context: Any) -> Any:  # noqa: N802
+        await self._permit(context)
         self.orders.append(f"load {request.model_name}")
         model = self.models[request.model_name]
         model.state, model.reason = "LOADING", ""
@@ -159,6 +168,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(self, request: Any, context: Any) -> Any:  # noqa: N802
+        await self._permit(context)
         self.orders.append(f"unload {request.model_name}")
         model = self.models[request.model_name]
         model.state = "UNLOADING"

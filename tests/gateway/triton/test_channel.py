@@ -207,6 +207,17 @@ async def test_closing_the_channel_ends_calls_with_an_error_of_their_own(triton:
     await asyncio.wait_for(triton.cancelled.wait(), 10)
 
 
+async def test_closing_the_channel_may_have_a_reason_of_its_own(triton: Any) -> None:
+    triton.model.answer = hanging(accepted())
+    channel = Channel(triton.address)
+    responses = stream(channel)
+    await anext(responses)
+    await channel.close(Fault.UNREACHABLE, "it went away")
+    with pytest.raises(TritonError, match="it went away") as raised:
+        await anext(responses)
+    assert raised.value.fault is Fault.UNREACHABLE
+
+
 async def test_a_unary_call_has_a_time_limit(channel: Channel, triton: Any, monkeypatch: Any) -> None:
     async def never(request: Any, context: Any) -> None:
         await asyncio.Event().wait()

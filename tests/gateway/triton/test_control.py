@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -44,6 +45,34 @@ async def test_the_repository_is_listed_with_states(
 ) -> None:
     triton.models["old-stream"] = FakeModel(state=state, reason=reason)
     assert await control.repository() == {"m-stream": EntryState.READY, "old-stream": read}
+
+
+async def test_a_restricted_repository_needs_its_key_and_nothing_else_has_it(triton: Any) -> None:
+    triton.restriction = ("triton-grpc-protocol-admin-key", "s3cret")
+    for key in (None, "admin-key=wrong", "other=s3cret"):
+        channel = Channel(triton.address, repository_key=key)
+        for ask in (
+            Control(channel).repository(),
+            Control(channel).unload("m-stream"),
+            Control(channel).load("m-stream", timeout_s=5),
+        ):
+            with pytest.raises(TritonError) as raised:
+                await ask
+            assert raised.value.fault is Fault.NOT_PERMITTED
+            assert "repository_key" in raised.value.message
+        await channel.close()
+    assert triton.orders == []
+    channel = Channel(triton.address, repository_key="admin-key=s3cret")
+    control = Control(channel)
+    assert await control.repository() == {"m-stream": EntryState.READY}
+    await control.unload("m-stream")
+    await control.load("m-stream", timeout_s=5)
+    request = service_pb2.ModelInferRequest(model_name="m-stream", id="r")
+    request.inputs.add(name="prompt", datatype="BYTES", shape=(1, 1))
+    request.raw_input_contents.append(b"")
+    await channel.infer(request, deadline=asyncio.get_running_loop().time() + 20)
+    assert "s3cret" not in str(triton.metadata)
+    await channel.close()
 
 
 async def test_of_several_versions_the_one_that_serves_counts(

@@ -1,0 +1,164 @@
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+from gateway.triton.backoff import Backoff
+from gateway.triton.resolver import Name, NameWatch, Outcome, name_in, resolve
+from tests.gateway.triton.fake_resolver import FakeResolver
+from tests.gateway.triton.fake_triton import until
+
+NAME = Name("dns:///triton:8001", "triton", 8001)
+
+
+def test_names_are_told_from_addresses() -> None:
+    assert name_in("dns:///triton:8001") == NAME
+    assert name_in("dns:///[::1]:1") == Name("dns:///[::1]:1", "::1", 1)
+    for address in ("triton:8001", "10.0.0.1:8001", "[::1]:8001", "dns:8001"):
+        assert name_in(address) is None
+
+
+async def test_the_systems_resolver_is_asked() -> None:
+    assert "127.0.0.1:8001" in await resolve("localhost", 8001)
+    assert await resolve("127.0.0.1", 1) == ["127.0.0.1:1"]
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    def getaddrinfo(host: str, port: int, **options: Any) -> Any:
+        assert options == {"type": socket.SOCK_STREAM, "flags": socket.AI_ADDRCONFIG}
+        return answer(host, port) if callable(answer) else answer
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+async def test_addresses_of_both_families_are_written_as_grpc_reads_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 8001)),
+        (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fd00::1", 8001, 0, 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 8001)),
+        (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fe80::1%eth0", 8001, 0, 2)),
+    ]
+    answering(monkeypatch, found)
+    assert await resolve("triton", 8001) == ["10.0.0.1:8001", "[fd00::1]:8001", "[fe80::1%eth0]:8001"]
+
+
+@pytest.mark.parametrize("number", [socket.EAI_NONAME, socket.EAI_NODATA, socket.EAI_ADDRFAMILY])
+async def test_that_there_is_none_is_an_answer(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def none(host: str, port: int) -> Any:
+        raise socket.gaierror(number, "none")
+
+    answering(monkeypatch, none)
+    assert await resolve("triton", 8001) == []
+
+
+@pytest.mark.parametrize("number", [socket.EAI_AGAIN, socket.EAI_FAIL, socket.EAI_SYSTEM])
+async def test_that_nobody_can_say_is_none(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def failing(host: str, port: int) -> Any:
+        raise socket.gaierror(number, "why")
+
+    answering(monkeypatch, failing)
+    with pytest.raises(OSError, match="why"):
+        await resolve("triton", 8001)
+
+
+async def test_what_is_no_name_is_a_failure_like_others() -> None:
+    with pytest.raises(OSError, match="no name of the DNS"):
+        await resolve("a" * 70, 8001)
+
+
+def test_a_resolver_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the event loop nor its end; what comes of the look when all is over is nobody's business."""
+    over, ended = threading.Event(), threading.Event()
+
+    def hanging(host: str, port: int) -> Any:
+        over.wait(20)
+        ended.set()
+        return []
+
+    async def look() -> None:
+        looking = asyncio.create_task(resolve("triton", 8001))
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+        looking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await looking
+
+    answering(monkeypatch, hanging)
+    began = time.monotonic()
+    asyncio.run(look())
+    assert time.monotonic() - began < 10
+    over.set()
+    assert ended.wait(20)
+
+
+class Told:
+    def __init__(self) -> None:
+        self.told: list[tuple[Outcome, list[str]]] = []
+        self.serving = False
+
+    def looked_up(self, name: Name, outcome: Outcome, addresses: Sequence[str]) -> None:
+        assert name is NAME
+        self.told.append((outcome, list(addresses)))
+
+    def serves(self, name: Name) -> bool:
+        return self.serving
+
+
+@contextlib.asynccontextmanager
+async def watched(resolver: FakeResolver, told: Told, interval_s: float) -> AsyncIterator[NameWatch]:
+    watch = NameWatch(NAME, told, interval_s=interval_s, backoff=Backoff(0.01, 0.02), resolve=resolver)
+    task = asyncio.create_task(watch.watch())
+    yield watch
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_a_name_is_looked_at_often_until_somebody_serves() -> None:
+    resolver, told = FakeResolver(triton=["a:1"]), Told()
+    async with watched(resolver, told, 3600) as watch:
+        await until(lambda: resolver.looks > 5)
+        told.serving = True
+        looks = resolver.looks
+        await asyncio.sleep(0.3)
+        assert resolver.looks <= looks + 1
+        looks = resolver.looks
+        watch.look_soon()  # one of several has failed: no reason
+        await asyncio.sleep(0.1)
+        assert resolver.looks == looks
+        told.serving = False
+        watch.look_soon()
+        await until(lambda: resolver.looks > looks + 2)
+    assert set(map(str, (outcome for outcome, _ in told.told))) == {"found"}
+
+
+async def test_the_interval_bounds_the_pauses() -> None:
+    resolver, told = FakeResolver(), Told()
+    told.serving = True
+    async with watched(resolver, told, 0.02):
+        await until(lambda: resolver.looks > 5)
+    assert told.told[0] == (Outcome.NONE, [])
+
+
+async def test_only_changes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    resolver, told = FakeResolver(triton=["a:1"]), Told()
+    with caplog.at_level(logging.INFO):
+        async with watched(resolver, told, 3600):
+            for answer in (["a:1"], socket.gaierror(socket.EAI_AGAIN, "no server"), ["a:1"]):
+                resolver.records["triton"] = answer
+                looks = resolver.looks
+                await until(lambda looks=looks: resolver.looks > looks + 2)
+    records = [record for record in caplog.records if record.name == "gateway.triton.resolver"]
+    assert [record.getMessage() for record in records] == [
+        "addresses of a name: failed",
+        "addresses of a name: found",
+    ]
+    assert (records[0].__dict__["upstream"], records[0].__dict__["detail"]) == (NAME.upstream, "no server")
