@@ -1,6 +1,7 @@
 """Answers of text and calls, as grammars in the notation of each chat format (see `wire.calls`)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -12,7 +13,7 @@ from triton_models.text.grammar_text import Document, TextRule, json_rule, liter
 from triton_models.text.literal_grammar import LiteralGrammar
 from triton_models.text.literals import COMMON_RULES
 from triton_models.text.schema_check import check_schema
-from triton_models.text.schema_keywords import check_keywords
+from triton_models.text.schema_keywords import SchemaSize, check_keywords
 from wire.fenced_calls import FENCE, OPENING
 from wire.grammar import CallableTool, ToolCalls, about_tool, decode_tool_calls
 
@@ -82,12 +83,10 @@ def call_document(
     first = f"{literal(prefix)} " if prefix else ""
     opening = f"{literal(notation.opening)} " if notation.opening else ""
     names = [tool.name for tool in calls.tools]
+    _check_size(calls.tools)
     for at, tool in enumerate(calls.tools):
-        try:
-            check_keywords(tool.parameters, _PARAMETERS)
+        with _blaming(tool):
             body, more = notation.write(tool, f"t{at}")
-        except InvalidGrammarError as error:
-            raise InvalidGrammarError(about_tool(tool.name, str(error))) from None
         line = f"{tool.name}\n"
         rules += f"{more}body{at}: {opening}{body}\ncall{at}: {first}{literal(line)} / ?/ body{at}\n"
     if metadata is not None and metadata not in names:
@@ -110,6 +109,31 @@ def call_document(
         openings,
         {f"{rule}{at}": name for at, name in enumerate(names) for rule in ("t", "body")},
     )
+
+
+def _check_size(tools: Sequence[CallableTool]) -> None:
+    """Hold that the schemas are such, and no more than can be enforced.
+
+    Raises:
+        InvalidGrammarError: one is not, or they are too large together.
+    """
+    properties = values = 0
+    for tool in tools:
+        with _blaming(tool):
+            size = check_keywords(tool.parameters, _PARAMETERS)
+            size.check(_PARAMETERS)
+        properties += size.properties
+        values += size.values
+    SchemaSize(properties, values).check("the schemas of all tools together")
+
+
+@contextmanager
+def _blaming(tool: CallableTool) -> Iterator[None]:
+    """Have a refusal within the block say that it is about `tool`."""
+    try:
+        yield
+    except InvalidGrammarError as error:
+        raise InvalidGrammarError(about_tool(tool.name, str(error))) from None
 
 
 def _start(calls: ToolCalls, begun: str, boundary: str, *, only_calls: bool) -> str:

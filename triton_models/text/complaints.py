@@ -14,7 +14,9 @@ from wire.grammar import about_tool
 log = logging.getLogger(__name__)
 
 _LIMIT: Final = 300
-_PANIC = re.compile(r"\bpanic:|<backtrace>")
+_PANIC: Final = "panic:"
+_BACKTRACE: Final = "<backtrace>"
+"""Of addresses without names, in the library as published."""
 _PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
 _QUOTED = re.compile(r"^ *(\d+) \| ([^\n]*)", re.MULTILINE)
 _NOTHING_FOLLOWS: Final = "NoExtension"
@@ -25,8 +27,7 @@ TOO_COMPLEX: Final = "it is too complex there"
 
 def about_grammar(error: str, document: Document) -> str:
     """Return the words about a document that was not compiled: they name the tool whose part it is."""
-    if _PANIC.search(error):
-        log.error("llguidance panicked on a grammar: %s", error)
+    if _panicked(error):
         return FAILED
     quoted = _QUOTED.search(error)
     words = _line(error[: quoted.start()] if quoted else error)
@@ -44,21 +45,26 @@ def about_grammar(error: str, document: Document) -> str:
 
 def about_schema(error: str) -> str:
     """Return the words about a schema by itself."""
-    if _PANIC.search(error):
-        log.error("llguidance panicked on a schema: %s", error)
-        return FAILED
-    return _line(error)
+    return FAILED if _panicked(error) else _line(error)
 
 
 def about_mask(error: str) -> str:
     """Return the words about an answer that cannot go on."""
-    if _PANIC.search(error):
-        log.error("llguidance panicked on an answer: %s", error)
+    if _panicked(error):
         return FAILED
     if not error or error.startswith(_NOTHING_FOLLOWS):
         return "nothing can follow"
     log.info("an answer cannot go on by its grammar: %s", error)
     return TOO_COMPLEX
+
+
+def _panicked(error: str) -> bool:
+    """Tell whether an error is a panic's, which is logged."""
+    said, traced, _ = error.partition(_BACKTRACE)
+    panicked = bool(traced) or _PANIC in said
+    if panicked:
+        log.error("llguidance panicked: %s", said.strip())
+    return panicked
 
 
 def _line(words: str) -> str:

@@ -166,6 +166,8 @@ class LiteralGrammar:
             self._cannot(path, "a list of items")
             items, first = True, items
         least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most is not None and most < least:
+            raise InvalidGrammarError(f"{path}.maxItems contradicts minItems")
         first = first if most is None else first[:most]
         begun = [self._value(each, f"{path}.prefixItems.{at}") for at, each in enumerate(first)]
         if not begun:

@@ -35,6 +35,8 @@ def repeated(item: str, least: int, most: int | None) -> str:
     """Return what matches so many items, `SEP` between."""
     if most == 0:
         return ""
+    if most == 1:
+        return item if least else f"({item})?"
     more = f"{item} (SEP {item}){times(max(0, least - 1), None if most is None else most - 1)}"
     return more if least else f"({more})?"
 

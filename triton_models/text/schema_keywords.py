@@ -6,7 +6,7 @@ is only told to people is not looked at.
 
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from triton_models.errors import InvalidGrammarError
 
@@ -17,7 +17,11 @@ OPTIONAL: Final = 500
 more than a mask may cost by a few hundred more."""
 
 PROPERTIES: Final = 5_000
-"""Of a whole schema: the time to compile one grows with more than their number."""
+"""Of a whole schema, and of the schemas of all tools together: the time to compile them grows with more than
+their number."""
+
+VALUES: Final = 10_000
+"""Values that enumerations of tools' schemas have, together: half a second where arguments are Python's."""
 
 _IN_PLACE: Final = ("anyOf", "oneOf", "allOf")
 _OF_ONE: Final = ("additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames")
@@ -85,8 +89,32 @@ _RULES: Final[MappingProxyType[str, _Rule]] = MappingProxyType(
 )
 
 
-def check_keywords(schema: Any, path: str = "$") -> None:
+class SchemaSize(NamedTuple):
+    """How much there is to compile."""
+
+    properties: int = 0
+    values: int = 0
+    """Of enumerations."""
+
+    def check(self, what: str) -> None:
+        """Hold that it is no more than can be enforced, of `what`.
+
+        Raises:
+            InvalidGrammarError: it is.
+        """
+        for count, bound, name in (
+            (self.properties, PROPERTIES, "properties"),
+            (self.values, VALUES, "values in enumerations"),
+        ):
+            if count > bound:
+                raise InvalidGrammarError(f"{what}: over {bound} {name}")
+
+
+def check_keywords(schema: Any, path: str = "$") -> SchemaSize:
     """Hold that every keyword has a value that it can have, in bounds, and no schema is only itself again.
+
+    Returns:
+        How much there is of it, within the bound on properties.
 
     Raises:
         InvalidGrammarError: one is not; the message names the keyword and where it stands.
@@ -94,7 +122,7 @@ def check_keywords(schema: Any, path: str = "$") -> None:
     if not _is_schema(schema):
         raise InvalidGrammarError("a JSON schema is an object")
     in_place: dict[int, list[int]] = {}
-    properties = 0
+    properties = values = 0
     for where, each in _reachable(schema, path):
         for keyword, value in each.items():
             rule = _RULES.get(keyword)
@@ -102,15 +130,16 @@ def check_keywords(schema: Any, path: str = "$") -> None:
                 raise InvalidGrammarError(f"{where[:200]}: {keyword} must be {rule[0]}")
         named = each.get("properties", {})
         properties += len(named)
+        values += len(each.get("enum", ()))
         if len(named.keys() - each.get("required", [])) > OPTIONAL:
             raise InvalidGrammarError(
                 f"{where[:200]}: over {OPTIONAL} properties may be left out of an object"
             )
-        if properties > PROPERTIES:
-            raise InvalidGrammarError(f"{path}: the schema has over {PROPERTIES} properties")
         in_place[id(each)] = [id(part) for part in _in_place(schema, each)]
     if _has_cycle(in_place):
         raise InvalidGrammarError(f"{path}: a $ref leads back to itself, with no object or array between")
+    SchemaSize(properties).check(path)
+    return SchemaSize(properties, values)
 
 
 def subschemas(schema: Any, path: str = "$") -> Iterator[tuple[str, dict[str, Any]]]:

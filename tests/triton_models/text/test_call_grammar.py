@@ -46,6 +46,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         a={"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
         b={"type": "array", "prefixItems": [{"const": 1}, {"type": "null"}], "items": False},
         c={"type": "array", "maxItems": 2},
+        d={"type": "array", "items": {"type": "boolean"}, "maxItems": 1},
+        e={"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 1},
     ),
     "nested": obj(a=obj(["y"], x={"type": ["integer", "null"]}, y={"type": "boolean"}), b={"type": "object"}),
     "references": {
@@ -224,6 +226,7 @@ def test_what_cannot_be_enforced_is_refused_for_strict_tools_and_left_out_for_ot
         rules(CallableTool("f", {"type": "string"}, strict=True)),
         rules(CallableTool("f", obj(a={"type": "strin"}), strict=True)),
         rules(CallableTool("f", obj(a={"$ref": "#/nowhere"}), strict=True)),
+        rules(CallableTool("f", obj(a={"type": "array", "minItems": 3, "maxItems": 1}), strict=True)),
         rules(CallableTool("f", {**obj(a={"$ref": "#/$defs/d0"}), "$defs": CHAIN})),
     ],
 )

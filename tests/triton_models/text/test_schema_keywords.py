@@ -5,7 +5,7 @@ import pytest
 
 from tests.triton_models.text.walks import Walker
 from triton_models.errors import InvalidGrammarError
-from triton_models.text.schema_keywords import OPTIONAL, PROPERTIES, check_keywords
+from triton_models.text.schema_keywords import OPTIONAL, PROPERTIES, VALUES, check_keywords
 from triton_models.text.tokenizers import Tokenizer
 from wire.grammar import Grammar
 
@@ -114,3 +114,23 @@ def test_properties_are_counted_before_anything_is_compiled() -> None:
     more = {"properties": {**properties, "one": True}, "required": names}
     with pytest.raises(InvalidGrammarError, match="over 5000 properties"):
         check_keywords(more)
+
+
+def test_properties_of_all_tools_count_together(walker: Walker) -> None:
+    def tools(count: int, schema: Any) -> Grammar:
+        parameters = {"type": "object", "properties": schema}
+        each = [{"name": f"f{at}", "parameters": parameters, "strict": True} for at in range(count)]
+        return Grammar("tool_calls", json.dumps({"tools": each, "required": True}))
+
+    many = dict.fromkeys((f"p{at}" for at in range(OPTIONAL)), True)
+    walker.grammars.compile(tools(PROPERTIES // OPTIONAL, many))
+    with pytest.raises(
+        InvalidGrammarError, match=r"^the schemas of all tools together: over 5000 properties"
+    ):
+        walker.grammars.compile(tools(PROPERTIES // OPTIONAL + 1, many))
+    half = {"a": {"enum": list(range(VALUES // 2))}}
+    walker.grammars.compile(tools(2, half))
+    with pytest.raises(InvalidGrammarError, match=r"^the schemas of all tools together: over 10000 values"):
+        walker.grammars.compile(tools(3, half))
+    with pytest.raises(InvalidGrammarError, match=r"^tool f0: parameters: over 10000 values"):
+        walker.grammars.compile(tools(1, {"a": {"enum": list(range(VALUES + 1))}}))
