@@ -7,7 +7,8 @@ chooses. The ids that end an answer are allowed where the grammar can end, and n
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Final, Protocol
 
 import llguidance
@@ -80,16 +81,24 @@ class CompiledGrammar:
 
     def mask(self) -> "GrammarMask":
         """Return the mask for a new answer; thread-safe."""
-        with panics_are_errors(_LIBRARY):
+        with panics_are_errors(_LIBRARY), self.noting_failure():
             return GrammarMask(self, self._matcher.deep_copy(), self._allowed)
 
     def note_token(self) -> None:
         """Count a token of an answer; that threads may count two as one does no harm."""
         self._tokens += 1
 
-    def note_failure(self) -> None:
-        """Hand this grammar to no further answer: what failed may be what they share."""
-        self._failed = True
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Hand this grammar to no further answer if the block fails: that may be in what they share.
+
+        Whatever it raises counts, a panic too, of which no `Exception` tells.
+        """
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            raise
 
 
 class GrammarMask:
@@ -108,11 +117,12 @@ class GrammarMask:
         Raises:
             TokenMaskError: the grammar has become too complex here, or nothing can follow.
         """
-        row = words.numpy()[: len(self._allowed)]
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        row &= self._allowed
-        if self._matcher.is_error() or not row.any():
-            raise self._failure("the answer cannot go on by its grammar")
+        with self._grammar.noting_failure():
+            row = words.numpy()[: len(self._allowed)]
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            row &= self._allowed
+            if self._matcher.is_error() or not row.any():
+                raise self._error("the answer cannot go on by its grammar")
 
     def accept(self, token_id: int) -> None:
         """See `TokenMask.accept`.
@@ -120,12 +130,12 @@ class GrammarMask:
         Raises:
             TokenMaskError: the grammar does not allow the token.
         """
-        self._grammar.note_token()
-        if not self._matcher.consume_token(token_id):
-            raise self._failure("the answer has left its grammar")
+        with self._grammar.noting_failure():
+            self._grammar.note_token()
+            if not self._matcher.consume_token(token_id):
+                raise self._error("the answer has left its grammar")
 
-    def _failure(self, what: str) -> TokenMaskError:
-        self._grammar.note_failure()
+    def _error(self, what: str) -> TokenMaskError:
         return TokenMaskError(f"{what}: {about_mask(self._matcher.get_error())}")
 
 

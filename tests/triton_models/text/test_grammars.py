@@ -1,11 +1,9 @@
 import json
 import re
 import threading
-from collections import deque
 from typing import Any
 
 import jsonschema
-import llguidance
 import numpy as np
 import pytest
 
@@ -232,37 +230,6 @@ def test_large_grammars_are_kept_up_to_a_sum_of_their_lengths(
     compile_(texts[4])
     assert compile_(texts[0]) is first
     assert compile_(texts[1]) is not second
-
-
-def test_a_grammar_that_wore_out_is_compiled_anew(
-    walkers: dict[str, Walker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What its answers share adds up, until none could begin."""
-    pattern, few = "[ab]*a[ab]{15}", llguidance.LLParserLimits(max_lexer_states=1000, verbose_errors=False)
-    walker = walkers["chatglm3"]
-    with monkeypatch.context() as patch:
-        patch.setattr(grammars, "LIMITS", few)
-        worn = walker.grammars.compile(Grammar("regex", pattern))
-        walks = (walker.walk("regex", pattern, seed=seed, steps=60) for seed in range(200))
-        with pytest.raises(TokenMaskError, match="too complex"):
-            deque(walks, maxlen=0)
-        assert worn.spent
-        assert walker.walk("regex", pattern, steps=60).ids
-
-
-def test_a_grammar_is_compiled_anew_before_it_wears_out(
-    walkers: dict[str, Walker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grammars, "SPENT_AFTER", 100)
-    walker, grammar = walkers["chatglm3"], Grammar("regex", "[xy]*")
-    first = walker.grammars.compile(grammar)
-    walker.walk("regex", grammar.text, steps=40)
-    assert walker.grammars.compile(grammar) is first
-    mask = first.mask()
-    for _ in range(100):
-        mask.accept(next(each for each in walker.allowed(mask) if each not in walker.format.stop_ids))
-    assert walker.grammars.compile(grammar) is not first
-    assert walker.allowed(mask), "an answer under way goes on with the old one"
 
 
 def test_masks_of_one_grammar_go_their_own_ways(walkers: dict[str, Walker]) -> None:
