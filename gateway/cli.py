@@ -101,9 +101,12 @@ for _command in (load, unload, bench, size):
 @click.option("--max-running", type=click.IntRange(1), help="sequences in one step of an engine")
 @click.option("--max-batched-tokens", type=click.IntRange(1), help="tokens in one step of an engine")
 @click.option(
+    "--burst-tokens", type=click.IntRange(1), help="tokens in one step while prompts wait that fill it"
+)
+@click.option(
     "--burst-steps",
     type=click.IntRange(0),
-    help="steps in a row that a burst of prompts may take from decodes",
+    help="such steps in a row that a burst of prompts may take from decodes",
 )
 @click.option(
     "--kv-memory-gib", type=click.FloatRange(0, min_open=True), help="an engine's memory for its KV cache"
@@ -122,6 +125,7 @@ def up(
     max_context: int | None,
     max_running: int | None,
     max_batched_tokens: int | None,
+    burst_tokens: int | None,
     burst_steps: int | None,
     kv_memory_gib: float | None,
     **flags: Any,
@@ -146,6 +150,7 @@ def up(
         max_context=max_context,
         max_running=max_running,
         max_batched_tokens=max_batched_tokens,
+        burst_tokens=burst_tokens,
         burst_steps=burst_steps,
         kv_memory_gib=kv_memory_gib,
         trace_endpoint=settings.trace_endpoint,

@@ -26,6 +26,14 @@ _STOP_TIMEOUT_S = 8.0
 _LOADING_EVERY_S = 10.0
 """Between two lines about one model where the output is no terminal."""
 _SIGNALLED = 128
+_ENGINE_LIMITS = (
+    "max_context",
+    "max_running",
+    "max_batched_tokens",
+    "burst_tokens",
+    "burst_steps",
+    "kv_memory_gib",
+)
 
 
 class TritonFailedError(Exception):
@@ -46,9 +54,10 @@ class TritonOptions:
     max_context: int | None = None
     max_running: int | None = None
     max_batched_tokens: int | None = None
+    burst_tokens: int | None = None
     burst_steps: int | None = None
     kv_memory_gib: float | None = None
-    """These five: limits of each engine; None leaves them to it."""
+    """These six: limits of each engine; None leaves them to it."""
     trace_endpoint: str | None = None
     """Where Triton and the models send their spans; None: there are none."""
     contracts: tuple[str, ...] = ()
@@ -61,7 +70,7 @@ class TritonOptions:
         command += ["--log-level", "critical", "--device", self.device, "--dtype", self.dtype]
         for name in ("http", "grpc", "metrics"):
             command += [f"--{name}-port", str(getattr(self, f"{name}_port"))]
-        for name in ("max_context", "max_running", "max_batched_tokens", "burst_steps", "kv_memory_gib"):
+        for name in _ENGINE_LIMITS:
             if (value := getattr(self, name)) is not None:
                 command += ["--" + name.replace("_", "-"), str(value)]
         if self.trace_endpoint is not None:

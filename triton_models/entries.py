@@ -53,8 +53,10 @@ class ModelEntry:
     """Requests in the engine's waiting list; beyond it they are refused."""
     max_batched_tokens: int | None = None
     """Tokens in one engine step, prefill and decode together."""
+    burst_tokens: int | None = None
+    """Tokens in one engine step while several prompts wait that fill it."""
     burst_steps: int | None = None
-    """Engine steps in a row in which decodes may stand back for a burst of prompts."""
+    """Such steps in a row in which decodes may stand back for a burst of prompts."""
     heartbeat_s: float | None = None
     trace_endpoint: str | None = None
     """URL that the model's own spans go to by OTLP/HTTP; Triton has to trace, too."""

@@ -42,8 +42,8 @@ _SHARD_BYTES = 2 * 2**30
 def write_checkpoint(directory: Path, config: ChatGLMConfig, device: torch.device) -> int:
     """Write a checkpoint in bfloat16, its weights drawn on `device`, and return the weights' bytes."""
     directory.mkdir(parents=True, exist_ok=True)
-    # ChatGLM3's own has 64,789 pieces, and some 230 ids that fill the vocabulary up and are never drawn. Random
-    # weights draw every id alike, and one without text joins two chunks: here nearly all have text.
+    # ChatGLM3's own has 64,789 pieces, and some 230 ids that fill the vocabulary up and are never drawn. With
+    # random weights every id is, and one without text joins two chunks: here nearly all have text.
     (directory / TOKENIZER_FILE).write_bytes(tokenizer_model(config.padded_vocab_size - _SPECIAL))
     numbers = asdict(config)
     rope_ratio = numbers.pop("rope_ratio")

@@ -91,7 +91,8 @@ def test_up(served: list[Any]) -> None:
         "--port",
         "0",
     ]
-    limits = ["--max-waiting", "3", "--max-batched-tokens", "9", "--burst-steps", "0"]
+    limits = ["--max-waiting", "3", "--max-batched-tokens", "9", "--burst-tokens", "12"]
+    limits += ["--burst-steps", "0"]
     assert run("up", *arguments, "--device", "cpu", *limits)[0] == 0
     options, settings = served
     assert options == TritonOptions(
@@ -100,6 +101,7 @@ def test_up(served: list[Any]) -> None:
         device="cpu",
         dtype="float32",
         max_batched_tokens=9,
+        burst_tokens=12,
         burst_steps=0,
     )
     assert (settings.upstreams, settings.models, settings.max_waiting) == (("127.0.0.1:1",), ("m", "n"), 3)

@@ -23,6 +23,7 @@ FULL = ModelEntry(
     max_running=8,
     max_waiting=16,
     max_batched_tokens=256,
+    burst_tokens=512,
     burst_steps=4,
     heartbeat_s=1.0,
     max_queue_size=5,
@@ -156,7 +157,8 @@ def test_the_model_reads_every_parameter_that_is_written(tmp_path: Path) -> None
     read_back = _as_the_model_reads(tmp_path / "m-stream")
     for name in ("dtype", "max_context", "kv_memory_gib", "max_running", "max_waiting", "format"):
         assert getattr(read_back, name) == getattr(FULL, name)
-    assert (read_back.max_batched_tokens, read_back.burst_steps, read_back.heartbeat_s) == (256, 4, 1.0)
+    assert (read_back.max_batched_tokens, read_back.burst_tokens, read_back.burst_steps) == (256, 512, 4)
+    assert read_back.heartbeat_s == 1.0
     assert (read_back.model, read_back.checkpoint) == ("m", Path("/c"))
 
 

@@ -52,6 +52,7 @@ class Emitter:
 @click.option("--max-context", type=click.IntRange(min=1), help="Tokens of prompt and answer together.")
 @click.option("--max-running", type=click.IntRange(min=1), help="Sequences in one step of an engine.")
 @click.option("--max-batched-tokens", type=click.IntRange(min=1), help="Tokens in one step of an engine.")
+@click.option("--burst-tokens", type=click.IntRange(min=1), help="Tokens in one step while many wait.")
 @click.option("--burst-steps", type=click.IntRange(min=0), help="Steps that leave decodes out for a burst.")
 @click.option("--kv-memory-gib", type=click.FloatRange(min=0, min_open=True), help="Memory for the KV cache.")
 @click.option("--trace-endpoint", metavar="URL", help="Where spans go by OTLP/HTTP.")
@@ -83,6 +84,7 @@ def main(
     max_context: int | None,
     max_running: int | None,
     max_batched_tokens: int | None,
+    burst_tokens: int | None,
     burst_steps: int | None,
     kv_memory_gib: float | None,
     trace_endpoint: str | None,
@@ -113,6 +115,7 @@ def main(
             max_context=max_context,
             max_running=max_running,
             max_batched_tokens=max_batched_tokens,
+            burst_tokens=burst_tokens,
             burst_steps=burst_steps,
             kv_memory_gib=kv_memory_gib,
             trace_endpoint=trace_endpoint,

@@ -44,6 +44,7 @@ class ModelOptions:
     max_context: int | None = None
     max_running: int | None = None
     max_batched_tokens: int | None = None
+    burst_tokens: int | None = None
     burst_steps: int | None = None
     kv_memory_gib: float | None = None
     trace_endpoint: str | None = None
@@ -95,6 +96,7 @@ def write_models(repository: Path, arguments: tuple[str, ...], options: ModelOpt
                 max_context=options.max_context,
                 max_running=options.max_running,
                 max_batched_tokens=options.max_batched_tokens,
+                burst_tokens=options.burst_tokens,
                 burst_steps=options.burst_steps,
                 kv_memory_gib=options.kv_memory_gib,
                 trace_endpoint=options.trace_endpoint,

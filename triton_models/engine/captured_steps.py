@@ -15,7 +15,7 @@ from triton_models.engine.step_inputs import StepInputs
 
 log = logging.getLogger(__name__)
 
-LARGEST_PROMPTS = 2048
+LARGEST_PROMPTS = 4096
 """Rows of the largest captured step with prompts: more take the device longer than the host."""
 
 _CHUNKS = 64
@@ -39,7 +39,8 @@ def prompt_sizes(largest: int) -> list[int]:
 
     The largest is a full step's, so that the steps of a busy engine are among them.
     """
-    sizes = [*range(32, 512, 32), *range(512, 1024, 64), *range(1024, LARGEST_PROMPTS, 128)]
+    sizes = [*range(32, 512, 32), *range(512, 1024, 64), *range(1024, 2048, 128)]
+    sizes += range(2048, LARGEST_PROMPTS, 256)
     largest = min(largest, LARGEST_PROMPTS)
     return [*(size for size in sizes if size < largest), largest]
 

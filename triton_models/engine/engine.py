@@ -176,6 +176,7 @@ class Engine:
             max_batched_tokens=self.settings.max_batched_tokens,
             prefix_cache=self.settings.prefix_cache,
             burst_steps=self.settings.burst_steps,
+            burst_tokens=self.settings.largest_step,
         )
 
     def _launch(self) -> "_Step | None":

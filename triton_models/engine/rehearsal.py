@@ -64,7 +64,7 @@ def needed_bytes(rehearsed: Rehearsed, settings: EngineSettings, vocabulary: int
     that tells log-probabilities of prompts. The three follow one another within a step.
     """
     activations = rehearsed.activations
-    prompts = activations * max(settings.max_batched_tokens, LARGEST_PROMPTS) // LARGEST_PROMPTS
+    prompts = activations * max(settings.largest_step, LARGEST_PROMPTS) // LARGEST_PROMPTS
     logits = max(_LOGITS_COPIES * settings.max_running, _SCORES_COPIES * SLICE_ROWS)
     sampling = logits * vocabulary * torch.float32.itemsize
     pool = activations + rehearsed.graphs * _GRAPH_BYTES if rehearsed.graphs else 0

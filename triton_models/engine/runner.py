@@ -88,7 +88,7 @@ class Runner:
                 self._step,
                 self._slots,
                 longest=capacity.max_context,
-                largest=settings.max_batched_tokens,
+                largest=settings.largest_step,
                 most_tiles=self._operations.most_tiles,
             )
             if backend.graphs

@@ -8,16 +8,12 @@ from operator import attrgetter
 
 from triton_models.engine.batch import Batch, Chunk
 from triton_models.engine.block_manager import BlockManager
-from triton_models.engine.bursts import BurstAllowance
+from triton_models.engine.bursts import BurstAllowance, StepPlan, ends_of_a_burst
 from triton_models.engine.prefix_cache import PrefixCache
 from triton_models.engine.sequence import Sequence, SequenceState
 from triton_models.engine.waiting_list import WaitingList
 
 _rank = attrgetter("rank")
-
-_ENDS_OF_A_BURST = 2
-"""Prompts that a step must bring to their end before decodes stand back for it: the first tokens of several
-are worth a pause, the middle of a long prompt is not."""
 
 
 class Scheduler:
@@ -25,8 +21,9 @@ class Scheduler:
 
     * Every running decode has its token in every step, so a long prompt never stops the others. What is left
       goes to prompts by rank: one that outranks a prompt under way overtakes it.
-    * Only a burst (a full step of prompts, several of which it brings to their end, and what is left of them
-      after it) makes the decodes of no better priority stand back, and not for long: see `BurstAllowance`.
+    * Where several prompts wait that fill `burst_tokens`, of no worse priority than the decodes, the step is
+      as large as that. Only a burst of short ones makes the decodes stand back, and not for long: see
+      `BurstAllowance`.
     * What another sequence computed is not computed again (`PrefixCache`). Nobody has to wait for a beginning
       that is just being computed: a sequence is admitted when its tokens' turn has come, and by then every
       token of those before it is scheduled, and can be found.
@@ -50,9 +47,12 @@ class Scheduler:
         max_batched_tokens: int,
         prefix_cache: bool = True,
         burst_steps: int = 0,
+        burst_tokens: int | None = None,
     ) -> None:
         self._blocks = block_manager
         self._burst = BurstAllowance(burst_steps)
+        self._burst_tokens = burst_tokens or max_batched_tokens
+        self._ends_of_a_burst = ends_of_a_burst(self._burst_tokens)
         self._prefixes = PrefixCache(block_manager, enabled=prefix_cache)
         self._max_running = max_running
         self._max_batched_tokens = max_batched_tokens
@@ -90,18 +90,19 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Choose the next step's work; empty if there is none, or all of it waits for tokens in flight."""
         batch = Batch()
-        if self._burst.left and self._burst_waits():
-            self._schedule_prompts(batch)
+        plan = self._plan()
+        if plan is StepPlan.PROMPTS:
+            self._schedule_prompts(batch, self._burst_tokens)
         if batch.prefills:
             self._burst.stood_back()
             return batch
         self._burst.went_on()
         self._schedule_decodes(batch)
-        self._schedule_prompts(batch)
+        budget = self._max_batched_tokens if plan is StepPlan.MIXED else self._burst_tokens
+        self._schedule_prompts(batch, budget - len(batch.decodes))
         return batch
 
-    def _schedule_prompts(self, batch: Batch) -> None:
-        budget = self._max_batched_tokens - len(batch.decodes)
+    def _schedule_prompts(self, batch: Batch, budget: int) -> None:
         prefilling = deque(each for each in self.running if each.state is SequenceState.PREFILL)
         while budget > 0:
             started = prefilling[0] if prefilling else None
@@ -113,25 +114,31 @@ class Scheduler:
                 self._prefixes.catch_up(sequence)
             budget -= self._prefill(sequence, budget, batch)
 
-    def _burst_waits(self) -> bool:
-        """Tell whether there are decodes, and prompts no less urgent that fill a step without them.
+    def _plan(self) -> StepPlan:
+        """Choose by the decodes and the prompts that wait.
 
         What the prefix cache holds of the prompts is not looked up: this only chooses, it promises nothing.
         """
         decoding = [each.request.priority for each in self.running if each.state is SequenceState.DECODE]
-        if not decoding:
-            return False
-        most_urgent = min(decoding)  # not the first one's: who waited long has a better rank
-        tokens = ends = 0
+        stand_back = bool(decoding) and self._burst.left
+        if not stand_back and self._burst_tokens == self._max_batched_tokens:
+            return StepPlan.MIXED
+        most_urgent = min(decoding, default=None)  # not the first one's: who waited long has a better rank
+        tokens = prompts = ends = 0
         for each in self._next_prompts():
-            if each.request.priority > most_urgent:
-                return False
+            if most_urgent is not None and each.request.priority > most_urgent:
+                return StepPlan.MIXED
             tokens += len(each.tokens) - each.computed
-            ends += tokens <= self._max_batched_tokens
-            if tokens >= self._max_batched_tokens:
-                return self._burst.under_way or ends >= _ENDS_OF_A_BURST
+            prompts += 1
+            ends += tokens <= self._burst_tokens
+            if tokens >= self._burst_tokens:
+                break
         # The rest of a burst, and who came meanwhile: one longer pause instead of two.
-        return self._burst.under_way and tokens > 0
+        if stand_back and tokens and self._burst.under_way:
+            return StepPlan.PROMPTS
+        if tokens < self._burst_tokens or prompts == 1:
+            return StepPlan.MIXED
+        return StepPlan.PROMPTS if stand_back and ends >= self._ends_of_a_burst else StepPlan.LARGE
 
     def _next_prompts(self) -> Iterator[Sequence]:
         """Yield prompts under way, then those that could be admitted, as far as places and blocks go."""

@@ -33,8 +33,10 @@ class EngineSettings:
     """Requests open beyond `max_running`; one more is refused."""
     max_batched_tokens: int = 1024
     """Tokens in one step: what is left beside the decodes computes prompts, in chunks."""
+    burst_tokens: int | None = None
+    """Tokens in one step while several prompts wait that fill it; never fewer than in any other."""
     burst_steps: int = 0
-    """Steps in a row in which decodes may stand back for a burst of prompts (see bursts.py); 0: never."""
+    """Such steps in a row in which decodes may stand back for a burst (see bursts.py); 0: never."""
     block_size: int = 16
     """Tokens in one KV block."""
     kv_blocks: int | None = None
@@ -64,6 +66,11 @@ class EngineSettings:
                 f"max_batched_tokens {self.max_batched_tokens} is under max_running {self.max_running}:"
                 " a step must have room for a token of every running sequence"
             )
+
+    @property
+    def largest_step(self) -> int:
+        """Tokens of the largest step there can be."""
+        return max(self.max_batched_tokens, self.burst_tokens or 0)
 
 
 @dataclass(frozen=True, slots=True)

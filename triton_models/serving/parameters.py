@@ -35,6 +35,7 @@ class EntryParameters:
     max_running: int | None = None
     max_waiting: int | None = None
     max_batched_tokens: int | None = None
+    burst_tokens: int | None = None
     burst_steps: int | None = None
     heartbeat_s: float = 2.0
     """Longest silence of a request at work; at most 10, since whoever waits takes more for a dead engine."""
@@ -53,6 +54,7 @@ _CONVERTERS: dict[str, Callable[[str], Any]] = {
     "max_running": int,
     "max_waiting": int,
     "max_batched_tokens": int,
+    "burst_tokens": int,
     "burst_steps": int,
     "heartbeat_s": float,
     "trace_endpoint": str,

@@ -2,8 +2,8 @@ from collections import Counter
 
 import pytest
 
-from tests.triton_models.engine.test_scheduler import compute, scheduler, sequence
-from triton_models.engine.bursts import BurstAllowance
+from tests.triton_models.engine.test_scheduler import BUDGET, compute, scheduler, sequence
+from triton_models.engine.bursts import BurstAllowance, ends_of_a_burst
 from triton_models.engine.scheduler import Scheduler
 from triton_models.engine.sequence import Sequence
 
@@ -18,9 +18,11 @@ def burst(chosen: Scheduler, count: int, *, prompt: int = 5, priority: int = 0) 
     return several
 
 
-def decoding(*, burst_steps: int, count: int = 90, prompt: int = 2, priority: int = 0) -> Scheduler:
+def decoding(
+    *, burst_steps: int, burst_tokens: int = BUDGET, count: int = 90, prompt: int = 2, priority: int = 0
+) -> Scheduler:
     """A scheduler whose only sequence is in the middle of its answer; a step holds two prompts of 5."""
-    chosen, _ = scheduler(blocks=200, max_running=60, burst_steps=burst_steps)
+    chosen, _ = scheduler(blocks=200, max_running=60, burst_steps=burst_steps, burst_tokens=burst_tokens)
     chosen.add(sequence("decoding", prompt, count, priority=priority))
     compute(chosen, chosen.schedule())
     return chosen
@@ -86,19 +88,66 @@ def test_prompts_that_cannot_be_admitted_hold_nothing_up() -> None:
     assert set(pattern(chosen, 3)) == {"D"}
 
 
+def tokens(chosen: Scheduler, steps: int) -> list[tuple[int, int]]:
+    """The tokens of prompts and of decodes in each step."""
+    done = []
+    for _ in range(steps):
+        batch = chosen.schedule()
+        done.append((sum(chunk.count for chunk in batch.prefills), len(batch.decodes)))
+        compute(chosen, batch)
+    return done
+
+
+def test_steps_are_larger_while_several_prompts_wait_that_fill_them() -> None:
+    chosen = decoding(burst_steps=0, burst_tokens=20)
+    burst(chosen, 7)
+    # Of its 35 tokens, those that are left after one large step would not fill another.
+    assert tokens(chosen, 4) == [(19, 1), (9, 1), (7, 1), (0, 1)]
+
+
+def test_decodes_stand_back_from_large_steps_too() -> None:
+    chosen = decoding(burst_steps=8, burst_tokens=20)
+    burst(chosen, 7)
+    assert tokens(chosen, 3) == [(20, 0), (15, 0), (0, 1)]
+
+
+def test_an_idle_engine_takes_large_steps() -> None:
+    chosen, _ = scheduler(blocks=200, max_running=60, burst_tokens=20)
+    burst(chosen, 4)
+    assert tokens(chosen, 1) == [(20, 0)]
+
+
+def test_one_long_prompt_makes_no_step_larger() -> None:
+    chosen = decoding(burst_steps=8, burst_tokens=20)
+    burst(chosen, 1, prompt=60)
+    assert tokens(chosen, 2) == [(BUDGET - 1, 1)] * 2
+
+
+def test_less_urgent_prompts_make_no_step_larger() -> None:
+    chosen = decoding(burst_steps=8, burst_tokens=20, priority=-1)
+    burst(chosen, 7)
+    assert tokens(chosen, 2) == [(BUDGET - 1, 1)] * 2
+
+
+@pytest.mark.parametrize(("tokens", "ends"), [(8, 2), (1024, 2), (2048, 4), (4096, 8)])
+def test_a_burst_is_of_short_prompts(tokens: int, ends: int) -> None:
+    assert ends_of_a_burst(tokens) == ends
+
+
 @pytest.mark.parametrize("most", [1, 2, 8])
-def test_lasting_load_leaves_out_one_step_in_most_plus_one(most: int) -> None:
+def test_lasting_load_leaves_out_one_step_in_65(most: int) -> None:
     allowance = BurstAllowance(most)
     done: Counter[bool] = Counter()
-    for step in range(1000 + 8 * most * most):
+    until_used = 16 * most
+    for step in range(6500 + until_used):
         left = allowance.left
-        if step >= 8 * most * most:  # the stock is used up by then
+        if step >= until_used:
             done[left] += 1
         if left:
             allowance.stood_back()
         else:
             allowance.went_on()
-    assert done[True] == pytest.approx(1000 / (most + 1), abs=most + 1)
+    assert done[True] == pytest.approx(100, abs=most + 1)
 
 
 def test_what_was_used_comes_back() -> None:
@@ -112,7 +161,7 @@ def test_what_was_used_comes_back() -> None:
         allowance.went_on()
         return count
 
-    assert [used_at_once() for _ in range(6)] == [2, 2, 2, 2, 2, 0]
-    for _ in range(16):
+    assert [used_at_once() for _ in range(6)] == [2, 2, 2, 2, 0, 0]
+    for _ in range(8 * 64):
         allowance.went_on()
-    assert [used_at_once() for _ in range(6)] == [2, 2, 2, 2, 2, 0]
+    assert [used_at_once() for _ in range(6)] == [2, 2, 2, 2, 0, 0]

@@ -21,11 +21,11 @@ def test_decode_sizes_rise_to_the_largest_and_waste_little(largest: int) -> None
         assert padded - decodes < max(8, 0.13 * decodes)
 
 
-@pytest.mark.parametrize("largest", [16, 500, 2048, 8192])
+@pytest.mark.parametrize("largest", [16, 500, 2048, 4096, 8192])
 def test_prompt_sizes_stay_within_a_step_and_waste_little(largest: int) -> None:
     sizes = prompt_sizes(largest)
     assert sizes == sorted(set(sizes))
-    assert sizes[-1] == min(largest, 2048), "a full step is captured, too"
+    assert sizes[-1] == min(largest, 4096), "a full step is captured, too"
     for rows in range(64, sizes[-1] + 1):
         padded = next(size for size in sizes if size >= rows)
         assert padded - rows < max(32, 0.13 * rows)

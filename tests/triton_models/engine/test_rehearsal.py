@@ -43,8 +43,8 @@ def test_log_probabilities_of_prompts_may_take_more_than_sampling() -> None:
 
 
 def test_steps_that_are_too_large_to_be_captured_are_reckoned_with() -> None:
-    settings = replace(SETTINGS, max_batched_tokens=6144)
-    assert needed(settings, held=5, activations=PLENTY, graphs=0) == 5 + 2 * PLENTY
+    for settings in (replace(SETTINGS, max_batched_tokens=8192), replace(SETTINGS, burst_tokens=8192)):
+        assert needed(settings, held=5, activations=PLENTY, graphs=0) == 5 + PLENTY
 
 
 class FakeGpu:

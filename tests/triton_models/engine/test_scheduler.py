@@ -30,10 +30,10 @@ def sequence(
 
 
 def scheduler(
-    *, blocks: int = BLOCKS, max_running: int = MAX_RUNNING, budget: int = BUDGET, burst_steps: int = 0
+    *, blocks: int = BLOCKS, max_running: int = MAX_RUNNING, budget: int = BUDGET, **bursts: int
 ) -> tuple[Scheduler, BlockManager]:
     manager = BlockManager(blocks, BLOCK_SIZE)
-    chosen = Scheduler(manager, max_running=max_running, max_batched_tokens=budget, burst_steps=burst_steps)
+    chosen = Scheduler(manager, max_running=max_running, max_batched_tokens=budget, **bursts)
     return chosen, manager
 
 

@@ -59,8 +59,11 @@ class SchedulerModel(RuleBasedStateMachine):
         overlap=st.booleans(),
         prefix_cache=st.sampled_from([True, True, False]),
         burst_steps=st.sampled_from([0, 1, 3, 3]),
+        burst_tokens=st.sampled_from([BUDGET, BUDGET, 2 * BUDGET]),
     )
-    def start(self, blocks: int, *, overlap: bool, prefix_cache: bool, burst_steps: int) -> None:
+    def start(
+        self, blocks: int, *, overlap: bool, prefix_cache: bool, burst_steps: int, burst_tokens: int
+    ) -> None:
         self.blocks = BlockManager(blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(
             self.blocks,
@@ -68,7 +71,9 @@ class SchedulerModel(RuleBasedStateMachine):
             max_batched_tokens=BUDGET,
             prefix_cache=prefix_cache,
             burst_steps=burst_steps,
+            burst_tokens=burst_tokens,
         )
+        self.burst_tokens = burst_tokens
         self.burst_steps, self.in_a_row = burst_steps, 0
         self.overlap = overlap
         self.device = DictDevice()
@@ -190,7 +195,9 @@ class SchedulerModel(RuleBasedStateMachine):
     def check(self, batch: Batch, running: list[Sequence], decoding: list[Sequence]) -> None:
         in_flight = any(each.in_flight for each in self.open)
         assert batch.chunks or in_flight or not self.open
-        assert sum(chunk.count for chunk in batch.chunks) <= BUDGET
+        tokens = sum(chunk.count for chunk in batch.chunks)
+        assert tokens <= self.burst_tokens
+        self.seen["large"] += tokens > BUDGET
         scheduled = [chunk.sequence for chunk in batch.chunks]
         assert len(set(scheduled)) == len(scheduled)
         stood_back = bool(decoding and batch.prefills and not batch.decodes and not batch.preemptions)
@@ -265,5 +272,6 @@ def test_every_history_keeps_the_rules() -> None:
     # The histories would prove little if the cache were never too small, nor anything ever shared.
     assert SchedulerModel.seen["steps"] > 1000
     assert SchedulerModel.seen["preemptions"] > 20
+    assert SchedulerModel.seen["large"] > 20
     assert SchedulerModel.seen["found"] > 100
     assert SchedulerModel.seen["stood back"] > 10

@@ -53,5 +53,6 @@ def test_the_format_can_be_given_where_the_files_do_not_say(tmp_path: Path) -> N
 def test_a_gpu_gets_larger_steps_unless_asked() -> None:
     parameters = EntryParameters(model="glm", checkpoint=Path(), device="cuda:0", max_running=7)
     on_gpu = engine_settings(parameters, torch.device("cuda:0"))
-    assert (on_gpu.max_running, on_gpu.max_batched_tokens, on_gpu.burst_steps) == (7, 1024, 16)
+    assert (on_gpu.max_running, on_gpu.max_batched_tokens) == (7, 1024)
+    assert (on_gpu.burst_tokens, on_gpu.burst_steps) == (4096, 4)
     assert engine_settings(parameters, torch.device("cpu")) == EngineSettings(max_running=7)
