@@ -10,11 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from wire.decoding import decode_bounded
-
-TEXT_LIMIT = 2**18
-"""Characters of a grammar's text."""
-TOOLS_LIMIT = 128
-CHOICES_LIMIT = 1024
+from wire.limits import ALTERNATIVES_LIMIT, GRAMMAR_LIMIT, TOOLS_LIMIT
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "tool_calls"]
 """What `text` holds: nothing (any JSON object will do), a JSON schema, a regular expression (of the whole
@@ -28,7 +24,7 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     """A grammar, as a generation carries it."""
 
     kind: GrammarKind
-    text: Annotated[str, msgspec.Meta(max_length=TEXT_LIMIT)] = ""
+    text: Annotated[str, msgspec.Meta(max_length=GRAMMAR_LIMIT)] = ""
 
 
 class CallableTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -56,7 +52,8 @@ class ToolCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 Choices = Annotated[
-    list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1, max_length=CHOICES_LIMIT)
+    list[Annotated[str, msgspec.Meta(min_length=1)]],
+    msgspec.Meta(min_length=1, max_length=ALTERNATIVES_LIMIT),
 ]
 """The strings of which an answer is one."""
 

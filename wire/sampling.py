@@ -12,20 +12,19 @@ import msgspec
 from wire.decoding import decode_bounded
 from wire.grammar import Grammar
 from wire.history import Role
+from wire.limits import (
+    ANSWERS_LIMIT,
+    INT64_MAX,
+    LOGIT_BIAS_LIMIT,
+    PRIORITY_LIMIT,
+    STOP_IDS_LIMIT,
+    STOP_LENGTH_LIMIT,
+    STOPS_LIMIT,
+    TOOLS_LIMIT,
+    TOP_LOGPROBS_LIMIT,
+)
 
 WIRE_VERSION = 1
-
-TOP_LOGPROBS_LIMIT = 20
-STOPS_LIMIT = 16
-STOP_LENGTH_LIMIT = 1024
-"""Code points in a stop string: that much of an answer may have to be held back."""
-LOGIT_BIAS_LIMIT = 1024
-TOOLS_LIMIT = 128
-CHOICES_LIMIT = 128
-STOP_IDS_LIMIT = 128
-
-INT64_MAX = 2**63 - 1
-"""Larger numbers fit no tensor, and no clock."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=STOP_LENGTH_LIMIT)]
@@ -73,7 +72,7 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     stop of the request's own. In a conversation, a grammar of any kind but `tool_calls` makes the answer one
     piece of text, its first line part of the prompt."""
 
-    n: Annotated[int, msgspec.Meta(ge=1, le=CHOICES_LIMIT)] = 1
+    n: Annotated[int, msgspec.Meta(ge=1, le=ANSWERS_LIMIT)] = 1
     """Choices: answers to the one prompt, each sampled by itself. They are queued together or not at all."""
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """New tokens of each choice; absent: what is left of the context."""
@@ -120,7 +119,7 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     return_token_ids: bool = False
     """Prompt ids in `accepted`, new ids in every delta."""
 
-    priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
+    priority: Annotated[int, msgspec.Meta(ge=-PRIORITY_LIMIT, le=PRIORITY_LIMIT)] = 0
     """Place in the engine's waiting list: lower first, equal ones in order of arrival."""
     deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=INT64_MAX)] | None = None
     """Milliseconds from receipt after which the request is given up, waiting or running."""

@@ -26,8 +26,9 @@ from gateway.generation import (
 )
 from wire import names
 from wire import sampling as wire_sampling
-from wire.grammar import TEXT_LIMIT, Grammar
+from wire.grammar import Grammar
 from wire.history import Role, Turn, encode_history
+from wire.limits import GRAMMAR_LIMIT
 from wire.strings import pack_strings
 
 _PROBE_ID = "probe"
@@ -130,9 +131,9 @@ def _grammar(generation: Generation) -> Grammar | None:
     if offer is None or rules is None:
         return None if asked is None else Grammar(asked.kind, asked.text)
     text = msgspec.json.encode(rules).decode()
-    if len(text) > TEXT_LIMIT:
+    if len(text) > GRAMMAR_LIMIT:
         raise InvalidRequestError(
-            f"the schemas come to {len(text)} characters, and {TEXT_LIMIT} can be enforced",
+            f"the schemas come to {len(text)} characters, and {GRAMMAR_LIMIT} can be enforced",
             param=offer.field,
         )
     return Grammar("tool_calls", text)

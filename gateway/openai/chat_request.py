@@ -34,6 +34,7 @@ from gateway.openai.tools import (
     offer_of_functions,
     offer_of_tools,
 )
+from wire.limits import TOP_LOGPROBS_LIMIT
 
 NOT_YET: Mapping[str, Any] = MappingProxyType(
     {
@@ -147,7 +148,7 @@ class ChatRequest(AnyCompletionRequest, StructuredRequest):
         TokenBound | None, Field(description="counts before max_tokens, where both are given")
     ] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
     response_format: ResponseFormat | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None

@@ -13,7 +13,6 @@ from gateway.generation import Generation, PlainText, TokenIds
 from gateway.openai import generation_request
 from gateway.openai.document import read_object, validate, without_neutral
 from gateway.openai.generation_request import (
-    CHOICES_LIMIT,
     AnyCompletionRequest,
     Items,
     TokenId,
@@ -34,6 +33,9 @@ NOT_YET: Mapping[str, Any] = MappingProxyType(
 )
 """Real parameters that are not supported yet, each with the value that asks for nothing."""
 
+PROMPTS_LIMIT = 128
+"""Prompts in one request; the answers to them all are bounded by a setting."""
+
 
 def _kind(prompt: Any) -> str:
     """Tell what `prompt` is meant to be; its first item decides, so that errors are about the others."""
@@ -47,8 +49,8 @@ Ids = Annotated[Items[TokenId], Field(min_length=1)]
 Prompts = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[Ids, Tag("ids")]
-    | Annotated[Items[str], Field(max_length=CHOICES_LIMIT), Tag("texts")]
-    | Annotated[Items[Ids], Field(max_length=CHOICES_LIMIT), Tag("lists")],
+    | Annotated[Items[str], Field(max_length=PROMPTS_LIMIT), Tag("texts")]
+    | Annotated[Items[Ids], Field(max_length=PROMPTS_LIMIT), Tag("lists")],
     Discriminator(_kind),
 ]
 

@@ -16,6 +16,14 @@ from pydantic_core import PydanticCustomError
 from gateway.errors import InvalidRequestError
 from gateway.generation import Conversation, Generation, Prompt
 from gateway.openai.document import without_neutral_in
+from wire.limits import (
+    ANSWERS_LIMIT,
+    INT64_MAX,
+    LOGIT_BIAS_LIMIT,
+    PRIORITY_LIMIT,
+    STOP_IDS_LIMIT,
+    STOP_LENGTH_LIMIT,
+)
 
 NOT_YET: Mapping[str, Any] = MappingProxyType(
     {
@@ -26,18 +34,8 @@ NOT_YET: Mapping[str, Any] = MappingProxyType(
 
 STREAM_OPTIONS_NOT_YET: Mapping[str, Any] = MappingProxyType({"include_obfuscation": False})
 
-INT64 = 2**63
-
-CHOICES_LIMIT = 128
-"""As OpenAI's; a setting of the gateway may be lower."""
-
 MESSAGES_LIMIT = 16_384
 """Messages, or items, of one conversation: each costs the event loop time, were it empty."""
-
-STOP_IDS_LIMIT = 128
-"""Token ids that may end one answer."""
-
-PRIORITY_LIMIT = 100
 
 ID_LIMIT = 2**32
 """Ids are below it, in any vocabulary."""
@@ -75,12 +73,12 @@ def at_most(limit: int) -> BeforeValidator:
 
 
 NonEmpty = Annotated[str, Field(min_length=1)]
-StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+StopString = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH_LIMIT)]
 TokenId = Annotated[int, Field(ge=0, lt=ID_LIMIT)]
 TokenKey = Annotated[str, AfterValidator(_token_id)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-TokenBound = Annotated[int, Field(ge=1, lt=INT64)]
+TokenBound = Annotated[int, Field(ge=1, le=INT64_MAX)]
 
 
 @cache
@@ -131,16 +129,16 @@ class GenerationRequest(Strict, ABC):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
+    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     stop: Annotated[StopString | Items[StopString], AfterValidator(_few_stops)] | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias] | None, at_most(1024)] = None
+    logit_bias: Annotated[dict[TokenKey, Bias] | None, at_most(LOGIT_BIAS_LIMIT)] = None
     stream: bool | None = None
     stream_options: AnyStreamOptions | None = None
 
-    top_k: Annotated[int, Field(ge=-1, lt=INT64, description="-1 and 0 keep every token")] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT64_MAX, description="-1 and 0 keep every token")] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[Items[TokenId], Field(max_length=STOP_IDS_LIMIT)] | None = None
     include_stop_str_in_output: Annotated[
@@ -251,7 +249,7 @@ class GenerationRequest(Strict, ABC):
 class AnyCompletionRequest(GenerationRequest):
     """What both completion routes take beside it."""
 
-    n: Annotated[int, Field(ge=1, le=CHOICES_LIMIT)] | None = None
+    n: Annotated[int, Field(ge=1, le=ANSWERS_LIMIT)] | None = None
     max_tokens: TokenBound | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: Annotated[

@@ -30,7 +30,8 @@ from gateway.openai.structured import (
     branch,
     schema_grammar,
 )
-from gateway.openai.tools import TOOLS_LIMIT, Function, ToolName, offer_of
+from gateway.openai.tools import Function, ToolName, offer_of
+from wire.limits import TOOLS_LIMIT, TOP_LOGPROBS_LIMIT
 
 NOT_YET: Mapping[str, Any] = MappingProxyType(
     {
@@ -134,7 +135,7 @@ class ResponsesRequest(StructuredRequest):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     include: Items[Literal["message.output_text.logprobs"]] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
 
     @property
     def token_bound(self) -> int | None:

@@ -19,10 +19,7 @@ from gateway.errors import InvalidRequestError
 from gateway.generation import Generation, Grammar
 from gateway.openai.generation_request import GenerationRequest, Items, Strict
 from gateway.openai.schema import Schema
-
-TEXT_LIMIT = 2**18
-"""Characters of a schema, written as JSON, or of a grammar."""
-CHOICES_LIMIT = 1024
+from wire.limits import ALTERNATIVES_LIMIT, GRAMMAR_LIMIT
 
 _encode = msgspec.json.Encoder().encode
 
@@ -98,15 +95,20 @@ class StructuredOutputs(Strict):
     ] = None
     regex: Annotated[
         str | None,
-        Field(min_length=1, max_length=TEXT_LIMIT, description="of the whole answer, in Rust's syntax"),
+        Field(min_length=1, max_length=GRAMMAR_LIMIT, description="of the whole answer, in Rust's syntax"),
     ] = None
     choice: Annotated[
         Items[Annotated[str, Field(min_length=1)]] | None,
-        Field(min_length=1, max_length=CHOICES_LIMIT, description="the answer is one of these"),
+        Field(min_length=1, max_length=ALTERNATIVES_LIMIT, description="the answer is one of these"),
     ] = None
     grammar_: Annotated[
         str | None,
-        Field(alias="grammar", min_length=1, max_length=TEXT_LIMIT, description="in Lark's notation or GBNF"),
+        Field(
+            alias="grammar",
+            min_length=1,
+            max_length=GRAMMAR_LIMIT,
+            description="in Lark's notation or GBNF",
+        ),
     ] = None
 
     @model_validator(mode="after")
@@ -217,9 +219,9 @@ def schema_grammar(schema: dict[str, Any] | None, field: str) -> Grammar:
 
 
 def _bounded(grammar: Grammar) -> Grammar:
-    if len(grammar.text) > TEXT_LIMIT:
+    if len(grammar.text) > GRAMMAR_LIMIT:
         raise InvalidRequestError(
-            f"{grammar.field} has {len(grammar.text)} characters, and at most {TEXT_LIMIT} are allowed.",
+            f"{grammar.field} has {len(grammar.text)} characters, and at most {GRAMMAR_LIMIT} are allowed.",
             param=grammar.field,
         )
     return grammar

@@ -12,8 +12,7 @@ from gateway.generation import NamedTool, PastCall, Tool, ToolChoice, ToolOffer
 from gateway.openai.content import Unread
 from gateway.openai.generation_request import Items, NonEmpty, Strict
 from gateway.openai.schema import MAX_DEPTH, Schema, shallow
-
-TOOLS_LIMIT = 128
+from wire.limits import TOOLS_LIMIT
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}\z")]
 

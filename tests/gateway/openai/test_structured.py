@@ -9,7 +9,8 @@ from gateway.generation import Conversation, Grammar
 from gateway.openai.chat_request import read_chat_request
 from gateway.openai.completion_request import read_completion_request
 from gateway.openai.schema import MAX_DEPTH
-from gateway.openai.structured import TEXT_LIMIT, StructuredRequest
+from gateway.openai.structured import StructuredRequest
+from wire.limits import GRAMMAR_LIMIT
 
 SCHEMA = {"type": "object", "properties": {"城": {"type": "string"}}}
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
@@ -109,17 +110,17 @@ def test_text_is_free_where_nothing_is_said(parameters: dict[str, Any]) -> None:
         ({"response_format": json_schema([])}, "response_format.json_schema.schema"),
         ({"response_format": json_schema(deep(MAX_DEPTH + 1))}, "response_format.json_schema.schema"),
         (
-            {"response_format": json_schema({"description": "x" * TEXT_LIMIT})},
+            {"response_format": json_schema({"description": "x" * GRAMMAR_LIMIT})},
             "response_format.json_schema.schema",
         ),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
         ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"regex": "a" * (TEXT_LIMIT + 1)}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a" * (GRAMMAR_LIMIT + 1)}}, "structured_outputs.regex"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice.1"),
-        ({"structured_outputs": {"choice": ["a" * TEXT_LIMIT]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a" * GRAMMAR_LIMIT]}}, "structured_outputs.choice"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json"),
         ({"structured_outputs": {"grammar": 5}}, "structured_outputs.grammar"),

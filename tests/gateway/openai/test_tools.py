@@ -6,7 +6,8 @@ import pytest
 from gateway.errors import InvalidRequestError
 from gateway.generation import Conversation, Message, NamedTool, PastCall, Tool, ToolOffer
 from gateway.openai.chat_request import read_chat_request
-from gateway.openai.tools import MAX_DEPTH, TOOLS_LIMIT
+from gateway.openai.schema import MAX_DEPTH
+from wire.limits import TOOLS_LIMIT
 
 USER = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
