@@ -8,11 +8,10 @@ Knows nothing of JSON or tensors, nor why a request has several prompts.
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 
 from msgspec import structs
 
-from gateway.errors import ContextLengthError, InvalidRequestError, UpstreamProtocolError
+from gateway.errors import InvalidRequestError, UpstreamProtocolError
 from gateway.generation import Accepted, Delta, Event, Generation, Usage
 
 Generate = Callable[[Generation], AsyncGenerator[Event, None]]
@@ -49,26 +48,6 @@ async def together(generate: Generate, generations: Sequence[Generation]) -> Asy
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
-
-
-async def bounded(generate: Generate, generation: Generation, bound: int) -> AsyncGenerator[Event, None]:
-    """Run `generation`, whose client set no bound on new tokens, with ours.
-
-    Ours gives way to min_tokens, and where the context has no room for it, the rest of the context bounds the
-    answer. Only the upstream counts prompts, and a refusal costs it little.
-    """
-    for max_tokens in (max(bound, generation.min_tokens), None):
-        begun = False
-        try:
-            async with aclosing(generate(replace(generation, max_tokens=max_tokens))) as events:
-                async for event in events:
-                    begun = True
-                    yield event
-        except ContextLengthError:
-            if begun or max_tokens is None:
-                raise
-        else:
-            return
 
 
 async def _read(

@@ -5,12 +5,13 @@ end of a drain. Whichever comes first ends the others. Knows nothing of JSON or 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, TypeVar
 
 from gateway.admission import Admission
-from gateway.batch import bounded, together
+from gateway.batch import together
 from gateway.errors import (
     ClientGoneError,
     DeadlineError,
@@ -69,18 +70,16 @@ class Flight(AsyncIterator[Event]):
         # A choice costs the upstream as much as a request.
         await self._enter(receive, permits=sum(generation.n for generation in generations))
         self._check()  # what was over while it waited never goes upstream
-        if len(generations) == 1:
-            self._source = self._generate(generations[0])
-        else:
-            self._source = together(self._generate, generations)
+        generate, first, *more = self._gateway.upstream.generate, *map(self._bounded, generations)
+        self._source = together(generate, [first, *more]) if more else generate(first)
         self._exchange.resources.push_async_callback(self._source.aclose)
         try:
-            first = await anext(self)
+            event = await anext(self)
         except StopAsyncIteration:
-            first = None
-        if not isinstance(first, Accepted):
+            event = None
+        if not isinstance(event, Accepted):
             raise UpstreamProtocolError("The upstream began an answer without accepting the request.")
-        return first
+        return event
 
     async def call(
         self,
@@ -157,11 +156,12 @@ class Flight(AsyncIterator[Event]):
         metrics.in_flight.labels(model).inc(taken * counts)
         self._exchange.resources.callback(metrics.in_flight.labels(model).dec, taken * counts)
 
-    def _generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
-        generate, bound = self._gateway.upstream.generate, self._gateway.settings.default_max_tokens
-        if generation.max_tokens is None and bound is not None:
-            return bounded(generate, generation, bound)
-        return generate(generation)
+    def _bounded(self, generation: Generation) -> Generation:
+        """Return `generation` with our own bound on new tokens, where its client set none."""
+        bound = self._gateway.settings.default_max_tokens
+        if generation.max_tokens is not None or bound is None:
+            return generation
+        return replace(generation, max_tokens=max(bound, generation.min_tokens), max_tokens_yields=True)
 
     async def _race(self, step: Awaitable[T]) -> T:
         """Wait for `step`, unless `end` comes first: then it is cancelled, and the end's error raised."""

@@ -136,6 +136,8 @@ class Generation:
     """Choices: answers to the one prompt, each sampled by itself."""
     max_tokens: int | None = None
     """New tokens of each choice; None: what is left of the context."""
+    max_tokens_yields: bool = False
+    """The bound is not the client's: where the context has no room for it, what is left bounds the answer."""
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0

@@ -162,6 +162,8 @@ def request_tensors(
         grammar=_grammar(generation),
         n=generation.n,
         max_tokens=generation.max_tokens,
+        # Beside a bound on all tokens, one on the new ones is no promise that they fit.
+        max_total_tokens=report.max_context if generation.max_tokens_yields else None,
         min_tokens=generation.min_tokens,
         temperature=generation.temperature,
         top_p=generation.top_p,

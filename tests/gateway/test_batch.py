@@ -2,11 +2,10 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from gateway.batch import bounded, together
+from gateway.batch import together
 from gateway.errors import (
     ContextLengthError,
     GatewayError,
@@ -147,30 +146,6 @@ async def test_a_client_that_does_not_read_holds_all_back() -> None:
             await anext(source)
         await asyncio.sleep(0.02)
         assert produced <= 10 + 4
-
-
-@pytest.mark.parametrize(("min_tokens", "expected"), [(0, [4, None]), (7, [7, None])])
-async def test_our_bound_gives_way_to_the_context(min_tokens: int, expected: list[Any]) -> None:
-    tried: list[int | None] = []
-
-    async def generate(generation: Generation) -> AsyncGenerator[Event, None]:
-        tried.append(generation.max_tokens)
-        if generation.max_tokens is not None:
-            raise ContextLengthError("no room")
-        yield Accepted(prompt_tokens=1)
-
-    wanted = replace(TWO_CHOICES, min_tokens=min_tokens)
-    assert [event async for event in bounded(generate, wanted, 4)] == [Accepted(prompt_tokens=1)]
-    assert tried == expected
-
-
-async def test_a_prompt_over_the_context_is_refused_whatever_the_bound() -> None:
-    async def generate(_generation: Generation) -> AsyncGenerator[Event, None]:
-        raise ContextLengthError("no room")
-        yield
-
-    with pytest.raises(ContextLengthError):
-        await anext(bounded(generate, TWO_CHOICES, 4))
 
 
 async def test_a_cancellation_out_of_a_source_ends_all_at_once() -> None:

@@ -52,7 +52,7 @@ def engine_requests(
                 frequency_penalty=generation.frequency_penalty,
                 seed=None if generation.seed is None else _wrapped(generation.seed + index),
                 max_tokens=max_tokens,
-                min_tokens=generation.min_tokens,
+                min_tokens=_least(generation, max_tokens),
                 stop_token_ids=stop_ids,
                 logit_bias=generation.logit_bias,
                 logprobs=generation.logprobs,
@@ -80,6 +80,13 @@ def new_tokens(generation: Generation, prompt_tokens: int, max_context: int) -> 
             f" {generation.max_total_tokens}"
         )
     return room if generation.max_tokens is None else min(room, generation.max_tokens)
+
+
+def _least(generation: Generation, max_tokens: int | None) -> int:
+    """Return the least new tokens: what `max_total_tokens` cuts short, it cuts below `min_tokens` too."""
+    if max_tokens is None or max_tokens == generation.max_tokens:
+        return generation.min_tokens
+    return min(generation.min_tokens, max_tokens)
 
 
 def _wrapped(seed: int) -> int:

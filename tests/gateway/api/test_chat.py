@@ -294,19 +294,12 @@ async def test_overhead_leaves_out_the_upstream() -> None:
         assert took - served.metric("overhead_seconds_sum", model="glm") > 0.49
 
 
-@pytest.mark.parametrize(("room", "asked"), [(100, [50]), (10, [50, None])])
-async def test_the_default_bound_gives_way_to_the_context(room: int, asked: list[int | None]) -> None:
-    async def script(request: Generation) -> AsyncGenerator[Event, None]:
-        if (request.max_tokens or 0) > room:
-            raise ContextLengthError("too long")
-        async for event in say("a"):
-            yield event
-
-    async with in_process(FakeUpstream(script), default_max_tokens=50) as served:
-        assert (await served.chat()).status_code == 200
-        assert [request.max_tokens for request in served.upstream.requests] == asked
-        if room < 60:
-            assert (await served.refusal(max_tokens=60))[2] == "context_length_exceeded"
+async def test_the_default_bound_gives_way_to_the_context_and_a_clients_does_not() -> None:
+    async with in_process(FakeUpstream(), default_max_tokens=50) as served:
+        for given in ({}, {"max_tokens": 60}):
+            assert (await served.chat(**given)).status_code == 200
+        bounds = [(request.max_tokens, request.max_tokens_yields) for request in served.upstream.requests]
+        assert bounds == [(50, True), (60, False)]
 
 
 async def test_the_default_bound_gives_way_to_min_tokens() -> None:

@@ -262,6 +262,9 @@ def test_a_bound_on_all_tokens_cuts_the_answer_and_is_never_over_the_context(ser
     for total, new in ((12, 3), (512, 503), (100_000, 503)):
         answer = served.ask(max_total_tokens=total, ignore_eos=True).wait()
         assert answer.metas[-1].usage.completion_tokens == new
+    least = served.ask(max_total_tokens=512, max_tokens=600, min_tokens=600, ignore_eos=True).wait()
+    assert least.metas[-1].usage.completion_tokens == 503
+    assert served.ask(max_total_tokens=512, max_tokens=4, min_tokens=5).wait().refusal
     both = served.ask(max_total_tokens=100_000, max_tokens=4, ignore_eos=True).wait()
     assert both.metas[-1].usage.completion_tokens == 4
 
