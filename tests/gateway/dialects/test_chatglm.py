@@ -124,16 +124,9 @@ def test_every_field_of_a_generation_reaches_the_model() -> None:
         assert getattr(sent, name) == expected, name
     assert sent.request_id == "req-1"
     untouched = set(Generation.__dataclass_fields__) - set(fields)
-    # The grammar is asked about by itself (`test_chatglm_prompts`), and what `max_tokens_yields` means below.
+    # The last two are asked about by themselves (`test_chatglm_prompts`).
     about_itself = {"request_id", "model", "prompt", "prompt_field", "deadline", "headers"}
     assert untouched == about_itself | {"grammar", "max_tokens_yields"}
-
-
-@pytest.mark.parametrize("yields", [False, True])
-def test_a_bound_that_yields_to_the_context_comes_with_one_on_all_tokens(*, yields: bool) -> None:
-    asked = generation(max_tokens=11, max_tokens_yields=yields)
-    sent = sampling_of(DIALECT.request(asked, CHATGLM3, remaining_s=1))
-    assert (sent.max_tokens, sent.max_total_tokens) == (11, CHATGLM3.max_context if yields else None)
 
 
 def test_a_generation_that_asks_for_nothing_sends_the_defaults_and_no_stream() -> None:

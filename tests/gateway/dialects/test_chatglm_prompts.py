@@ -62,3 +62,10 @@ def test_an_answer_held_to_a_grammar_is_text_as_it_stands(prompt: Conversation |
     ]
     assert isinstance(accepted, Accepted)
     assert [event.text for event in rest] == [" [[训练时间]]", " "]
+
+
+@pytest.mark.parametrize("yields", [False, True])
+def test_a_bound_that_yields_to_the_context_comes_with_one_on_all_tokens(*, yields: bool) -> None:
+    asked = generation(max_tokens=11, max_tokens_yields=yields)
+    sent = sampling_of(DIALECT.request(asked, CHATGLM3, remaining_s=1))
+    assert (sent.max_tokens, sent.max_total_tokens) == (11, CHATGLM3.max_context if yields else None)
