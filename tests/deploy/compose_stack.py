@@ -22,7 +22,9 @@ from tests.deploy.compose_file import ROOT, copied, entrypoint, load_compose, re
 from tests.e2e.up_process import lives
 from tests.ports import free_ports
 from tests.tied import tied
+from triton_models.embedded.environments import EnvironmentClaim, remove_empty
 
+START_TIMEOUT_S = 30
 STOP_TIMEOUT_S = 20
 _ENTRYPOINTS = {"prometheus": ["prometheus"]}
 """Of images that are not ours."""
@@ -41,11 +43,6 @@ os.execve(
 """
 
 
-def environments() -> set[Path]:
-    """Return the folders that a killed tritonserver leaves behind; their place is fixed in it."""
-    return set(Path("/tmp").glob("python_env_*"))  # noqa: S108 - as said
-
-
 class ComposeStack:
     """Services of the CPU profile in `folder`; as a context, what was started is ended with it."""
 
@@ -56,7 +53,7 @@ class ComposeStack:
         """What health checks said."""
         self._keys = keys
         self._shared_memory = f"tritongate_compose_{os.getpid()}_"
-        self._environments = environments()
+        self._environments: set[str] = set()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._tree: dict[int, psutil.Process] = {}
         self._hosts = "|".join([r"0\.0\.0\.0", r"127\.0\.0\.1", "triton", *self.document["services"]])
@@ -78,9 +75,7 @@ class ComposeStack:
         for process in self._tree.values():
             if lives(process):
                 process.kill()
-        for left in environments() - self._environments:
-            with contextlib.suppress(OSError):
-                left.rmdir()  # an empty one is nobody's
+        remove_empty(self._environments)
         for region in Path("/dev/shm").glob(f"{self._shared_memory}*"):  # noqa: S108 - where they are
             region.unlink(missing_ok=True)
 
@@ -91,7 +86,13 @@ class ComposeStack:
     def start(self, name: str) -> "subprocess.Popen[bytes]":
         service = self.document["services"][name]
         before = entrypoint(service) if "build" in service else _ENTRYPOINTS[name]
-        self._processes[name] = process = self._run(name, [*before, *service["command"]])
+        command = [*before, *service["command"]]
+        with contextlib.ExitStack() as stack:
+            claim = (
+                stack.enter_context(EnvironmentClaim(self._environments.update)) if "triton" in name else None
+            )
+            self._processes[name] = process = self._run(name, command)
+            assert claim is None or claim.wait(START_TIMEOUT_S), self.log(name)
         return process
 
     def healthy(self, name: str, *more: str) -> "subprocess.CompletedProcess[str]":

@@ -1,7 +1,7 @@
 """A packed environment on the real tritonserver: every place that `EXECUTION_ENV_PATH` can name."""
 
+import contextlib
 import json
-import os
 import shutil
 import sys
 import threading
@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from triton_models.embedded.client import CallError, TritonClient
+from triton_models.embedded.environments import EnvironmentClaim
 from triton_models.embedded.installation import find_installation
 from triton_models.embedded.log import ServerLog
 from triton_models.embedded.ports import Ports, choose
@@ -65,6 +66,8 @@ class Bare:
     repository: Path
     client: TritonClient
     http: str
+    unpacked: set[str]
+    """Triton's folder of what it unpacked, once there is one."""
 
     def add(self, name: str, place: str) -> None:
         (self.repository / name / "1").mkdir(parents=True)
@@ -72,7 +75,9 @@ class Bare:
         (self.repository / name / "1" / "model.py").write_text(MODEL)
 
     def load(self, name: str) -> None:
-        assert self.client.load(name).wait(TIMEOUT_S)
+        claim = contextlib.nullcontext() if self.unpacked else EnvironmentClaim(self.unpacked.update)
+        with claim:
+            assert self.client.load(name).wait(TIMEOUT_S)
 
     def ask(self, name: str) -> dict[str, str]:
         body = {"inputs": [{"name": "any", "shape": [1], "datatype": "INT32", "data": [1]}]}
@@ -90,20 +95,16 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bare]:
     log = ServerLog(run.log)
     ports = choose(Ports())
     server = TritonServer(installation, run, repository, ports, log)
-    before = unpacked()
+    unpacked: set[str] = set()
     try:
         with server.start(threading.Event()) as client:
-            yield Bare(repository, client, f"http://127.0.0.1:{ports.http}")
+            yield Bare(repository, client, f"http://127.0.0.1:{ports.http}", unpacked)
     finally:
         server.stop()
         log.close()
         run.remove()
-        for folder in unpacked() - before:  # a server that is stopped early leaves them
-            shutil.rmtree(folder)
-
-
-def unpacked() -> set[Path]:
-    return {path for path in Path("/tmp").glob("python_env_*") if path.stat().st_uid == os.getuid()}  # noqa: S108
+        for name in unpacked:  # a server that is stopped early leaves it
+            shutil.rmtree(Path("/tmp") / name, ignore_errors=True)  # noqa: S108 - where Triton unpacks it
 
 
 def test_every_place_that_triton_documents(bare: Bare, archive: Path) -> None:

@@ -16,6 +16,7 @@ from tests.e2e.stream_client import StreamClient
 from tests.e2e.up_process import wait_until
 from tests.ports import free_ports
 from tests.tied import tied
+from triton_models.embedded.environments import EnvironmentClaim, remove_empty
 from triton_models.embedded.installation import find_installation
 
 pytestmark = pytest.mark.e2e
@@ -35,7 +36,10 @@ def stock(tmp_path: Path) -> Iterator[tuple[str, str]]:
     command += [f"--backend-config=python,shm-region-prefix-name={prefix}", "--exit-timeout-secs=2"]
     for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics)):
         command += [f"--{name}-address=127.0.0.1", f"--{name}-port={port}"]
-    process = subprocess.Popen(tied(*command), env=found.environment(os.environ, temporary=tmp_path))
+    environments: set[str] = set()
+    with EnvironmentClaim(environments.update) as claim:
+        process = subprocess.Popen(tied(*command), env=found.environment(os.environ, temporary=tmp_path))
+        claim.wait(START_S)
     tree = [psutil.Process(process.pid)]
     try:
         wait_until(lambda: process.poll() is not None or ready(http), START_S)
@@ -51,6 +55,7 @@ def stock(tmp_path: Path) -> Iterator[tuple[str, str]]:
                 each.kill()
         for region in Path("/dev/shm").glob(f"{prefix}*"):  # noqa: S108 - where they are
             region.unlink(missing_ok=True)
+        remove_empty(environments)
 
 
 def ready(port: int) -> bool:

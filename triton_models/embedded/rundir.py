@@ -2,8 +2,8 @@
 
 Abnormal ends leave processes, shared-memory regions and `/tmp/python_env_*` folders. Each is recognised as
 ours: processes by this folder's backends in their command line, regions by a prefix made of this folder's
-name, and the `python_env_*` folders (their place is fixed in the backend) by having appeared while our server
-loaded.
+name, and the `python_env_*` folders (their place is fixed in the backend) by having appeared when it was our
+server's turn to make one.
 """
 
 import contextlib
@@ -19,8 +19,9 @@ from pathlib import Path
 
 import psutil
 
+from triton_models.embedded.environments import EnvironmentClaim, remove_empty
+
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's mount point; Boost's regions are files there
-_ENVIRONMENTS = Path("/tmp")  # noqa: S108 - fixed in the Python backend, whatever TMPDIR says
 _KILL_ROUNDS = 20
 _KILL_WAIT_S = 0.25
 
@@ -32,6 +33,8 @@ class RunDirectory:
         self.path = path
         self._lock: int | None = None
         self._claiming = threading.Lock()
+        self._claim: EnvironmentClaim | None = None
+        self._loads = 0
 
     @classmethod
     def create(cls) -> "RunDirectory":
@@ -114,27 +117,30 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def claim_environments(self) -> Iterator[None]:
-        """Take the `python_env_*` folders that appear meanwhile for ours.
+        """Around the load of an entry: take the `python_env_*` folder that the first one makes for ours.
 
-        A server makes one when it loads its first entry. Another server starting at the same moment could
-        have its folder claimed too. Only empty ones are ever removed, which hold nothing that it needs; but
-        a tritonserver (2.51) that misses its folder at its own end may abort there, all answers being out.
+        Loads may go on side by side. Only empty folders are ever removed, which hold nothing that a server
+        needs; but a tritonserver (2.51) that misses its own may abort at its end, all answers being out.
         """
-        before = _environments()
+        with self._claiming:
+            self._loads += 1
+            if self._claim is None and not self._claimed():
+                self._claim = EnvironmentClaim(self._record).__enter__()
         try:
             yield
         finally:
-            with self._claiming:  # entries are loaded side by side
-                claimed = self._claimed() | (_environments() - before)
-                self._claims.write_text(json.dumps(sorted(claimed)))
+            with self._claiming:
+                self._loads -= 1
+                if self._claim is not None and not self._loads:
+                    self._claim.__exit__()
+                    self._claim = None
 
     def remove_leftovers(self) -> None:
         """Remove the shared memory and the `python_env_*` folders of a server that is gone."""
         for region in _SHARED_MEMORY.glob(f"{self.shared_memory_prefix}*"):
             region.unlink(missing_ok=True)
-        for name in self._claimed():
-            with contextlib.suppress(OSError):
-                (_ENVIRONMENTS / name).rmdir()
+        remove_empty(self._claimed())
+        self._claims.unlink(missing_ok=True)  # the next server of this folder makes one of its own
 
     def remove(self, *, keep_log: bool = False) -> None:
         """Remove the folder; `keep_log` leaves the log (and the lock) until the next start."""
@@ -147,6 +153,9 @@ class RunDirectory:
     @property
     def _claims(self) -> Path:
         return self.path / "environments.json"
+
+    def _record(self, names: set[str]) -> None:
+        self._claims.write_text(json.dumps(sorted(names)))
 
     def _claimed(self) -> set[str]:
         try:
@@ -168,12 +177,3 @@ class RunDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def _environments() -> set[str]:
-    names = set()
-    for folder in _ENVIRONMENTS.glob("python_env_*"):
-        with contextlib.suppress(OSError):
-            if folder.stat().st_uid == os.getuid():
-                names.add(folder.name)
-    return names

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from triton_models.embedded import rundir
+from triton_models.embedded import environments, rundir
 from triton_models.embedded.rundir import RunDirectory
 
 
@@ -17,7 +17,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
         folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(found["tmp"]))
     monkeypatch.setattr(rundir, "_SHARED_MEMORY", found["shm"])
-    monkeypatch.setattr(rundir, "_ENVIRONMENTS", found["environments"])
+    monkeypatch.setattr(environments, "_ENVIRONMENTS", found["environments"])
     return found
 
 
@@ -49,6 +49,18 @@ def test_a_claimed_environment_in_use_stays(places: dict[str, Path]) -> None:
         (places["environments"] / "python_env_a" / "lib").mkdir(parents=True)
     run.remove_leftovers()
     assert (places["environments"] / "python_env_a").exists()
+
+
+def test_each_life_of_a_server_claims_what_its_first_load_makes(places: dict[str, Path]) -> None:
+    run = RunDirectory.create()
+    for life in ("first", "second"):
+        with run.claim_environments(), run.claim_environments():  # side by side
+            (places["environments"] / f"python_env_{life}").mkdir()
+        with run.claim_environments():
+            (places["environments"] / f"python_env_beside_{life}").mkdir()  # somebody else's
+        run.remove_leftovers()
+    left = {path.name for path in places["environments"].iterdir()}
+    assert left == {"python_env_beside_first", "python_env_beside_second"}
 
 
 def test_the_log_can_outlive_the_rest() -> None:
