@@ -16,9 +16,10 @@ from typing import Any, cast
 from triton_models.engine.sequence import FinishReason, Request, TokenOutput
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.stats import EngineStats, StepStats
-from triton_models.serving.build import load_text
+from triton_models.serving.chat_text import load_text
+from triton_models.serving.inputs import Inputs
 from triton_models.serving.parameters import EntryParameters
-from triton_models.serving.service import Inputs, StreamService
+from triton_models.serving.service import StreamService
 from wire.channel import Frame, encode_frame
 from wire.meta import Meta, encode_meta
 from wire.refusal import RefusalCode

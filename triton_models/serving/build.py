@@ -7,17 +7,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from triton_models.checkpoint import load_model, progress_bar
-from triton_models.directory import chat_template, detect_format
 from triton_models.engine.engine import Engine
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.warm_up import warm_up
 from triton_models.errors import CheckpointError, EntryError
-from triton_models.serving.chat_text import ChatText
+from triton_models.serving.chat_text import load_text
 from triton_models.serving.metrics import EngineMetrics
 from triton_models.serving.parameters import EntryParameters
 from triton_models.serving.service import StreamService
-from triton_models.text.formats import chat_format
-from triton_models.text.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from triton_models.serving.spans import ModelSpans
@@ -45,18 +42,6 @@ _GPU_DEFAULTS: Final = {
 """A GPU computes many more tokens in the time that it takes to read the weights once. Steps of four times as
 many prompt tokens take 7 % less time for each, and stall the decodes beside them four times as long
 (bench/LOG.md): that pays where many prompts wait for each other."""
-
-
-def load_text(parameters: EntryParameters) -> ChatText:
-    """Load the tokenizer and choose the chat format.
-
-    Raises:
-        ModelError: a file is missing or broken, or the format cannot be known.
-    """
-    name = parameters.format or detect_format(parameters.checkpoint)
-    tokenizer = load_tokenizer(parameters.checkpoint, name)
-    template = chat_template(parameters.checkpoint)
-    return ChatText.of(tokenizer, chat_format(name, tokenizer, template))
 
 
 def build_service(parameters: EntryParameters, pb_utils: Any) -> StreamService:

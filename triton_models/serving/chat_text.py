@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+from triton_models.directory import chat_template, detect_format
 from triton_models.errors import InvalidGrammarError, ModelError
+from triton_models.serving.parameters import EntryParameters
 from triton_models.text.answer import AnswerStream
-from triton_models.text.formats import ChatFormat
+from triton_models.text.formats import ChatFormat, chat_format
 from triton_models.text.grammars import CompiledGrammar, Grammars
-from triton_models.text.tokenizers import Tokenizer
+from triton_models.text.tokenizers import Tokenizer, load_tokenizer
 from triton_models.text.vocabulary import vocabulary_of
 from wire.history import Turn
 from wire.sampling import Generation
@@ -117,3 +119,15 @@ class ChatText:
         if generation.answer_metadata is None and is_text and self.format.supports_tools:
             return ""
         return generation.answer_metadata
+
+
+def load_text(parameters: EntryParameters) -> ChatText:
+    """Load the tokenizer and choose the chat format.
+
+    Raises:
+        ModelError: a file is missing or broken, or the format cannot be known.
+    """
+    name = parameters.format or detect_format(parameters.checkpoint)
+    tokenizer = load_tokenizer(parameters.checkpoint, name)
+    template = chat_template(parameters.checkpoint)
+    return ChatText.of(tokenizer, chat_format(name, tokenizer, template))

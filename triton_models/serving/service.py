@@ -4,7 +4,6 @@ import itertools
 import logging
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,6 +22,7 @@ from triton_models.serving.chat_text import ChatText
 from triton_models.serving.choice import Choice
 from triton_models.serving.delivery import Delivery
 from triton_models.serving.engine_requests import engine_requests, new_tokens
+from triton_models.serving.inputs import Inputs
 from triton_models.serving.metrics import EngineMetrics
 from triton_models.serving.monitor import Monitor
 from triton_models.serving.open_request import OpenRequest, Phase
@@ -42,15 +42,6 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES_PER_TOKEN = 128
 """No vocabulary has pieces near this long: text beyond it times the context is refused without tokenising."""
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """The three tensors of one request, as bytes."""
-
-    prompt: bytes
-    history: bytes
-    sampling: bytes
 
 
 class StreamService:

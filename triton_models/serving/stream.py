@@ -5,11 +5,10 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils  # Only importable inside Triton's stub.
 
-from triton_models.serving.build import build_service
 from triton_models.serving.completion import complete
+from triton_models.serving.inputs import Inputs
 from triton_models.serving.parameters import read_parameters
 from triton_models.serving.responder import TritonResponder
-from triton_models.serving.service import Inputs
 from triton_models.serving.stub import start_stub
 from triton_models.signatures import STREAM
 from wire import names
@@ -28,6 +27,9 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the model and start its engine. An error here is the load's error, shown to whoever asked."""
+        # Not above: Triton completes a configuration in a process of its own, which needs no torch.
+        from triton_models.serving.build import build_service  # noqa: PLC0415
+
         start_stub()
         self._service = build_service(read_parameters(args), pb_utils)
         self._service.start()

@@ -9,7 +9,7 @@ import triton_python_backend_utils as pb_utils  # Only importable inside Triton'
 
 from triton_models.directory import vocabulary_size
 from triton_models.errors import ModelError
-from triton_models.serving.build import load_text
+from triton_models.serving.chat_text import load_text
 from triton_models.serving.completion import complete
 from triton_models.serving.parameters import read_parameters
 from triton_models.serving.stub import start_stub

@@ -13,11 +13,11 @@ from triton_models.checkpoint import load_model
 from triton_models.engine.engine import Engine
 from triton_models.engine.models.chatglm import ChatGLM
 from triton_models.engine.settings import EngineSettings
-from triton_models.serving.build import load_text
-from triton_models.serving.chat_text import ChatText
+from triton_models.serving.chat_text import ChatText, load_text
+from triton_models.serving.inputs import Inputs
 from triton_models.serving.metrics import EngineMetrics
 from triton_models.serving.parameters import EntryParameters
-from triton_models.serving.service import Inputs, StreamService
+from triton_models.serving.service import StreamService
 from triton_models.serving.spans import ModelSpans
 from wire.sampling import Generation, encode_sampling
 

@@ -10,8 +10,8 @@ from tests.triton_models.serving.conftest import GOLDEN
 from tests.triton_models.serving.fakes import FakePbUtils
 from triton_models.engine.settings import EngineSettings
 from triton_models.errors import CheckpointError, EntryError
-from triton_models.serving import build
 from triton_models.serving.build import build_service, choose_dtype, engine_settings
+from triton_models.serving.chat_text import load_text
 from triton_models.serving.parameters import EntryParameters
 
 
@@ -45,9 +45,9 @@ def test_the_format_can_be_given_where_the_files_do_not_say(tmp_path: Path) -> N
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({}), encoding="utf-8")
     parameters = EntryParameters(model="glm", checkpoint=tmp_path, device="cpu")
     with pytest.raises(CheckpointError, match="format"):
-        build.load_text(parameters)
+        load_text(parameters)
     chosen = EntryParameters(model="glm", checkpoint=tmp_path, device="cpu", format="chatglm2")
-    assert build.load_text(chosen).format.name == "chatglm2"
+    assert load_text(chosen).format.name == "chatglm2"
 
 
 def test_a_gpu_gets_larger_steps_unless_asked() -> None:
