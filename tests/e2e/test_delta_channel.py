@@ -111,12 +111,22 @@ def test_closing_a_channel_ends_what_is_on_it(up: UpProcess, triton: StreamClien
     assert all(next(own)[1].accepted is not None for own in owns)
     wait_until(lambda: channel.deltas(15) > 0)
     channel.close()
-    for own in owns:
-        with pytest.raises(RuntimeError, match="tritongate:channel_lost:"):
-            assert all(meta == Meta() for _, meta in own)
+    ends = [end_of(own) for own in owns]
+    # On a busy machine some were through before it was closed.
+    assert set(ends) <= {"length", "channel_lost"}
+    assert "channel_lost" in ends
     wait_until(lambda: up.gauge("tritongate_engine_requests_running", model="chatglm3") == 0)
     with pytest.raises(RuntimeError, match="tritongate:channel_lost:"):
         next(triton.stream("chatglm3", "你好", channel=where(0)))
+
+
+def end_of(own: Iterator[tuple[str, Meta]]) -> str | None:
+    try:
+        *beats, (_, last) = own
+    except RuntimeError as error:
+        return str(error).split(":")[1]
+    assert all(meta == Meta() for _, meta in beats)
+    return last.finish_reason
 
 
 async def test_plain_and_channel_answer_alike(up: UpProcess, worker: Callable[..., Worker]) -> None:
@@ -180,13 +190,12 @@ async def test_a_channel_lost_under_load_leaves_no_stream_silent(
         for _ in range(4):
             tasks = [asyncio.create_task(lasting(client, temperature=0)) for _ in range(16)]
             await until(lambda: up.gauge("tritongate_engine_requests_running", model="chatglm3") >= 8)
+            opened = proxy.opened
             proxy.reset_channels()
             ends += await asyncio.wait_for(asyncio.gather(*tasks), 60)
-        await asyncio.sleep(5.5)  # the longest pause after losses
-        opened = proxy.opened
-        assert await lasting(client, temperature=0) == expected
-        assert proxy.opened >= opened, "the channel was not opened anew"
-    assert proxy.opened > 1
+        async with asyncio.timeout(30):  # without one while the pause after losses lasts, and then anew
+            while proxy.opened == opened:
+                assert await lasting(client, temperature=0) == expected
     for reason, text in ends:
         assert reason == "length" or "was lost" in reason, reason
         assert text == expected[1] if reason == "length" else expected[1].startswith(text)

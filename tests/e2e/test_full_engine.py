@@ -1,4 +1,4 @@
-"""A minute in which the engine has no room: what must pass passes, and nothing is taken for dead."""
+"""An engine that has no room for a while: what must pass passes, and nothing is taken for dead."""
 
 import asyncio
 import threading
@@ -20,7 +20,8 @@ from wire.meta import Meta
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-FULL_S = 60.0
+FULL_S = 20.0
+"""Longer than three probes without an answer in time take to have an engine loaded anew."""
 RUNNING, WAITING = 2, 60
 CLIENTS = 40
 AT_ONCE_S = 5.0
@@ -105,6 +106,7 @@ def test_a_full_engine_still_answers_for_itself(narrow: Narrow) -> None:
             report = control(triton, probe=True).probe
             assert report.running == RUNNING
             assert report.waiting > 0
+            assert report.heartbeat_age_s < AT_ONCE_S  # a minute would make it stuck
             assert is_ready(narrow.base_url)
             request_id = f"waits-{rounds}"
             waiting = triton.stream("glm", "你好", request_id=request_id, max_tokens=480)
@@ -115,7 +117,7 @@ def test_a_full_engine_still_answers_for_itself(narrow: Narrow) -> None:
             assert control(triton, cancel=request_id).cancelled is True
             with pytest.raises(RuntimeError, match="tritongate:cancelled:"):
                 next(waiting)
-    assert rounds > 5
+    assert rounds >= 3
     assert feeders.errors == []
     assert feeders.answers > 0
     exposition = httpx.get(narrow.base_url + "/metrics").text

@@ -206,6 +206,8 @@ NAMED: Any = {"type": "function", "function": {"name": "plan_trip"}}
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_forced_calls_obey_their_schemas_whole_and_streamed(choice: Any, demo: openai.OpenAI) -> None:
+    pieces: list[int] = []
+
     def ask(seed: int) -> list[str]:
         asked: Any = {
             "model": "chatglm3-demo",
@@ -238,12 +240,14 @@ def test_forced_calls_obey_their_schemas_whole_and_streamed(choice: Any, demo: o
         assert not whole.message.content
         (call,) = calls
         jsonschema.validate(json.loads(call.function.arguments), PARAMETERS[call.function.name])
-        assert len(arguments) > 2
+        pieces.append(len(arguments))
         return names
 
     with ThreadPoolExecutor(8) as pool:
         called = Counter(name for names in pool.map(ask, range(16)) for name in names)
     assert sum(called.values()) >= 8
+    # Pieces that a busy machine joins are one: a short call may come whole.
+    assert max(pieces) > 2, "arguments do not stream as they are written"
     assert set(called) == ({"plan_trip"} if choice is NAMED else {"plan_trip", "now"})
 
 
