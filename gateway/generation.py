@@ -13,6 +13,8 @@ from gateway.pieces import CallPart, Piece
 from gateway.tracing import Headers
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+StopReason = str | int
+"""The request's own stop string or token id that ended a choice; the format's end of an answer is none."""
 MessageRole = Literal["system", "user", "assistant", "tool"]
 
 
@@ -244,6 +246,7 @@ class Delta(Struct, frozen=True, kw_only=True):
     """Of those tokens, where they were asked for; the one that stopped the answer is among them."""
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: StopReason | None = None
     usage: Usage | None = None
 
     @property

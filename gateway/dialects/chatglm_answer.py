@@ -149,6 +149,7 @@ class ChatGLMAnswer:
             token_ids=_ids(meta.token_ids),
             logprobs=_logprobs(meta.logprobs),
             finish_reason=choice.reason(meta.finish_reason),
+            stop_reason=meta.stop_reason,
             usage=_usage(meta.usage),
         )
 

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from gateway.errors import GatewayError, UpstreamProtocolError
-from gateway.generation import Accepted, Delta, Event, FinishReason, TokenLogprob
+from gateway.generation import Accepted, Delta, Event, FinishReason, StopReason, TokenLogprob
 from gateway.generation import Usage as TokenCounts
 from gateway.openai.generation_request import StreamOptions
 from gateway.pieces import Call, joined_calls
@@ -89,6 +89,7 @@ class Gathered:
     logprobs: list[TokenLogprob]
     calls: list[Call]
     finish_reason: FinishReason
+    stop_reason: StopReason | None
 
 
 async def gather(events: AsyncIterator[Event], choices: int) -> tuple[list[Gathered], Usage]:
@@ -120,6 +121,7 @@ def _joined(index: int, deltas: Sequence[Delta]) -> Gathered:
         [logprob for delta in deltas for logprob in delta.logprobs or ()],
         joined_calls(part for delta in deltas for part in delta.calls),
         finish_reason,
+        deltas[-1].stop_reason,
     )
 
 

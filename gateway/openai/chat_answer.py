@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from gateway.generation import Accepted, Delta, Event, FinishReason, TokenLogprob
+from gateway.generation import Accepted, Delta, Event, FinishReason, StopReason, TokenLogprob
 from gateway.openai.answer import ChunkWriter, Head, Usage, encode, gather, ids_document
 from gateway.openai.call_documents import (
     CalledFunction,
@@ -72,6 +72,7 @@ class Choice(Struct, frozen=True):
     message: ResponseMessage
     logprobs: ChoiceLogprobs | None
     finish_reason: ChatFinishReason
+    stop_reason: StopReason | None
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -98,12 +99,13 @@ class ChunkDelta(Struct, frozen=True):
 
 
 class ChunkChoice(Struct, frozen=True):
-    """A choice's part of a chunk."""
+    """A choice's part of a chunk; `stop_reason` stands beside the reason of the end."""
 
     index: int
     delta: ChunkDelta
     logprobs: ChoiceLogprobs | None = None
     finish_reason: ChatFinishReason | None = None
+    stop_reason: StopReason | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -160,6 +162,7 @@ class ChatAnswer(ChunkedAnswer):
                     self._calls.message(answer.text, answer.calls),
                     logprobs_document(answer.logprobs) if self._wants_logprobs else None,
                     self._calls.reason(answer.finish_reason),
+                    answer.stop_reason,
                     answer.token_ids if self._wants_ids else UNSET,
                 )
                 for answer in answers
@@ -257,7 +260,9 @@ class ChatChunkWriter(ChunkWriter):
             choices += [ChunkChoice(delta.index, each) for each in deltas]
         if delta.finish_reason is not None:
             reason = self._calls.reason(delta.finish_reason)
-            choices.append(ChunkChoice(delta.index, ChunkDelta(), finish_reason=reason))
+            choices.append(
+                ChunkChoice(delta.index, ChunkDelta(), finish_reason=reason, stop_reason=delta.stop_reason)
+            )
         return choices
 
     def _text_chunk(self, index: int, text: str, usage: Usage | UnsetType | None) -> bytes:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from gateway.generation import Accepted, Delta, Event, FinishReason
+from gateway.generation import Accepted, Delta, Event, FinishReason, StopReason
 from gateway.openai.answer import ChunkWriter, Head, Usage, gather, ids_document
 from gateway.openai.chunk_stream import ChunkedAnswer
 from gateway.openai.completion_logprobs import CompletionLogprobs, LogprobsWriter
@@ -15,7 +15,10 @@ from gateway.openai.generation_request import StreamOptions
 
 
 class CompletionChoice(Struct, frozen=True):
-    """A choice, or a chunk's part of one. The prompt's ids are in the first chunk of each."""
+    """A choice, or a chunk's part of one.
+
+    The prompt's ids are in the first chunk of each, `stop_reason` stands beside the reason of the end.
+    """
 
     index: int
     text: str
@@ -23,6 +26,7 @@ class CompletionChoice(Struct, frozen=True):
     finish_reason: FinishReason | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    stop_reason: StopReason | UnsetType | None = UNSET
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -76,6 +80,7 @@ class CompletionAnswer(ChunkedAnswer):
                     answer.finish_reason,
                     prompt_ids.of(answer.index),
                     answer.token_ids if self._wants_ids else UNSET,
+                    answer.stop_reason,
                 )
                 for answer in answers
             ],
@@ -110,6 +115,7 @@ class CompletionChunkWriter(ChunkWriter):
             delta.finish_reason,
             UNSET if begun else self._prompt_ids.of(index),
             ids_document(delta.token_ids),
+            UNSET if delta.finish_reason is None else delta.stop_reason,
         )
         return [self._encode([choice], usage)]
 

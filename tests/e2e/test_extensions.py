@@ -109,6 +109,24 @@ def test_a_stop_id_stops(sdk: openai.OpenAI) -> None:
     assert stopped.finish_reason == "stop"
 
 
+def test_what_stopped_it_is_told(sdk: openai.OpenAI) -> None:
+    free = chat(sdk, return_token_ids=True, ignore_eos=True).choices[0]
+    assert (free.finish_reason, free.stop_reason) == ("length", None)
+    word, token_id = free.message.content[5:7], free.token_ids[3]
+    for asked, told in (({"stop": ["nowhere", word]}, word), ({"stop_token_ids": [token_id]}, token_id)):
+        whole = chat(sdk, ignore_eos=True, **asked).choices[0]
+        assert (whole.finish_reason, whole.stop_reason) == ("stop", told)
+        *parts, last = parts_of(list(chat(sdk, ignore_eos=True, stream=True, **asked)), 0)
+        assert (last.finish_reason, last.stop_reason) == ("stop", told)
+        assert not any("stop_reason" in part.model_extra for part in parts)
+    completion: Any = {"model": "chatglm3", "prompt": "a", "temperature": 0}
+    word = sdk.completions.create(**completion).choices[0].text[2:4]
+    for stream in (False, True):
+        answer: Any = sdk.completions.create(**completion, stop=word, stream=stream)
+        choice = (list(answer)[-1] if stream else answer).choices[0]
+        assert (choice.finish_reason, choice.stop_reason) == ("stop", word)
+
+
 def test_bookkeeping_changes_nothing(sdk: openai.OpenAI) -> None:
     plain = chat(sdk)
     kept = chat(sdk, store=False, user="u", metadata={"a": "b"}, service_tier="auto", priority=-100)

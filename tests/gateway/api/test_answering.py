@@ -74,9 +74,9 @@ async def test_choices_are_told_apart(ids: bool) -> None:
         assert [part.finish_reason for part in parts] == [None, choice.finish_reason]
         index = choice.index
         expected = {"prompt_token_ids": [8, 9, 8], "token_ids": [index, index]} if ids else {}
-        assert choice.model_extra == expected
+        assert choice.model_extra == expected | {"stop_reason": None}
         if ids:
             assert [part.model_extra for part in parts] == [
                 {"prompt_token_ids": [8, 9, 8], "token_ids": [index]},
-                {"token_ids": [index]},
+                {"token_ids": [index], "stop_reason": None},
             ]

@@ -81,10 +81,11 @@ async def test_token_ids_are_reported_where_asked_for() -> None:
         whole = await served.sdk.completions.create(**asked)
         chunks = [chunk async for chunk in await served.sdk.completions.create(**asked, stream=True)]
     assert all(request.return_token_ids for request in served.upstream.requests)
-    assert whole.choices[0].model_extra == {"prompt_token_ids": [8, 9], "token_ids": [5, 6, 2]}
+    ended = {"stop_reason": None}
+    assert whole.choices[0].model_extra == {"prompt_token_ids": [8, 9], "token_ids": [5, 6, 2], **ended}
     assert [chunk.choices[0].model_extra for chunk in chunks] == [
         {"prompt_token_ids": [8, 9], "token_ids": [5]},
-        {"token_ids": [6, 2]},
+        {"token_ids": [6, 2], **ended},
     ]
 
 

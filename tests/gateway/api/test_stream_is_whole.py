@@ -52,6 +52,7 @@ class Choice:
     tokens: int
     finish: str
     cuts: tuple[tuple[float, float], ...] = ()
+    stop: str | int | None = None
 
     def documents(self, index: int, request: Generation) -> Iterator[tuple[str, dict[str, Any]]]:
         """Return the text and the meta of each response, the last one's without usage."""
@@ -74,6 +75,8 @@ class Choice:
                 meta["segments"] = [{"at": at - begin, "role": "assistant"} for at in opened]
             if last:
                 meta["finish_reason"] = self.finish
+                if self.stop is not None and self.finish == "stop":
+                    meta["stop_reason"] = self.stop
             yield text[begin:end], meta
 
 
@@ -89,6 +92,7 @@ CHOICES = st.builds(
     tokens=st.integers(0, 6),
     finish=st.sampled_from(["stop", "length"]),
     cuts=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=6).map(tuple),
+    stop=st.sampled_from([None, "END", 0, 7]),
 )
 
 
@@ -198,6 +202,7 @@ def test_chats(
         assert [part["delta"].get("role") for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
         reasons = [part["finish_reason"] for part in parts]
         assert reasons == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+        check_stop_reason(parts, choice, choices[index])
         if ids:
             assert [each for part in parts for each in part.get("token_ids") or ()] == choice["token_ids"]
         pieces = [piece for part in parts for piece in part["delta"].get("tool_calls", ())]
@@ -206,6 +211,13 @@ def test_chats(
             assert len(first["id"]) >= 9
             assert first["function"]["name"] in {"f", "now"}
             assert not any("id" in piece or "name" in piece["function"] for piece in rest)
+
+
+def check_stop_reason(parts: list[Any], whole: Any, told: Choice) -> None:
+    """Hold that the whole choice, and the last part alone, says which stop ended it, or none."""
+    assert whole["stop_reason"] == (told.stop if told.finish == "stop" else None)
+    assert [part["stop_reason"] for part in parts if "stop_reason" in part] == [whole["stop_reason"]]
+    assert "stop_reason" in parts[-1]
 
 
 def functions(message: dict[str, Any]) -> list[tuple[str, str]]:
@@ -235,6 +247,7 @@ def test_completions(
         assert "".join(part["text"] for part in parts) == choice["text"] == choices[index].segments[0]
         reasons = [part["finish_reason"] for part in parts]
         assert reasons == [None] * (len(parts) - 1) + [choices[index].finish]
+        check_stop_reason(parts, choice, choices[index])
         if logprobs is not None:
             for name, told in choice["logprobs"].items():
                 told_in_parts = [each for part in parts for each in (part["logprobs"] or {}).get(name, ())]
