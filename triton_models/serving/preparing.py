@@ -28,7 +28,7 @@ class Preparing(Generic[_Inputs]):
     """Prepares requests in their order, one at a time, but those with a grammar once that is compiled.
 
     Compiling may take a second, and no other request shall wait for it. Nothing is compiled for a request
-    that was given up, nor while closing: `prepare`, which finds out the same, then gets None for a grammar.
+    that was given up, nor while closing: `prepare`, which finds out the same, then gets no grammar.
 
     Args:
         compile_grammar: returns what a generation's answer is held to; may raise.
@@ -42,9 +42,12 @@ class Preparing(Generic[_Inputs]):
     ) -> None:
         self._compile_grammar = compile_grammar
         self._prepare = prepare
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        """Once more by the thread that holds it, where a cancel tells of itself at once."""
         self._waiting: Counter[Grammar] = Counter()
         """How many requests wait for each grammar."""
+        self._compiling: dict[OpenRequest, Compiled] = {}
+        """What waits or is at work."""
         self._closing = threading.Event()
         self._intake = ThreadPoolExecutor(max_workers=1, thread_name_prefix="intake")
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
@@ -63,24 +66,38 @@ class Preparing(Generic[_Inputs]):
             if grammar not in self._waiting and len(self._waiting) >= WAITING:
                 raise QueueFullError(f"{len(self._waiting)} grammars wait to be compiled already")
             self._waiting[grammar] += 1
-        compiling = self._compilers.submit(self._compile, request, grammar)
-        compiling.add_done_callback(
-            lambda compiled: self._intake.submit(self._prepare, request, inputs, compiled)
-        )
+            compiling = self._compiling[request] = self._compilers.submit(self._compile, request)
 
-    def _compile(self, request: OpenRequest, grammar: Grammar) -> CompiledGrammar | None:
-        try:
-            if self._closing.is_set() or request.given_up() is not None:
-                return None
-            return self._compile_grammar(request.generation)
-        finally:
-            with self._lock:
-                self._waiting[grammar] -= 1
-                if not self._waiting[grammar]:
-                    del self._waiting[grammar]
+        def compiled(future: Compiled) -> None:
+            self._leave(request, grammar)
+            self._intake.submit(self._prepare, request, inputs, future)
+
+        compiling.add_done_callback(compiled)
+        if request.given_up() is not None:
+            self.give_up(request)  # It was before there was anything to take out of the list.
+
+    def give_up(self, request: OpenRequest) -> None:
+        """Have a request prepared now that waits for its grammar, and is of no use to anybody any more."""
+        with self._lock:
+            compiling = self._compiling.get(request)
+            if compiling is not None and not self._closing.is_set():
+                compiling.cancel()
+
+    def _compile(self, request: OpenRequest) -> CompiledGrammar | None:
+        if self._closing.is_set() or request.given_up() is not None:
+            return None
+        return self._compile_grammar(request.generation)
+
+    def _leave(self, request: OpenRequest, grammar: Grammar) -> None:
+        with self._lock:
+            del self._compiling[request]
+            self._waiting[grammar] -= 1
+            if not self._waiting[grammar]:
+                del self._waiting[grammar]
 
     def close(self) -> None:
         """Prepare what was submitted, without what is not compiled yet, and join the threads."""
-        self._closing.set()
+        with self._lock:
+            self._closing.set()
         self._compilers.shutdown(wait=True)  # first, since it hands on to the other
         self._intake.shutdown(wait=True)

@@ -264,6 +264,7 @@ class StreamService:
 
     def _cancel(self, request: OpenRequest) -> None:
         request.cancelled = True
+        self._preparing.give_up(request)
         for choice in request.choices:
             self._loop.cancel(choice.key)
 

@@ -107,8 +107,9 @@ def test_who_waits_for_a_compiler_can_leave_and_the_queue_is_bounded(
     assert full.refusal[0] is RefusalCode.QUEUE_FULL
     assert len(served.service._requests) == COMPILERS + 2
     assert served.send(encode_sampling(Cancel("leaves"))).wait().metas[-1].cancelled
-    go.set()
     assert cancelled.wait().refusal[0] is RefusalCode.CANCELLED
+    wait_until(lambda: len(served.service._requests) == COMPILERS + 1)
+    go.set()
     assert late.wait().refusal[0] is RefusalCode.DEADLINE_EXCEEDED
     assert not late.metas
     assert all(each.wait().text for each in busy)

@@ -84,6 +84,33 @@ def test_nothing_is_compiled_for_who_gave_up() -> None:
     assert sorted(compiler.asked) == ["busy"] * COMPILERS + ["patient"]
 
 
+def test_who_gives_up_leaves_the_list_at_once() -> None:
+    compiler, prepared = Compiler(), dict[str, Any]()
+    preparing = Preparing[str](
+        compiler, lambda request, _inputs, future: prepared.update({request.key: future})
+    )
+    busy = [opened(f"busy{number}", held=True, pattern=f"busy{number}") for number in range(COMPILERS)]
+    waiting = [opened(f"{number}", held=True, pattern=f"{number}") for number in range(WAITING - COMPILERS)]
+    for request in [*busy, *waiting]:
+        preparing.submit(request, "")
+    wait_until(lambda: len(compiler.asked) == COMPILERS)
+    for request in (waiting[-1], busy[0]):
+        request.cancelled = True
+        preparing.give_up(request)
+    wait_until(lambda: list(prepared) == [waiting[-1].key])
+    assert prepared[waiting[-1].key].cancelled()
+    preparing.submit(opened("more", held=True, pattern="more"), "")  # in its place
+    gone = opened("gone", held=True, pattern="more")
+    gone.cancelled = True
+    preparing.submit(gone, "")
+    wait_until(lambda: "gone" in prepared)
+    preparing.give_up(opened("free"))
+    compiler.go.set()
+    preparing.close()
+    assert len(prepared) == WAITING + 2
+    assert waiting[-1].generation.grammar.text not in compiler.asked
+
+
 def test_closing_waits_for_no_grammar_that_was_not_begun() -> None:
     compiler, prepared = Compiler(), list[str]()
     preparing = Preparing[str](compiler, lambda request, _inputs, _future: prepared.append(request.key))
