@@ -1,12 +1,15 @@
 """A container's health check: Triton is ready, and every engine in it is alive.
 
-    triton_health.py [--http HOST:PORT] [--metrics HOST:PORT] [--stale-s 30]
+    triton_health.py [--http HOST:PORT] [--metrics HOST:PORT] [--stale-s 30] [--liveness]
                      [--end-process PID] [--end-after-s 60]
 
 Triton goes on calling a model ready whose process is dead or stuck, so this reads each engine's heartbeat
 from Triton's metrics. Exit status 0: well; 1: not, with the reason. A server with an engine whose heart has
 not beaten for `--end-after-s` never becomes well by itself: `--end-process` names the process that then gets
 a SIGTERM, for whoever restarts it.
+
+With `--liveness` Triton need only be alive, and no engine loaded: while an administrator has a model unloaded
+or loaded anew, a server is not ready, and a restart would heal nothing.
 
 The standard library is all it needs.
 """
@@ -28,11 +31,12 @@ _TIMEOUT_S = 3.0
 def main(arguments: list[str] | None = None) -> int:
     """Check, say what is wrong, and return the exit status."""
     options = _parser().parse_args(arguments)
+    asked = "live" if options.liveness else "ready"
     try:
-        _get(f"http://{options.http}/v2/health/ready")
+        _get(f"http://{options.http}/v2/health/{asked}")
         ages = dict(heartbeat_ages(_get(f"http://{options.metrics}/metrics"), now=time.time()))
     except OSError as error:
-        sys.stdout.write(f"Triton does not answer, or is not ready: {error}\n")
+        sys.stdout.write(f"Triton does not answer, or is not {asked}: {error}\n")
         return 1
     late = {model: age for model, age in ages.items() if age > options.stale_s}
     for model, age in late.items():
@@ -40,9 +44,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.end_process and any(age > options.end_after_s for age in late.values()):
         sys.stdout.write(f"ending process {options.end_process}\n")
         os.kill(options.end_process, signal.SIGTERM)
-    if not ages:
+    missed = not ages and not options.liveness
+    if missed:
         sys.stdout.write("Triton is ready, but no engine's heartbeat is among its metrics\n")
-    return 1 if late or not ages else 0
+    return 1 if late or missed else 0
 
 
 def heartbeat_ages(exposition: str, *, now: float) -> Iterator[tuple[str, float]]:
@@ -68,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--http", default="127.0.0.1:8000")
     parser.add_argument("--metrics", default="127.0.0.1:8002")
     parser.add_argument("--stale-s", type=float, default=30.0)
+    parser.add_argument("--liveness", action="store_true")
     parser.add_argument("--end-process", type=int)
     parser.add_argument("--end-after-s", type=float, default=60.0)
     return parser

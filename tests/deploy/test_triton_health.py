@@ -18,7 +18,7 @@ class FakeTriton(http.server.ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.ready = 200
+        self.ready = self.live = 200
         self.metrics = ""
         self.address = f"127.0.0.1:{self.server_address[1]}"
         self.arguments = [f"--http={self.address}", f"--metrics={self.address}"]
@@ -32,7 +32,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         metrics = self.path == "/metrics"
-        self.send_response(200 if metrics else self.server.ready)
+        self.send_response(self.server.ready if self.path == "/v2/health/ready" else self.server.live)
         self.end_headers()
         self.wfile.write(self.server.metrics.encode() if metrics else b"")
 
@@ -68,6 +68,22 @@ def test_a_triton_that_is_not_ready(triton: FakeTriton, capsys: pytest.CaptureFi
     triton.ready = 400
     assert main(triton.arguments) == 1
     assert "not ready" in capsys.readouterr().out
+
+
+def test_a_live_triton_may_be_without_an_engine(
+    triton: FakeTriton, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As while an administrator has its model loaded anew, which no restart must interrupt."""
+    triton.ready = 400
+    assert main([*triton.arguments, "--liveness"]) == 0
+    triton.metrics = f'{HEARTBEAT}{{model="glm",version="1"}} 0.0\n'
+    assert main([*triton.arguments, "--liveness"]) == 0
+    triton.beat("glm", 45)
+    assert main([*triton.arguments, "--liveness"]) == 1
+    assert "45 s ago" in capsys.readouterr().out
+    triton.live = 500
+    assert main([*triton.arguments, "--liveness"]) == 1
+    assert "not live" in capsys.readouterr().out
 
 
 def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
