@@ -145,7 +145,9 @@ class Metrics:
 
     def upstream_lookup(self, upstream: str, outcome: str) -> None:
         """Count a look at the addresses of the name `upstream`."""
-        self.upstream_lookups.labels(upstream, outcome).inc()
+        for each in ("found", "none", "failed"):
+            # All from the first look on: an alert cannot see that what never was did not grow.
+            self.upstream_lookups.labels(upstream, each).inc(each == outcome)
 
     def upstream_left(self, upstream: str) -> None:
         """Have no health of `upstream` any more."""

@@ -14,12 +14,15 @@ from click.testing import CliRunner
 
 from deploy.docker import triton_health
 from deploy.docker.start_triton import main as start_triton
-from gateway.settings import load_settings, settings_table
+from gateway.settings import load_settings, revealed, settings_table
+from gateway.triton.replicas import HealthPolicy
 from gateway.up import TritonOptions
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("one-node", "many")
+CLUSTER_DNS_CACHE_S = 30
+"""What CoreDNS keeps an answer for, unless somebody set it otherwise."""
 KEY = '[{"name": "a", "key": "b"}]'
 
 needs_kubectl = pytest.mark.skipif(
@@ -96,20 +99,27 @@ def test_the_gateways_configuration_is_settings(overlay: str, monkeypatch: pytes
     documents = rendered(overlay)
     values = one(documents, "ConfigMap", "gateway")["data"]
     _, container = pod(one(documents, "Deployment", "gateway"))
-    variables = {*values, *(each["name"] for each in container["env"])}
-    assert variables <= {row.env for row in settings_table()}
-    for name, value in (values | {"TRITONGATE_API_KEYS": KEY}).items():
-        monkeypatch.setenv(name, value)
+    given = {each["name"]: each.get("value", KEY) for each in container["env"]}
+    parts = {name for value in given.values() for name in re.findall(r"\$\((\w+)\)", value)}
+    assert (values.keys() | given.keys()) - parts <= {row.env for row in settings_table()}
+    for name, value in (values | given).items():
+        monkeypatch.setenv(name, value.replace("$(RESTRICTED_KEY)", "s3cret"))
     settings = load_settings()
     spec, container = pod(one(documents, "Deployment", "gateway"))
     assert [port["containerPort"] for port in container["ports"]] == [settings.port]
     pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert spec["terminationGracePeriodSeconds"] >= pause + settings.drain_s + 5
     tritons = one(documents, "StatefulSet", "triton")
-    scaler = [each for each in documents if each["kind"] == "HorizontalPodAutoscaler"]
-    most = one(scaler, "HorizontalPodAutoscaler", "triton")["spec"]["maxReplicas"] if scaler else 1
-    names = [f"triton-{number}.{tritons['spec']['serviceName']}" for number in range(most)]
-    assert list(settings.upstreams) == [f"{name}:{TritonOptions().grpc_port}" for name in names]
+    # A name that leads to every pod, whether Kubernetes calls it ready or not.
+    service = one([each for each in documents if each["kind"] == "Service"], "Service", "triton")
+    assert settings.upstreams == (f"dns:///{service['metadata']['name']}:{TritonOptions().grpc_port}",)
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    found_within_s = settings.resolve_interval_s + CLUSTER_DNS_CACHE_S + HealthPolicy().backoff_limit_s
+    assert tritons["spec"]["minReadySeconds"] >= found_within_s
+    assert revealed(settings.repository_key) == "admin-key=s3cret"
+    keys = [each["valueFrom"] for each in container["env"] if each["name"] == "RESTRICTED_KEY"]
+    assert keys == [each["valueFrom"] for each in pod(tritons)[1]["env"] if each["name"] == "RESTRICTED_KEY"]
     served = [word for word in pod(tritons)[1]["args"] if word.startswith("--model=")]
     assert all(f"--model={model}=/checkpoint" in served for model in settings.models)
 
@@ -131,9 +141,8 @@ def test_tritons_command_and_ports() -> None:
     assert spec["terminationGracePeriodSeconds"] >= pause + exits + 10
     restricted = [word for word in server if word.startswith(("--http-restricted", "--grpc-restricted"))]
     assert all(word.endswith(":admin-key=$(RESTRICTED_KEY)") for word in restricted)
-    assert "model-repository" in restricted[0]
-    # The gateway asks over gRPC what is loaded.
-    assert "model-repository" not in restricted[1]
+    assert len(restricted) == 2
+    assert all("model-repository," in word for word in restricted)
 
 
 def test_probes_are_of_what_they_mean() -> None:
@@ -142,6 +151,7 @@ def test_probes_are_of_what_they_mean() -> None:
     options = triton_health._parser().parse_args(live[2:])
     assert options.stale_s >= 30
     assert options.end_process is None  # the kubelet does that
+    assert options.liveness  # readiness is another probe
     assert live[1].rpartition("/")[2] == Path(triton_health.__file__).name
     startup = triton["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 15 * 60
@@ -173,6 +183,14 @@ def test_only_gateways_reach_a_triton() -> None:
     allowed = {rule["ports"][0]["port"]: rule["from"] for rule in policy["ingress"]}
     assert set(allowed) == {"grpc", "metrics"}
     assert allowed["grpc"] == [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "gateway"}}}]
+
+
+def test_gateways_reach_tritons_and_the_dns_and_nothing_else() -> None:
+    tritons, names = one(base(), "NetworkPolicy", "gateway")["spec"]["egress"]
+    assert tritons["to"] == [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "triton"}}}]
+    assert tritons["ports"] == [{"port": "grpc"}]
+    # TCP, too: the addresses of many Tritons do not fit into one datagram.
+    assert names == {"ports": [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]}
 
 
 @needs_kubectl

@@ -3,7 +3,9 @@
 Too long for every day, so not found by itself: `python -m pytest -s tests/e2e/upgrade_drill.py`.
 
 The Tritons run as `deploy/kubernetes` has them: the same command, restrictions included, ended by SIGTERM,
-and the next one only when the last has been ready for `minReadySeconds`.
+and the next one only when the last has been ready for `minReadySeconds`. As pods do, each comes back with
+another address, which the gateways find by one name: their `/etc/hosts` is one of this test's, in a mount
+namespace of their own, so that this needs root.
 """
 
 import asyncio
@@ -20,34 +22,20 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
-from tests.deploy.compose_stack import _TRITONSERVER
-from tests.e2e.up_process import GOLDEN, TRITONGATE, free_ports
+from tests.e2e.manifest_triton import MODEL, RESTRICTED_KEY, ManifestTriton, stateful_set
+from tests.e2e.up_process import TRITONGATE
+from tests.ports import free_ports
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs a mount namespace, and so root"),
+]
 
-ROOT = Path(__file__).parents[2]
-MODEL = "chatglm3-6b"
 CLIENTS = 6
 TOKENS = 120
 DRAIN_S = 30
-
-
-def stateful_set() -> Any:
-    documents = yaml.safe_load_all((ROOT / "deploy/kubernetes/base/triton.yaml").read_text(encoding="utf-8"))
-    (found,) = [each["spec"] for each in documents if each["kind"] == "StatefulSet"]
-    return found
-
-
-def triton_arguments(ports: list[int]) -> list[str]:
-    """Return the arguments of the manifest's Triton, on ports of this machine."""
-    spec = stateful_set()["template"]["spec"]
-    here = dict(zip(("--http-port", "--grpc-port", "--metrics-port"), ports, strict=True))
-    here |= {"--model": f"{MODEL}={GOLDEN / 'chatglm3'}", "--device": "cpu", "--dtype": "float32"}
-    words = [word.replace("$(RESTRICTED_KEY)", "secret") for word in spec["containers"][0]["args"]]
-    changed = [f"{name}={here[name]}" if (name := word.partition("=")[0]) in here else word for word in words]
-    return [*changed, *(f"--{name}-address=127.0.0.1" for name in ("http", "grpc", "metrics"))]
 
 
 class Fleet:
@@ -55,51 +43,59 @@ class Fleet:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._prefix = f"tritongate_upgrade_{os.getpid()}_"
-        self.ports = {f"triton-{number}": free_ports(3) for number in range(2)}
-        self.ports |= {f"gateway-{number}": free_ports(1) for number in range(2)}
+        self._grpc_port = free_ports(1)[0]
+        self._tritons: dict[str, ManifestTriton] = {}
+        self._started = 0
+        self._gateways: dict[str, subprocess.Popen[bytes]] = {}
+        self._ports = {f"gateway-{number}": free_ports(1)[0] for number in range(2)}
+        self._hosts = folder / "hosts"
+        self.names = ("triton-0", "triton-1", *self._ports)
         self.endpoints: list[str] = []
 
     def url(self, gateway: str) -> str:
-        return f"http://127.0.0.1:{self.ports[gateway][0]}"
+        return f"http://127.0.0.1:{self._ports[gateway]}"
 
     def start(self, name: str) -> None:
-        if name.startswith("triton"):
-            # Each has shared memory of its own, as in containers.
-            server = self._folder / name / "tritonserver"
-            server.parent.mkdir(exist_ok=True)
-            server.write_text(_TRITONSERVER.format(python=sys.executable, prefix=f"{self._prefix}{name}_"))
-            server.chmod(0o755)
-            program = [sys.executable, str(ROOT / "deploy/docker/start_triton.py")]
-            command = [*program, *triton_arguments(self.ports[name])]
-        else:
-            upstreams = ",".join(f"127.0.0.1:{self.ports[f'triton-{number}'][1]}" for number in range(2))
-            command = [str(TRITONGATE), "serve", "--upstreams", upstreams, "--models", MODEL]
-            command += [
-                "--port",
-                str(self.ports[name][0]),
-                "--drain-s",
-                str(DRAIN_S),
-                "--log-level",
-                "warning",
-            ]
-        paths = {"PATH": f"{self._folder / name}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-        temporary = {"TMPDIR": str(self._folder), "OMP_NUM_THREADS": "1"}
+        if name in self._ports:
+            self._start_gateway(name)
+            return
+        self._started += 1
+        host = f"127.0.7.{self._started}"
+        triton = ManifestTriton(self._folder / f"{name}-{host}", host=host, grpc_port=self._grpc_port)
+        self._tritons[name] = triton
+        self._write_hosts()
+        triton.start()
+
+    def _write_hosts(self) -> None:
+        addresses = [triton.grpc.partition(":")[0] for triton in self._tritons.values()]
+        lines = ["127.0.0.1 localhost", *(f"{address} triton" for address in addresses)]
+        self._hosts.write_text("\n".join(lines) + "\n")
+
+    def _start_gateway(self, name: str) -> None:
+        command = [str(TRITONGATE), "serve", "--upstreams", f"dns:///triton:{self._grpc_port}"]
+        command += ["--port", str(self._ports[name]), "--drain-s", str(DRAIN_S), "--log-level", "info"]
+        inside = f'mount --bind {self._hosts} /etc/hosts && exec "$@"'
+        key = {"TRITONGATE_REPOSITORY_KEY": f"admin-key={RESTRICTED_KEY}"}
         with (self._folder / f"{name}.log").open("ab") as log:
-            self._processes[name] = subprocess.Popen(
-                command, env=os.environ | paths | temporary, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            self._gateways[name] = subprocess.Popen(
+                ["unshare", "--mount", "sh", "-c", inside, "sh", *command],
+                env=os.environ | key,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
             )
 
     async def ready(self, name: str) -> None:
-        path = "/v2/health/ready" if name.startswith("triton") else "/health/ready"
+        if name in self._tritons:
+            await asyncio.to_thread(self._tritons[name].wait_ready)
+            return
         deadline = time.monotonic() + 100
         async with httpx.AsyncClient() as client:
             while True:
-                assert self._processes[name].poll() is None, self.log(name)
+                assert self._gateways[name].poll() is None, self.log(name)
                 assert time.monotonic() < deadline, self.log(name)
                 with contextlib.suppress(httpx.TransportError):
-                    if (await client.get(self.url(name) + path)).status_code == 200:
+                    if (await client.get(self.url(name) + "/health/ready")).status_code == 200:
                         return
                 await asyncio.sleep(0.2)
 
@@ -108,19 +104,22 @@ class Fleet:
 
     async def stop(self, name: str) -> float:
         """End a process by SIGTERM, as an orchestrator does; return the seconds that it took."""
+        if name in self._tritons:
+            seconds = await asyncio.to_thread(self._tritons[name].stop)
+            self._tritons.pop(name).close()
+            self._write_hosts()  # a pod's address is there until the pod is gone
+            return seconds
         began = time.monotonic()
-        self._processes[name].send_signal(signal.SIGTERM)
-        status = await asyncio.to_thread(self._processes[name].wait, 80)
-        # The wheel's server aborts at its very end if another one here removed its folder in /tmp.
-        assert status == 0 or name.startswith("triton"), self.log(name)
+        self._gateways[name].send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(self._gateways[name].wait, 80) == 0, self.log(name)
         return time.monotonic() - began
 
     def close(self) -> None:
-        for process in self._processes.values():
+        for process in self._gateways.values():
             process.kill()
             process.wait()
-        for region in Path("/dev/shm").glob(f"{self._prefix}*"):  # noqa: S108 - where they are
-            region.unlink(missing_ok=True)
+        for triton in self._tritons.values():
+            triton.close()
 
 
 class Load:
@@ -170,16 +169,15 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 
 async def test_every_part_is_replaced_and_no_request_fails(fleet: Fleet) -> None:
-    for name in fleet.ports:
+    for name in fleet.names:
         fleet.start(name)
-    for name in fleet.ports:
         await fleet.ready(name)
     fleet.endpoints = [fleet.url(f"gateway-{number}") for number in range(2)]
     load = Load(fleet)
     clients = [asyncio.create_task(load.client(number)) for number in range(CLIENTS)]
     await asyncio.sleep(1)
     told = []
-    for name in fleet.ports:
+    for name in fleet.names:
         before = load.answered
         if name.startswith("gateway"):
             # What an orchestrator does first; the manifests' preStop gives it time.

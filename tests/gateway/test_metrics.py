@@ -3,6 +3,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.histogram import BulkHistogram
 from gateway.metrics import Metrics
+from gateway.triton.resolver import Outcome
 
 CONTRACT = {
     "requests": {"route", "model", "status"},
@@ -43,6 +44,17 @@ def test_what_upstreams_report() -> None:
     text = metrics.render().decode()
     assert 'tritongate_upstream_errors_total{code="silent",model="m",upstream="h:1"} 1.0' in text
     assert 'tritongate_upstream_healthy{model="m",upstream="h:1"} 1.0' in text
+
+
+def test_looks_at_names_are_counted_by_what_came_of_them() -> None:
+    metrics = Metrics()
+    for outcome in Outcome:
+        assert metrics.registry.get_sample_value(
+            "tritongate_upstream_lookups_total", {"upstream": "dns:///h:1", "outcome": outcome.value}
+        ) == (None if outcome is Outcome.FOUND else 0)
+        metrics.upstream_lookup("dns:///h:1", outcome.value)
+    text = metrics.render().decode()
+    assert text.count('upstream="dns:///h:1"} 1.0') == len(Outcome)
 
 
 def test_nothing_is_left_of_an_upstream_that_left() -> None:

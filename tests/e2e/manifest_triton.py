@@ -1,0 +1,122 @@
+"""Tritons as `deploy/kubernetes` has them: the same command, restrictions included, ended by SIGTERM."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from tests.deploy.compose_stack import _TRITONSERVER
+from tests.e2e.up_process import GOLDEN
+from tests.ports import free_ports
+
+ROOT = Path(__file__).parents[2]
+MODEL = "chatglm3-6b"
+RESTRICTED_KEY = "s3cret"
+
+
+def stateful_set() -> Any:
+    documents = yaml.safe_load_all((ROOT / "deploy/kubernetes/base/triton.yaml").read_text(encoding="utf-8"))
+    (found,) = [each["spec"] for each in documents if each["kind"] == "StatefulSet"]
+    return found
+
+
+class ManifestTriton:
+    """One Triton of the manifest on this machine, with a golden checkpoint; `start` it.
+
+    Args:
+        folder: for its log and what it keeps while it runs.
+        host: loopback address to listen on.
+        grpc_port: None takes a free one.
+        changes: arguments of the manifest that are others here, by their name with dashes.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        host: str = "127.0.0.1",
+        grpc_port: int | None = None,
+        changes: dict[str, str] | None = None,
+    ) -> None:
+        self._folder = folder
+        self._prefix = f"tritongate_{os.getpid()}_{folder.name}_"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._host = host
+        http, grpc, metrics = free_ports(3)
+        self.http = f"{host}:{http}"
+        self.grpc = f"{host}:{grpc_port or grpc}"
+        here = {
+            "--http-port": str(http),
+            "--grpc-port": str(grpc_port or grpc),
+            "--metrics-port": str(metrics),
+        }
+        here |= {"--model": f"{MODEL}={GOLDEN / 'chatglm3'}", "--device": "cpu", "--dtype": "float32"}
+        self._changes = here | (changes or {})
+
+    def start(self) -> None:
+        self._folder.mkdir(exist_ok=True)
+        # Each has shared memory of its own, as in containers.
+        server = self._folder / "tritonserver"
+        server.write_text(_TRITONSERVER.format(python=sys.executable, prefix=self._prefix))
+        server.chmod(0o755)
+        paths = {"PATH": f"{self._folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        temporary = {"TMPDIR": str(self._folder), "OMP_NUM_THREADS": "1"}
+        program = [sys.executable, str(ROOT / "deploy/docker/start_triton.py")]
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [*program, *self._arguments()],
+                env=os.environ | paths | temporary,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+            )
+
+    def _arguments(self) -> list[str]:
+        words = stateful_set()["template"]["spec"]["containers"][0]["args"]
+        words = [word.replace("$(RESTRICTED_KEY)", RESTRICTED_KEY) for word in words]
+        words = [
+            f"{name}={self._changes[name]}" if (name := word.partition("=")[0]) in self._changes else word
+            for word in words
+        ]
+        added = self._changes.keys() - {word.partition("=")[0] for word in words}
+        words += [f"{name}={self._changes[name]}" for name in sorted(added)]
+        return [*words, *(f"--{name}-address={self._host}" for name in ("http", "grpc", "metrics"))]
+
+    def wait_ready(self, within_s: float = 100) -> None:
+        deadline = time.monotonic() + within_s
+        while not self.is_ready():
+            assert self._process is not None
+            assert self._process.poll() is None, self.log()
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.2)
+
+    def is_ready(self) -> bool:
+        try:
+            return httpx.get(f"http://{self.http}/v2/health/ready", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def log(self) -> str:
+        return (self._folder / "log").read_text(errors="replace")[-4000:]
+
+    def stop(self) -> float:
+        """End it by SIGTERM, as an orchestrator does; return the seconds that it took."""
+        assert self._process is not None
+        began = time.monotonic()
+        # The wheel's server aborts at its very end if another one here removed its folder in /tmp: no status.
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait(80)
+        return time.monotonic() - began
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        for region in Path("/dev/shm").glob(f"{self._prefix}*"):  # noqa: S108 - where they are
+            region.unlink(missing_ok=True)

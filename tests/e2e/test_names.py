@@ -1,0 +1,119 @@
+"""Tritons behind a name come and go under load, and no request fails."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.metrics import Metrics
+from gateway.triton.pool import TritonUpstream
+from tests.e2e.manifest_triton import MODEL, ManifestTriton
+from tests.gateway.serving import on_socket
+from tests.gateway.triton.fake_resolver import NAME, FakeResolver
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+CLIENTS = 4
+TOKENS = 60
+
+
+@pytest.fixture
+def tritons(tmp_path: Path) -> Iterator[list[ManifestTriton]]:
+    made = [ManifestTriton(tmp_path / f"triton-{number}") for number in range(3)]
+    yield made
+    for triton in made:
+        triton.close()
+
+
+class Load:
+    """Clients that stream answer after answer, and what became of each."""
+
+    def __init__(self, sdk: openai.AsyncOpenAI) -> None:
+        self._sdk = sdk
+        self.answered = 0
+        self.failures: list[str] = []
+        self._over = False
+        self._clients = [asyncio.create_task(self._client()) for _ in range(CLIENTS)]
+
+    async def _client(self) -> None:
+        while not self._over:
+            try:
+                stream = await self._sdk.chat.completions.create(
+                    model=MODEL,
+                    messages=[{"role": "user", "content": "你好"}],
+                    stream=True,
+                    max_tokens=TOKENS,
+                    extra_body={"ignore_eos": True},
+                )
+                chunks = [chunk async for chunk in stream]
+            except openai.OpenAIError as error:
+                self.failures.append(repr(error))
+            else:
+                assert chunks[-1].choices[0].finish_reason == "length"
+                self.answered += 1
+
+    async def answers(self, count: int) -> None:
+        """Wait for so many more."""
+        enough = self.answered + count
+        await until(lambda: self.answered >= enough)
+
+    async def end(self) -> None:
+        self._over = True
+        await asyncio.gather(*self._clients)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(100):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.05)
+
+
+@contextlib.asynccontextmanager
+async def gateway(resolver: FakeResolver, metrics: Metrics) -> AsyncIterator[tuple[Any, TritonUpstream]]:
+    upstream: Any = TritonUpstream(
+        upstreams=[NAME], models=[MODEL], resolve=resolver, resolve_interval_s=0.5, observer=metrics
+    )
+    async with on_socket(upstream, log_level="warning") as served:
+        yield served, upstream
+
+
+def upstreams(metrics: Metrics, name: str) -> set[str]:
+    families = [family for family in metrics.registry.collect() if family.name == "tritongate_" + name]
+    return {sample.labels["upstream"] for family in families for sample in family.samples}
+
+
+async def test_all_are_replaced_one_after_the_other(tritons: list[ManifestTriton]) -> None:
+    first, second, third = tritons
+    for triton in (first, second):
+        triton.start()
+        await asyncio.to_thread(triton.wait_ready)
+    resolver, metrics = FakeResolver(), Metrics()
+    async with gateway(resolver, metrics) as (served, upstream):
+        assert (await served.http.get("/health/ready")).status_code == 503
+        resolver.records["triton"] = [first.grpc, second.grpc]
+        await until(served.gateway.ready)
+        await until(lambda: sum(replica.state == "ready" for replica in upstream.replicas()) == 2)
+        load = Load(served.sdk)
+        await load.answers(20)
+        # It ends as it vanishes: what runs there comes to its end, nothing new goes there.
+        resolver.records["triton"] = [second.grpc]
+        await asyncio.to_thread(first.stop)
+        await load.answers(20)
+        # Its address is known long before it serves.
+        third.start()
+        resolver.records["triton"] = [second.grpc, third.grpc]
+        await until(third.is_ready)
+        await until(lambda: third.grpc in {r.upstream for r in upstream.replicas() if r.state == "ready"})
+        resolver.records["triton"] = OSError("the resolver is down meanwhile")
+        await load.answers(20)
+        resolver.records["triton"] = [third.grpc]
+        await asyncio.to_thread(second.stop)
+        await load.answers(20)
+        await load.end()
+        assert load.failures == []
+        assert [replica.upstream for replica in upstream.replicas()] == [third.grpc]
+        assert upstreams(metrics, "upstream_healthy") == {third.grpc}

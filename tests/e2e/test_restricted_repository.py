@@ -1,0 +1,111 @@
+"""A Triton whose repository is restricted by a key: who may load, and what is said to those who may not."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.manifest_triton import MODEL, RESTRICTED_KEY, ManifestTriton
+from tests.e2e.repository_server import gateway
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+ENTRIES = [f"{MODEL}-tokenizer", f"{MODEL}-stream", MODEL]
+KEYS = (None, "admin-key=another", f"other={RESTRICTED_KEY}")
+
+
+@pytest.fixture(scope="module")
+def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManifestTriton]:
+    """The manifest's, but for the mode: nothing else keeps anybody from loading."""
+    changes = {"--model-control-mode": "explicit", "--load-model": "*"}
+    triton = ManifestTriton(tmp_path_factory.mktemp("triton"), changes=changes)
+    try:
+        triton.start()
+        triton.wait_ready()
+        yield triton
+    finally:
+        triton.close()
+
+
+@pytest.fixture
+def with_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONGATE_REPOSITORY_KEY", f"admin-key={RESTRICTED_KEY}")
+
+
+def change(url: str, action: str) -> httpx.Response:
+    return httpx.post(f"{url}/v1/models/{MODEL}/{action}", json={}, timeout=120)
+
+
+def generate(url: str) -> str | None:
+    with openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) as sdk:
+        answer = sdk.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "你好"}], max_tokens=4
+        )
+        return answer.choices[0].finish_reason
+
+
+def check(triton: ManifestTriton, key: str | None) -> tuple[int, str]:
+    environment = os.environ | ({} if key is None else {"TRITONGATE_REPOSITORY_KEY": key})
+    done = subprocess.run(
+        [Path(sys.executable).with_name("tritongate"), "check", "--upstreams", triton.grpc],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_without_the_key_requests_are_served_and_changes_refused_with_the_reason(
+    triton: ManifestTriton, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    if key is not None:
+        monkeypatch.setenv("TRITONGATE_REPOSITORY_KEY", key)
+    with gateway(triton.grpc, "--models", MODEL) as url:
+        assert generate(url) == "length"
+        for action in ("load", "unload"):
+            refused = change(url, action)
+            assert refused.status_code == 403
+            assert "setting repository_key" in refused.json()["error"]["message"]
+        assert generate(url) == "length"
+
+
+def test_with_the_key_models_are_listed_unloaded_and_loaded(
+    triton: ManifestTriton, with_key: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with gateway(triton.grpc, "--log-level", "debug") as url:
+        listed = httpx.get(url + "/v1/models").json()["data"]
+        assert [model["id"] for model in listed] == [MODEL]
+        assert change(url, "unload").json()["changes"][0]["entries"] == ENTRIES[::-1]
+        assert change(url, "load").json()["changes"][0]["entries"] == ENTRIES
+        assert generate(url) == "length"
+    said = "".join(capfd.readouterr())
+    assert '"model loaded"' in said
+    assert RESTRICTED_KEY not in said
+
+
+def test_the_check_says_what_is_missing(triton: ManifestTriton) -> None:
+    for key in KEYS:
+        status, said = check(triton, key)
+        assert status == 1
+        assert f"upstream {triton.grpc}: not_permitted" in said
+        assert "setting repository_key" in said
+        assert RESTRICTED_KEY not in said
+    assert check(triton, f"admin-key={RESTRICTED_KEY}")[0] == 0
+
+
+def test_the_restriction_is_tritons_own(triton: ManifestTriton) -> None:
+    """Over HTTP as well; what probes and clients ask is open."""
+    index = f"http://{triton.http}/v2/repository/index"
+    assert httpx.post(index).status_code == 403
+    listed = httpx.post(index, headers={"admin-key": RESTRICTED_KEY})
+    assert {entry["name"] for entry in json.loads(listed.text)} == set(ENTRIES)
+    assert httpx.get(f"http://{triton.http}/v2/health/ready").status_code == 200
