@@ -26,6 +26,7 @@ from gateway.logs import request_id as current_request_id
 from gateway.metrics import UNKNOWN
 from gateway.resources import Gateway
 from gateway.tracing import Trace, current_trace
+from gateway.turnstile import Turnstile
 
 T = TypeVar("T")
 
@@ -47,6 +48,7 @@ class ExchangeMiddleware:
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app
         self._gateway = gateway
+        self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; other kinds of scope pass through."""
@@ -91,6 +93,7 @@ class ExchangeMiddleware:
         drain.enter()
         exchange.resources.callback(drain.leave)
         try:
+            await self._turnstile.enter()
             await self._app(scope, receive, watched_send)
         except Exception:  # noqa: BLE001 - the request's outermost frame: the server goes on
             _log.exception("a request failed unexpectedly")
