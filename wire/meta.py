@@ -54,6 +54,20 @@ class TokenLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top: list[TopLogprob]
 
 
+class PromptLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Natural-log probability of a prompt's token behind those before it, floored at -9999.
+
+    Of the first token, which nothing is before, it is null, and there are no likely ones. `bytes` are what
+    the token adds to the prompt's text.
+    """
+
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float | None
+    top: list[TopLogprob]
+
+
 class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """Token counts of the whole request.
 
@@ -101,6 +115,8 @@ class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     """Sampled tokens that this response accounts for (their text may still be held back)."""
     token_ids: list[int] | None = None
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[PromptLogprob] | None = None
+    """Of the next tokens of the prompt. All have come when the first of `tokens` has."""
     segments: list[Segment] | None = None
     finish_reason: FinishReason | None = None
     """Of the choice; this response is its last."""

@@ -51,8 +51,8 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     `prompt_token_ids`, never both. With `raw` the tensor `prompt` is plain text, and `history` is empty.
 
     Raises:
-        ValueError: a channel for an answer that is not streamed, or without numbers for all choices (a
-            ValidationError while decoding).
+        ValueError: a channel for an answer that is not streamed or tells of its prompt, or without numbers
+            for all choices (a ValidationError while decoding).
     """
 
     v: Literal[1] = 1
@@ -74,8 +74,9 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     n: Annotated[int, msgspec.Meta(ge=1, le=ANSWERS_LIMIT)] = 1
     """Choices: answers to the one prompt, each sampled by itself. They are queued together or not at all."""
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """New tokens of each choice; absent: what is left of the context."""
+    max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """New tokens of each choice; absent: what is left of the context. With 0 an answer ends, by its length,
+    where its prompt does; the context must have room for one all the same."""
     max_total_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Prompt and answer together. It cuts the answer short instead of refusing: the least of this, the
     context and `max_tokens` decides. Without it, a `max_tokens` beyond the context is refused."""
@@ -99,6 +100,10 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     logit_bias: Annotated[dict[TokenId, Bias], msgspec.Meta(max_length=LOGIT_BIAS_LIMIT)] = {}
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
     """Log-probabilities of each sampled token and of this many most likely ones; absent: none."""
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
+    """Log-probabilities of each token of the prompt and of this many most likely ones, with each choice;
+    absent: none. The whole prompt is computed for it. Not over a channel, where nobody waits for a client
+    that reads slowly: they are some hundred times the size of their text."""
 
     stop: Annotated[list[StopString], msgspec.Meta(max_length=STOPS_LIMIT)] = []
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=STOP_IDS_LIMIT)] = []
@@ -113,7 +118,7 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """Each answer's text begins with the prompt's, in its first delta. For raw prompts only."""
 
     stream: bool = True
-    """False: no deltas, the whole answer in the final response."""
+    """False: no deltas, the whole answer in the final response; only `prompt_logprobs` come before it."""
     channel: ChannelStream | None = None
     """Deltas go to this channel instead of the request's own stream."""
     return_token_ids: bool = False
@@ -130,6 +135,8 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
             return
         if not self.stream:
             raise ValueError("a channel carries deltas, and an answer that is not streamed has none")
+        if self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs come on the request's own stream, and exclude a channel")
         if self.channel.stream > INT64_MAX - self.n + 1:
             raise ValueError("the numbers of the choices on the channel go over int64")
 

@@ -6,6 +6,7 @@ from wire.meta import (
     Delivered,
     Meta,
     ProbeReport,
+    PromptLogprob,
     Segment,
     TokenLogprob,
     TopLogprob,
@@ -20,6 +21,10 @@ FULL = Meta(
     tokens=1,
     token_ids=[7],
     logprobs=[TokenLogprob(7, "\\xe4", [0xE4], -0.5, [TopLogprob(8, "a", [97], -9999.0)])],
+    prompt_logprobs=[
+        PromptLogprob(5, "b", [98], None, []),
+        PromptLogprob(6, "c", [99], -1.5, [TopLogprob(8, "a", [97], -0.5)]),
+    ],
     segments=[Segment(0, "assistant")],
     finish_reason="stop",
     stop_reason="END",

@@ -52,10 +52,11 @@ FULL = Generation(
 def test_every_field_comes_back() -> None:
     assert decode_sampling(encode_sampling(FULL)) == FULL
     said = msgspec.json.decode(encode_sampling(FULL))
-    assert set(said) == {field.name for field in msgspec.structs.fields(Generation)} - {"v", "stream"}
-    whole = Generation(stream=False)
+    excluded = {"v", "stream", "prompt_logprobs"}
+    assert set(said) == {field.name for field in msgspec.structs.fields(Generation)} - excluded
+    whole = Generation(stream=False, prompt_logprobs=20)
     assert decode_sampling(encode_sampling(whole)) == whole
-    assert encode_sampling(whole) == b'{"stream":false}'
+    assert encode_sampling(whole) == b'{"prompt_logprobs":20,"stream":false}'
 
 
 def test_nothing_is_a_generation_with_every_default() -> None:
@@ -86,6 +87,7 @@ def test_cancels_and_probes_are_told_apart_by_their_keys() -> None:
         (b'{"channel":{"id":"c"}}', "stream"),
         (b'{"channel":{"id":"c","stream":-1}}', "stream"),
         (b'{"channel":{"id":"c","stream":1},"stream":false}', "not streamed"),
+        (b'{"channel":{"id":"c","stream":1},"prompt_logprobs":0}', "exclude a channel"),
         (b'{"channel":{"id":"c","stream":9223372036854775807},"n":2}', "int64"),
         (b'{"choices":2}', "choices"),
         (b'{"v":2}', r"\$\.v"),
@@ -117,7 +119,7 @@ def test_what_no_kind_knows_is_refused(document: bytes, where: str) -> None:
             ],
         ),
         ("n", [1, 128], [0, 129, 1.5, True]),
-        ("max_tokens", [1, 10**9], [0, 1.5, "1", True]),
+        ("max_tokens", [0, 1, 10**9], [-1, 1.5, "1", True]),
         ("min_tokens", [0], [-1]),
         ("temperature", [0, 2, 0.3], [-0.01, 2.01, "1"]),
         ("top_p", [1e-9, 1], [0, 1.01]),
@@ -133,6 +135,7 @@ def test_what_no_kind_knows_is_refused(document: bytes, where: str) -> None:
             [{"5": 100.5}, {"-1": 0}, {str(each): 1 for each in range(1025)}],
         ),
         ("logprobs", [0, 20], [-1, 21]),
+        ("prompt_logprobs", [0, 20], [-1, 21, True]),
         ("stop", [[], ["a"] * 16, ["停" * 1024]], [[""], ["a"] * 17, "a", ["a" * 1025]]),
         ("stop_token_ids", [[], [0]], [[-1]]),
         ("ignore_eos", [True], [1]),

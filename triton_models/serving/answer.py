@@ -1,13 +1,11 @@
 """One answer on its way out: engine tokens in, response documents out."""
 
 from triton_models.engine.sequence import FinishReason, TokenLogprobs, TokenOutput
+from triton_models.serving.logprobs import PromptReport, wire_logprob
 from triton_models.text.answer import AnswerDelta, AnswerStream
 from triton_models.text.tokenizers import Tokenizer
 from wire import meta as wire
 from wire.sampling import Generation
-
-LOGPROB_FLOOR = -9999.0
-"""Reported instead of minus infinity, which JSON cannot hold."""
 
 _WIRE_REASONS: dict[FinishReason | None, wire.FinishReason] = {
     FinishReason.STOP: "stop",
@@ -26,15 +24,24 @@ class Answer:
     """
 
     def __init__(
-        self, generation: Generation, tokenizer: Tokenizer, stream: AnswerStream, index: int, echo: str = ""
+        self,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        stream: AnswerStream,
+        index: int,
+        echo: str = "",
+        *,
+        prompt: PromptReport | None = None,
     ) -> None:
-        """Begin choice `index` of `generation`, with `echo` in front of its text."""
+        """Begin choice `index` of `generation`, with `echo` in front of its text and `prompt` beside it."""
         self._generation = generation
         self._tokenizer = tokenizer
         self._stream = stream
         self._index = index
         self._wants_ids = generation.return_token_ids
         self._wants_logprobs = generation.logprobs is not None
+        self._wants_no_tokens = generation.max_tokens == 0
+        self._prompt = prompt
         self._stop_reason: int | str | None = None
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -53,13 +60,22 @@ class Answer:
     @property
     def sendable(self) -> bool:
         """True when there is something that a streaming client would see."""
-        return bool(self._text or self._segments)
+        return bool(self._text or self._segments or self.tells_prompt)
+
+    @property
+    def tells_prompt(self) -> bool:
+        """True when there are log-probabilities of the prompt to be sent, streamed or not."""
+        return self._prompt is not None and self._prompt.waits
 
     def take(self, output: TokenOutput) -> None:
         """Add one engine output; outputs after the end are dropped."""
         if self.finish is not None:
             return
         reason, token_id = output.finish_reason, output.token_id
+        if self._prompt is not None:
+            self._prompt.take(output.prompt_logprobs)
+        if self._wants_no_tokens and token_id is not None:
+            reason, token_id = FinishReason.LENGTH, None  # The engine samples one all the same.
         if token_id is not None:
             self.completion_tokens += 1
             self._tokens += 1
@@ -83,11 +99,12 @@ class Answer:
         """Return what piled up and begin anew: text, number of tokens, and whatever else there is to say."""
         text, tokens = self._text, self._tokens
         self._text, self._tokens = "", 0
-        if not (self._segments or self._wants_ids or self._wants_logprobs):
+        if not (self._segments or self._wants_ids or self._wants_logprobs or self.tells_prompt):
             return text, tokens, None
         meta = wire.Meta(
             token_ids=self._token_ids if self._wants_ids else None,
             logprobs=self._logprobs if self._wants_logprobs else None,
+            prompt_logprobs=None if self._prompt is None else self._prompt.tell(),
             segments=self._segments or None,
         )
         self._begin_details()
@@ -109,6 +126,7 @@ class Answer:
             tokens=tokens,
             token_ids=details.token_ids,
             logprobs=details.logprobs,
+            prompt_logprobs=details.prompt_logprobs,
             segments=details.segments,
             finish_reason=_WIRE_REASONS.get(self.finish),
             stop_reason=self._stop_reason,
@@ -127,7 +145,7 @@ class Answer:
 
     def _add_text(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         if logprobs is not None:
-            self._logprobs.append(self._wire_logprob(logprobs))
+            self._logprobs.append(wire_logprob(self._tokenizer, logprobs))
         delta = self._stream.push(token_id)
         self._append(delta)
         if delta.stopped is not None:
@@ -140,19 +158,3 @@ class Answer:
             offset = len(self._text)
             self._segments += [wire.Segment(offset + at, role) for at, role in delta.segments]
         self._text += delta.text
-
-    def _wire_logprob(self, logprobs: TokenLogprobs) -> wire.TokenLogprob:
-        token, utf8 = self._tokenizer.display(logprobs.id)
-        return wire.TokenLogprob(
-            id=logprobs.id,
-            token=token,
-            bytes=list(utf8),
-            logprob=max(logprobs.logprob, LOGPROB_FLOOR),
-            top=[self._wire_top(token_id, logprob) for token_id, logprob in logprobs.top],
-        )
-
-    def _wire_top(self, token_id: int, logprob: float) -> wire.TopLogprob:
-        token, utf8 = self._tokenizer.display(token_id)
-        return wire.TopLogprob(
-            id=token_id, token=token, bytes=list(utf8), logprob=max(logprob, LOGPROB_FLOOR)
-        )

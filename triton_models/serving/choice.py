@@ -44,10 +44,17 @@ class Choice:
         self.answer.take(output)
         return self.answer.sendable or self.ended
 
-    def take_pending(self) -> None:
-        """Take the outputs that wait."""
+    def take_pending(self) -> bool:
+        """Take the outputs that wait; False: some still do, since what was taken fills a response.
+
+        What one step found of a prompt is as much as one response shall have.
+        """
         while self.pending:
-            self.answer.take(self.pending.popleft())
+            output = self.pending.popleft()
+            self.answer.take(output)
+            if output.prompt_logprobs and self.pending and not self.ended:
+                return False
+        return True
 
     def fail(self) -> None:
         """Give the answer up: its request then ends with an error."""

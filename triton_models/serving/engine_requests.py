@@ -23,13 +23,14 @@ def engine_requests(
 ) -> list[Request]:
     """Return the requests for the choices, which differ in nothing but their keys and seeds.
 
-    Their prompt is computed once: the engine shares the KV blocks of sequences that begin alike.
+    Their prompt is computed once: the engine shares the KV blocks of sequences that begin alike. Only where
+    each is to tell of it, each computes it.
 
     Args:
         generation: its `n` is the number of `keys`.
         keys: what the engine calls the choices.
         prompt_ids: the prompt, tokenised.
-        max_tokens: see `new_tokens`.
+        max_tokens: see `new_tokens`; at least one is sampled.
         stop_ids: the ids that end a choice.
         deadline: monotonic seconds; None: never.
         grammar: what each choice is held to, by itself.
@@ -51,7 +52,7 @@ def engine_requests(
                 presence_penalty=generation.presence_penalty,
                 frequency_penalty=generation.frequency_penalty,
                 seed=None if generation.seed is None else _wrapped(generation.seed + index),
-                max_tokens=max_tokens,
+                max_tokens=None if max_tokens is None else max(1, max_tokens),
                 min_tokens=_least(generation, max_tokens),
                 stop_token_ids=stop_ids,
                 logit_bias=generation.logit_bias,
@@ -60,6 +61,7 @@ def engine_requests(
             ),
             priority=generation.priority,
             deadline=deadline,
+            prompt_logprobs=generation.prompt_logprobs,
         )
         for index, key in enumerate(keys)
     ]

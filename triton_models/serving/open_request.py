@@ -129,10 +129,12 @@ class OpenRequest:
         """
         if self.phase is not Phase.ACCEPTED or choice.closed:
             return False
-        choice.take_pending()
+        answer, streams = choice.answer, self.generation.stream
+        while not choice.take_pending():
+            self._send(*answer.next_response(), final=False)
         if not choice.ended:
-            if self.generation.stream and choice.answer.sendable:
-                self._send(*choice.answer.next_response(), final=False)
+            if (streams and answer.sendable) or answer.tells_prompt:
+                self._send(*answer.next_response(), final=False)
             return False
         choice.closed_at = time.monotonic()
         self._end(choice)

@@ -23,6 +23,7 @@ from triton_models.serving.choice import Choice
 from triton_models.serving.delivery import Delivery
 from triton_models.serving.engine_requests import engine_requests, new_tokens
 from triton_models.serving.inputs import Inputs
+from triton_models.serving.logprobs import PromptReport
 from triton_models.serving.metrics import EngineMetrics
 from triton_models.serving.monitor import Monitor
 from triton_models.serving.open_request import OpenRequest, Phase
@@ -216,7 +217,8 @@ class StreamService:
         generation, text = request.generation, self._text
         stream = text.answer(generation)
         echo = text.echo(generation, inputs.prompt.decode(), prompt_ids, stream)
-        answer = Answer(generation, text.tokenizer, stream, index, echo)
+        report = PromptReport.asked(generation, text.tokenizer, prompt_ids)
+        answer = Answer(generation, text.tokenizer, stream, index, echo, prompt=report)
         return Choice(f"{request.key}.{index}", index, answer)
 
     def _prompt_ids(self, generation: Generation, inputs: Inputs) -> list[int]:

@@ -1,0 +1,114 @@
+"""Log-probabilities of prompts, through the whole service."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.triton_models.serving.conftest import GOLDEN, Served
+from tests.triton_models.serving.fakes import FakeResponder
+from tests.triton_models.serving.told import told
+from triton_models.engine.sequence import FinishReason, TokenLogprobs, TokenOutput
+from triton_models.serving.answer import Answer
+from triton_models.serving.chat_text import ChatText
+from triton_models.serving.choice import Choice
+from triton_models.serving.logprobs import PromptReport
+from wire.meta import PromptLogprob, encode_meta
+from wire.sampling import Generation
+
+PROMPT = (
+    "请介绍一下你自己，然后讲一个关于山里的小狐狸的故事，越长越好。Please be brief. The question is this."
+)
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "ignore_eos": True, "raw": True}
+
+
+def reported(answer: FakeResponder, index: int = 0) -> list[PromptLogprob]:
+    return [each for meta in answer.metas if meta.index == index for each in meta.prompt_logprobs or ()]
+
+
+def ask(served: Served, prompt: str = PROMPT, **asked: Any) -> FakeResponder:
+    answer = served.ask(prompt, **{**GREEDY, **asked}).wait()
+    assert answer.refusal is None, answer.refusal
+    return answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_choice_tells_the_whole_prompt_step_by_step(serve: Callable[..., Served], stream: bool) -> None:
+    served = serve(max_running=8, max_batched_tokens=16)
+    ids = ask(served, return_token_ids=True).metas[0].accepted.prompt_token_ids
+    answer = ask(served, prompt_logprobs=2, n=2, stream=stream, echo=True)
+    for index in range(2):
+        first, *others = reported(answer, index)
+        assert (first.logprob, first.top) == (None, [])
+        assert [each.id for each in (first, *others)] == ids
+        assert all(each.logprob is not None and each.logprob <= each.top[0].logprob for each in others)
+        assert {len(each.top) for each in others} == {2}
+        assert b"".join(bytes(each.bytes) for each in (first, *others)).decode() == PROMPT
+    # No response has more than a step found: a prompt of any length is told in messages of the same size.
+    assert max(len(meta.prompt_logprobs or ()) for meta in answer.metas) <= 1 + 16
+    assert answer.metas[-1].usage.cached_tokens == 0
+    plain = told(ask(served, stream=stream), 1)[0].text
+    assert [choice.text for choice in told(answer, 2)] == [PROMPT + plain] * 2
+
+
+def test_a_chats_last_token_is_told_as_the_original_code_had_it(served: Served) -> None:
+    """The greedy answer to a prompt, as part of a prompt: every token of it is the likeliest."""
+    case = json.loads((GOLDEN / "golden.json").read_text(encoding="utf-8"))["cases"][0]
+    ids = [*case["input_ids"], *case["greedy_ids"]]
+    found = reported(ask(served, "", prompt_token_ids=ids, prompt_logprobs=1))
+    for each in found[len(case["input_ids"]) :]:
+        assert each.top[0].id == each.id
+        assert each.top[0].logprob == each.logprob
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("eos", [False, True])
+def test_no_new_tokens_leave_the_prompt(served: Served, text: ChatText, stream: bool, eos: bool) -> None:
+    asked: dict[str, Any] = {"logit_bias": {text.tokenizer.eos_id: 100.0}, "ignore_eos": False} if eos else {}
+    answer = ask(
+        served, max_tokens=0, echo=True, logprobs=1, prompt_logprobs=1, stream=stream,
+        return_token_ids=True, **asked,
+    )  # fmt: skip
+    assert answer.text == PROMPT
+    assert [each for meta in answer.metas for each in meta.logprobs or ()] == []
+    assert answer.token_ids == []
+    last = answer.metas[-1]
+    assert (last.finish_reason, last.stop_reason) == ("length", None)
+    assert (last.usage.completion_tokens, last.usage.prompt_tokens) == (0, len(reported(answer)))
+
+
+def test_a_prompt_of_one_token_has_an_entry(served: Served) -> None:
+    (entry,) = reported(ask(served, "", prompt_token_ids=[5], prompt_logprobs=3))
+    assert (entry.id, entry.logprob) == (5, None)
+
+
+def test_special_tokens_of_ids_are_in_their_text_where_asked_for(served: Served, text: ChatText) -> None:
+    ids = [text.tokenizer.special_ids["sop"], *text.tokenizer.encode("The question")]
+    for special, prompt in ((False, "The question"), (True, "sop The question")):
+        answer = ask(
+            served, "", prompt_token_ids=ids, echo=True, prompt_logprobs=0, max_tokens=0, show_special=special
+        )
+        assert b"".join(bytes(each.bytes) for each in reported(answer)).decode() == answer.text == prompt
+
+
+def test_what_piled_up_is_told_a_step_at_a_time(text: ChatText) -> None:
+    asked = Generation(prompt_logprobs=0)
+    report = PromptReport.asked(asked, text.tokenizer, [300] * 7)
+    answer = Answer(asked, text.tokenizer, text.answer(asked), 0, prompt=report)
+    choice = Choice("a", 0, answer)
+    scored = (TokenLogprobs(id=300, logprob=float("-inf"), top=()),) * 3
+    choice.pending += [
+        TokenOutput(request_id="a", prompt_tokens=7, prompt_logprobs=scored),
+        TokenOutput(request_id="a", prompt_tokens=7, prompt_logprobs=scored, token_id=301),
+        TokenOutput(request_id="a", prompt_tokens=7, token_id=302, finish_reason=FinishReason.LENGTH),
+    ]
+    sizes = []
+    while not choice.take_pending():
+        _, meta = answer.next_response()
+        sizes.append(len(meta.prompt_logprobs or ()))
+        assert meta.finish_reason is None
+        assert b"-9999" in encode_meta(meta)
+    _, last = answer.next_response()
+    assert sizes == [4, 3]
+    assert (last.prompt_logprobs, last.tokens, last.finish_reason) == (None, 1, "length")

@@ -1,0 +1,78 @@
+"""Log-probabilities as the wire has them."""
+
+from collections.abc import Sequence
+
+from triton_models.engine.sequence import TokenLogprobs
+from triton_models.text.prompt_tokens import shown_tokens
+from triton_models.text.tokenizers import Tokenizer
+from wire import meta as wire
+from wire.sampling import Generation
+
+LOGPROB_FLOOR = -9999.0
+"""Reported instead of minus infinity, which JSON cannot hold."""
+
+
+def wire_logprob(tokenizer: Tokenizer, logprobs: TokenLogprobs) -> wire.TokenLogprob:
+    """Return what is told of a token of the answer."""
+    token, utf8 = tokenizer.display(logprobs.id)
+    return wire.TokenLogprob(
+        id=logprobs.id,
+        token=token,
+        bytes=list(utf8),
+        logprob=max(logprobs.logprob, LOGPROB_FLOOR),
+        top=_top(tokenizer, logprobs),
+    )
+
+
+def _top(tokenizer: Tokenizer, logprobs: TokenLogprobs) -> list[wire.TopLogprob]:
+    found = []
+    for token_id, logprob in logprobs.top:
+        token, utf8 = tokenizer.display(token_id)
+        found.append(
+            wire.TopLogprob(id=token_id, token=token, bytes=list(utf8), logprob=max(logprob, LOGPROB_FLOOR))
+        )
+    return found
+
+
+class PromptReport:
+    """What is told of a prompt's tokens, as the engine computes it. The first one follows nothing."""
+
+    def __init__(self, tokenizer: Tokenizer, ids: Sequence[int], *, special: bool) -> None:
+        """Begin the report on `ids`, at least one; `special`: see `shown_tokens`."""
+        self._tokenizer = tokenizer
+        self._shown = shown_tokens(tokenizer, ids, special=special)
+        token, utf8 = next(self._shown)
+        self._next = [wire.PromptLogprob(id=ids[0], token=token, bytes=list(utf8), logprob=None, top=[])]
+
+    @classmethod
+    def asked(cls, generation: Generation, tokenizer: Tokenizer, ids: Sequence[int]) -> "PromptReport | None":
+        """Return the report that `generation` asks for, if it does; it fits the prompt's echo."""
+        if generation.prompt_logprobs is None:
+            return None
+        # A text is repeated as it was given, with none of the special tokens that were put in front.
+        special = generation.show_special and generation.prompt_token_ids is not None
+        return cls(tokenizer, ids, special=special)
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something that was not told yet."""
+        return bool(self._next)
+
+    def take(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Add what the engine found of the next tokens."""
+        for each in logprobs:
+            token, utf8 = next(self._shown)
+            self._next.append(
+                wire.PromptLogprob(
+                    id=each.id,
+                    token=token,
+                    bytes=list(utf8),
+                    logprob=max(each.logprob, LOGPROB_FLOOR),
+                    top=_top(self._tokenizer, each),
+                )
+            )
+
+    def tell(self) -> list[wire.PromptLogprob] | None:
+        """Return what was not told yet; None: nothing."""
+        told, self._next = self._next, []
+        return told or None
