@@ -137,7 +137,7 @@ class Generation:
     n: int = 1
     """Choices: answers to the one prompt, each sampled by itself."""
     max_tokens: int | None = None
-    """New tokens of each choice; None: what is left of the context."""
+    """New tokens of each choice, perhaps none; None: what is left of the context."""
     max_tokens_yields: bool = False
     """The bound is not the client's: where the context has no room for it, what is left bounds the answer."""
     min_tokens: int = 0
@@ -163,6 +163,8 @@ class Generation:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     """Number of alternatives reported beside each sampled token; None: no log-probabilities at all."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens, with each choice."""
     grammar: Grammar | None = None
     """None: the text is free."""
     echo: bool = False
@@ -223,6 +225,19 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprob:
+    """The same of a prompt's token, behind those before it; None of the first, which nothing is before.
+
+    `utf8` is what the token adds to the prompt's text.
+    """
+
+    token: str
+    utf8: bytes
+    logprob: float | None
+    top: tuple[TopLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Token counts of the whole request: each prompt once, and what all choices have."""
 
@@ -245,6 +260,8 @@ class Delta(Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] | None = None
     """Of those tokens, where they were asked for; the one that stopped the answer is among them."""
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
+    """Of the next tokens of the choice's prompt, in one or several deltas, all before its first token."""
     finish_reason: FinishReason | None = None
     stop_reason: StopReason | None = None
     usage: Usage | None = None

@@ -175,6 +175,7 @@ def request_tensors(
         seed=generation.seed,
         logit_bias=dict(generation.logit_bias),
         logprobs=generation.logprobs,
+        prompt_logprobs=generation.prompt_logprobs,
         stop=list(generation.stop),
         stop_token_ids=list(generation.stop_token_ids),
         ignore_eos=generation.ignore_eos,

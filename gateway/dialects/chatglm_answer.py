@@ -22,6 +22,7 @@ from gateway.generation import (
     FinishReason,
     Generation,
     Heartbeat,
+    PromptLogprob,
     TokenLogprob,
     TopLogprob,
     Usage,
@@ -140,7 +141,8 @@ class ChatGLMAnswer:
             del self._choices[index]
             if (meta.usage is None) == (not self._choices):
                 raise not_understood("usage belongs to the end of the last choice")
-        if meta.finish_reason is None and not (pieces or tokens):
+        prompt_logprobs = _prompt_logprobs(meta.prompt_logprobs)
+        if meta.finish_reason is None and not (pieces or tokens or prompt_logprobs):
             return Heartbeat()
         return Delta(
             pieces=pieces,
@@ -148,6 +150,7 @@ class ChatGLMAnswer:
             index=index,
             token_ids=_ids(meta.token_ids),
             logprobs=_logprobs(meta.logprobs),
+            prompt_logprobs=prompt_logprobs,
             finish_reason=choice.reason(meta.finish_reason),
             stop_reason=meta.stop_reason,
             usage=_usage(meta.usage),
@@ -206,13 +209,21 @@ def _logprobs(logprobs: list[wire_meta.TokenLogprob] | None) -> tuple[TokenLogpr
             token=sampled.token,
             utf8=_utf8(sampled.bytes),
             logprob=sampled.logprob,
-            top=tuple(
-                TopLogprob(token=likely.token, utf8=_utf8(likely.bytes), logprob=likely.logprob)
-                for likely in sampled.top
-            ),
+            top=_top(sampled.top),
         )
         for sampled in logprobs
     )
+
+
+def _prompt_logprobs(logprobs: list[wire_meta.PromptLogprob] | None) -> tuple[PromptLogprob, ...]:
+    return tuple(
+        PromptLogprob(token=each.token, utf8=_utf8(each.bytes), logprob=each.logprob, top=_top(each.top))
+        for each in logprobs or ()
+    )
+
+
+def _top(top: Sequence[wire_meta.TopLogprob]) -> tuple[TopLogprob, ...]:
+    return tuple(TopLogprob(token=each.token, utf8=_utf8(each.bytes), logprob=each.logprob) for each in top)
 
 
 def _utf8(values: list[int]) -> bytes:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from gateway.errors import GatewayError, UpstreamProtocolError
-from gateway.generation import Accepted, Delta, Event, FinishReason, StopReason, TokenLogprob
+from gateway.generation import Accepted, Delta, Event, FinishReason, PromptLogprob, StopReason, TokenLogprob
 from gateway.generation import Usage as TokenCounts
 from gateway.openai.generation_request import StreamOptions
 from gateway.pieces import Call, joined_calls
@@ -87,6 +87,7 @@ class Gathered:
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprob]
+    prompt_logprobs: list[PromptLogprob]
     calls: list[Call]
     finish_reason: FinishReason
     stop_reason: StopReason | None
@@ -119,6 +120,7 @@ def _joined(index: int, deltas: Sequence[Delta]) -> Gathered:
         "".join([delta.text for delta in deltas]),
         [token_id for delta in deltas for token_id in delta.token_ids or ()],
         [logprob for delta in deltas for logprob in delta.logprobs or ()],
+        [logprob for delta in deltas for logprob in delta.prompt_logprobs],
         joined_calls(part for delta in deltas for part in delta.calls),
         finish_reason,
         deltas[-1].stop_reason,

@@ -76,7 +76,9 @@ class CompletionAnswer(ChunkedAnswer):
                 CompletionChoice(
                     answer.index,
                     answer.text,
-                    LogprobsWriter().write(answer.logprobs) if self._wants_logprobs else None,
+                    LogprobsWriter().write([*answer.prompt_logprobs, *answer.logprobs])
+                    if self._wants_logprobs
+                    else None,
                     answer.finish_reason,
                     prompt_ids.of(answer.index),
                     answer.token_ids if self._wants_ids else UNSET,
@@ -103,7 +105,8 @@ class CompletionChunkWriter(ChunkWriter):
         self._begun: set[int] = set()
 
     def _delta(self, delta: Delta, usage: Usage | UnsetType | None) -> list[bytes]:
-        if not (delta.text or delta.token_ids or delta.logprobs or delta.finish_reason):
+        told = delta.prompt_logprobs + (delta.logprobs or ())
+        if not (delta.text or delta.token_ids or told or delta.finish_reason):
             return []
         index = delta.index
         begun = index in self._begun
@@ -111,7 +114,7 @@ class CompletionChunkWriter(ChunkWriter):
         choice = CompletionChoice(
             index,
             delta.text,
-            None if delta.logprobs is None else self._logprobs[index].write(delta.logprobs),
+            self._logprobs[index].write(told) if told or delta.logprobs is not None else None,
             delta.finish_reason,
             UNSET if begun else self._prompt_ids.of(index),
             ids_document(delta.token_ids),

@@ -1,19 +1,23 @@
-"""Log-probabilities in the form that text completions have: lists side by side, an entry for each token."""
+"""Log-probabilities in the form that text completions have: lists side by side, an entry for each token.
+
+With `echo` the prompt's tokens come before the answer's, and the first of them, which follows nothing, has
+null for its log-probability and for the likely tokens.
+"""
 
 from collections.abc import Sequence
 
 from msgspec import Struct
 
-from gateway.generation import TokenLogprob
+from gateway.generation import PromptLogprob, TokenLogprob
 
 
 class CompletionLogprobs(Struct, frozen=True):
-    """Of an answer's tokens, or of a chunk's: four lists of one length."""
+    """Of a choice's tokens, or of a chunk's: four lists of one length."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    """The most likely tokens at each place, and the sampled one whether it is among them or not."""
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    """The most likely tokens at each place, and the token there whether it is among them or not."""
     text_offset: list[int]
     """Where each token begins in the choice's text, in code points."""
 
@@ -25,8 +29,8 @@ class LogprobsWriter:
         self._characters = 0
         """Begun so far."""
 
-    def write(self, tokens: Sequence[TokenLogprob]) -> CompletionLogprobs:
-        """Write what is reported of the next tokens."""
+    def write(self, tokens: Sequence[TokenLogprob | PromptLogprob]) -> CompletionLogprobs:
+        """Write what is reported of the next tokens, those of the prompt first."""
         return CompletionLogprobs(
             [token.token for token in tokens],
             [token.logprob for token in tokens],
@@ -42,7 +46,9 @@ class LogprobsWriter:
         return place
 
 
-def _likely(token: TokenLogprob) -> dict[str, float]:
+def _likely(token: TokenLogprob | PromptLogprob) -> dict[str, float] | None:
+    if token.logprob is None:
+        return None
     likely = {top.token: top.logprob for top in token.top}
     return likely if token.token in likely else likely | {token.token: token.logprob}
 

@@ -19,6 +19,7 @@ from gateway.openai.generation_request import (
     without_neutral_options,
 )
 from gateway.openai.structured import StructuredRequest
+from wire.limits import INT64_MAX
 
 NOT_YET: Mapping[str, Any] = MappingProxyType(
     {
@@ -59,9 +60,13 @@ class CompletionRequest(AnyCompletionRequest, StructuredRequest):
     """A text completion request. Null means absent everywhere."""
 
     prompt: Annotated[Prompts, Field(description="one text, the ids of one, or a list of either")]
+    max_tokens: Annotated[
+        int | None, Field(ge=0, le=INT64_MAX, description="0 only with echo: the prompt and nothing else")
+    ] = None
     echo: Annotated[bool | None, Field(description="each answer's text begins with the prompt's")] = None
     logprobs: Annotated[
-        int | None, Field(ge=0, le=5, description="alternatives reported beside each token of the answer")
+        int | None,
+        Field(ge=0, le=5, description="alternatives reported beside each token of the answer and of an echo"),
     ] = None
 
     @cached_property
@@ -100,7 +105,13 @@ class CompletionRequest(AnyCompletionRequest, StructuredRequest):
     def generation(self, *, request_id: str, deadline: float) -> Generation:
         """Return what is asked of the upstream for the first prompt."""
         asked = super().generation(request_id=request_id, deadline=deadline)
-        return replace(asked, echo=bool(self.echo), logprobs=self.logprobs)
+        echo = bool(self.echo)
+        return replace(
+            asked,
+            echo=echo,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if echo else None,
+        )
 
     def generations(self, *, request_id: str, deadline: float) -> list[Generation]:
         """Return what is asked of the upstream, for each prompt."""
@@ -116,10 +127,9 @@ class CompletionRequest(AnyCompletionRequest, StructuredRequest):
     def check_combinations(self) -> None:
         """See `GenerationRequest.check_combinations`."""
         super().check_combinations()
-        if self.echo and self.logprobs is not None:
+        if self.max_tokens == 0 and not self.echo:
             raise InvalidRequestError(
-                "echo with logprobs needs log-probabilities of the prompt, which this server does not have.",
-                param="echo",
+                "max_tokens is 0, which leaves nothing without echo.", param="max_tokens"
             )
 
 

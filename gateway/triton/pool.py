@@ -190,7 +190,9 @@ class TritonUpstream:
         dialect, report = replica.serving()
         try:
             with replica.in_use():
-                linked = await replica.open_link() if request.stream else None
+                # What is told of a prompt is large: Triton waits with it for a client that is slow.
+                plainly = not request.stream or request.prompt_logprobs is not None
+                linked = None if plainly else await replica.open_link()
                 if linked is None:
                     answer = answer_plainly(
                         replica.channel, dialect, request, report, idle_timeout_s=self._idle_timeout_s

@@ -56,6 +56,12 @@ class Choice:
 
     def documents(self, index: int, request: Generation) -> Iterator[tuple[str, dict[str, Any]]]:
         """Return the text and the meta of each response, the last one's without usage."""
+        if request.prompt_logprobs is not None:
+            told = [logprob(each, index, request.prompt_logprobs) for each in range(5)]
+            told[0] |= {"logprob": None, "top": []}
+            ids_too: dict[str, Any] = {"token_ids": []} if request.return_token_ids else {}
+            for begin, end in pairwise([0, 1 + index % 3, 4, 5]):
+                yield "", {"index": index, "prompt_logprobs": told[begin:end], "logprobs": [], **ids_too}
         text = "".join(self.segments)
         starts = [sum(map(len, self.segments[:number])) for number in range(1, len(self.segments))]
         text_at = [0, *sorted(round(cut * len(text)) for cut, _ in self.cuts), len(text)]
@@ -230,16 +236,15 @@ def functions(message: dict[str, Any]) -> list[tuple[str, str]]:
 @given(
     choices=st.lists(CHOICES, min_size=1, max_size=3),
     order=ORDERS,
-    logprobs=st.sampled_from([None, 0, 2]),
-    ids=st.booleans(),
+    asked=st.tuples(st.sampled_from([None, 0, 2]), st.booleans(), st.booleans()),
 )
-def test_completions(
-    choices: list[Choice], order: list[int], logprobs: int | None, ids: bool, runner: asyncio.Runner
-) -> None:
+def test_completions(choices: list[Choice], order: list[int], asked: Any, runner: asyncio.Runner) -> None:
+    logprobs, ids, echo = asked
     choices = [replace(choice, segments=("".join(choice.segments),)) for choice in choices]
     body: dict[str, Any] = {"model": "chatglm3", "prompt": "p", "n": len(choices), "return_token_ids": ids}
-    body["logprobs"] = logprobs
-    whole, chunks = both(runner, "/v1/completions", body, choices, order)
+    whole, chunks = both(
+        runner, "/v1/completions", {**body, "logprobs": logprobs, "echo": echo}, choices, order
+    )
     *before, last = chunks
     assert (last["choices"], last["usage"]) == ([], whole["usage"])
     for index, choice in enumerate(whole["choices"]):
@@ -250,6 +255,9 @@ def test_completions(
         check_stop_reason(parts, choice, choices[index])
         if logprobs is not None:
             for name, told in choice["logprobs"].items():
+                assert len(told) == choices[index].tokens + 5 * echo
+                nulls = [0] if echo and name in {"token_logprobs", "top_logprobs"} else []
+                assert [place for place, each in enumerate(told) if each is None] == nulls
                 told_in_parts = [each for part in parts for each in (part["logprobs"] or {}).get(name, ())]
                 assert told_in_parts == told
         if ids:

@@ -15,8 +15,6 @@ from gateway.generation import (
     Generation,
     Heartbeat,
     Message,
-    TokenLogprob,
-    TopLogprob,
     Usage,
 )
 from wire.history import Turn, decode_history
@@ -114,6 +112,7 @@ def test_every_field_of_a_generation_reaches_the_model() -> None:
         "stop": ("a", "b"),
         "logit_bias": {5: -1.5},
         "logprobs": 3,
+        "prompt_logprobs": 4,
         **dict.fromkeys(("ignore_eos", "include_stop", "show_special", "echo"), True),
         **dict.fromkeys(("stream", "return_token_ids"), True),
         "priority": -4,
@@ -179,24 +178,6 @@ def test_segments_are_text_of_their_own() -> None:
     )
     assert isinstance(delta, Delta)
     assert delta.text == "one\ntwo"
-
-
-def test_logprobs_are_carried_over() -> None:
-    top = {"id": 4, "token": "\ufffd", "bytes": [0xE4], "logprob": -0.5}
-    sampled = {"id": 3, "token": "x", "bytes": [120], "logprob": -0.25, "top": [top]}
-    (_, delta) = decoded(
-        response(meta=ACCEPTED),
-        response("x", END | {"logprobs": [sampled]}),
-    )
-    assert isinstance(delta, Delta)
-    assert delta.logprobs == (
-        TokenLogprob(
-            token="x",
-            utf8=b"x",
-            logprob=-0.25,
-            top=(TopLogprob(token="\ufffd", utf8=b"\xe4", logprob=-0.5),),
-        ),
-    )
 
 
 def test_outputs_are_found_by_name_not_by_place() -> None:

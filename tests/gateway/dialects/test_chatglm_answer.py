@@ -1,4 +1,4 @@
-"""Answers of several choices; those of one are what `test_chatglm.py` is about."""
+"""Answers of several choices, and log-probabilities; the rest is what `test_chatglm.py` is about."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ from tritonclient.grpc import service_pb2
 
 from gateway.dialects.chatglm_channel import ChatGLMChannels
 from gateway.errors import UpstreamProtocolError
-from gateway.generation import Accepted, Delta, Heartbeat, Usage
+from gateway.generation import Accepted, Delta, Heartbeat, PromptLogprob, TokenLogprob, TopLogprob, Usage
 from tests.gateway.dialects.test_chatglm import ACCEPTED, CHATGLM3, END, FINAL, USAGE, decoded, response
 from tests.gateway.dialects.test_chatglm_tools import BERLIN, CALL, OPENED, asked, deltas
 
@@ -70,3 +70,39 @@ def test_each_choice_makes_its_own_calls() -> None:
     first = answer.decode(response("", {"finish_reason": "stop", **delivered}))
     second = answer.decode(response("", END | {"index": 1, "tokens": 0, **delivered}))
     assert deltas(first + second) == [("", (), "stop"), ("", (), "tool_calls")]
+
+
+def test_logprobs_are_carried_over() -> None:
+    top = {"id": 4, "token": "\ufffd", "bytes": [0xE4], "logprob": -0.5}
+    sampled = {"id": 3, "token": "x", "bytes": [120], "logprob": -0.25, "top": [top]}
+    (_, delta) = decoded(
+        response(meta=ACCEPTED),
+        response("x", END | {"logprobs": [sampled]}),
+    )
+    assert isinstance(delta, Delta)
+    assert delta.logprobs == (
+        TokenLogprob(
+            token="x",
+            utf8=b"x",
+            logprob=-0.25,
+            top=(TopLogprob(token="\ufffd", utf8=b"\xe4", logprob=-0.5),),
+        ),
+    )
+
+
+def test_what_is_told_of_a_prompt_is_carried_over_by_itself() -> None:
+    top = {"id": 4, "token": "y", "bytes": [121], "logprob": -0.5}
+    first = {"id": 3, "token": "x", "bytes": [120], "logprob": None, "top": []}
+    (_, delta, _) = decoded(
+        response(meta=ACCEPTED),
+        response("", {"prompt_logprobs": [first, first | {"logprob": -1.5, "top": [top]}]}),
+        response("x", END),
+    )
+    assert isinstance(delta, Delta)
+    assert (delta.text, delta.tokens, delta.logprobs) == ("", 0, None)
+    assert delta.prompt_logprobs == (
+        PromptLogprob(token="x", utf8=b"x", logprob=None, top=()),
+        PromptLogprob(
+            token="x", utf8=b"x", logprob=-1.5, top=(TopLogprob(token="y", utf8=b"y", logprob=-0.5),)
+        ),
+    )

@@ -1,6 +1,6 @@
 import pytest
 
-from gateway.generation import TokenLogprob, TopLogprob
+from gateway.generation import PromptLogprob, TokenLogprob, TopLogprob
 from gateway.openai.completion_logprobs import LogprobsWriter
 
 
@@ -41,6 +41,18 @@ def test_the_sampled_token_is_among_the_likely_ones() -> None:
     assert written.top_logprobs[0] == {" a": -0.5, "b": -0.5}
     assert written.top_logprobs[4] == {"c": -0.5, "你好": -1.0}
     assert written.top_logprobs[6] == {"x": -1.0}
+
+
+def test_the_prompts_tokens_come_first_and_the_first_has_no_logprob() -> None:
+    prompt = [
+        PromptLogprob(token="sop", utf8=b"", logprob=None, top=()),
+        PromptLogprob(token="你", utf8="你".encode(), logprob=-2.0, top=()),
+    ]
+    written = LogprobsWriter().write([*prompt, *TOKENS[4:5]])
+    assert written.tokens == ["sop", "你", "你好"]
+    assert written.token_logprobs == [None, -2.0, -1.0]
+    assert written.top_logprobs == [None, {"你": -2.0}, {"c": -0.5, "你好": -1.0}]
+    assert written.text_offset == [0, 0, 1]
 
 
 def test_bytes_that_begin_no_character_stay_in_the_text() -> None:

@@ -103,9 +103,10 @@ def test_choices_are_one_unless_asked_for() -> None:
         ({"logprobs": 6}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"logprobs": 0, "echo": True}, "echo"),
         ({"echo": 1}, "echo"),
-        ({"echo": True, "max_tokens": 0}, "max_tokens"),
+        ({"echo": False, "max_tokens": 0}, "max_tokens"),
+        ({"echo": True, "max_tokens": -1}, "max_tokens"),
+        ({"echo": True, "max_tokens": 0, "min_tokens": 1}, "min_tokens"),
         ({"store": True}, "store"),
         ({"priority": 101}, "priority"),
         ({"stop_token_ids": [1] * 129}, "stop_token_ids"),
@@ -160,6 +161,20 @@ def test_prompts_times_n_are_bounded() -> None:
         with pytest.raises(InvalidRequestError) as refused:
             read(**asked).check_choices(4)
         assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"echo": True, "logprobs": 0, "max_tokens": 0}, (0, 0, 0)),
+        ({"echo": True, "logprobs": 5, "max_tokens": 1}, (5, 5, 1)),
+        ({"echo": False, "logprobs": 5}, (5, None, None)),
+        ({"echo": True}, (None, None, None)),
+    ],
+)
+def test_an_echo_with_logprobs_asks_for_the_prompts(asked: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    generation = read(**asked).generation(request_id="r", deadline=0)
+    assert (generation.logprobs, generation.prompt_logprobs, generation.max_tokens) == expected
 
 
 def test_extensions_arrive() -> None:

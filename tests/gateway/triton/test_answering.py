@@ -138,13 +138,14 @@ async def test_heartbeats_of_either_stream_keep_a_request_alive(
     assert sum(isinstance(event, Heartbeat) for event in asking.events) == 4
 
 
-async def test_what_is_not_streamed_or_not_offered_or_switched_off_is_plain(
+async def test_what_is_not_streamed_or_tells_of_its_prompt_or_is_not_offered_or_switched_off_is_plain(
     triton: FakeTriton, fake: FakeChannels, serve: Serve
 ) -> None:
     await Asked(await serve(triton), stream=False).task
+    await Asked(await serve(triton), prompt_logprobs=0).task
     await Asked(await serve(triton, delta_channel=False)).task
     triton.model.report = type(triton.model.report)(
         heartbeat_age_s=0.01, running=0, waiting=0, format="chatglm3", max_context=512
     )
     await Asked(await serve(triton)).task
-    assert (fake.plain, fake.ids) == (3, [])
+    assert (fake.plain, fake.ids) == (4, [])
