@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 import torch
@@ -30,6 +31,28 @@ WEATHER = {
 }
 NOW = {"name": "now", "parameters": {"type": "object", "properties": {}}}
 TOOLS: list[Any] = [{"type": "function", "function": each} for each in (WEATHER, NOW)]
+
+PARAMETERS: dict[str, Any] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "now": {
+        "type": "object",
+        "properties": {
+            "zone": {"enum": ["+8", "0"]},
+            "days": {"type": "integer", "minimum": 0, "maximum": 9},
+        },
+        "required": ["zone", "days"],
+        "additionalProperties": False,
+    },
+}
+STRICT: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+    for name, schema in PARAMETERS.items()
+]
 
 
 @dataclass
@@ -161,6 +184,71 @@ def test_an_answer_is_held_to_a_schema_over_byte_pairs(served: Served) -> None:
         (choice,) = served.create(RANDOM, response_format=wanted, **asked).choices
         assert choice.finish_reason == "stop"
         assert json.loads(choice.message.content)["天气"] in {"晴", "雨"}
+
+
+def test_required_calls_are_made_at_any_temperature(served: Served) -> None:
+    """By the tools' schemas, by random weights, whole and streamed; and by a model that would call anyway."""
+    asked: Any = {"tools": STRICT, "tool_choice": "required", "temperature": 2, "max_tokens": 300}
+    names = set()
+    for seed in range(12):
+        (whole,) = served.create(RANDOM, seed=seed, **asked).choices
+        parts = [chunk.choices[0] for chunk in served.create(RANDOM, seed=seed, stream=True, **asked)]
+        calls = whole.message.tool_calls
+        assert calls
+        assert not whole.message.content
+        pieces = [piece for part in parts for piece in part.delta.tool_calls or ()]
+        assert [piece.function.name for piece in pieces if piece.function.name] == [
+            call.function.name for call in calls
+        ]
+        assert "".join(piece.function.arguments for piece in pieces) == "".join(
+            call.function.arguments for call in calls
+        )
+        assert parts[-1].finish_reason == whole.finish_reason
+        for call in calls if whole.finish_reason == "tool_calls" else calls[:-1]:
+            jsonschema.validate(json.loads(call.function.arguments), PARAMETERS[call.function.name])
+            names.add(call.function.name)
+    assert names == {"get_weather", "now"}
+    (call,) = served.create(CALLER, tools=STRICT, tool_choice="required").choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "襄阳"})
+
+
+def test_beside_tools_the_answer_is_calls_or_text_that_obeys(served: Served) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    asked: Any = {"tools": STRICT, "response_format": wanted, "temperature": 1, "max_tokens": 300}
+    kinds = set()
+    for seed in range(24):
+        (whole,) = served.create(RANDOM, seed=seed, **asked).choices
+        calls, content = whole.message.tool_calls or [], whole.message.content
+        assert bool(calls) != bool(content)
+        kinds.add(bool(calls))
+        if seed < 6:
+            parts = [chunk.choices[0] for chunk in served.create(RANDOM, seed=seed, stream=True, **asked)]
+            assert "".join(part.delta.content or "" for part in parts) == (content or "")
+            pieces = [piece for part in parts for piece in part.delta.tool_calls or ()]
+            assert "".join(piece.function.arguments for piece in pieces) == "".join(
+                call.function.arguments for call in calls
+            )
+        if whole.finish_reason == "length":
+            continue
+        if content:
+            assert json.loads(content)["n"] in {1, 2}
+        for call in calls:
+            jsonschema.validate(json.loads(call.function.arguments), PARAMETERS[call.function.name])
+    assert kinds == {False, True}
+    (choice,) = served.create(CALLER, **asked | {"temperature": 0}).choices
+    assert choice.finish_reason == "tool_calls"
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "襄阳"}
+
+
+def test_a_strict_tool_that_cannot_be_enforced_is_named(served: Served) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    broken: Any = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    with pytest.raises(openai.BadRequestError, match=r"tool f: .*uniqueItems") as refused:
+        served.create(RANDOM, tools=[*STRICT, broken])
+    assert refused.value.param == "tools.2.function.parameters"
+    assert "%json" not in refused.value.message
 
 
 def test_the_responses_api_calls_too(served: Served) -> None:
