@@ -4,6 +4,7 @@ The prompt is what a generation would have (`gateway.generation`), and is arrang
 here knows JSON or tensors.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gateway.generation import Prompt
@@ -31,9 +32,12 @@ class Tokenization:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """The ids and their text; special ids are not in the text."""
+    """What was asked for: ids of text or a conversation, or the text of ids, without special ones.
 
-    ids: tuple[int, ...]
-    text: str
-    strings: tuple[str, ...] | None = None
-    """How each token is shown, where that was asked for."""
+    There may be a million of them, too many for objects: they are read one after the other.
+    """
+
+    ids: Sequence[int] = ()
+    text: str = ""
+    strings: Iterable[str] | None = None
+    """How each token is shown, where that was asked for; to be read once."""

@@ -9,6 +9,9 @@ from typing import Final
 INT64_MAX: Final = 2**63 - 1
 """Larger numbers fit no tensor, and no clock."""
 
+IDS_LIMIT: Final = 2**20
+"""Token ids of one prompt, or of one text that is tokenised: as many as the family's longest context has."""
+
 ANSWERS_LIMIT: Final = 128
 """Answers to one prompt, which is `n`: as OpenAI's. A setting of the gateway may be lower."""
 

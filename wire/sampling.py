@@ -14,6 +14,7 @@ from wire.grammar import Grammar
 from wire.history import Role
 from wire.limits import (
     ANSWERS_LIMIT,
+    IDS_LIMIT,
     INT64_MAX,
     LOGIT_BIAS_LIMIT,
     PRIORITY_LIMIT,
@@ -58,7 +59,7 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     v: Literal[1] = 1
     request_id: RequestId | None = None
     role: Role = "user"
-    prompt_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None = None
+    prompt_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=IDS_LIMIT)] | None = None
     raw: bool = False
     """Continue the prompt as it stands, outside the chat format: text gets the tokenizer's prefix ids and
     nothing else, and the answer is what follows it, with no segments and its first space kept."""

@@ -5,7 +5,7 @@ that many bytes (https://docs.nvidia.com/deeplearning/triton-inference-server, "
 """
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 _LENGTH = struct.Struct("<I")
 
@@ -21,7 +21,15 @@ def unpack_strings(raw: bytes) -> list[bytes]:
     Raises:
         ValueError: a length points beyond the end of `raw`.
     """
-    values = []
+    return list(each_string(raw))
+
+
+def each_string(raw: bytes) -> Iterator[bytes]:
+    """Read them one by one.
+
+    Raises:
+        ValueError: a length points beyond the end of `raw`; what is before it was yielded.
+    """
     position = 0
     while position < len(raw):
         start = position + _LENGTH.size
@@ -30,6 +38,5 @@ def unpack_strings(raw: bytes) -> list[bytes]:
         end = start + _LENGTH.unpack_from(raw, position)[0]
         if end > len(raw):
             raise ValueError("a string tensor ends inside an element")
-        values.append(raw[start:end])
+        yield raw[start:end]
         position = end
-    return values

@@ -6,6 +6,7 @@ import msgspec
 
 from wire.decoding import decode_bounded
 from wire.history import Turn
+from wire.limits import IDS_LIMIT
 from wire.sampling import TokenId
 
 
@@ -22,7 +23,7 @@ class Tokenizing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     messages: Annotated[list[Turn], msgspec.Meta(min_length=1)] | None = None
     add_generation_prompt: bool = True
     """Whether rendered messages end where the model's answer begins."""
-    ids: list[TokenId] | None = None
+    ids: Annotated[list[TokenId], msgspec.Meta(max_length=IDS_LIMIT)] | None = None
     strings: bool = False
     """Also tell how each id is shown: the output `tokens`."""
 

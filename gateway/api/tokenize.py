@@ -74,7 +74,7 @@ async def tokenize(body: JsonBody, gateway: GatewayDep, tokenizing: TokenizingDe
     """Return the ids of a text, or of a conversation as the model would be given it."""
     asked = read_tokenize_request(body)
     tokens = await tokenizing.ask(asked)
-    answer = tokenize_answer(tokens, gateway.upstream.model(asked.model).max_context)
+    answer = await tokenize_answer(tokens, gateway.upstream.model(asked.model).max_context)
     return Response(encode(answer), media_type="application/json")
 
 

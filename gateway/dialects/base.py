@@ -152,10 +152,10 @@ class TokenizerDialect(Protocol):
         """
         ...
 
-    def read(self, response: service_pb2.ModelInferResponse) -> Tokens:
-        """Read the one response to `request`.
+    def read(self, tokenization: Tokenization, response: service_pb2.ModelInferResponse) -> Tokens:
+        """Read the one response to the request for `tokenization`.
 
         Raises:
-            UpstreamProtocolError: it cannot be understood.
+            UpstreamProtocolError: it cannot be understood; of strings, as they are read.
         """
         ...

@@ -16,10 +16,11 @@ from gateway.openai.generation_request import (
     AnyCompletionRequest,
     Items,
     TokenId,
+    at_most,
     without_neutral_options,
 )
 from gateway.openai.structured import StructuredRequest
-from wire.limits import INT64_MAX
+from wire.limits import IDS_LIMIT, INT64_MAX
 
 NOT_YET: Mapping[str, Any] = MappingProxyType(
     {
@@ -46,7 +47,7 @@ def _kind(prompt: Any) -> str:
     return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
 
 
-Ids = Annotated[Items[TokenId], Field(min_length=1)]
+Ids = Annotated[Items[TokenId], Field(min_length=1), at_most(IDS_LIMIT)]
 Prompts = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[Ids, Tag("ids")]

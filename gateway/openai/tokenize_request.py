@@ -5,16 +5,18 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from pydantic import Field
 
 from gateway.errors import InvalidRequestError
 from gateway.generation import Conversation, PlainText, TokenIds
 from gateway.openai.chat_request import Messages, conversation, without_neutral_messages
 from gateway.openai.document import read_object, validate, without_neutral
-from gateway.openai.generation_request import Items, NonEmpty, Strict, TokenId
+from gateway.openai.generation_request import Items, NonEmpty, Strict, TokenId, at_most
+from gateway.openai.long_list import long_list
 from gateway.openai.tools import Tools, offer_of_tools
 from gateway.tokenization import Tokenization, Tokens
+from wire.limits import IDS_LIMIT
 
 NOT_YET: Mapping[str, Any] = MappingProxyType(
     {
@@ -92,7 +94,7 @@ class DetokenizeRequest(Strict):
     """Ids of a model's tokens."""
 
     model: NonEmpty
-    tokens: Items[TokenId]
+    tokens: Annotated[Items[TokenId], at_most(IDS_LIMIT)]
 
     def tokenization(self, *, request_id: str, deadline: float) -> Tokenization:
         """Return what is asked of the upstream."""
@@ -106,13 +108,17 @@ class DetokenizeRequest(Strict):
         return "tokens"
 
 
+def _list_of(kind: str) -> Meta:
+    return Meta(extra_json_schema={"type": "array", "items": {"type": kind}})
+
+
 class TokenizeAnswer(Struct, frozen=True, kw_only=True):
     """The ids. `max_model_len` counts tokens of prompt and answer together."""
 
     count: int
     max_model_len: int | None
-    tokens: list[int]
-    token_strs: list[str] | UnsetType = UNSET
+    tokens: Annotated[Raw, _list_of("integer")]
+    token_strs: Annotated[Raw, _list_of("string")] | UnsetType = UNSET
 
 
 class DetokenizeAnswer(Struct, frozen=True):
@@ -121,13 +127,17 @@ class DetokenizeAnswer(Struct, frozen=True):
     prompt: str
 
 
-def tokenize_answer(tokens: Tokens, max_context: int | None) -> TokenizeAnswer:
-    """Write the ids of a prompt for a model with a context of `max_context` tokens."""
+async def tokenize_answer(tokens: Tokens, max_context: int | None) -> TokenizeAnswer:
+    """Write the ids of a prompt for a model with a context of `max_context` tokens.
+
+    Raises:
+        UpstreamProtocolError: how they are shown cannot be understood.
+    """
     return TokenizeAnswer(
         count=len(tokens.ids),
         max_model_len=max_context,
-        tokens=list(tokens.ids),
-        token_strs=UNSET if tokens.strings is None else list(tokens.strings),
+        tokens=await long_list(tokens.ids),
+        token_strs=UNSET if tokens.strings is None else await long_list(tokens.strings),
     )
 
 

@@ -12,6 +12,7 @@ _NO_FAULT_OF_UPSTREAM = {
     Fault.INVALID_REQUEST,
     Fault.INVALID_GRAMMAR,
     Fault.CONTEXT_LENGTH,
+    Fault.TOO_LARGE,
     Fault.UNREAD,
     Fault.CLOSED,
 }

@@ -58,6 +58,8 @@ class Fault(enum.StrEnum):
     """Ended by a cancel request that somebody else sent to the model."""
     INTERNAL = "internal"
     """Triton or the model failed inside, or said something not known here."""
+    TOO_LARGE = "message_too_large"
+    """The request or its answer is larger than a gRPC message may be here."""
     TENSORS_REFUSED = "tensors_refused"
     """Triton itself refused the tensors: names, datatypes or shapes that are not the model's."""
     PROTOCOL = "protocol"
@@ -113,6 +115,9 @@ TREATMENTS = {
         UnavailableError, "The request was cancelled by the model's server.", retry_after_s=5
     ),
     Fault.INTERNAL: Treatment(UpstreamProtocolError, "The model's server failed to answer the request."),
+    Fault.TOO_LARGE: Treatment(
+        InvalidRequestError, "The request, or the answer to it, is larger than the gateway takes from Triton."
+    ),
     Fault.TENSORS_REFUSED: Treatment(UpstreamProtocolError, "The model does not take the gateway's tensors."),
     Fault.PROTOCOL: Treatment(UpstreamProtocolError, "The model's answer could not be understood."),
     Fault.CHANNEL_LOST: Treatment(
@@ -154,7 +159,12 @@ _TEXTS = [
     # Found in the server's binary, not provoked: said while it shuts down.
     (re.compile(r"Server not ready"), Fault.NOT_READY),
     (re.compile(r"Server is stopping"), Fault.NOT_READY),
-    # grpc's own, not provoked either: the connection goes while the request is being written.
+    # grpc's own, with its side before it or without.
+    (
+        re.compile(r"(?:Stream removed \()?(?:CLIENT: )?(?:Received|Sent) message larger than max"),
+        Fault.TOO_LARGE,
+    ),
+    # And this one not provoked either: the connection goes while the request is being written.
     (re.compile(r"Failed \"execute_batch\""), Fault.UNREACHABLE),
 ]
 

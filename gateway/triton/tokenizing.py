@@ -23,6 +23,6 @@ async def tokenize(replica: Replica, tokenization: Tokenization) -> Tokens:
         request, deadline=tokenization.deadline, headers=tokenization.headers
     )
     try:
-        return tokenizer.read(response)
+        return tokenizer.read(tokenization, response)
     except UpstreamProtocolError as error:
         raise TritonError(Fault.PROTOCOL, error.message, message=error.message) from error

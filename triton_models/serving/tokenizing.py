@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from triton_models.errors import TextError
 from triton_models.serving.chat_text import ChatText
+from wire.limits import IDS_LIMIT
 from wire.tokenizing import Tokenizing
 
 
@@ -21,23 +22,26 @@ def tokenize(chat: ChatText, request: Tokenizing, vocabulary: int) -> Tokenized:
     """Do what `request` asks for, with a model that has `vocabulary` ids.
 
     Raises:
-        TextError: the chat format cannot express the messages, or the model has no such id.
+        TextError: the chat format cannot express the messages, there are too many ids, or the model has no
+            such id.
     """
-    ids, text = _ids_and_text(chat, request, vocabulary)
+    ids = _ids(chat, request, vocabulary)
+    if len(ids) > IDS_LIMIT:
+        raise TextError(f"it comes to {len(ids)} tokens, and at most {IDS_LIMIT} are told")
+    text = chat.tokenizer.decode(ids) if request.text is None else request.text
     display = chat.tokenizer.display
     return Tokenized(ids, text, [display(each)[0] for each in ids] if request.strings else None)
 
 
-def _ids_and_text(chat: ChatText, request: Tokenizing, vocabulary: int) -> tuple[list[int], str]:
+def _ids(chat: ChatText, request: Tokenizing, vocabulary: int) -> list[int]:
     if request.ids is not None:
         for at, token_id in enumerate(request.ids):
             if token_id >= vocabulary:
                 raise TextError(f"id {token_id} at place {at}: the model has {vocabulary} ids")
-        return request.ids, chat.tokenizer.decode(request.ids)
+        return request.ids
     if request.text is not None:
         encode = chat.format.render_text if request.prefix else chat.tokenizer.encode
-        return encode(request.text), request.text
-    ids = chat.format.render_turns(
+        return encode(request.text)
+    return chat.format.render_turns(
         request.messages or [], add_generation_prompt=request.add_generation_prompt
     )
-    return ids, chat.tokenizer.decode(ids)

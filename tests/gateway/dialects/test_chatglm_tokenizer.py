@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,26 +71,40 @@ def response(**raw: bytes) -> service_pb2.ModelInferResponse:
 IDS = (7).to_bytes(8, "little") + (2**40).to_bytes(8, "little")
 
 
+TEXT = Tokenization(request_id="r", model="m", prompt=PlainText("é"), deadline=0)
+SHOWN = replace(TEXT, strings=True)
+BACK = replace(TEXT, prompt=Ids((7,)))
+
+
+def test_only_what_is_needed_is_asked_for() -> None:
+    for tokenization, names in ((TEXT, ["input_ids"]), (SHOWN, ["input_ids", "tokens"]), (BACK, ["text"])):
+        request = TOKENIZER.request(tokenization, CHATGLM3)
+        assert [output.name for output in request.outputs] == names
+
+
 def test_the_answer_is_read() -> None:
-    text = pack_strings(["é".encode()])
-    assert TOKENIZER.read(response(input_ids=IDS, text=text)) == Tokens(ids=(7, 2**40), text="é")
-    shown = TOKENIZER.read(response(input_ids=IDS, text=text, tokens=pack_strings([b"a", b"b"])))
-    assert shown.strings == ("a", "b")
+    assert TOKENIZER.read(BACK, response(text=pack_strings(["é".encode()]))) == Tokens(text="é")
+    plain = TOKENIZER.read(TEXT, response(input_ids=IDS))
+    assert (list(plain.ids), plain.strings) == ([7, 2**40], None)
+    shown = TOKENIZER.read(SHOWN, response(input_ids=IDS, tokens=pack_strings([b"a", b"b"])))
+    assert (list(shown.ids), list(shown.strings or ())) == ([7, 2**40], ["a", "b"])
 
 
 @pytest.mark.parametrize(
-    "raw",
+    ("tokenization", "raw"),
     [
-        {},
-        {"input_ids": IDS},
-        {"input_ids": IDS[:-1], "text": pack_strings([b""])},
-        {"input_ids": IDS, "text": b""},
-        {"input_ids": IDS, "text": pack_strings([b"\xff"])},
+        (TEXT, {}),
+        (TEXT, {"input_ids": IDS[:-1]}),
+        (SHOWN, {"input_ids": IDS}),
+        (BACK, {"text": b""}),
+        (BACK, {"text": pack_strings([b"\xff"])}),
+        (SHOWN, {"input_ids": IDS, "tokens": pack_strings([b"\xff"])}),
+        (SHOWN, {"input_ids": IDS, "tokens": b"\x01"}),
     ],
 )
-def test_what_cannot_be_read_is_an_error(raw: dict[str, bytes]) -> None:
+def test_what_cannot_be_read_is_an_error(tokenization: Tokenization, raw: dict[str, bytes]) -> None:
     with pytest.raises(UpstreamProtocolError):
-        TOKENIZER.read(response(**raw))
+        list(TOKENIZER.read(tokenization, response(**raw)).strings or ())
 
 
 def test_our_own_contract_has_a_tokenizer() -> None:

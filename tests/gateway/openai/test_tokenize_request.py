@@ -5,7 +5,9 @@ import pytest
 
 from gateway.errors import InvalidRequestError
 from gateway.generation import Conversation, Message, PlainText, TokenIds
+from gateway.openai.answer import encode
 from gateway.openai.chat_request import read_chat_request
+from gateway.openai.completion_request import read_completion_request
 from gateway.openai.tokenize_request import (
     NOT_YET,
     read_detokenize_request,
@@ -13,6 +15,7 @@ from gateway.openai.tokenize_request import (
     tokenize_answer,
 )
 from gateway.tokenization import Tokenization, Tokens
+from wire.limits import IDS_LIMIT
 
 MESSAGES = [
     {"role": "developer", "content": "s"},
@@ -101,6 +104,16 @@ def test_ids_that_cannot_be_are_refused_by_place(body: bytes, param: str) -> Non
     assert refused.value.param == param
 
 
-def test_the_answer_counts() -> None:
-    answer = tokenize_answer(Tokens(ids=(4, 5), text="ab"), 64)
-    assert (answer.count, answer.max_model_len, answer.tokens) == (2, 64, [4, 5])
+async def test_the_answer_counts() -> None:
+    answer = await tokenize_answer(Tokens(ids=(4, 5)), 64)
+    assert encode(answer) == b'{"count":2,"max_model_len":64,"tokens":[4,5]}'
+    shown = await tokenize_answer(Tokens(ids=(4,), strings=iter("a")), None)
+    assert encode(shown) == b'{"count":1,"max_model_len":null,"tokens":[4],"token_strs":["a"]}'
+
+
+def test_as_many_ids_as_a_context_holds_are_taken() -> None:
+    for read, field in ((read_detokenize_request, "tokens"), (read_completion_request, "prompt")):
+        read(json.dumps({"model": "m", field: [7] * IDS_LIMIT}).encode())
+        with pytest.raises(InvalidRequestError) as refused:
+            read(json.dumps({"model": "m", field: [7] * (IDS_LIMIT + 1)}).encode())
+        assert refused.value.param == field

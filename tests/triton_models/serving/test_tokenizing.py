@@ -1,6 +1,7 @@
 import pytest
 
 from triton_models.errors import TextError
+from triton_models.serving import tokenizing
 from triton_models.serving.chat_text import ChatText
 from triton_models.serving.tokenizing import tokenize
 from wire.history import Turn
@@ -39,3 +40,11 @@ def test_ids_that_the_model_does_not_have_are_refused(text: ChatText) -> None:
     assert tokenize(text, Tokenizing(ids=[size - 1]), size).ids == [size - 1]
     with pytest.raises(TextError, match="at place 1: the model has"):
         tokenize(text, Tokenizing(ids=[0, size]), size)
+
+
+def test_more_ids_than_any_context_has_are_not_told(text: ChatText, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = len(tokenize(text, Tokenizing(text="a👋"), text.tokenizer.size).ids)
+    monkeypatch.setattr(tokenizing, "IDS_LIMIT", count)
+    tokenize(text, Tokenizing(text="a👋"), text.tokenizer.size)
+    with pytest.raises(TextError, match=f"{count + 2} tokens, and at most {count} are told"):
+        tokenize(text, Tokenizing(text="a👋", prefix=True), text.tokenizer.size)
