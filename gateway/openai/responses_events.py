@@ -14,34 +14,28 @@ class ResponseEvent(Struct, frozen=True, kw_only=True, tag_field="type"):
     sequence_number: int
 
 
-class ResponseCreated(ResponseEvent, frozen=True, kw_only=True, tag="response.created"):
+class _OfResponse(ResponseEvent, frozen=True, kw_only=True):
+    response: ResponseDocument
+
+
+class ResponseCreated(_OfResponse, frozen=True, kw_only=True, tag="response.created"):
     """The request was accepted."""
 
-    response: ResponseDocument
 
-
-class ResponseInProgress(ResponseEvent, frozen=True, kw_only=True, tag="response.in_progress"):
+class ResponseInProgress(_OfResponse, frozen=True, kw_only=True, tag="response.in_progress"):
     """The response is being made."""
 
-    response: ResponseDocument
 
-
-class ResponseCompleted(ResponseEvent, frozen=True, kw_only=True, tag="response.completed"):
+class ResponseCompleted(_OfResponse, frozen=True, kw_only=True, tag="response.completed"):
     """The response is whole."""
 
-    response: ResponseDocument
 
-
-class ResponseIncomplete(ResponseEvent, frozen=True, kw_only=True, tag="response.incomplete"):
+class ResponseIncomplete(_OfResponse, frozen=True, kw_only=True, tag="response.incomplete"):
     """The response ended at a bound."""
 
-    response: ResponseDocument
 
-
-class ResponseFailed(ResponseEvent, frozen=True, kw_only=True, tag="response.failed"):
+class ResponseFailed(_OfResponse, frozen=True, kw_only=True, tag="response.failed"):
     """The response broke; what there is of it stays."""
-
-    response: ResponseDocument
 
 
 class StreamFailed(ResponseEvent, frozen=True, kw_only=True, tag="error"):
@@ -52,36 +46,38 @@ class StreamFailed(ResponseEvent, frozen=True, kw_only=True, tag="error"):
     param: str | None
 
 
-class OutputItemAdded(ResponseEvent, frozen=True, kw_only=True, tag="response.output_item.added"):
+class _OfItem(ResponseEvent, frozen=True, kw_only=True):
+    output_index: int
+    item: OutputItem
+
+
+class OutputItemAdded(_OfItem, frozen=True, kw_only=True, tag="response.output_item.added"):
     """An item begins."""
 
-    output_index: int
-    item: OutputItem
 
-
-class OutputItemDone(ResponseEvent, frozen=True, kw_only=True, tag="response.output_item.done"):
+class OutputItemDone(_OfItem, frozen=True, kw_only=True, tag="response.output_item.done"):
     """An item is whole."""
 
+
+class _WithinItem(ResponseEvent, frozen=True, kw_only=True):
+    item_id: str
     output_index: int
-    item: OutputItem
 
 
-class ContentPartAdded(ResponseEvent, frozen=True, kw_only=True, tag="response.content_part.added"):
+class _WithinMessage(_WithinItem, frozen=True, kw_only=True):
+    content_index: int
+
+
+class _OfPart(_WithinMessage, frozen=True, kw_only=True):
+    part: OutputText
+
+
+class ContentPartAdded(_OfPart, frozen=True, kw_only=True, tag="response.content_part.added"):
     """A message's text begins."""
 
-    item_id: str
-    output_index: int
-    content_index: int
-    part: OutputText
 
-
-class ContentPartDone(ResponseEvent, frozen=True, kw_only=True, tag="response.content_part.done"):
+class ContentPartDone(_OfPart, frozen=True, kw_only=True, tag="response.content_part.done"):
     """A message's text is whole."""
-
-    item_id: str
-    output_index: int
-    content_index: int
-    part: OutputText
 
 
 class EventTopLogprob(Struct, frozen=True):
@@ -99,43 +95,31 @@ class EventLogprob(Struct, frozen=True):
     top_logprobs: list[EventTopLogprob]
 
 
-class OutputTextDelta(ResponseEvent, frozen=True, kw_only=True, tag="response.output_text.delta"):
+class OutputTextDelta(_WithinMessage, frozen=True, kw_only=True, tag="response.output_text.delta"):
     """More of a message's text."""
 
-    item_id: str
-    output_index: int
-    content_index: int
     delta: str
     logprobs: list[EventLogprob]
 
 
-class OutputTextDone(ResponseEvent, frozen=True, kw_only=True, tag="response.output_text.done"):
+class OutputTextDone(_WithinMessage, frozen=True, kw_only=True, tag="response.output_text.done"):
     """All of a message's text."""
 
-    item_id: str
-    output_index: int
-    content_index: int
     text: str
     logprobs: list[EventLogprob]
 
 
 class CallArgumentsDelta(
-    ResponseEvent, frozen=True, kw_only=True, tag="response.function_call_arguments.delta"
+    _WithinItem, frozen=True, kw_only=True, tag="response.function_call_arguments.delta"
 ):
     """More of a call's arguments."""
 
-    item_id: str
-    output_index: int
     delta: str
 
 
-class CallArgumentsDone(
-    ResponseEvent, frozen=True, kw_only=True, tag="response.function_call_arguments.done"
-):
+class CallArgumentsDone(_WithinItem, frozen=True, kw_only=True, tag="response.function_call_arguments.done"):
     """All of a call's arguments."""
 
-    item_id: str
-    output_index: int
     arguments: str
 
 

@@ -6,7 +6,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import InvalidRequestError
@@ -23,11 +23,11 @@ from gateway.openai.generation_request import (
 from gateway.openai.responses_items import ITEM_NOT_YET, Item, messages_of
 from gateway.openai.schema import Schema
 from gateway.openai.structured import (
+    BY_TYPE,
     JsonObjectFormat,
     JsonSchema,
     StructuredRequest,
     TextFormat,
-    branch,
     schema_grammar,
 )
 from gateway.openai.tools import Function, ToolName, offer_of
@@ -98,11 +98,7 @@ FlatFormat = Annotated[
     Annotated[TextFormat, Tag("<text>")]
     | Annotated[JsonObjectFormat, Tag("<json_object>")]
     | Annotated[FlatJsonSchemaFormat, Tag("<json_schema>")],
-    Discriminator(
-        branch,
-        custom_error_type="text_format",
-        custom_error_message="an object with the type text, json_object or json_schema is needed",
-    ),
+    BY_TYPE,
 ]
 
 

@@ -9,7 +9,7 @@ names the field.
 from abc import ABC
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -67,23 +67,26 @@ class JsonSchemaFormat(Strict):
         return schema_grammar(self.json_schema.schema_, f"{field}.json_schema.schema")
 
 
-def branch(value: Any) -> str | None:
+def _tag(value: Any) -> str | None:
     """Return the tag of the format that `value` is, by its type."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return f"<{kind}>" if isinstance(kind, str) else None
 
 
+BY_TYPE: Final = Discriminator(
+    # By a function, since locations of faults name the branch: a bare `json_schema` there would look like the
+    # key of that name.
+    _tag,
+    custom_error_type="format",
+    custom_error_message="an object with the type text, json_object or json_schema is needed",
+)
+"""Tells formats apart, each tagged with its type in angle brackets."""
+
 ResponseFormat = Annotated[
     Annotated[TextFormat, Tag("<text>")]
     | Annotated[JsonObjectFormat, Tag("<json_object>")]
     | Annotated[JsonSchemaFormat, Tag("<json_schema>")],
-    # By a function, since locations of faults name the branch: a bare `json_schema` there would look like the
-    # key of that name.
-    Discriminator(
-        branch,
-        custom_error_type="response_format",
-        custom_error_message="an object with the type text, json_object or json_schema is needed",
-    ),
+    BY_TYPE,
 ]
 
 
