@@ -24,7 +24,7 @@ def check_context(generations: Sequence[Generation], card: ModelCard) -> None:
 
 def _check(length: int, generation: Generation, max_context: int) -> None:
     wanted = generation.max_tokens
-    if length + (1 if wanted is None else wanted) <= max_context:
+    if length + (wanted or 1) <= max_context:  # of none, one is sampled
         return
     reason = (
         f"the prompt has {length} tokens; the context is {max_context}, one for the answer"

@@ -111,7 +111,7 @@ def test_a_prompt_of_several_steps_is_scored_alike_whatever_is_cached_or_runs_be
         chunks = list(sdk.completions.create(**asked, echo=True, logprobs=1, stream=True))
         told = [len(chunk.choices[0].logprobs.tokens) for chunk in chunks if chunk.choices[0].logprobs]
         assert sum(told) == 451
-        assert max(told) <= STEP + 2, "what a step found at a time, the first token and the new one"
+        assert len(told) > 2, "it comes while it is computed"
         cached = sdk.completions.create(**asked)
         assert cached.usage.prompt_tokens_details.cached_tokens > 400, "the cache is read again for others"
 

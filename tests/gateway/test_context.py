@@ -22,6 +22,7 @@ def card(max_context: int | None = 8, *, ready: bool = True) -> ModelCard:
     ("length", "max_tokens", "said"),
     [
         (8, None, "the prompt has 8 tokens; the context is 8, one for the answer"),
+        (8, 0, "the prompt has 8 tokens; the context is 8, one for the answer"),
         (9, 1, "the prompt has 9 tokens; the context is 8, one for the answer"),
         (7, 2, "the prompt has 7 tokens and max_tokens is 2: together 9, and the context is 8"),
         (1, 8, "the prompt has 1 tokens and max_tokens is 8: together 9, and the context is 8"),
@@ -43,6 +44,7 @@ def test_ids_that_do_not_fit_are_refused_as_the_engine_does(
     ("prompt", "max_tokens", "of"),
     [
         (TokenIds((5,) * 7), None, card()),
+        (TokenIds((5,) * 7), 0, card()),
         (TokenIds((5,) * 7), 1, card()),
         (TokenIds((5,) * 9), None, card(None)),
         (TokenIds((5,) * 9), None, card(ready=False)),

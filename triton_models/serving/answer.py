@@ -1,5 +1,7 @@
 """One answer on its way out: engine tokens in, response documents out."""
 
+from collections.abc import Iterator
+
 from triton_models.engine.sequence import FinishReason, TokenLogprobs, TokenOutput
 from triton_models.serving.logprobs import PromptReport, wire_logprob
 from triton_models.text.answer import AnswerDelta, AnswerStream
@@ -109,6 +111,11 @@ class Answer:
         )
         self._begin_details()
         return text, tokens, meta
+
+    def prompt_parts(self) -> Iterator[tuple[str, wire.Meta]]:
+        """Yield responses until the next one has room for all that is left to tell of the prompt."""
+        while self._prompt is not None and self._prompt.overflows:
+            yield "", wire.Meta(index=self._index, prompt_logprobs=self._prompt.tell())
 
     def next_response(
         self, usage: wire.Usage | None = None, delivered: wire.Delivered | None = None

@@ -44,17 +44,10 @@ class Choice:
         self.answer.take(output)
         return self.answer.sendable or self.ended
 
-    def take_pending(self) -> bool:
-        """Take the outputs that wait; False: some still do, since what was taken fills a response.
-
-        What one step found of a prompt is as much as one response shall have.
-        """
+    def take_pending(self) -> None:
+        """Take the outputs that wait."""
         while self.pending:
-            output = self.pending.popleft()
-            self.answer.take(output)
-            if output.prompt_logprobs and self.pending and not self.ended:
-                return False
-        return True
+            self.answer.take(self.pending.popleft())
 
     def fail(self) -> None:
         """Give the answer up: its request then ends with an error."""

@@ -11,6 +11,10 @@ from wire.sampling import Generation
 LOGPROB_FLOOR = -9999.0
 """Reported instead of minus infinity, which JSON cannot hold."""
 
+RESPONSE_TOKENS = 256
+"""Tokens of a prompt that one response tells of: with the most likely ones half a megabyte at most, and a few
+milliseconds to read, whatever the step found."""
+
 
 def wire_logprob(tokenizer: Tokenizer, logprobs: TokenLogprobs) -> wire.TokenLogprob:
     """Return what is told of a token of the answer."""
@@ -58,6 +62,11 @@ class PromptReport:
         """Whether there is something that was not told yet."""
         return bool(self._next)
 
+    @property
+    def overflows(self) -> bool:
+        """Whether that is more than one response shall have."""
+        return len(self._next) > RESPONSE_TOKENS
+
     def take(self, logprobs: Sequence[TokenLogprobs]) -> None:
         """Add what the engine found of the next tokens."""
         for each in logprobs:
@@ -73,6 +82,6 @@ class PromptReport:
             )
 
     def tell(self) -> list[wire.PromptLogprob] | None:
-        """Return what was not told yet; None: nothing."""
-        told, self._next = self._next, []
+        """Return what was not told yet, or as much of it as a response shall have; None: nothing."""
+        told, self._next = self._next[:RESPONSE_TOKENS], self._next[RESPONSE_TOKENS:]
         return told or None

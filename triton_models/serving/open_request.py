@@ -130,8 +130,9 @@ class OpenRequest:
         if self.phase is not Phase.ACCEPTED or choice.closed:
             return False
         answer, streams = choice.answer, self.generation.stream
-        while not choice.take_pending():
-            self._send(*answer.next_response(), final=False)
+        choice.take_pending()
+        for part in answer.prompt_parts():
+            self._send(*part, final=False)
         if not choice.ended:
             if (streams and answer.sendable) or answer.tells_prompt:
                 self._send(*answer.next_response(), final=False)

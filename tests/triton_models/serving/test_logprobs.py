@@ -12,8 +12,7 @@ from tests.triton_models.serving.told import told
 from triton_models.engine.sequence import FinishReason, TokenLogprobs, TokenOutput
 from triton_models.serving.answer import Answer
 from triton_models.serving.chat_text import ChatText
-from triton_models.serving.choice import Choice
-from triton_models.serving.logprobs import PromptReport
+from triton_models.serving.logprobs import RESPONSE_TOKENS, PromptReport
 from wire.meta import PromptLogprob, encode_meta
 from wire.sampling import Generation
 
@@ -34,7 +33,7 @@ def ask(served: Served, prompt: str = PROMPT, **asked: Any) -> FakeResponder:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_each_choice_tells_the_whole_prompt_step_by_step(serve: Callable[..., Served], stream: bool) -> None:
+def test_each_choice_tells_the_whole_prompt(serve: Callable[..., Served], stream: bool) -> None:
     served = serve(max_running=8, max_batched_tokens=16)
     ids = ask(served, return_token_ids=True).metas[0].accepted.prompt_token_ids
     answer = ask(served, prompt_logprobs=2, n=2, stream=stream, echo=True)
@@ -45,8 +44,6 @@ def test_each_choice_tells_the_whole_prompt_step_by_step(serve: Callable[..., Se
         assert all(each.logprob is not None and each.logprob <= each.top[0].logprob for each in others)
         assert {len(each.top) for each in others} == {2}
         assert b"".join(bytes(each.bytes) for each in (first, *others)).decode() == PROMPT
-    # No response has more than a step found: a prompt of any length is told in messages of the same size.
-    assert max(len(meta.prompt_logprobs or ()) for meta in answer.metas) <= 1 + 16
     assert answer.metas[-1].usage.cached_tokens == 0
     plain = told(ask(served, stream=stream), 1)[0].text
     assert [choice.text for choice in told(answer, 2)] == [PROMPT + plain] * 2
@@ -92,23 +89,34 @@ def test_special_tokens_of_ids_are_in_their_text_where_asked_for(served: Served,
         assert b"".join(bytes(each.bytes) for each in reported(answer)).decode() == answer.text == prompt
 
 
-def test_what_piled_up_is_told_a_step_at_a_time(text: ChatText) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("length", [255, 256, 257, 511])
+def test_no_response_tells_of_more_than_256_tokens(served: Served, length: int, stream: bool) -> None:
+    answer = ask(served, "", prompt_token_ids=[300] * length, prompt_logprobs=0, stream=stream, max_tokens=1)
+    told = [len(meta.prompt_logprobs) for meta in answer.metas if meta.prompt_logprobs]
+    assert (sum(told), len(told)) == (length, 1 + (length > 256))
+    assert max(told) <= RESPONSE_TOKENS
+    first_token = next(place for place, meta in enumerate(answer.metas) if meta.tokens)
+    assert not any(meta.prompt_logprobs for meta in answer.metas[first_token + 1 :])
+    assert [meta.finish_reason for meta in answer.metas] == [None] * (len(answer.metas) - 1) + ["length"]
+
+
+def test_what_cannot_be_has_the_floor_and_the_end_comes_last(text: ChatText) -> None:
     asked = Generation(prompt_logprobs=0)
-    report = PromptReport.asked(asked, text.tokenizer, [300] * 7)
+    report = PromptReport.asked(asked, text.tokenizer, [300] * 601)
     answer = Answer(asked, text.tokenizer, text.answer(asked), 0, prompt=report)
-    choice = Choice("a", 0, answer)
-    scored = (TokenLogprobs(id=300, logprob=float("-inf"), top=()),) * 3
-    choice.pending += [
-        TokenOutput(request_id="a", prompt_tokens=7, prompt_logprobs=scored),
-        TokenOutput(request_id="a", prompt_tokens=7, prompt_logprobs=scored, token_id=301),
-        TokenOutput(request_id="a", prompt_tokens=7, token_id=302, finish_reason=FinishReason.LENGTH),
-    ]
-    sizes = []
-    while not choice.take_pending():
-        _, meta = answer.next_response()
-        sizes.append(len(meta.prompt_logprobs or ()))
-        assert meta.finish_reason is None
-        assert b"-9999" in encode_meta(meta)
+    scored = (TokenLogprobs(id=300, logprob=float("-inf"), top=()),) * 300
+    answer.take(TokenOutput(request_id="a", prompt_tokens=601, prompt_logprobs=scored))
+    end = FinishReason.LENGTH
+    answer.take(
+        TokenOutput(
+            request_id="a", prompt_tokens=601, prompt_logprobs=scored, token_id=301, finish_reason=end
+        )
+    )
+    parts = [meta for _, meta in answer.prompt_parts()]
+    assert [(len(meta.prompt_logprobs or ()), meta.tokens, meta.finish_reason) for meta in parts] == [
+        (256, 0, None)
+    ] * 2
+    assert b"-9999" in encode_meta(parts[1])
     _, last = answer.next_response()
-    assert sizes == [4, 3]
-    assert (last.prompt_logprobs, last.tokens, last.finish_reason) == (None, 1, "length")
+    assert (len(last.prompt_logprobs or ()), last.tokens, last.finish_reason) == (89, 1, "length")
