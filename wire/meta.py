@@ -116,7 +116,7 @@ class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     token_ids: list[int] | None = None
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[PromptLogprob] | None = None
-    """Of the prompt's next tokens, some hundreds at most; all come before the first of `tokens`, or with it."""
+    """Of the prompt's next tokens, some hundreds at most; all come with the first of `tokens`, or before."""
     segments: list[Segment] | None = None
     finish_reason: FinishReason | None = None
     """Of the choice; this response is its last."""
