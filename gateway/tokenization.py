@@ -7,7 +7,7 @@ here knows JSON or tensors.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gateway.generation import Prompt
+from gateway.generation import Grammar, Prompt
 from gateway.tracing import Headers
 
 
@@ -26,6 +26,8 @@ class Tokenization:
     """Of text: with the ids that begin every prompt in front, as a generation has them."""
     answer_next: bool = True
     """Of a conversation: up to where the model's answer begins, as a generation has it."""
+    grammar: Grammar | None = None
+    """Of a conversation: what the answer's text will be held to."""
     strings: bool = False
     """Also tell how each token is shown."""
 

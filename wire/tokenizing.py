@@ -7,7 +7,7 @@ import msgspec
 from wire.decoding import decode_bounded
 from wire.history import Turn
 from wire.limits import IDS_LIMIT
-from wire.sampling import TokenId
+from wire.sampling import Metadata, TokenId
 
 
 class Tokenizing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -23,6 +23,8 @@ class Tokenizing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     messages: Annotated[list[Turn], msgspec.Meta(min_length=1)] | None = None
     add_generation_prompt: bool = True
     """Whether rendered messages end where the model's answer begins."""
+    answer_metadata: Metadata | None = None
+    """The answer's first line, as a generation has it: rendered messages end behind it."""
     ids: Annotated[list[TokenId], msgspec.Meta(max_length=IDS_LIMIT)] | None = None
     strings: bool = False
     """Also tell how each id is shown: the output `tokens`."""
@@ -31,14 +33,16 @@ class Tokenizing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         """Check that there is one thing to do.
 
         Raises:
-            ValueError: none or several of the three are given, or a prefix for what is no text (a
-                ValidationError while decoding).
+            ValueError: none or several of the three are given, a prefix for what is no text, or a first
+                line of no answer (a ValidationError while decoding).
         """
         given = [name for name in ("text", "messages", "ids") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"exactly one of text, messages and ids is needed, got {given or 'none'}")
         if self.prefix and self.text is None:
             raise ValueError("prefix belongs to text")
+        if self.answer_metadata is not None and (self.messages is None or not self.add_generation_prompt):
+            raise ValueError("answer_metadata belongs to messages behind which the answer begins")
 
 
 _decoder = msgspec.json.Decoder(Tokenizing)

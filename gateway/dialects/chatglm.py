@@ -24,6 +24,7 @@ from gateway.generation import (
     Prompt,
     TokenIds,
 )
+from gateway.generation import Grammar as AskedGrammar
 from wire import names
 from wire import sampling as wire_sampling
 from wire.grammar import Grammar
@@ -100,20 +101,29 @@ class WirePrompt:
     end_after_call_of: list[str] = field(default_factory=list)
 
 
-def wire_prompt(prompt: Prompt, chat_format: str) -> WirePrompt:
+def wire_prompt(prompt: Prompt, grammar: AskedGrammar | None, chat_format: str) -> WirePrompt:
     """Return `prompt` as a model of `chat_format` is given it.
+
+    Args:
+        prompt: what the answer goes on from.
+        grammar: what the text of the answer is held to.
+        chat_format: as the model reports it.
 
     Raises:
         InvalidRequestError: the chat format cannot express the conversation.
     """
     match prompt:
         case Conversation(messages, offer):
-            chat = to_history(messages, chat_form(chat_format), offer)
+            form = chat_form(chat_format)
+            chat = to_history(messages, form, offer)
+            first_line = None if offer is None else answer_metadata(offer)
+            if offer is None and grammar is not None and form.tools is not None:
+                first_line = ""  # The answer is text, and calls nothing.
             return WirePrompt(
                 text=chat.prompt,
                 role=chat.role,
                 history=chat.history,
-                answer_metadata=answer_metadata(offer) if offer else None,
+                answer_metadata=first_line,
                 end_after_call_of=last_calls(offer) if offer else [],
             )
         case PlainText(text):
@@ -151,7 +161,7 @@ def request_tensors(
     Raises:
         InvalidRequestError: the chat format cannot express the conversation.
     """
-    prompt = wire_prompt(generation.prompt, report.chat_format)
+    prompt = wire_prompt(generation.prompt, generation.grammar, report.chat_format)
     sampling = wire_sampling.Generation(
         request_id=generation.request_id,
         role=prompt.role,

@@ -75,11 +75,13 @@ def _shown(raw: bytes) -> Iterator[str]:
 
 
 def _document(tokenization: Tokenization, chat_format: str) -> Tokenizing:
-    prompt, strings = wire_prompt(tokenization.prompt, chat_format), tokenization.strings
+    prompt = wire_prompt(tokenization.prompt, tokenization.grammar, chat_format)
+    strings = tokenization.strings
     if isinstance(tokenization.prompt, Conversation):
         return Tokenizing(
             messages=[*prompt.history, Turn(prompt.role, prompt.text)],
             add_generation_prompt=tokenization.answer_next,
+            answer_metadata=prompt.answer_metadata if tokenization.answer_next else None,
             strings=strings,
         )
     if isinstance(tokenization.prompt, PlainText):

@@ -23,7 +23,7 @@ from gateway.openai.generation_request import (
     at_most,
     without_neutral_options,
 )
-from gateway.openai.structured import ResponseFormat, StructuredRequest, refuse_open_ends
+from gateway.openai.structured import ResponseFormat, StructuredRequest, one_grammar, refuse_open_ends
 from gateway.openai.tools import (
     FunctionCall,
     FunctionName,
@@ -188,7 +188,7 @@ class ChatRequest(AnyCompletionRequest, StructuredRequest):
             InvalidRequestError: several fields say it.
         """
         formatted = self.response_format.grammar("response_format") if self.response_format else None
-        return self.held_to(formatted, "response_format")
+        return one_grammar(self.structured_outputs, formatted, "response_format")
 
     def generation(self, *, request_id: str, deadline: float) -> Generation:
         """Return what is asked of the upstream."""

@@ -28,6 +28,7 @@ from gateway.openai.structured import (
     JsonSchema,
     StructuredRequest,
     TextFormat,
+    one_grammar,
     schema_grammar,
 )
 from gateway.openai.tools import Function, ToolName, offer_of
@@ -171,7 +172,9 @@ class ResponsesRequest(StructuredRequest):
             InvalidRequestError: several fields say it.
         """
         text = self.text.format if self.text else None
-        return self.held_to(text.grammar("text.format") if text else None, "text.format")
+        return one_grammar(
+            self.structured_outputs, text.grammar("text.format") if text else None, "text.format"
+        )
 
     def generation(self, *, request_id: str, deadline: float) -> Generation:
         """Return what is asked of the upstream."""

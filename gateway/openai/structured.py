@@ -140,6 +140,27 @@ class StructuredOutputs(Strict):
         return schema_grammar(self.json_, f"{field}.json")
 
 
+def one_grammar(outputs: StructuredOutputs | None, formatted: Grammar | None, field: str) -> Grammar | None:
+    """Return what the text of an answer is held to; None: it is free.
+
+    Args:
+        outputs: what `structured_outputs` says.
+        formatted: what OpenAI's own field says.
+        field: what the request calls that one.
+
+    Raises:
+        InvalidRequestError: both say it, or one that cannot be.
+    """
+    if outputs is None:
+        return formatted
+    if formatted is not None:
+        raise InvalidRequestError(
+            f"{field} and structured_outputs both say what the answer is; give one.",
+            param="structured_outputs",
+        )
+    return outputs.grammar("structured_outputs")
+
+
 class StructuredRequest(GenerationRequest, ABC):
     """A request whose answer may be held to something."""
 
@@ -151,34 +172,12 @@ class StructuredRequest(GenerationRequest, ABC):
         Raises:
             InvalidRequestError: the fields about it contradict each other.
         """
-        if self.structured_outputs is None:
-            return None
-        return self.structured_outputs.grammar("structured_outputs")
+        return one_grammar(self.structured_outputs, None, "")
 
     @cached_property
     def grammar(self) -> Grammar | None:
         """What `grammar_asked` makes, made once: a schema may be large."""
         return self.grammar_asked()
-
-    def held_to(self, formatted: Grammar | None, field: str) -> Grammar | None:
-        """Return what the text of an answer is held to; None: it is free.
-
-        Args:
-            formatted: what OpenAI's own field says.
-            field: what the request calls that one.
-
-        Raises:
-            InvalidRequestError: several fields say it.
-        """
-        grammar = StructuredRequest.grammar_asked(self)
-        if grammar is None:
-            grammar = formatted
-        elif formatted is not None:
-            raise InvalidRequestError(
-                f"{field} and structured_outputs both say what the answer is; give one.",
-                param="structured_outputs",
-            )
-        return grammar
 
     def generation(self, *, request_id: str, deadline: float) -> Generation:
         """Return what is asked of the upstream."""

@@ -3,18 +3,19 @@
 from collections.abc import Mapping
 from functools import cached_property
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from pydantic import Field
 
 from gateway.errors import InvalidRequestError
-from gateway.generation import Conversation, PlainText, TokenIds
+from gateway.generation import Conversation, Grammar, PlainText, TokenIds
 from gateway.openai.chat_request import Messages, conversation, without_neutral_messages
 from gateway.openai.document import read_object, validate, without_neutral
 from gateway.openai.generation_request import Items, NonEmpty, Strict, TokenId, at_most
 from gateway.openai.long_list import long_list
-from gateway.openai.tools import Tools, offer_of_tools
+from gateway.openai.structured import ResponseFormat, StructuredOutputs, one_grammar
+from gateway.openai.tools import NamedChoice, Tools, offer_of_tools
 from gateway.tokenization import Tokenization, Tokens
 from wire.limits import IDS_LIMIT
 
@@ -29,13 +30,28 @@ NOT_YET: Mapping[str, Any] = MappingProxyType(
 """Real parameters that are not supported, each with the value that asks for nothing."""
 
 
+OF_MESSAGES: Final = (
+    "tools",
+    "tool_choice",
+    "response_format",
+    "structured_outputs",
+    "add_generation_prompt",
+)
+
+
 class TokenizeRequest(Strict):
-    """A text, or a conversation as a chat request has it. Null means absent everywhere."""
+    """A text, or a conversation as a chat request has it, with what decides how its answer begins.
+
+    Null means absent everywhere.
+    """
 
     model: NonEmpty
     prompt: Annotated[str | None, Field(description="a text; or else messages")] = None
     messages: Messages | None = None
     tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     add_generation_prompt: Annotated[
         bool | None, Field(description="of messages: up to where the answer begins; true unless given")
     ] = None
@@ -56,7 +72,7 @@ class TokenizeRequest(Strict):
                 param="prompt" if self.messages is None else "messages",
             )
         if self.messages is None:
-            for field in ("tools", "add_generation_prompt"):
+            for field in OF_MESSAGES:
                 if getattr(self, field) is not None:
                     raise InvalidRequestError(f"{field} belongs to messages.", param=field)
         elif self.add_special_tokens:
@@ -64,7 +80,7 @@ class TokenizeRequest(Strict):
                 "Messages have the ids that begin every prompt; add_special_tokens would add them again.",
                 param="add_special_tokens",
             )
-        _ = self._asked  # refuses what is wrong with it
+        _ = self._asked, self._grammar  # which refuse what is wrong with them
 
     def tokenization(self, *, request_id: str, deadline: float) -> Tokenization:
         """Return what is asked of the upstream."""
@@ -75,6 +91,7 @@ class TokenizeRequest(Strict):
             deadline=deadline,
             prefix=self.add_special_tokens is not False,
             answer_next=self.add_generation_prompt is not False,
+            grammar=self._grammar,
             strings=bool(self.return_token_strs),
         )
 
@@ -87,7 +104,12 @@ class TokenizeRequest(Strict):
     def _asked(self) -> Conversation | PlainText:
         if self.prompt is not None:
             return PlainText(self.prompt)
-        return conversation(self.messages or (), offer_of_tools(self.tools, None, parallel=None))
+        return conversation(self.messages or (), offer_of_tools(self.tools, self.tool_choice, parallel=None))
+
+    @cached_property
+    def _grammar(self) -> Grammar | None:
+        formatted = self.response_format.grammar("response_format") if self.response_format else None
+        return one_grammar(self.structured_outputs, formatted, "response_format")
 
 
 class DetokenizeRequest(Strict):

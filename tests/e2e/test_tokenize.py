@@ -33,6 +33,7 @@ TOOLS = [
         },
     }
 ]
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
 CALLED: list[dict[str, Any]] = [
     {"role": "user", "content": "北京的天气"},
     {
@@ -93,18 +94,23 @@ def test_counts_are_those_of_completions(model: str, http: httpx.Client, sdk: op
 
 
 @pytest.mark.parametrize(
-    ("model", "messages", "tools"),
+    ("model", "messages", "more"),
     [
-        ("chatglm3", TALK, None),
-        ("chatglm2", TALK, None),
-        ("chatglm3", TALK, TOOLS),
-        ("chatglm3", CALLED, TOOLS),
+        ("chatglm3", TALK, {}),
+        ("chatglm2", TALK, {}),
+        ("chatglm3", TALK, {"tools": TOOLS}),
+        ("chatglm3", CALLED, {"tools": TOOLS}),
+        *(
+            ("chatglm3", CALLED, {"tools": TOOLS, "tool_choice": each})
+            for each in ("none", "required", NAMED)
+        ),
+        *((model, TALK, {"response_format": {"type": "json_object"}}) for model in MODELS),
+        ("chatglm3", TALK, {"tools": TOOLS, "response_format": {"type": "json_object"}}),
     ],
 )
 def test_counts_are_those_of_chats(
-    model: str, messages: list[Any], tools: Any, http: httpx.Client, sdk: openai.OpenAI
+    model: str, messages: list[Any], more: dict[str, Any], http: httpx.Client, sdk: openai.OpenAI
 ) -> None:
-    more = {"tools": tools} if tools else {}
     chat = sdk.chat.completions.create(
         model=model, messages=messages, max_tokens=3, extra_body={"return_token_ids": True}, **more
     )

@@ -10,6 +10,7 @@ from wire.tokenizing import Tokenizing, decode_tokenizing, encode_tokenizing
     [
         Tokenizing(text="", prefix=True, strings=True),
         Tokenizing(messages=[Turn("user", "a")], add_generation_prompt=False),
+        Tokenizing(messages=[Turn("user", "a")], answer_metadata="now"),
         Tokenizing(ids=[]),
         Tokenizing(ids=[1, 64790]),
     ],

@@ -43,5 +43,7 @@ def _ids(chat: ChatText, request: Tokenizing, vocabulary: int) -> list[int]:
         encode = chat.format.render_text if request.prefix else chat.tokenizer.encode
         return encode(request.text)
     return chat.format.render_turns(
-        request.messages or [], add_generation_prompt=request.add_generation_prompt
+        request.messages or [],
+        add_generation_prompt=request.add_generation_prompt,
+        answer_metadata=request.answer_metadata,
     )

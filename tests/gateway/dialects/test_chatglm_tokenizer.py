@@ -9,10 +9,20 @@ from gateway.dialects.chatglm import ChatGLMDialect
 from gateway.dialects.chatglm_tokenizer import ChatGLMTokenizer
 from gateway.dialects.choice import choose_tokenizer
 from gateway.errors import InvalidRequestError, UpstreamProtocolError
-from gateway.generation import Conversation, Generation, Message, PlainText, Tool, ToolOffer
+from gateway.generation import (
+    Conversation,
+    Generation,
+    Grammar,
+    Message,
+    NamedTool,
+    PlainText,
+    Tool,
+    ToolOffer,
+)
 from gateway.generation import TokenIds as Ids
 from gateway.tokenization import Tokenization, Tokens
 from wire.history import decode_history
+from wire.sampling import decode_sampling
 from wire.strings import pack_strings, unpack_strings
 from wire.tokenizing import Tokenizing, decode_tokenizing
 
@@ -53,6 +63,33 @@ def test_a_conversation_is_what_a_generation_sends(offer: ToolOffer | None) -> N
     assert history == decode_history(tensors["history"])
     assert (newest.role, newest.content) == ("user", tensors["prompt"].decode())
     assert not asked(conversation, answer_next=False).add_generation_prompt
+
+
+CHOICES = [
+    (None, None),
+    (OFFER, None),
+    *((replace(OFFER, choice=choice), None) for choice in ("none", "required", NamedTool("f"))),
+    (None, Grammar(kind="json_object", field="response_format")),
+    (OFFER, Grammar(kind="json_object", field="response_format")),
+    (replace(OFFER, choice="none"), Grammar(kind="regex", text="a", field="structured_outputs.regex")),
+]
+
+
+@pytest.mark.parametrize(("offer", "grammar"), CHOICES)
+def test_the_answers_first_line_is_the_one_that_a_generation_sends(
+    offer: ToolOffer | None, grammar: Grammar | None
+) -> None:
+    conversation = Conversation(SPOKEN, offer)
+    generation = Generation(request_id="r", model="m", prompt=conversation, deadline=0, grammar=grammar)
+    request = ChatGLMDialect().request(generation, CHATGLM3, remaining_s=1)
+    sampling: Any = decode_sampling(unpack_strings(request.raw_input_contents[2])[0])
+    line = asked(conversation, grammar=grammar).answer_metadata
+    assert line == sampling.answer_metadata
+    text_alone = grammar is not None and offer is None
+    assert (line is None) == (offer in (None, OFFER) and not text_alone)
+    assert asked(conversation, grammar=grammar, answer_next=False).answer_metadata is None
+    if offer is None:
+        assert asked(conversation, CHATGLM2, grammar=grammar).answer_metadata is None
 
 
 def test_what_the_format_cannot_hold_is_refused() -> None:

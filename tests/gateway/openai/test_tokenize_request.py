@@ -40,12 +40,24 @@ def test_a_text() -> None:
     )
 
 
-@pytest.mark.parametrize("more", [{}, {"tools": TOOLS}])
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"tools": TOOLS},
+        {"tools": TOOLS, "tool_choice": NAMED},
+        {"tools": TOOLS, "response_format": {"type": "json_object"}},
+        {"structured_outputs": {"choice": ["a", "b"]}},
+    ],
+)
 def test_a_conversation_is_what_a_chat_asks_for(more: dict[str, Any]) -> None:
     body = {"model": "m", "messages": MESSAGES, **more}
-    chat = read_chat_request(json.dumps(body).encode()).prompt_asked()
+    chat = read_chat_request(json.dumps(body).encode())
     asked = read(messages=MESSAGES, add_special_tokens=False, **more)
-    assert asked.prompt == chat
+    assert (asked.prompt, asked.grammar) == (chat.prompt_asked(), chat.grammar)
     assert asked.answer_next
     assert not read(messages=MESSAGES, add_generation_prompt=False, **more).answer_next
     assert isinstance(asked.prompt, Conversation)
@@ -59,6 +71,19 @@ def test_a_conversation_is_what_a_chat_asks_for(more: dict[str, Any]) -> None:
         ({"prompt": "a", "messages": MESSAGES}, "messages"),
         ({"prompt": ["a"]}, "prompt"),
         ({"prompt": "a", "tools": TOOLS}, "tools"),
+        ({"prompt": "a", "tool_choice": "none"}, "tool_choice"),
+        ({"prompt": "a", "response_format": {"type": "text"}}, "response_format"),
+        ({"prompt": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": MESSAGES, "response_format": {"type": "x"}}, "response_format"),
+        (
+            {
+                "messages": MESSAGES,
+                "response_format": {"type": "json_object"},
+                "structured_outputs": {"regex": "a"},
+            },
+            "structured_outputs",
+        ),
         ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
         ({"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
         ({"messages": []}, "messages"),

@@ -4,6 +4,7 @@ from triton_models.errors import TextError
 from triton_models.serving import tokenizing
 from triton_models.serving.chat_text import ChatText
 from triton_models.serving.tokenizing import tokenize
+from wire.grammar import Grammar
 from wire.history import Turn
 from wire.sampling import Generation
 from wire.tokenizing import Tokenizing
@@ -16,6 +17,16 @@ def test_a_conversation_has_the_ids_that_a_generation_has(text: ChatText) -> Non
     assert rendered.strings is None
     open_end = tokenize(text, Tokenizing(messages=turns, add_generation_prompt=False), text.tokenizer.size)
     assert open_end.ids == rendered.ids[:-1]
+
+
+@pytest.mark.parametrize("first_line", ["", "now"])
+def test_an_answer_that_has_begun_is_in_its_ids(text: ChatText, first_line: str) -> None:
+    asked = Tokenizing(messages=[Turn("user", "a")], answer_metadata=first_line)
+    ids = tokenize(text, asked, text.tokenizer.size).ids
+    assert ids == text.prompt_ids(Generation(answer_metadata=first_line), "a", [])
+    if not first_line:
+        assert ids == text.prompt_ids(Generation(grammar=Grammar("json_object")), "a", [])
+    assert len(ids) > len(tokenize(text, Tokenizing(messages=[Turn("user", "a")]), text.tokenizer.size).ids)
 
 
 def test_text_has_the_ids_of_a_raw_prompt_with_its_prefix(text: ChatText) -> None:

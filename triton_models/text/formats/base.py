@@ -50,8 +50,19 @@ class ChatFormat(Protocol):
         """
         ...
 
-    def render_turns(self, turns: Sequence[Turn], *, add_generation_prompt: bool = True) -> list[int]:
-        """Return the input ids of `turns`, the newest included; at the end the model's answer may begin.
+    def render_turns(
+        self,
+        turns: Sequence[Turn],
+        *,
+        add_generation_prompt: bool = True,
+        answer_metadata: str | None = None,
+    ) -> list[int]:
+        """Return the input ids of `turns`, the newest included.
+
+        Args:
+            turns: oldest first.
+            add_generation_prompt: at the end the model's answer begins.
+            answer_metadata: its first line, where it begins and the model is not to choose it.
 
         Raises:
             TextError: the format cannot express it.

@@ -49,12 +49,18 @@ class ChatGLM2Format:
         self, history: Sequence[Turn], prompt: str, role: Role = "user", *, answer_metadata: str | None = None
     ) -> list[int]:
         """See `ChatFormat.render`."""
+        return self.render_turns([*history, Turn(role, prompt)], answer_metadata=answer_metadata)
+
+    def render_turns(
+        self,
+        turns: Sequence[Turn],
+        *,
+        add_generation_prompt: bool = True,
+        answer_metadata: str | None = None,
+    ) -> list[int]:
+        """See `ChatFormat.render_turns`."""
         if answer_metadata is not None:
             raise TextError("a ChatGLM2 answer has no metadata")
-        return self.render_turns([*history, Turn(role, prompt)])
-
-    def render_turns(self, turns: Sequence[Turn], *, add_generation_prompt: bool = True) -> list[int]:
-        """See `ChatFormat.render_turns`."""
         rounds = _rounds(turns)
         if add_generation_prompt and rounds and rounds[-1].answers:
             raise refuse(turns, len(turns) - 1, "a ChatGLM2 conversation ends with a question")

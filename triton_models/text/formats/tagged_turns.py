@@ -49,10 +49,15 @@ class TaggedTurnsFormat(ABC):
         self, history: Sequence[Turn], prompt: str, role: Role = "user", *, answer_metadata: str | None = None
     ) -> list[int]:
         """See `ChatFormat.render`."""
-        ids = self.render_turns([*history, Turn(role, prompt)])
-        return ids if answer_metadata is None else ids + self._metadata(answer_metadata)
+        return self.render_turns([*history, Turn(role, prompt)], answer_metadata=answer_metadata)
 
-    def render_turns(self, turns: Sequence[Turn], *, add_generation_prompt: bool = True) -> list[int]:
+    def render_turns(
+        self,
+        turns: Sequence[Turn],
+        *,
+        add_generation_prompt: bool = True,
+        answer_metadata: str | None = None,
+    ) -> list[int]:
         """See `ChatFormat.render_turns`."""
         ids = list(self._prefix)
         for at, turn in enumerate(turns):
@@ -69,6 +74,8 @@ class TaggedTurnsFormat(ABC):
                 ids += self._tokenizer.encode(content)
         if add_generation_prompt:
             ids.append(self._roles["assistant"])
+            if answer_metadata is not None:
+                ids += self._metadata(answer_metadata)
         return ids
 
     def render_text(self, text: str) -> list[int]:
