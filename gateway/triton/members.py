@@ -150,7 +150,6 @@ class Members:
     Args:
         upstreams: addresses `host:port`, and names `dns:///host:port`.
         make: returns a new member for an address, with its models.
-        left: called after members left.
         policy: its pauses are those between looks at a name of which no Triton serves.
         interval_s: seconds between two looks at a name otherwise.
         resolve: does the looking.
@@ -162,7 +161,6 @@ class Members:
         upstreams: Sequence[str],
         *,
         make: Callable[[str], Member],
-        left: Callable[[], None],
         policy: HealthPolicy,
         interval_s: float,
         resolve: Resolve,
@@ -181,7 +179,6 @@ class Members:
             if name is not None
         ]
         self._make = make
-        self._left = left
         self._observer = observer
         self._led_to: dict[Name, Sequence[str]] = {}
         """The addresses that each name led to, as far as known."""
@@ -253,11 +250,9 @@ class Members:
                 self._leaving.pop(address).cancel()
                 member.become(MemberState.PRESENT)
                 self._say("came back", address)
-        lost = [member for member in self.present() if member.channel.address not in wanted]
-        for member in lost:
-            self._lose(member)
-        if lost:
-            self._left()
+        for member in self.present():
+            if member.channel.address not in wanted:
+                self._lose(member)
 
     def _lose(self, member: Member) -> None:
         address = member.channel.address

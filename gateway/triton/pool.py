@@ -78,7 +78,6 @@ class TritonUpstream:
         self._members = Members(
             upstreams,
             make=self._make_member,
-            left=self._forget_models,
             policy=self._health,
             interval_s=resolve_interval_s,
             resolve=resolve,
@@ -267,10 +266,10 @@ class TritonUpstream:
     def _forget_models(self) -> None:
         """Forget models whose Tritons have left, once it is known that no other has them."""
         members = self._members.present()
-        if self._configured or not members or not all(member.listed for member in members):
-            return
-        for model_id in [model_id for model_id in self._created if not self._replicas(model_id)]:
-            del self._created[model_id]
+        if all(member.listed for member in members):
+            self._created = {
+                model_id: created for model_id, created in self._created.items() if self._replicas(model_id)
+            }
 
     def _replica(self, model_id: str, channel: Channel) -> Replica | None:
         member = self._members.of(channel)

@@ -135,6 +135,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             self._server = None
 
     async def ServerLive(self, request: Any, context: Any) -> Any:  # noqa: N802 - Triton's names
+        self.metadata.append(dict(context.invocation_metadata()))
         return service_pb2.ServerLiveResponse(live=self.live)
 
     async def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: N802

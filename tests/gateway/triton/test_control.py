@@ -71,6 +71,8 @@ async def test_a_restricted_repository_needs_its_key_and_nothing_else_has_it(tri
     request.inputs.add(name="prompt", datatype="BYTES", shape=(1, 1))
     request.raw_input_contents.append(b"")
     await channel.infer(request, deadline=asyncio.get_running_loop().time() + 20)
+    await control.live()
+    assert len(triton.metadata) == 2
     assert "s3cret" not in str(triton.metadata)
     await channel.close()
 

@@ -18,6 +18,7 @@ from tests.gateway.triton.fake_triton import (
     finished,
     generation,
     hanging,
+    hello,
     reply,
     until,
 )
@@ -76,6 +77,7 @@ async def test_what_runs_on_a_triton_that_vanished_ends_well_and_nothing_new_goe
     await asyncio.sleep(0.2)
     assert going.model.probes <= probes + 1
     assert len(going.requests) == 1
+    assert not [task for task in asyncio.all_tasks() if going.address in task.get_name()]
     assert observer.healthy == {("m", staying.address): True}
 
 
@@ -105,6 +107,12 @@ async def test_an_address_that_comes_back_while_it_is_seen_off_goes_on_as_it_was
     assert not flapping.cancelled.is_set()
     for events in running:
         await events.aclose()
+    # Nor is it closed when what ran there has ended.
+    flapping.model.answer = staying.model.answer = hello
+    await asyncio.sleep(0.1)
+    assert sorted(addresses(pool, ReplicaState.READY)) == sorted(both)
+    assert before in pool._members.present()
+    assert [await ask(pool) for _ in range(2)] == ["Hello"] * 2
 
 
 async def test_an_address_that_comes_back_later_is_a_new_one(
@@ -146,27 +154,33 @@ async def test_the_labels_of_who_vanished_go_away(
 async def test_models_that_were_found_go_with_the_last_triton_that_had_them(
     tritons: Any, named: Any, resolver: FakeResolver
 ) -> None:
-    old, new = [await tritons() for _ in range(2)]
-    new.models = {"n-stream": FakeModel()}
-    resolver.records["triton"] = [old.address]
+    old, other, new = [await tritons() for _ in range(3)]
+    other.models, new.models = {"n-stream": FakeModel()}, {}
+    resolver.records["triton"] = [old.address, other.address]
     pool = await named(models=[])
-    await ready_on(pool, old)
-    assert [card.id for card in pool.models()] == ["m"]
-    resolver.records["triton"] = [new.address]
-    await ready_on(pool, new)
+    await ready_on(pool, old, other)
+    assert [card.id for card in pool.models()] == ["m", "n"]
+    new.restriction = ("key", "value")
+    resolver.records["triton"] = [other.address, new.address]
+    await until(lambda: addresses(pool) == [other.address])
+    await asyncio.sleep(0.1)
+    # Who knows what the new one has.
+    assert [(card.id, card.ready) for card in pool.models()] == [("m", False), ("n", True)]
+    with pytest.raises(UnavailableError):
+        await ask(pool)
+    new.restriction = None
     await until(lambda: [card.id for card in pool.models()] == ["n"])
-    assert await ask(pool, "n") == "Hello"
     with pytest.raises(ModelNotFoundError):
         await ask(pool)
     # Nobody left to ask: what is known stays known, and down.
     resolver.records["triton"] = ()
-    await new.stop()
+    for triton in (other, new):
+        await triton.stop()
     await until(lambda: not pool.replicas())
     assert [(card.id, card.ready) for card in pool.models()] == [("n", False)]
-    with pytest.raises(UnavailableError):
-        await ask(pool, "n")
-    with pytest.raises(UnavailableError):
-        await ask(pool)
+    for model in ("m", "n"):
+        with pytest.raises(UnavailableError):
+            await ask(pool, model)
 
 
 async def test_a_load_on_a_triton_that_vanishes_fails_as_on_one_that_cannot_be_reached(
