@@ -229,14 +229,16 @@ class ChatChunkWriter(ChunkWriter):
         self._templates: dict[int, tuple[bytes, bytes]] = {}
 
     def _delta(self, delta: Delta, usage: Usage | UnsetType | None) -> list[bytes]:
-        only_text = (
-            delta.logprobs is None
+        piece = delta.pieces[0] if len(delta.pieces) == 1 else None
+        # As nearly all are: text alone.
+        if (
+            self._begun
+            and isinstance(piece, str)
+            and delta.logprobs is None
             and delta.token_ids is None
-            and not delta.calls
             and delta.finish_reason is None
-        )
-        if self._begun and delta.text and only_text:
-            return [self._text_chunk(delta.index, delta.text, usage)]
+        ):
+            return [self._text_chunk(delta.index, piece, usage)]
         chunks: list[bytes] = []
         if not self._begun:
             self._begun = True
@@ -266,7 +268,7 @@ class ChatChunkWriter(ChunkWriter):
         return choices
 
     def _text_chunk(self, index: int, text: str, usage: Usage | UnsetType | None) -> bytes:
-        """Return a chunk of text alone, as nearly all are: without running usage, only the text differs."""
+        """Return a chunk of text alone: without running usage, only the text differs."""
         if isinstance(usage, Usage):
             return self._encode([ChunkChoice(index, ChunkDelta(content=text))], usage)
         if index not in self._templates:
