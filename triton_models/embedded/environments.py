@@ -56,7 +56,8 @@ class EnvironmentClaim:
                     self._found(appeared)
                     return
         finally:
-            os.close(self._turn)  # which gives it back
+            if self._turn is not None:
+                os.close(self._turn)  # which gives it back
 
 
 def environments() -> set[str]:
@@ -76,9 +77,12 @@ def remove_empty(names: set[str]) -> None:
             (_ENVIRONMENTS / name).rmdir()
 
 
-def _take_turn() -> int:
-    """Lock the folder of folders; return the descriptor that holds the lock."""
-    turn = os.open(_ENVIRONMENTS, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _take_turn() -> int | None:
+    """Lock the folder of folders; return what holds the lock, None where it may not be read."""
+    try:
+        turn = os.open(_ENVIRONMENTS, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return None
     deadline = time.monotonic() + _TURN_S
     while not _locked(turn) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -86,8 +90,11 @@ def _take_turn() -> int:
 
 
 def _locked(descriptor: int) -> bool:
+    """Lock it; False while somebody else has it locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:
+        return True  # a file system without locks: nobody waits there
     return True

@@ -1,3 +1,4 @@
+import errno
 import subprocess
 import sys
 import threading
@@ -69,5 +70,21 @@ def test_without_a_folder_nothing_is_found_and_the_turn_is_over(place: Path) -> 
     began = time.monotonic()
     with EnvironmentClaim(found.append):
         (place / "python_env_one").mkdir()
+    assert found == [{"python_env_one"}]
+    assert time.monotonic() - began < environments._TURN_S / 2
+
+
+def test_where_nothing_can_be_locked_nobody_waits(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    found: list[set[str]] = []
+    began = time.monotonic()
+    with EnvironmentClaim(found.append):
+        (place / "python_env_one").mkdir()
+    monkeypatch.setattr(environments, "_ENVIRONMENTS", place / "absent")
+    with EnvironmentClaim(found.append):
+        pass
     assert found == [{"python_env_one"}]
     assert time.monotonic() - began < environments._TURN_S / 2
