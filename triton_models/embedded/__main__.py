@@ -6,11 +6,13 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import click
 
 from triton_models.embedded.errors import EmbeddedError
 from triton_models.embedded.installation import find_installation
+from triton_models.embedded.model_flags import model_flags
 from triton_models.embedded.ports import Ports
 from wire.events import Event, Failed, write_event
 
@@ -48,21 +50,7 @@ class Emitter:
 @click.option("--grpc-port", default=0, show_default="any free", type=click.IntRange(0, 65535))
 @click.option("--metrics-port", default=0, show_default="any free", type=click.IntRange(0, 65535))
 @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda:N")
-@click.option("--dtype", default="auto", show_default=True)
-@click.option("--max-context", type=click.IntRange(min=1), help="Tokens of prompt and answer together.")
-@click.option("--max-running", type=click.IntRange(min=1), help="Sequences in one step of an engine.")
-@click.option("--max-batched-tokens", type=click.IntRange(min=1), help="Tokens in one step of an engine.")
-@click.option("--burst-tokens", type=click.IntRange(min=1), help="Tokens in one step while many wait.")
-@click.option("--burst-steps", type=click.IntRange(min=0), help="Steps that leave decodes out for a burst.")
-@click.option("--kv-memory-gib", type=click.FloatRange(min=0, min_open=True), help="Memory for the KV cache.")
-@click.option("--trace-endpoint", metavar="URL", help="Where spans go by OTLP/HTTP.")
-@click.option(
-    "--contract",
-    "contracts",
-    multiple=True,
-    metavar="[NAME=]CONTRACT",
-    help="What the entry of a model's own name speaks: batched, unbatched or chatglm2; repeatable.",
-)
+@model_flags
 @click.option(
     "--exit-with-stdin", is_flag=True, help="Stop when standard input ends, as it does with the parent."
 )
@@ -80,17 +68,9 @@ def main(
     grpc_port: int,
     metrics_port: int,
     device: str,
-    dtype: str,
-    max_context: int | None,
-    max_running: int | None,
-    max_batched_tokens: int | None,
-    burst_tokens: int | None,
-    burst_steps: int | None,
-    kv_memory_gib: float | None,
-    trace_endpoint: str | None,
-    contracts: tuple[str, ...],
     exit_with_stdin: bool,
     log_level: str,
+    **flags: Any,
 ) -> None:
     """Serve models on the tritonserver of the nvidia-pytriton wheel, on 127.0.0.1 only."""
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
@@ -109,18 +89,7 @@ def main(
         from triton_models.embedded.models import ModelOptions  # noqa: PLC0415
         from triton_models.embedded.service import Options, serve  # noqa: PLC0415
 
-        common = ModelOptions(
-            device=device,
-            dtype=None if dtype == "auto" else dtype,
-            max_context=max_context,
-            max_running=max_running,
-            max_batched_tokens=max_batched_tokens,
-            burst_tokens=burst_tokens,
-            burst_steps=burst_steps,
-            kv_memory_gib=kv_memory_gib,
-            trace_endpoint=trace_endpoint,
-            contracts=contracts,
-        )
+        common = ModelOptions(device=device, **flags)
         ports = Ports(http=http_port, grpc=grpc_port, metrics=metrics_port)
         serve(
             Options(models=models, repository=repository, ports=ports, common=common),
