@@ -103,8 +103,8 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """Log-probabilities of each sampled token and of this many most likely ones; absent: none."""
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
     """Log-probabilities of each token of the prompt and of this many most likely ones, with each choice;
-    absent: none. The whole prompt is computed for it. Not over a channel, where nobody waits for a client
-    that reads slowly: they are some hundred times the size of their text."""
+    absent: none. The whole prompt is computed for it. Not over a channel: they are some hundred times the
+    size of their text, and of what comes over a channel its clients keep little unread."""
 
     stop: Annotated[list[StopString], msgspec.Meta(max_length=STOPS_LIMIT)] = []
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=STOP_IDS_LIMIT)] = []

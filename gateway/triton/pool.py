@@ -118,7 +118,7 @@ class TritonUpstream:
     async def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
         """Run `request`: see `gateway.upstream.Upstream.generate`."""
         tries, calls = self._tries(request), Calls(request)
-        accepted = delivered = False
+        accepted = delivered = generated = False
         while True:
             replica = tries.next()
             try:
@@ -130,9 +130,11 @@ class TritonUpstream:
                                 if accepted:
                                     continue  # by a second replica: the client was told already
                                 accepted = True
-                            elif isinstance(event, Delta) and not delivered:
-                                call.event("first_token")
+                            elif isinstance(event, Delta):
                                 delivered = True
+                                if event.tokens and not generated:
+                                    call.event("first_token")
+                                    generated = True
                             yield event
             except TritonError as error:
                 replica.suspect(error)
@@ -189,7 +191,7 @@ class TritonUpstream:
         dialect, report = replica.serving()
         try:
             with replica.in_use():
-                # What is told of a prompt is large: Triton waits with it for a client that is slow.
+                # What is told of a prompt is large, and an inbox keeps little for a client that is slow.
                 plainly = not request.stream or request.prompt_logprobs is not None
                 linked = None if plainly else await replica.open_link()
                 if linked is None:
