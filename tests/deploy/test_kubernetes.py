@@ -17,6 +17,7 @@ from deploy.docker.start_triton import main as start_triton
 from gateway.settings import load_settings, revealed, settings_table
 from gateway.triton.replicas import HealthPolicy
 from gateway.up import TritonOptions
+from tests.deploy.compose_file import load_compose
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -137,12 +138,20 @@ def test_tritons_command_and_ports() -> None:
     assert {f"--{name}-port={port}" for name, port in ports.items()} <= set(server)
     assert "--model-control-mode=none" in server
     (exits,) = (int(word.rpartition("=")[2]) for word in server if word.startswith("--exit-timeout-secs"))
-    pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert spec["terminationGracePeriodSeconds"] >= pause + exits + 10
+    assert spec["terminationGracePeriodSeconds"] >= exits + 10
     restricted = [word for word in server if word.startswith(("--http-restricted", "--grpc-restricted"))]
     assert all(word.endswith(":admin-key=$(RESTRICTED_KEY)") for word in restricted)
     assert len(restricted) == 2
     assert all("model-repository," in word for word in restricted)
+
+
+def test_compiled_kernels_are_kept_where_composes_are() -> None:
+    """All else is a read-only root."""
+    _, container = pod(one(base(), "StatefulSet", "triton"))
+    kept = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    assert kept == load_compose({"GRAFANA_PASSWORD": "x"})["services"]["triton"]["environment"]
+    (mount,) = [each["mountPath"] for each in container["volumeMounts"] if each["name"] == "kernels"]
+    assert all(folder.startswith(f"{mount}/") for folder in kept.values())
 
 
 def test_probes_are_of_what_they_mean() -> None:
