@@ -22,7 +22,7 @@ from bench.gpu.checkpoint import write_checkpoint
 from bench.gpu.servers import Server
 from bench.load_rows import percentile
 from bench.serving import running
-from bench.usual_work import Asked, Run, by_engine, by_server, draw, in_batches
+from bench.usual_work import Asked, Run, by_engine, by_server, draw, in_batches, warm_up_batch
 from triton_models.checkpoint import load_model, read_config
 from triton_models.engine.engine import Engine
 from triton_models.engine.models.chatglm import ChatGLM
@@ -130,7 +130,10 @@ def ways_here(model: ChatGLM, plan: Plan) -> dict[str, Way]:
     settings = EngineSettings(max_running=max(plan.clients), max_context=context)
     engine = Engine(model, settings)
     warm_up(engine)
-    generate(draw(2, vocabulary=model.vocab_size, longest=4, seed="warm-up"))
+    for size in {1, *plan.clients}:
+        # On a GPU attention may be planned anew for each length that a batch of this size comes to, a tenth of
+        # a second each time: whoever serves has met them all.
+        generate(warm_up_batch(size, longest=plan.longest))
     limit_s = plan.limit_s
     return {
         ALONE: lambda asked, clients: in_batches(generate, asked, clients=clients, size=1, limit_s=limit_s),

@@ -61,6 +61,12 @@ def draw(count: int, *, vocabulary: int, longest: int, seed: str) -> list[Asked]
     ]
 
 
+def warm_up_batch(size: int, *, longest: int) -> list[Asked]:
+    """Return requests that, answered together, come to every length that drawn ones can have."""
+    shortest, most = _PROMPTS
+    return [Asked((_NO_TEXT,) * shortest, longest + most - shortest)] * size
+
+
 def in_batches(
     answer: Callable[[Sequence[Asked]], object],
     asked: Sequence[Asked],

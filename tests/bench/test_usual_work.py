@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import pytest
 
 from bench import usual_work
-from bench.usual_work import Asked, by_engine, by_server, draw, in_batches
+from bench.usual_work import Asked, by_engine, by_server, draw, in_batches, warm_up_batch
 from tests.triton_models.engine.fake_model import FakeModel
 from triton_models.engine.engine import Engine
 from triton_models.engine.settings import EngineSettings
@@ -18,6 +18,17 @@ def test_requests_are_drawn_the_same_each_time() -> None:
     assert all(1 <= each.answer <= 256 for each in asked)
     assert max(each.answer for each in asked) > 240
     assert all(300 <= token < 700 for each in asked for token in each.prompt)
+
+
+def test_the_warm_up_comes_to_every_length() -> None:
+    batch = warm_up_batch(3, longest=256)
+    assert len(batch) == 3
+    drawn = draw(500, vocabulary=1000, longest=256, seed="a")
+    first = min(len(each.prompt) for each in drawn)
+    last = max(len(each.prompt) for each in drawn) + max(each.answer for each in drawn)
+    for each in batch:
+        assert len(each.prompt) <= first
+        assert len(each.prompt) + each.answer >= last
 
 
 class Clock:

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from triton_models.serving.spans import ModelSpans
 
 log = logging.getLogger(__name__)
+
+_SWITCH_S: Final = 0.0005
+"""Seconds after which a thread that computes must let another have the interpreter, where there is a GPU."""
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -73,6 +77,9 @@ def build_service(parameters: EntryParameters, pb_utils: Any) -> StreamService:
         # A full collection takes over a hundred milliseconds with torch's objects in it, which never go.
         gc.collect()
         gc.freeze()
+        # Nearly every call of torch's gives the interpreter lock up. While another thread reads a burst's
+        # requests, the engine's would get it back only after this time, 5 ms by default, and a step is 4 ms.
+        sys.setswitchinterval(_SWITCH_S)
     return StreamService(engine, text, metrics, heartbeat_s=parameters.heartbeat_s, spans=spans)
 
 
