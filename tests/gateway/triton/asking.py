@@ -1,6 +1,7 @@
 """A generation that a test has asked the pool for, over a delta channel."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from gateway.generation import Delta, Event
@@ -27,6 +28,16 @@ class Asked:
     @property
     def text(self) -> str:
         return "".join(delta.text for delta in self.deltas)
+
+
+async def begun(pool: TritonUpstream, fake: FakeChannels) -> AsyncGenerator[Event, None]:
+    """Ask, have it accepted as number 0, and return what the test is to read by itself."""
+    events = pool.generate(generation())
+    first = asyncio.create_task(anext(events))
+    await until(lambda: bool(fake.own))
+    fake.accept(0)
+    await first
+    return events
 
 
 async def asked(pool: TritonUpstream, fake: FakeChannels, **changes: Any) -> tuple[Asked, int]:

@@ -9,9 +9,9 @@ import pytest
 from gateway.errors import ClientGoneError, UnavailableError
 from gateway.generation import Delta
 from gateway.triton import inbox
-from tests.gateway.triton.asking import asked
+from tests.gateway.triton.asking import asked, begun
 from tests.gateway.triton.fake_channel import FakeChannels
-from tests.gateway.triton.fake_triton import FakeTriton, generation, until
+from tests.gateway.triton.fake_triton import FakeTriton, until
 
 Serve = Callable[..., Any]
 
@@ -20,11 +20,7 @@ async def test_closing_a_generation_cancels_its_own_call_and_not_the_channel(
     triton: FakeTriton, fake: FakeChannels, serve: Serve
 ) -> None:
     pool = await serve(triton)
-    events = pool.generate(generation())
-    first = asyncio.create_task(anext(events))
-    await until(lambda: bool(fake.own))
-    fake.accept(0)
-    await first
+    events = await begun(pool, fake)
     await events.aclose()
     await asyncio.wait_for(triton.cancelled.wait(), 10)
     assert fake.closed == 0
@@ -42,11 +38,7 @@ async def test_a_slow_reader_stalls_nobody_and_is_given_up_beyond_a_bound(
 ) -> None:
     monkeypatch.setattr(inbox, "LIMIT_BYTES", 1000)
     pool = await serve(triton)
-    slow = pool.generate(generation())
-    first = asyncio.create_task(anext(slow))
-    await until(lambda: bool(fake.own))
-    fake.accept(0)
-    await first  # and from here on the client reads nothing
+    slow = await begun(pool, fake)  # and from here on the client reads nothing
     fast, number = await asked(pool, fake)
     fake.accept(number)
     for turn in range(20):
@@ -66,11 +58,7 @@ async def test_a_busy_reader_gets_what_piled_up_in_one_delta(
     triton: FakeTriton, fake: FakeChannels, serve: Serve
 ) -> None:
     pool = await serve(triton)
-    events = pool.generate(generation())
-    first = asyncio.create_task(anext(events))
-    await until(lambda: bool(fake.own))
-    fake.accept(0)
-    await first
+    events = await begun(pool, fake)
     for character in "abc":
         fake.frame((0, character))
     asking, number = await asked(pool, fake)  # its frame comes after those

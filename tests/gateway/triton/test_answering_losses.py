@@ -16,24 +16,58 @@ from wire.meta import Meta
 Serve = Callable[..., Any]
 
 
-async def test_a_missing_delta_of_one_choice_is_noticed_whatever_the_others_have(
-    triton: FakeTriton, fake: FakeChannels, serve: Serve
-) -> None:
-    asking, number = await asked(await serve(triton), fake, n=2)
+def missing_from_one_choice(fake: FakeChannels, number: int) -> None:
     fake.accept(number)
     fake.frame((number, "a"))
     fake.frame((number, "b"))
     fake.finish(number, 1, index=1, last=False)
+
+
+def end_of_a_choice_that_nobody_asked_for(fake: FakeChannels, number: int) -> None:
+    fake.accept(number)
+    fake.finish(number, 0, index=2, last=False)
+
+
+def end_that_does_not_count(fake: FakeChannels, number: int) -> None:
+    fake.accept(number)
+    fake.own[number].put_nowait(reply("x", Meta(tokens=1, finish_reason="stop"), final=True))
+
+
+def own_stream_that_ends_without_an_end(fake: FakeChannels, number: int) -> None:
+    fake.own[number].put_nowait(reply(meta=Meta(), final=True))
+
+
+@pytest.mark.parametrize(
+    ("choices", "answer"),
+    [
+        (2, missing_from_one_choice),
+        (2, end_of_a_choice_that_nobody_asked_for),
+        (1, end_that_does_not_count),
+        (1, own_stream_that_ends_without_an_end),
+    ],
+)
+async def test_what_is_out_of_contract_is_an_error(
+    triton: FakeTriton,
+    fake: FakeChannels,
+    serve: Serve,
+    choices: int,
+    answer: Callable[[FakeChannels, int], None],
+) -> None:
+    asking, number = await asked(await serve(triton), fake, n=choices)
+    answer(fake, number)
     with pytest.raises(UpstreamProtocolError):
         await asyncio.wait_for(asking.task, 10)
 
 
-async def test_an_end_of_a_choice_that_nobody_asked_for_is_an_error(
+async def test_a_delta_too_many_is_no_answer_either(
     triton: FakeTriton, fake: FakeChannels, serve: Serve
 ) -> None:
-    asking, number = await asked(await serve(triton), fake, n=2)
+    asking, number = await asked(await serve(triton), fake)
     fake.accept(number)
-    fake.finish(number, 0, index=2, last=False)
+    fake.frame((number, "a"))
+    fake.frame((number, "b"))
+    await until(lambda: asking.text == "ab")
+    fake.finish(number, 1)
     with pytest.raises(UpstreamProtocolError):
         await asyncio.wait_for(asking.task, 10)
 
@@ -64,38 +98,6 @@ async def test_a_delta_that_is_missing_from_a_frame_still_to_come_is_noticed_wit
     await asyncio.sleep(0.05)
     assert not asking.task.done()
     fake.frame()
-    with pytest.raises(UpstreamProtocolError):
-        await asyncio.wait_for(asking.task, 10)
-
-
-async def test_a_delta_too_many_is_no_answer_either(
-    triton: FakeTriton, fake: FakeChannels, serve: Serve
-) -> None:
-    asking, number = await asked(await serve(triton), fake)
-    fake.accept(number)
-    fake.frame((number, "a"))
-    fake.frame((number, "b"))
-    await until(lambda: asking.text == "ab")
-    fake.finish(number, 1)
-    with pytest.raises(UpstreamProtocolError):
-        await asyncio.wait_for(asking.task, 10)
-
-
-async def test_an_end_that_does_not_count_is_out_of_contract(
-    triton: FakeTriton, fake: FakeChannels, serve: Serve
-) -> None:
-    asking, number = await asked(await serve(triton), fake)
-    fake.accept(number)
-    fake.own[number].put_nowait(reply("x", Meta(tokens=1, finish_reason="stop"), final=True))
-    with pytest.raises(UpstreamProtocolError):
-        await asyncio.wait_for(asking.task, 10)
-
-
-async def test_an_own_stream_that_ends_without_an_end_is_out_of_contract(
-    triton: FakeTriton, fake: FakeChannels, serve: Serve
-) -> None:
-    asking, number = await asked(await serve(triton), fake)
-    fake.own[number].put_nowait(reply(meta=Meta(), final=True))
     with pytest.raises(UpstreamProtocolError):
         await asyncio.wait_for(asking.task, 10)
 
