@@ -20,11 +20,14 @@ MessageRole = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastCall:
-    """A call that an assistant message made; its results name it by `id`."""
+    """A call that an assistant message made; its results name it by `id`.
+
+    `arguments` is a JSON object, as text: as objects it would take twenty times the memory while it waits.
+    """
 
     id: str
     name: str
-    arguments: Mapping[str, Any]
+    arguments: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

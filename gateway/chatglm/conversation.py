@@ -20,6 +20,8 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Literal
 
+import msgspec
+
 from gateway.chatglm.formats import ChatForm, ToolForm
 from gateway.chatglm.tool_offer import documents
 from gateway.chatglm.tool_results import ToolResults
@@ -109,7 +111,8 @@ def _turns(messages: Sequence[Message], tools: ToolForm, offer: ToolOffer | None
         turns += results.turns()
         if message.content or not message.calls:
             turns.append(Turn(message.role, message.content))
-        turns += [Turn("assistant", write(call.arguments), metadata=call.name) for call in message.calls]
+        for call in message.calls:
+            turns.append(Turn("assistant", write(msgspec.json.decode(call.arguments)), metadata=call.name))
         results = ToolResults(message)
     return turns + results.turns()
 

@@ -76,11 +76,12 @@ class FunctionCall(Strict):
         Raises:
             InvalidRequestError: the arguments are not a JSON object, or nest too deeply.
         """
+        arguments = self.arguments or "{}"
         try:
-            arguments = shallow(msgspec.json.decode(self.arguments or "{}"))
+            decoded = shallow(msgspec.json.decode(arguments))
         except (msgspec.DecodeError, RecursionError, PydanticCustomError, UnicodeEncodeError):
-            arguments = None
-        if not isinstance(arguments, dict):
+            decoded = None
+        if not isinstance(decoded, dict):
             raise InvalidRequestError(
                 f"{path}.arguments must be a JSON object, as text, at most {MAX_DEPTH} levels deep.",
                 param=f"{path}.arguments",

@@ -155,8 +155,8 @@ BOTH = Message(
     role="assistant",
     content="Let me see.",
     calls=(
-        PastCall(id="a", name="get_weather", arguments={"city": "北京"}),
-        PastCall(id="b", name="now", arguments={}),
+        PastCall(id="a", name="get_weather", arguments='{"city": "北京"}'),
+        PastCall(id="b", name="now", arguments="{}"),
     ),
 )
 

@@ -28,7 +28,7 @@ class Counted(tuple[PastCall, ...]):
 def test_a_result_costs_the_same_beside_many_calls() -> None:
     """A body has room for tens of thousands of calls and results, and reading them stops everyone else."""
     places = range(1000)
-    calls = Counted(PastCall(id=f"c{at}", name="f", arguments={}) for at in places)
+    calls = Counted(PastCall(id=f"c{at}", name="f", arguments="{}") for at in places)
     results = ToolResults(Message(role="assistant", content="", calls=calls))
     for at in reversed(places):
         results.add(Message(role="tool", content=str(at), answers=f"c{at}"))

@@ -29,8 +29,8 @@ def messages(*items: Any) -> list[Message]:
     return messages_of(asked)
 
 
-PAST = PastCall(id="call_a", name="now", arguments={})
-OTHER = PastCall(id="call_b", name="add", arguments={"a": 1})
+PAST = PastCall(id="call_a", name="now", arguments="{}")
+OTHER = PastCall(id="call_b", name="add", arguments='{"a": 1}')
 
 
 def test_messages_of_every_role_and_form() -> None:

@@ -78,10 +78,10 @@ def test_calls_and_results_in_the_conversation() -> None:
     assert prompt(messages=messages).messages == (
         Message(role="user", content="hi"),
         Message(
-            role="assistant", content="", calls=(PastCall(id="c1", name="now", arguments={"zone": None}),)
+            role="assistant", content="", calls=(PastCall(id="c1", name="now", arguments='{"zone": null}'),)
         ),
         Message(role="tool", content="noon", answers="c1"),
-        Message(role="assistant", content="", calls=(PastCall(id="now", name="now", arguments={}),)),
+        Message(role="assistant", content="", calls=(PastCall(id="now", name="now", arguments="{}"),)),
         Message(role="tool", content="one", answers="now"),
     )
 
