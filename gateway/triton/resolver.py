@@ -161,6 +161,8 @@ class NameWatch:
             addresses = await self._resolve(self.name.host, self.name.port)
         except OSError as error:
             outcome, detail = Outcome.FAILED, error.strerror or str(error)
+        except Exception as error:  # noqa: BLE001 - nobody awaits this task, and without it the name is frozen
+            outcome, detail = Outcome.FAILED, f"{type(error).__name__}: {error}"
         else:
             outcome, detail = (Outcome.FOUND if addresses else Outcome.NONE), ""
         if outcome is not self._outcome:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.triton.backoff import Backoff
-from gateway.triton.resolver import Name, NameWatch, Outcome, name_in, resolve
+from gateway.triton.resolver import Name, NameWatch, Outcome, Resolve, name_in, resolve
 from tests.gateway.triton.fake_resolver import FakeResolver
 from tests.gateway.triton.fake_triton import until
 
@@ -113,7 +113,7 @@ class Told:
 
 
 @contextlib.asynccontextmanager
-async def watched(resolver: FakeResolver, told: Told, interval_s: float) -> AsyncIterator[NameWatch]:
+async def watched(resolver: Resolve, told: Told, interval_s: float) -> AsyncIterator[NameWatch]:
     watch = NameWatch(NAME, told, interval_s=interval_s, backoff=Backoff(0.01, 0.02), resolve=resolver)
     task = asyncio.create_task(watch.watch())
     yield watch
@@ -138,6 +138,23 @@ async def test_a_name_is_looked_at_often_until_somebody_serves() -> None:
         watch.look_soon()
         await until(lambda: resolver.looks > looks + 2)
     assert set(map(str, (outcome for outcome, _ in told.told))) == {"found"}
+
+
+async def test_no_failure_ends_the_watch() -> None:
+    """No thread to be had, for one: a container's processes are limited."""
+    looks = 0
+
+    async def resolve(host: str, port: int) -> list[str]:
+        nonlocal looks
+        looks += 1
+        if looks < 3:
+            raise RuntimeError("can't start new thread")
+        return ["a:1"]
+
+    told = Told()
+    async with watched(resolve, told, 0.01):
+        await until(lambda: len(told.told) > 3)
+    assert [outcome for outcome, _ in told.told[:3]] == [Outcome.FAILED, Outcome.FAILED, Outcome.FOUND]
 
 
 async def test_the_interval_bounds_the_pauses() -> None:
