@@ -1,7 +1,6 @@
 """Many at once: nobody's answer depends on anybody else, and what is left behind is nothing."""
 
 import asyncio
-import time
 from typing import Any
 
 import openai
@@ -94,7 +93,6 @@ async def test_half_of_the_clients_hang_up(up: UpProcess, stream: bool) -> None:
         await until(lambda: up.gauge("tritongate_requests_in_flight") == CLIENTS)
         for leaving in clients[::2]:
             leaving.cancel()
-        left = time.monotonic()
         await until(lambda: up.gauge("tritongate_requests_in_flight") <= CLIENTS // 2)
         await until(
             lambda: (
@@ -103,9 +101,10 @@ async def test_half_of_the_clients_hang_up(up: UpProcess, stream: bool) -> None:
                 <= CLIENTS // 2
             )
         )
-        took = time.monotonic() - left
+        through = sum(each.done() for each in clients[1::2])
         stayed = await asyncio.gather(*clients, return_exceptions=True)
-    assert took < HUNG_UP_S, "running sequences outlive the clients that hung up"
+    # All are of one length: without a cancel, those who left would take as long as those who stay.
+    assert through < CLIENTS // 8, "running sequences outlive the clients that hung up"
     assert [type(each) for each in stayed[1::2]] == [type(None)] * (CLIENTS // 2)
     assert all(isinstance(each, asyncio.CancelledError) for each in stayed[::2])
     await idle(up)
