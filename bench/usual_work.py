@@ -62,9 +62,13 @@ def draw(count: int, *, vocabulary: int, longest: int, seed: str) -> list[Asked]
 
 
 def warm_up_batch(size: int, *, longest: int) -> list[Asked]:
-    """Return requests that, answered together, come to every length that drawn ones can have."""
+    """Return requests that, answered together, come to every length that drawn ones can have.
+
+    Drawn prompts are of unequal length, and so are these: what is padded is computed by other means.
+    """
     shortest, most = _PROMPTS
-    return [Asked((_NO_TEXT,) * shortest, longest + most - shortest)] * size
+    first = Asked((_NO_TEXT,) * (shortest - 1), longest + most - shortest + 1)
+    return [first, *[Asked((_NO_TEXT,) * shortest, first.answer)] * (size - 1)]
 
 
 def in_batches(

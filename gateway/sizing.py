@@ -18,7 +18,7 @@ MAX_RUNNING: Final = 512
 GPU_SHARE: Final = 0.95
 LOGITS_COPIES: Final = 10
 GRAPH_BYTES: Final = 2 * 2**20
-STEP_TOKENS: Final = 2048
+STEP_TOKENS: Final = 4096
 """Of the largest captured step."""
 
 _GRAPHS: Final = 100

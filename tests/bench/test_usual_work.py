@@ -26,9 +26,9 @@ def test_the_warm_up_comes_to_every_length() -> None:
     drawn = draw(500, vocabulary=1000, longest=256, seed="a")
     first = min(len(each.prompt) for each in drawn)
     last = max(len(each.prompt) for each in drawn) + max(each.answer for each in drawn)
-    for each in batch:
-        assert len(each.prompt) <= first
-        assert len(each.prompt) + each.answer >= last
+    padded = max(len(each.prompt) for each in batch)
+    assert min(len(each.prompt) for each in batch) < padded <= first
+    assert all(len(each.prompt) + each.answer >= last for each in batch)
 
 
 class Clock:

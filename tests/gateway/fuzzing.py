@@ -31,6 +31,9 @@ _CHECKS: list[Any] = [
     negative_data_rejection,
 ]
 
+_OF_MESSAGES = ("tool_choice", "response_format", "structured_outputs", "add_generation_prompt")
+"""What a text to tokenise cannot have; a text to continue may have some of them, and does without."""
+
 _MODEL_FIELDS = ("model", "model_name", "model_id")
 
 
@@ -59,7 +62,7 @@ def mend(body: Any, more: Mapping[str, Any]) -> None:
     if not isinstance(body, dict):
         return
     if isinstance(body.get("prompt"), str):
-        for name in ("messages", "tools"):
+        for name in ("messages", "tools", *_OF_MESSAGES):
             body.pop(name, None)
     for message in body.get("messages") or ():
         message.setdefault("content", "hi")
