@@ -131,8 +131,8 @@ def ways_here(model: ChatGLM, plan: Plan) -> dict[str, Way]:
     engine = Engine(model, settings)
     warm_up(engine)
     for size in {1, *plan.clients}:
-        # On a GPU attention may be planned anew for each length that a batch of this size comes to, in a tenth
-        # of a second each: whoever serves has met them all.
+        # On a GPU attention may be planned anew for each length that a batch of this size comes to, for a
+        # tenth of a second each: whoever serves has met them all.
         generate(warm_up_batch(size, longest=plan.longest))
     limit_s = plan.limit_s
     return {
