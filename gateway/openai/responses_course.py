@@ -222,7 +222,6 @@ class ResponseCourse:
         yield self._done_with(item)
 
     def _open_call(self, name: str, arguments: str) -> Iterator[ResponseEvent]:
-        self._logprobs = []  # of the call, which has no place for them
         call = self._call = _OpenCall(name)
         yield OutputItemAdded(
             sequence_number=self._number(), output_index=len(self._done), item=call.item("in_progress")
@@ -230,7 +229,6 @@ class ResponseCourse:
         yield from self._add_arguments(arguments)
 
     def _add_arguments(self, arguments: str) -> Iterator[ResponseEvent]:
-        self._logprobs = []
         if self._call is None:
             return
         self._call.arguments.append(arguments)

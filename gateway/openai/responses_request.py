@@ -187,6 +187,13 @@ class ResponsesRequest(StructuredRequest):
             raise InvalidRequestError(
                 'top_logprobs needs "message.output_text.logprobs" in include.', param="top_logprobs"
             )
+        if self.include and self.offer is not None and self.offer.choice != "none":
+            # Which tokens a call took is not known, and they are none of a message's.
+            raise InvalidRequestError(
+                "Log-probabilities of messages cannot be told from those of calls:"
+                ' leave the tools out, set tool_choice to "none", or ask /v1/chat/completions.',
+                param="include",
+            )
         super().check_combinations()
         _ = self.continued  # refuses what is wrong with it
 

@@ -257,12 +257,6 @@ def test_log_probabilities() -> None:
     assert response["top_logprobs"] == 1
 
 
-def test_a_calls_own_tokens_open_no_message() -> None:
-    held = Delta(tokens=1, logprobs=logprob("get"))
-    _, response = run(held, last("tool_calls", *CALLS[:1]), tools=TOOLS, **WITH_LOGPROBS)
-    assert [item["type"] for item in response["output"]] == ["function_call"]
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [
