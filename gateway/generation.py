@@ -168,6 +168,8 @@ class Generation:
     """Number of alternatives reported beside each sampled token; None: no log-probabilities at all."""
     prompt_logprobs: int | None = None
     """The same of the prompt's tokens, with each choice."""
+    prompt_ranks: bool = False
+    """With them, each token's rank."""
     grammar: Grammar | None = None
     """None: the text is free."""
     echo: bool = False
@@ -212,6 +214,7 @@ class Heartbeat:
 class TopLogprob:
     """One of the most likely tokens at a position."""
 
+    id: int
     token: str
     utf8: bytes
     logprob: float
@@ -231,13 +234,16 @@ class TokenLogprob:
 class PromptLogprob:
     """The same of a prompt's token, behind those before it; None of the first, which nothing is before.
 
-    `utf8` is what the token adds to the prompt's text.
+    `utf8` is what the token adds to the prompt's text. `rank`, where it was asked for, is its place among
+    `top`; below them, how many tokens are at least as likely, itself among them.
     """
 
+    id: int
     token: str
     utf8: bytes
     logprob: float | None
     top: tuple[TopLogprob, ...]
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

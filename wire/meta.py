@@ -54,7 +54,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top: list[TopLogprob]
 
 
-class PromptLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PromptLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Natural-log probability of a prompt's token behind those before it, floored at -9999.
 
     Of the first token, which nothing is before, it is null, and there are no likely ones. `bytes` are what
@@ -66,6 +66,9 @@ class PromptLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: list[int]
     logprob: float | None
     top: list[TopLogprob]
+    rank: int | None = None
+    """Where `prompt_ranks` asked for it, but of the first: its place among `top`; below them, how many tokens
+    are at least as likely, itself among them."""
 
 
 class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):

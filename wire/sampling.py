@@ -105,6 +105,8 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """Log-probabilities of each token of the prompt and of this many most likely ones, with each choice;
     absent: none. The whole prompt is computed for it. Not over a channel: they are some hundred times the
     size of their text, and of what comes over a channel its clients keep little unread."""
+    prompt_ranks: bool = False
+    """With `prompt_logprobs`: each token's rank, too."""
 
     stop: Annotated[list[StopString], msgspec.Meta(max_length=STOPS_LIMIT)] = []
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=STOP_IDS_LIMIT)] = []
@@ -131,7 +133,9 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """Milliseconds from receipt after which the request is given up, waiting or running."""
 
     def __post_init__(self) -> None:
-        """Check that there are deltas for the channel, and numbers for the deltas."""
+        """Check that ranks have their log-probabilities, the channel its deltas, and these their numbers."""
+        if self.prompt_ranks and self.prompt_logprobs is None:
+            raise ValueError("prompt_ranks are told with prompt_logprobs, which are not asked for")
         if self.channel is None:
             return
         if not self.stream:

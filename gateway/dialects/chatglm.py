@@ -186,6 +186,7 @@ def request_tensors(
         logit_bias=dict(generation.logit_bias),
         logprobs=generation.logprobs,
         prompt_logprobs=generation.prompt_logprobs,
+        prompt_ranks=generation.prompt_ranks,
         stop=list(generation.stop),
         stop_token_ids=list(generation.stop_token_ids),
         ignore_eos=generation.ignore_eos,

@@ -104,6 +104,7 @@ class ChatGLMAnswer:
         self._choices = {index: _Choice(generation, report) for index in range(generation.n)}
         """Those that have not ended."""
         self._accepted = False
+        self._wants_ranks = generation.prompt_ranks
 
     def decode(self, response: service_pb2.ModelInferResponse) -> list[Event]:
         """Return the one event that `response` stands for.
@@ -141,7 +142,7 @@ class ChatGLMAnswer:
             del self._choices[index]
             if (meta.usage is None) == (not self._choices):
                 raise not_understood("usage belongs to the end of the last choice")
-        prompt_logprobs = _prompt_logprobs(meta.prompt_logprobs)
+        prompt_logprobs = self._prompt_logprobs(meta.prompt_logprobs)
         if meta.finish_reason is None and not (pieces or tokens or prompt_logprobs):
             return Heartbeat()
         return Delta(
@@ -159,6 +160,22 @@ class ChatGLMAnswer:
     def _plain(self, index: int, text: str, tokens: int) -> Delta:
         """Return the event for a delta of text alone."""
         return Delta(pieces=self._choice(index).push(text), tokens=tokens, index=index)
+
+    def _prompt_logprobs(self, logprobs: list[wire_meta.PromptLogprob] | None) -> tuple[PromptLogprob, ...]:
+        for each in logprobs or ():
+            if (each.rank is not None) != (self._wants_ranks and each.logprob is not None):
+                raise not_understood("ranks belong to the log-probabilities that they were asked for with")
+        return tuple(
+            PromptLogprob(
+                id=each.id,
+                token=each.token,
+                utf8=_utf8(each.bytes),
+                logprob=each.logprob,
+                top=_top(each.top),
+                rank=each.rank,
+            )
+            for each in logprobs or ()
+        )
 
     def _choice(self, index: int) -> "_Choice":
         choice = self._choices.get(index)
@@ -215,15 +232,10 @@ def _logprobs(logprobs: list[wire_meta.TokenLogprob] | None) -> tuple[TokenLogpr
     )
 
 
-def _prompt_logprobs(logprobs: list[wire_meta.PromptLogprob] | None) -> tuple[PromptLogprob, ...]:
-    return tuple(
-        PromptLogprob(token=each.token, utf8=_utf8(each.bytes), logprob=each.logprob, top=_top(each.top))
-        for each in logprobs or ()
-    )
-
-
 def _top(top: Sequence[wire_meta.TopLogprob]) -> tuple[TopLogprob, ...]:
-    return tuple(TopLogprob(token=each.token, utf8=_utf8(each.bytes), logprob=each.logprob) for each in top)
+    return tuple(
+        TopLogprob(id=each.id, token=each.token, utf8=_utf8(each.bytes), logprob=each.logprob) for each in top
+    )
 
 
 def _utf8(values: list[int]) -> bytes:

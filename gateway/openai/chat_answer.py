@@ -21,6 +21,7 @@ from gateway.openai.call_documents import (
 from gateway.openai.chat_request import ChatRequest
 from gateway.openai.chunk_stream import ChunkedAnswer
 from gateway.openai.generation_request import StreamOptions
+from gateway.openai.prompt_logprobs import PromptLogprobs, prompt_logprobs_document
 from gateway.pieces import Call, CallPart
 
 _CONTENT = b'"content":'
@@ -87,6 +88,7 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     choices: list[Choice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChunkDelta(Struct, frozen=True):
@@ -150,6 +152,7 @@ class ChatAnswer(ChunkedAnswer):
         self._options = asked.stream_options
         self._calls = CallWriter(offered=bool(asked.tools or asked.functions), older=bool(asked.functions))
         self._choices = asked.choices
+        self._prompt_logprobs = asked.prompt_logprobs
 
     async def whole(self, accepted: Accepted, events: AsyncIterator[Event]) -> ChatCompletion:
         """Return the whole answer."""
@@ -169,6 +172,8 @@ class ChatAnswer(ChunkedAnswer):
             ],
             usage=usage,
             prompt_token_ids=_prompt_ids(accepted),
+            # Each choice was told of the one prompt.
+            prompt_logprobs=prompt_logprobs_document(answers[0].prompt_logprobs, self._prompt_logprobs),
         )
 
     def chunks(self, accepted: Accepted) -> "ChatChunkWriter":

@@ -12,11 +12,11 @@ from gateway.chatglm.tool_offer import call_rules
 from gateway.errors import InvalidRequestError
 from gateway.generation import Conversation, Generation, Grammar, Message, MessageRole, PastCall, ToolOffer
 from gateway.openai import generation_request
+from gateway.openai.any_completion_request import AnyCompletionRequest
 from gateway.openai.content import Content, Unread, text_of
 from gateway.openai.document import read_object, validate, without_neutral
 from gateway.openai.generation_request import (
     MESSAGES_LIMIT,
-    AnyCompletionRequest,
     Items,
     Strict,
     TokenBound,

@@ -1,23 +1,23 @@
 """Text completions as OpenAI writes them, whole and streamed; token ids as vLLM adds them."""
 
-from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
 from gateway.generation import Accepted, Delta, Event, FinishReason, StopReason
-from gateway.openai.answer import ChunkWriter, Head, Usage, gather, ids_document
+from gateway.openai.answer import ChunkWriter, Gathered, Head, Usage, gather, ids_document
 from gateway.openai.chunk_stream import ChunkedAnswer
 from gateway.openai.completion_logprobs import CompletionLogprobs, LogprobsWriter
 from gateway.openai.completion_request import CompletionRequest
-from gateway.openai.generation_request import StreamOptions
+from gateway.openai.prompt_logprobs import PromptLogprobs, prompt_logprobs_document
 
 
 class CompletionChoice(Struct, frozen=True):
     """A choice, or a chunk's part of one.
 
-    The prompt's ids are in the first chunk of each, `stop_reason` stands beside the reason of the end.
+    The prompt's ids are in the first chunk of each, `stop_reason` stands beside the reason of the end. Its
+    log-probabilities are in whole answers only.
     """
 
     index: int
@@ -27,6 +27,7 @@ class CompletionChoice(Struct, frozen=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     stop_reason: StopReason | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -61,9 +62,7 @@ class CompletionAnswer(ChunkedAnswer):
 
     def __init__(self, asked: CompletionRequest) -> None:
         self._head = Head.new("cmpl", asked.model)
-        self._wants_ids = bool(asked.return_token_ids)
-        self._wants_logprobs = asked.logprobs is not None
-        self._options = asked.stream_options
+        self._asked = asked
         self._choices = asked.choices
 
     async def whole(self, accepted: Accepted, events: AsyncIterator[Event]) -> Completion:
@@ -76,13 +75,12 @@ class CompletionAnswer(ChunkedAnswer):
                 CompletionChoice(
                     answer.index,
                     answer.text,
-                    LogprobsWriter().write([*answer.prompt_logprobs, *answer.logprobs])
-                    if self._wants_logprobs
-                    else None,
+                    self._logprobs(answer),
                     answer.finish_reason,
                     prompt_ids.of(answer.index),
-                    answer.token_ids if self._wants_ids else UNSET,
+                    answer.token_ids if self._asked.return_token_ids else UNSET,
                     answer.stop_reason,
+                    prompt_logprobs_document(answer.prompt_logprobs, self._asked.prompt_logprobs),
                 )
                 for answer in answers
             ],
@@ -91,16 +89,22 @@ class CompletionAnswer(ChunkedAnswer):
 
     def chunks(self, accepted: Accepted) -> "CompletionChunkWriter":
         """Return what writes the answer's chunks."""
-        return CompletionChunkWriter(self._head, accepted, self._options, self._choices)
+        return CompletionChunkWriter(self._head, accepted, self._asked)
+
+    def _logprobs(self, answer: Gathered) -> CompletionLogprobs | None:
+        if self._asked.logprobs is None:
+            return None
+        echoed = answer.prompt_logprobs if self._asked.echo else []
+        return LogprobsWriter(self._asked.logprobs).write([*echoed, *answer.logprobs])
 
 
 class CompletionChunkWriter(ChunkWriter):
     """Writes one chunk for each delta that shows something; the last has the reason of the end as well."""
 
-    def __init__(self, head: Head, accepted: Accepted, options: StreamOptions | None, choices: int) -> None:
-        super().__init__(head, CompletionChunk, accepted, options, choices)
-        self._prompt_ids = _PromptIds(accepted, choices)
-        self._logprobs: defaultdict[int, LogprobsWriter] = defaultdict(LogprobsWriter)
+    def __init__(self, head: Head, accepted: Accepted, asked: CompletionRequest) -> None:
+        super().__init__(head, CompletionChunk, accepted, asked.stream_options, asked.choices)
+        self._prompt_ids = _PromptIds(accepted, asked.choices)
+        self._logprobs = [LogprobsWriter(asked.logprobs or 0) for _ in range(asked.choices)]
         """By choice."""
         self._begun: set[int] = set()
 

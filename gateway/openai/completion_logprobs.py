@@ -23,9 +23,10 @@ class CompletionLogprobs(Struct, frozen=True):
 
 
 class LogprobsWriter:
-    """Writes those of one choice, in one piece or in several."""
+    """Writes those of one choice, in one piece or in several, with the `top` most likely tokens of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, top: int) -> None:
+        self._top = top
         self._characters = 0
         """Begun so far."""
 
@@ -34,7 +35,7 @@ class LogprobsWriter:
         return CompletionLogprobs(
             [token.token for token in tokens],
             [token.logprob for token in tokens],
-            [_likely(token) for token in tokens],
+            [_likely(token, self._top) for token in tokens],
             [self._place(token.utf8) for token in tokens],
         )
 
@@ -46,10 +47,10 @@ class LogprobsWriter:
         return place
 
 
-def _likely(token: TokenLogprob | PromptLogprob) -> dict[str, float] | None:
+def _likely(token: TokenLogprob | PromptLogprob, top: int) -> dict[str, float] | None:
     if token.logprob is None:
         return None
-    likely = {top.token: top.logprob for top in token.top}
+    likely = {each.token: each.logprob for each in token.top[:top]}
     return likely if token.token in likely else likely | {token.token: token.logprob}
 
 

@@ -11,9 +11,9 @@ from pydantic import Discriminator, Field, Tag
 from gateway.errors import InvalidRequestError
 from gateway.generation import Generation, PlainText, TokenIds
 from gateway.openai import generation_request
+from gateway.openai.any_completion_request import AnyCompletionRequest
 from gateway.openai.document import read_object, validate, without_neutral
 from gateway.openai.generation_request import (
-    AnyCompletionRequest,
     Items,
     TokenId,
     at_most,
@@ -28,7 +28,6 @@ NOT_YET: Mapping[str, Any] = MappingProxyType(
         "add_special_tokens": True,
         "best_of": 1,
         "prompt_embeds": None,
-        "prompt_logprobs": None,
         "response_format": {"type": "text"},
         "suffix": None,
     }
@@ -107,11 +106,13 @@ class CompletionRequest(AnyCompletionRequest, StructuredRequest):
         """Return what is asked of the upstream for the first prompt."""
         asked = super().generation(request_id=request_id, deadline=deadline)
         echo = bool(self.echo)
+        # Each is told as many alternatives as it asks for, of the more that are computed.
+        of_prompt = (asked.prompt_logprobs, self.logprobs if echo else None)
         return replace(
             asked,
             echo=echo,
             logprobs=self.logprobs,
-            prompt_logprobs=self.logprobs if echo else None,
+            prompt_logprobs=max((each for each in of_prompt if each is not None), default=None),
         )
 
     def generations(self, *, request_id: str, deadline: float) -> list[Generation]:

@@ -5,7 +5,6 @@ Source: OpenAI's API reference; extensions: vLLM's sampling parameters, in its s
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, Self, TypeVar
@@ -17,7 +16,6 @@ from gateway.errors import InvalidRequestError
 from gateway.generation import Conversation, Generation, Prompt
 from gateway.openai.document import without_neutral_in
 from wire.limits import (
-    ANSWERS_LIMIT,
     INT64_MAX,
     LOGIT_BIAS_LIMIT,
     PRIORITY_LIMIT,
@@ -244,32 +242,6 @@ class GenerationRequest(Strict, ABC):
             raise InvalidRequestError(
                 f"min_tokens is more than the bound of {bound} new tokens.", param="min_tokens"
             )
-
-
-class AnyCompletionRequest(GenerationRequest):
-    """What both completion routes take beside it."""
-
-    n: Annotated[int, Field(ge=1, le=ANSWERS_LIMIT)] | None = None
-    max_tokens: TokenBound | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: Annotated[
-        bool | None, Field(description="report the ids of the prompt and of the answer")
-    ] = None
-
-    @property
-    def choices(self) -> int:
-        """The number of answers wanted."""
-        return self.n or 1
-
-    @property
-    def token_bound(self) -> int | None:
-        """The bound on new tokens that the client gave."""
-        return self.max_tokens
-
-    def generation(self, *, request_id: str, deadline: float) -> Generation:
-        """Return what is asked of the upstream."""
-        asked = super().generation(request_id=request_id, deadline=deadline)
-        return replace(asked, n=self.n or 1, return_token_ids=bool(self.return_token_ids))
 
 
 def without_neutral_options(document: dict[str, Any]) -> dict[str, Any]:

@@ -100,6 +100,7 @@ ASKING_FOR: Mapping[str, Any] = {
     "include_stop_str_in_output": True,
     "skip_special_tokens": False,
     "return_token_ids": True,
+    "prompt_logprobs": 2,
     "structured_outputs": {"choice": ["a", "b"]},
     "priority": 1,
     "user": "ann",

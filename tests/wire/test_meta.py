@@ -23,7 +23,7 @@ FULL = Meta(
     logprobs=[TokenLogprob(7, "\\xe4", [0xE4], -0.5, [TopLogprob(8, "a", [97], -9999.0)])],
     prompt_logprobs=[
         PromptLogprob(5, "b", [98], None, []),
-        PromptLogprob(6, "c", [99], -1.5, [TopLogprob(8, "a", [97], -0.5)]),
+        PromptLogprob(6, "c", [99], -1.5, [TopLogprob(8, "a", [97], -0.5)], rank=3),
     ],
     segments=[Segment(0, "assistant")],
     finish_reason="stop",
@@ -41,6 +41,11 @@ def test_every_field_comes_back() -> None:
     assert decode_meta(encode_meta(FULL)) == FULL
     said = msgspec.json.decode(encode_meta(FULL))
     assert set(said) == {field.name for field in msgspec.structs.fields(Meta)} - {"v"}
+
+
+def test_a_rank_that_was_not_asked_for_is_left_out() -> None:
+    """Clients of before there were any refuse it."""
+    assert b"rank" not in encode_meta(Meta(prompt_logprobs=[PromptLogprob(5, "b", [98], -1.0, [])]))
 
 
 def test_a_heartbeat_says_nothing() -> None:

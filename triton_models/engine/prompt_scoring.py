@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from triton_models.engine.batch import Batch
 from triton_models.engine.layout import ChunkRows
 from triton_models.engine.results import NOT_FINITE, Sampled, token_logprobs
-from triton_models.engine.sequence import Sequence
+from triton_models.engine.sequence import Sequence, TokenLogprobs
 from triton_models.engine.staging import Staging
 
 SLICE_ROWS = 64
@@ -42,12 +42,14 @@ class ScoredChunk:
 class Scores:
     """What is known of R tokens of `chunks`.
 
-    `logprobs`: [R, 1 + top] float32, the token's own first; `top_ids`: [R, top] int64.
+    `logprobs`: [R, 1 + top] float32, the token's own first; `top_ids`: [R, top] int64; `ranks`: [R] int64,
+    how many tokens are at least as likely as its own.
     """
 
     chunks: list[ScoredChunk]
     logprobs: Tensor
     top_ids: Tensor
+    ranks: Tensor
 
     def to_host(self) -> "Scores":
         """Start copying to pinned host memory; whoever reads the copies waits for the device first."""
@@ -55,6 +57,7 @@ class Scores:
             self,
             logprobs=self.logprobs.to("cpu", non_blocking=True),
             top_ids=self.top_ids.to("cpu", non_blocking=True),
+            ranks=self.ranks.to("cpu", non_blocking=True),
         )
 
 
@@ -104,16 +107,17 @@ def score(
             strict=True,
         )
     ]
-    logprobs, top_ids = (torch.cat(parts)[: len(rows)] for parts in zip(*slices, strict=True))
-    return Scores(chunks, logprobs, top_ids)
+    logprobs, top_ids, ranks = (torch.cat(parts)[: len(rows)] for parts in zip(*slices, strict=True))
+    return Scores(chunks, logprobs, top_ids, ranks)
 
 
 def _score_slice(
     hidden: Tensor, tokens: Tensor, top: int, head: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     raw = head(hidden).float().log_softmax(dim=-1)
     likely, likely_ids = raw.topk(top, dim=-1)
-    return torch.cat([raw.gather(1, tokens[:, None]), likely], dim=1), likely_ids
+    own = raw.gather(1, tokens[:, None])
+    return torch.cat([own, likely], dim=1), likely_ids, (raw >= own).sum(dim=-1)
 
 
 def with_scores(results: list[Sampled], scores: Scores) -> list[Sampled]:
@@ -121,7 +125,7 @@ def with_scores(results: list[Sampled], scores: Scores) -> list[Sampled]:
 
     Called once for each step, in order.
     """
-    values, ids = scores.logprobs.tolist(), scores.top_ids.tolist()
+    values, ids, ranks = scores.logprobs.tolist(), scores.top_ids.tolist(), scores.ranks.tolist()
     by_sequence = {each.sequence: each for each in results}
     at = 0
     for chunk in scores.chunks:
@@ -140,9 +144,15 @@ def with_scores(results: list[Sampled], scores: Scores) -> list[Sampled]:
             result = replace(
                 result,
                 prompt_logprobs=tuple(
-                    token_logprobs(token, values[row], ids[row], chunk.top)
+                    _ranked(token_logprobs(token, values[row], ids[row], chunk.top), ranks[row])
                     for token, row in zip(tokens, new, strict=True)
                 ),
             )
         by_sequence[sequence] = result
     return list(by_sequence.values())
+
+
+def _ranked(told: TokenLogprobs, at_least_as_likely: int) -> TokenLogprobs:
+    """Add the rank. Among equals the order of the likeliest decides: no two in a report share a place."""
+    places = [token_id for token_id, _ in told.top]
+    return replace(told, rank=places.index(told.id) + 1 if told.id in places else at_least_as_likely)

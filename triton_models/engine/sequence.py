@@ -67,6 +67,9 @@ class TokenLogprobs:
     logprob: float
     top: tuple[tuple[int, float], ...]
     """The most likely (id, log-probability) pairs, as many as were asked for, best first."""
+    rank: int | None = None
+    """Of a prompt's token: its place among `top`; below them, how many tokens are at least as likely, itself
+    among them. 1 is the likeliest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

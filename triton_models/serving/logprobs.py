@@ -41,9 +41,10 @@ def _top(tokenizer: Tokenizer, logprobs: TokenLogprobs) -> list[wire.TopLogprob]
 class PromptReport:
     """What is told of a prompt's tokens, as the engine computes it. The first one follows nothing."""
 
-    def __init__(self, tokenizer: Tokenizer, ids: Sequence[int], *, special: bool) -> None:
-        """Begin the report on `ids`, at least one; `special`: see `shown_tokens`."""
+    def __init__(self, tokenizer: Tokenizer, ids: Sequence[int], *, special: bool, ranks: bool) -> None:
+        """Begin the report on `ids`, at least one; `special`: see `shown_tokens`; `ranks`: they are told."""
         self._tokenizer = tokenizer
+        self._ranks = ranks
         self._shown = shown_tokens(tokenizer, ids, special=special)
         token, utf8 = next(self._shown)
         self._next = [wire.PromptLogprob(id=ids[0], token=token, bytes=list(utf8), logprob=None, top=[])]
@@ -55,7 +56,7 @@ class PromptReport:
             return None
         # A text is repeated as it was given, with none of the special tokens that were put in front.
         special = generation.show_special and generation.prompt_token_ids is not None
-        return cls(tokenizer, ids, special=special)
+        return cls(tokenizer, ids, special=special, ranks=generation.prompt_ranks)
 
     @property
     def waits(self) -> bool:
@@ -78,6 +79,7 @@ class PromptReport:
                     bytes=list(utf8),
                     logprob=max(each.logprob, LOGPROB_FLOOR),
                     top=_top(self._tokenizer, each),
+                    rank=each.rank if self._ranks else None,
                 )
             )
 

@@ -160,7 +160,9 @@ async def likely(request: Generation) -> AsyncGenerator[Event, None]:
     pieces = [*[bytes([byte]) for byte in "👋".encode()], b"x"]
     for at, piece in enumerate(pieces):
         count = request.logprobs or 0
-        top = tuple(TopLogprob(token=f"t{each}", utf8=b"t", logprob=-9999.0) for each in range(count))
+        top = tuple(
+            TopLogprob(id=each, token=f"t{each}", utf8=b"t", logprob=-9999.0) for each in range(count)
+        )
         shown = piece.decode("ascii", "backslashreplace")
         logprob = TokenLogprob(token=shown, utf8=piece, logprob=-1.0, top=top)
         last = at == len(pieces) - 1

@@ -102,7 +102,10 @@ async def test_continuous_usage_grows() -> None:
 
 async def test_log_probabilities() -> None:
     token = TokenLogprob(
-        token="é", utf8="é".encode(), logprob=-0.5, top=(TopLogprob(token="e", utf8=b"e", logprob=-1.0),)
+        token="é",
+        utf8="é".encode(),
+        logprob=-0.5,
+        top=(TopLogprob(id=1, token="e", utf8=b"e", logprob=-1.0),),
     )
 
     async def script(_request: Generation) -> AsyncGenerator[Event, None]:

@@ -42,8 +42,8 @@ def response(text: str | bytes = "", meta: Any = None, *, order: int = 1) -> ser
     return built
 
 
-def decoded(*responses: service_pb2.ModelInferResponse, n: int = 1) -> list[Event]:
-    answer = DIALECT.decoder(generation(n=n), CHATGLM3)
+def decoded(*responses: service_pb2.ModelInferResponse, **asked: Any) -> list[Event]:
+    answer = DIALECT.decoder(generation(**asked), CHATGLM3)
     events = [event for response in responses for event in answer.decode(response)]
     answer.end()
     return events
@@ -113,7 +113,7 @@ def test_every_field_of_a_generation_reaches_the_model() -> None:
         "logit_bias": {5: -1.5},
         "logprobs": 3,
         "prompt_logprobs": 4,
-        **dict.fromkeys(("ignore_eos", "include_stop", "show_special", "echo"), True),
+        **dict.fromkeys(("ignore_eos", "include_stop", "show_special", "echo", "prompt_ranks"), True),
         **dict.fromkeys(("stream", "return_token_ids"), True),
         "priority": -4,
     }

@@ -85,24 +85,43 @@ def test_logprobs_are_carried_over() -> None:
             token="x",
             utf8=b"x",
             logprob=-0.25,
-            top=(TopLogprob(token="\ufffd", utf8=b"\xe4", logprob=-0.5),),
+            top=(TopLogprob(id=4, token="\ufffd", utf8=b"\xe4", logprob=-0.5),),
         ),
     )
 
 
-def test_what_is_told_of_a_prompt_is_carried_over_by_itself() -> None:
+@pytest.mark.parametrize("rank", [None, 2])
+def test_what_is_told_of_a_prompt_is_carried_over_by_itself(rank: int | None) -> None:
     top = {"id": 4, "token": "y", "bytes": [121], "logprob": -0.5}
     first = {"id": 3, "token": "x", "bytes": [120], "logprob": None, "top": []}
+    ranked = {} if rank is None else {"rank": rank}
     (_, delta, _) = decoded(
         response(meta=ACCEPTED),
-        response("", {"prompt_logprobs": [first, first | {"logprob": -1.5, "top": [top]}]}),
+        response("", {"prompt_logprobs": [first, first | {"logprob": -1.5, "top": [top]} | ranked]}),
         response("x", END),
+        prompt_logprobs=1,
+        prompt_ranks=rank is not None,
     )
     assert isinstance(delta, Delta)
     assert (delta.text, delta.tokens, delta.logprobs) == ("", 0, None)
+    likely = TopLogprob(id=4, token="y", utf8=b"y", logprob=-0.5)
     assert delta.prompt_logprobs == (
-        PromptLogprob(token="x", utf8=b"x", logprob=None, top=()),
-        PromptLogprob(
-            token="x", utf8=b"x", logprob=-1.5, top=(TopLogprob(token="y", utf8=b"y", logprob=-0.5),)
-        ),
+        PromptLogprob(id=3, token="x", utf8=b"x", logprob=None, top=()),
+        PromptLogprob(id=3, token="x", utf8=b"x", logprob=-1.5, top=(likely,), rank=rank),
     )
+
+
+@pytest.mark.parametrize(
+    ("asked", "logprob", "rank"), [(True, -1.5, None), (False, -1.5, 2), (True, None, 1)]
+)
+def test_ranks_that_are_missing_or_too_many_are_not_understood(
+    asked: bool, logprob: float | None, rank: int | None
+) -> None:
+    told = {"id": 3, "token": "x", "bytes": [120], "logprob": logprob, "top": [], "rank": rank}
+    with pytest.raises(UpstreamProtocolError, match="ranks"):
+        decoded(
+            response(meta=ACCEPTED),
+            response("", {"prompt_logprobs": [told]}),
+            prompt_logprobs=0,
+            prompt_ranks=asked,
+        )

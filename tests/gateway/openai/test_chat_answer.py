@@ -33,6 +33,7 @@ def writer(
         tools=tools,
         functions=functions,
         return_token_ids=None,
+        prompt_logprobs=None,
     )
     return ChatAnswer(asked).chunks(Accepted(prompt_tokens=3))
 
@@ -144,7 +145,13 @@ async def told(deltas: list[Delta]) -> AsyncIterator[Event]:
 def asked_with(*, older: bool) -> Any:
     offered = {"tools": None if older else [1], "functions": [1] if older else None}
     return SimpleNamespace(
-        model="m", logprobs=None, stream_options=None, choices=1, return_token_ids=None, **offered
+        model="m",
+        logprobs=None,
+        stream_options=None,
+        choices=1,
+        return_token_ids=None,
+        prompt_logprobs=None,
+        **offered,
     )
 
 

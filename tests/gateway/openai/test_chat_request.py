@@ -151,6 +151,9 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"logprobs": False, "top_logprobs": 0}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"stream": "yes"}, "stream"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
         (

@@ -5,7 +5,9 @@ from gateway.openai.completion_logprobs import LogprobsWriter
 
 
 def token(shown: str, utf8: bytes, *likely: str) -> TokenLogprob:
-    top = tuple(TopLogprob(token=each, utf8=each.encode(), logprob=-0.5) for each in likely)
+    top = tuple(
+        TopLogprob(id=at, token=each, utf8=each.encode(), logprob=-0.5) for at, each in enumerate(likely)
+    )
     return TokenLogprob(token=shown, utf8=utf8, logprob=-1.0, top=top)
 
 
@@ -23,7 +25,7 @@ OFFSETS = [0, 2, 2, 2, 3, 5, 5]
 
 @pytest.mark.parametrize("cut", range(len(TOKENS) + 1))
 def test_offsets_are_of_characters_however_the_tokens_are_cut(cut: int) -> None:
-    writer = LogprobsWriter()
+    writer = LogprobsWriter(5)
     parts = [writer.write(TOKENS[:cut]), writer.write(TOKENS[cut:])]
     assert [place for part in parts for place in part.text_offset] == OFFSETS
     for part in parts:
@@ -37,7 +39,7 @@ def test_offsets_are_of_characters_however_the_tokens_are_cut(cut: int) -> None:
 
 
 def test_the_sampled_token_is_among_the_likely_ones() -> None:
-    written = LogprobsWriter().write(TOKENS)
+    written = LogprobsWriter(5).write(TOKENS)
     assert written.top_logprobs[0] == {" a": -0.5, "b": -0.5}
     assert written.top_logprobs[4] == {"c": -0.5, "你好": -1.0}
     assert written.top_logprobs[6] == {"x": -1.0}
@@ -45,10 +47,10 @@ def test_the_sampled_token_is_among_the_likely_ones() -> None:
 
 def test_the_prompts_tokens_come_first_and_the_first_has_no_logprob() -> None:
     prompt = [
-        PromptLogprob(token="sop", utf8=b"", logprob=None, top=()),
-        PromptLogprob(token="你", utf8="你".encode(), logprob=-2.0, top=()),
+        PromptLogprob(id=1, token="sop", utf8=b"", logprob=None, top=()),
+        PromptLogprob(id=2, token="你", utf8="你".encode(), logprob=-2.0, top=()),
     ]
-    written = LogprobsWriter().write([*prompt, *TOKENS[4:5]])
+    written = LogprobsWriter(5).write([*prompt, *TOKENS[4:5]])
     assert written.tokens == ["sop", "你", "你好"]
     assert written.token_logprobs == [None, -2.0, -1.0]
     assert written.top_logprobs == [None, {"你": -2.0}, {"c": -0.5, "你好": -1.0}]
@@ -56,4 +58,9 @@ def test_the_prompts_tokens_come_first_and_the_first_has_no_logprob() -> None:
 
 
 def test_bytes_that_begin_no_character_stay_in_the_text() -> None:
-    assert LogprobsWriter().write([token("\\x99", b"\x99"), token("a", b"a")]).text_offset == [0, 0]
+    assert LogprobsWriter(5).write([token("\\x99", b"\x99"), token("a", b"a")]).text_offset == [0, 0]
+
+
+def test_no_more_alternatives_are_written_than_were_asked_for() -> None:
+    assert LogprobsWriter(1).write(TOKENS[:1]).top_logprobs == [{" a": -0.5}]
+    assert LogprobsWriter(0).write(TOKENS[4:5]).top_logprobs == [{"你好": -1.0}]

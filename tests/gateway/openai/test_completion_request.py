@@ -103,6 +103,10 @@ def test_choices_are_one_unless_asked_for() -> None:
         ({"logprobs": 6}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
         ({"echo": 1}, "echo"),
         ({"echo": False, "max_tokens": 0}, "max_tokens"),
         ({"echo": True, "max_tokens": -1}, "max_tokens"),
@@ -170,11 +174,18 @@ def test_prompts_times_n_are_bounded() -> None:
         ({"echo": True, "logprobs": 5, "max_tokens": 1}, (5, 5, 1)),
         ({"echo": False, "logprobs": 5}, (5, None, None)),
         ({"echo": True}, (None, None, None)),
+        ({"prompt_logprobs": 0}, (None, 0, None)),
+        ({"prompt_logprobs": 20, "logprobs": 5}, (5, 20, None)),
+        ({"prompt_logprobs": 1, "logprobs": 5}, (5, 1, None)),
+        ({"prompt_logprobs": 1, "logprobs": 5, "echo": True}, (5, 5, None)),
+        ({"prompt_logprobs": 7, "logprobs": 5, "echo": True}, (5, 7, None)),
+        ({"prompt_logprobs": 7, "echo": True}, (None, 7, None)),
     ],
 )
-def test_an_echo_with_logprobs_asks_for_the_prompts(asked: dict[str, Any], expected: tuple[Any, ...]) -> None:
+def test_what_is_told_of_a_prompt_is_asked_for(asked: dict[str, Any], expected: tuple[Any, ...]) -> None:
     generation = read(**asked).generation(request_id="r", deadline=0)
     assert (generation.logprobs, generation.prompt_logprobs, generation.max_tokens) == expected
+    assert generation.prompt_ranks == ("prompt_logprobs" in asked)
 
 
 def test_extensions_arrive() -> None:

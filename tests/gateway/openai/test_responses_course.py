@@ -42,7 +42,7 @@ def last(reason: Any = "stop", *pieces: Piece) -> Delta:
 
 def logprob(token: str) -> tuple[TokenLogprob]:
     utf8 = token.encode()
-    top = (TopLogprob(token=token, utf8=utf8, logprob=-0.5),)
+    top = (TopLogprob(id=1, token=token, utf8=utf8, logprob=-0.5),)
     return (TokenLogprob(token=token, utf8=utf8, logprob=-0.5, top=top),)
 
 

@@ -63,6 +63,8 @@ def check(outputs: list[TokenOutput], prompt: Sequence[int], top: int) -> None:
         raw.gather(1, tokens[1:, None])[:, 0].tolist(), abs=1e-3
     )
     for each, row in zip(found, raw, strict=True):
+        own = row[each.id].item()
+        assert 1 + (row > own + 1e-3).sum() <= each.rank <= (row > own - 1e-3).sum()
         assert len(each.top) == top
         assert [value for _, value in each.top] == pytest.approx(row.topk(top).values.tolist(), abs=1e-3)
         assert all(value == pytest.approx(row[token].item(), abs=1e-3) for token, value in each.top)
@@ -161,6 +163,27 @@ def test_what_is_recomputed_after_all_was_told_may_be_found() -> None:
     check(outputs["victim"], range(17), 2)
     starts = [positions for positions in model.steps if 0 in positions]
     assert len(starts) == 2, "the victim's first blocks were still there"
+
+
+class Alike(FakeModel):
+    """Finds the tokens from 8 on equally likely, and those below less so, one as the other."""
+
+    def logits(self, hidden: Tensor, operations: Operations) -> Tensor:
+        found = super().logits(hidden, operations)
+        return (torch.arange(found.shape[1]) >= 8).float().expand_as(found).contiguous()
+
+
+@pytest.mark.parametrize("top", [0, 3, 20])
+def test_no_two_of_a_report_share_a_rank(top: int) -> None:
+    engine = Engine(Alike(), SMALL)
+    engine.add(asking("a", range(30), top, count=1))
+    found = told(run(engine)["a"])
+    vocabulary = len(logits_of(torch.zeros(1))[0])
+    for each in found:
+        places = {token: place for place, (token, _) in enumerate(each.top, start=1)}
+        below = vocabulary if each.id < 8 else vocabulary - 8
+        assert each.rank == places.get(each.id, below)
+    assert len(found) == 29
 
 
 def test_a_prompt_of_one_token_has_none() -> None:

@@ -75,6 +75,20 @@ def test_no_new_tokens_leave_the_prompt(served: Served, text: ChatText, stream: 
     assert (last.usage.completion_tokens, last.usage.prompt_tokens) == (0, len(reported(answer)))
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_ranks_are_told_where_they_are_asked_for(served: Served, asked: bool) -> None:
+    first, *others = reported(ask(served, prompt_logprobs=3, prompt_ranks=asked))
+    assert first.rank is None
+    for each in others:
+        likely = [top.id for top in each.top]
+        if not asked:
+            assert each.rank is None
+        elif each.id in likely:
+            assert each.rank == likely.index(each.id) + 1
+        else:
+            assert each.rank > 3
+
+
 def test_a_prompt_of_one_token_has_an_entry(served: Served) -> None:
     (entry,) = reported(ask(served, "", prompt_token_ids=[5], prompt_logprobs=3))
     assert (entry.id, entry.logprob) == (5, None)

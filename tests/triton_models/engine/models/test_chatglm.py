@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.triton_models.engine.fake_model import ids, request, run
+from tests.triton_models.engine.models.whole_pass import whole_pass, whole_passes
 from triton_models.checkpoint import load_model, tensor_places
 from triton_models.engine.engine import Engine
 from triton_models.engine.models.chatglm import ChatGLM, _rotary_table
-from triton_models.engine.operations import PlainMath, Rotary, rotate_in_place, rotation, split_heads
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
 
@@ -121,38 +121,12 @@ def test_a_prompts_log_probabilities_are_those_of_one_pass_over_it(golden: Golde
             raw = whole_passes(golden.model, prompt)[:-1].log_softmax(dim=-1)
             assert [each.id for each in told] == prompt[1:]
             for each, row in zip(told, raw, strict=True):
-                assert each.logprob == pytest.approx(row[each.id].item(), abs=1e-4)
+                own = row[each.id].item()
+                assert each.logprob == pytest.approx(own, abs=1e-4)
+                assert 1 + (row > own + 1e-4).sum() <= each.rank <= (row > own - 1e-4).sum()
                 assert [value for _, value in each.top] == pytest.approx(
                     row.topk(3).values.tolist(), abs=1e-4
                 )
-
-
-def whole_pass(model: ChatGLM, tokens: list[int]) -> torch.Tensor:
-    """The logits behind `tokens`, with attention that needs no cache."""
-    return whole_passes(model, tokens)[-1]
-
-
-def whole_passes(model: ChatGLM, tokens: list[int]) -> torch.Tensor:
-    """The logits behind each of `tokens`."""
-    operations = WholeSequence(len(tokens), model.kv_shape.heads)
-    with torch.inference_mode():
-        return model.logits(model.forward(torch.tensor(tokens), operations), operations)
-
-
-class WholeSequence(PlainMath):
-    """One sequence without a cache."""
-
-    def __init__(self, length: int, kv_heads: int) -> None:
-        self.positions = torch.arange(length)
-        self._kv_heads = kv_heads
-
-    def attend(self, layer: int, projected: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        rotate_in_place(projected[:, : -self._kv_heads], *rotation(rotary, self.positions))
-        queries, keys, values = (each.transpose(0, 1) for each in split_heads(projected, self._kv_heads))
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, enable_gqa=True
-        )
-        return attended.transpose(0, 1).flatten(1)
 
 
 def test_rope_ratio_multiplies_the_base(golden: Golden) -> None:

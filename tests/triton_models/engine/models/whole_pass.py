@@ -1,0 +1,34 @@
+"""The model's own forward pass over a whole sequence: what the engine's steps have to come to."""
+
+import torch
+
+from triton_models.engine.models.chatglm import ChatGLM
+from triton_models.engine.operations import PlainMath, Rotary, rotate_in_place, rotation, split_heads
+
+
+def whole_pass(model: ChatGLM, tokens: list[int]) -> torch.Tensor:
+    """The logits behind `tokens`, with attention that needs no cache."""
+    return whole_passes(model, tokens)[-1]
+
+
+def whole_passes(model: ChatGLM, tokens: list[int]) -> torch.Tensor:
+    """The logits behind each of `tokens`."""
+    operations = WholeSequence(len(tokens), model.kv_shape.heads)
+    with torch.inference_mode():
+        return model.logits(model.forward(torch.tensor(tokens), operations), operations)
+
+
+class WholeSequence(PlainMath):
+    """One sequence without a cache."""
+
+    def __init__(self, length: int, kv_heads: int) -> None:
+        self.positions = torch.arange(length)
+        self._kv_heads = kv_heads
+
+    def attend(self, layer: int, projected: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        rotate_in_place(projected[:, : -self._kv_heads], *rotation(rotary, self.positions))
+        queries, keys, values = (each.transpose(0, 1) for each in split_heads(projected, self._kv_heads))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, enable_gqa=True
+        )
+        return attended.transpose(0, 1).flatten(1)
