@@ -14,13 +14,31 @@ The joined pieces are the same however the answer was cut into deltas. What may 
 white space or the placeholder is held back; everything else is passed on at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from wire.meta import Segment
 
 _PLACEHOLDER = "[[训练时间]]"
 _TRAINING_DATE = "2023年"
 _SEPARATOR = "\n"
+
+
+def by_segment(text: str, segments: Sequence[Segment]) -> Iterator[tuple[Segment | None, str]]:
+    """Split one delta of a raw answer: each segment that begins in it, with its part of `text`.
+
+    The first part continues the segment that was open before; None stands for that.
+
+    Raises:
+        ValueError: a segment begins outside `text`, or before the one ahead of it.
+    """
+    opened: Segment | None = None
+    start = 0
+    for segment in segments:
+        if not start <= segment.at <= len(text):
+            raise ValueError("a segment begins outside the text")
+        yield opened, text[start : segment.at]
+        opened, start = segment, segment.at
+    yield opened, text[start:]
 
 
 class AnswerText:
@@ -40,14 +58,10 @@ class AnswerText:
         if not (segments or self._held or not self._segment_has_text or "[" in text or text[-1:].isspace()):
             return text  # as nearly always: nothing to strip, nothing to fill in, nothing to wait for
         shown = []
-        start = 0
-        for segment in segments:
-            if not start <= segment.at <= len(text):
-                raise ValueError("a segment begins outside the text")
-            shown.append(self._push_within_segment(text[start : segment.at]))
-            shown.append(self._end_segment())
-            start = segment.at
-        shown.append(self._push_within_segment(text[start:]))
+        for segment, part in by_segment(text, segments):
+            if segment is not None:
+                shown.append(self._end_segment())
+            shown.append(self._push_within_segment(part))
         return "".join(shown)
 
     def finish(self) -> str:

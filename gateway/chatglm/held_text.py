@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Sequence
 
+from wire.answer import by_segment
 from wire.meta import Segment
 
 
@@ -32,14 +33,10 @@ class HeldText:
             ValueError: a segment begins outside `text`, or before the one ahead of it.
         """
         shown = []
-        start = 0
-        for segment in segments:
-            if not start <= segment.at <= len(text):
-                raise ValueError("a segment begins outside the text")
-            shown.append(self._push_within_segment(text[start : segment.at]))
-            self._begin_segment()
-            start = segment.at
-        shown.append(self._push_within_segment(text[start:]))
+        for segment, part in by_segment(text, segments):
+            if segment is not None:
+                self._begin_segment()
+            shown.append(self._push_within_segment(part))
         return "".join(shown)
 
     def finish(self) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from gateway.chatglm.call_readers import CallReader, OnPart, Verdict
 from gateway.chatglm.held_text import HeldText
 from gateway.pieces import Piece, joined_pieces
-from wire.answer import AnswerText
+from wire.answer import AnswerText, by_segment
 from wire.meta import Segment
 
 
@@ -66,16 +66,12 @@ class ToolText:
         Raises:
             ValueError: a segment begins outside `text`, or before the one ahead of it.
         """
-        start = 0
-        for segment in segments:
-            if not start <= segment.at <= len(text):
-                raise ValueError("a segment begins outside the text")
-            self._push_within_segment(text[start : segment.at])
-            self._end_segment()
-            self._pieces.append(self._text.push("", (Segment(0, segment.role),)))
-            self._begin_segment()
-            start = segment.at
-        self._push_within_segment(text[start:])
+        for segment, part in by_segment(text, segments):
+            if segment is not None:
+                self._end_segment()
+                self._pieces.append(self._text.push("", (Segment(0, segment.role),)))
+                self._begin_segment()
+            self._push_within_segment(part)
         return self._take()
 
     def finish(self) -> tuple[Piece, ...]:
