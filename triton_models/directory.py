@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from triton_models.errors import CheckpointError
 
-ChatFormat = Literal["chatglm2", "chatglm3", "glm4"]
+FormatName = Literal["chatglm2", "chatglm3", "glm4"]
 
-_NAMES: dict[ChatFormat, tuple[str, ...]] = {
+_NAMES: dict[FormatName, tuple[str, ...]] = {
     "chatglm2": ("chatglm2",),
     "chatglm3": ("chatglm3",),
     "glm4": ("glm4", "glm-4"),
@@ -47,7 +47,7 @@ def read_optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def detect_format(directory: Path) -> ChatFormat:
+def detect_format(directory: Path) -> FormatName:
     """Return the chat format that a checkpoint was trained with.
 
     Asks, in this order: the tokenizer's class where it is GLM-4's, the name that the checkpoint was published
@@ -65,7 +65,7 @@ def detect_format(directory: Path) -> ChatFormat:
     return found
 
 
-def format_evidence(directory: Path) -> ChatFormat | None:
+def format_evidence(directory: Path) -> FormatName | None:
     """Return the chat format that the directory gives away, None where it does not.
 
     Raises:
@@ -106,7 +106,7 @@ def vocabulary_size(directory: Path) -> int:
     return size if isinstance(size, int) else 0
 
 
-def _format_in(name: object) -> ChatFormat | None:
+def _format_in(name: object) -> FormatName | None:
     """Return the format whose name is in `name`, if exactly one's is."""
     found = [each for each, names in _NAMES.items() if any(part in str(name).lower() for part in names)]
     return found[0] if len(found) == 1 else None

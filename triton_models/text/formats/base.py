@@ -1,55 +1,45 @@
-"""What every chat format offers."""
+"""What all chat formats have in common."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from triton_models.errors import TextError
+from triton_models.text.tokenizers import Tokenizer
 from wire.history import Role, Turn
 
 
-class ChatFormat(Protocol):
+class ChatFormat(ABC):
     """Renders conversations for one family of models; holds no state of any conversation.
 
     A conversation that the format cannot express is refused with a `TextError` that names the turn; nothing
     in it is ever left out.
+
+    Args:
+        tokenizer: encodes the text.
+        sop: the name of the second id of every prompt; the first is `[gMASK]`.
+        stop_ids: ids with which the model itself ends its answer. They are not part of the answer's text.
+        segment_roles: ids that open a new segment within an answer, with the role that the wire reports.
     """
 
+    def __init__(
+        self, tokenizer: Tokenizer, sop: str, *, stop_ids: frozenset[int], segment_roles: Mapping[int, str]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._prefix = [tokenizer.special_ids["[gMASK]"], tokenizer.special_ids[sop]]
+        self.stop_ids = stop_ids
+        self.segment_roles = segment_roles
+
     @property
+    @abstractmethod
     def name(self) -> str:
         """As checkpoints, settings and the wire spell it."""
-        ...
 
     @property
-    def stop_ids(self) -> frozenset[int]:
-        """Ids by which the model itself ends its answer. They are not part of the answer's text."""
-        ...
-
-    @property
-    def segment_roles(self) -> Mapping[int, str]:
-        """Ids that open a new segment inside an answer, with the role that the wire reports for each."""
-        ...
-
-    @property
+    @abstractmethod
     def supports_tools(self) -> bool:
         """Whether a system turn may offer tools, and observations may follow."""
-        ...
 
-    def render(
-        self, history: Sequence[Turn], prompt: str, role: Role = "user", *, answer_metadata: str | None = None
-    ) -> list[int]:
-        """Return the input ids after which the model answers `prompt`, said by `role` after `history`.
-
-        Args:
-            history: the turns before, oldest first.
-            prompt: the newest turn's text.
-            role: who says it.
-            answer_metadata: the answer's first line, where the model is not to choose it.
-
-        Raises:
-            TextError: the format cannot express it.
-        """
-        ...
-
+    @abstractmethod
     def render_turns(
         self,
         turns: Sequence[Turn],
@@ -61,13 +51,22 @@ class ChatFormat(Protocol):
 
         Args:
             turns: oldest first.
-            add_generation_prompt: at the end the model's answer begins.
-            answer_metadata: its first line, where it begins and the model is not to choose it.
+            add_generation_prompt: end where the model's answer begins.
+            answer_metadata: the answer's first line, if the model is not to choose it.
 
         Raises:
             TextError: the format cannot express it.
         """
-        ...
+
+    def render(
+        self, history: Sequence[Turn], prompt: str, role: Role = "user", *, answer_metadata: str | None = None
+    ) -> list[int]:
+        """Return the input ids for the answer to `prompt`, said by `role` after `history` (oldest first).
+
+        Raises:
+            TextError: the format cannot express it.
+        """
+        return self.render_turns([*history, Turn(role, prompt)], answer_metadata=answer_metadata)
 
     def render_text(self, text: str) -> list[int]:
         """Return the input ids of plain text to be continued: the ids that begin every prompt, then its own.
@@ -77,7 +76,7 @@ class ChatFormat(Protocol):
         Raises:
             TextError: `text` is not valid Unicode.
         """
-        ...
+        return self._prefix + self._tokenizer.encode(text)
 
 
 def refuse(turns: Sequence[Turn], at: int, why: str) -> TextError:

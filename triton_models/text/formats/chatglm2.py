@@ -4,15 +4,15 @@ Format: `build_prompt` of the published `modeling_chatglm.py`. It is text throug
 types `[Round 2]` cannot be told from one: that is the format's, and no rendering helps.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
 from triton_models.errors import TextError
-from triton_models.text.formats.base import refuse
+from triton_models.text.formats.base import ChatFormat, refuse
 from triton_models.text.tokenizers import Tokenizer
-from wire.history import Role, Turn
+from wire.history import Turn
 
 _QUESTION = "问\N{FULLWIDTH COLON}"
 _ANSWER = "答\N{FULLWIDTH COLON}"
@@ -27,7 +27,7 @@ class _Round:
     answers: list[str] = field(default_factory=list)
 
 
-class ChatGLM2Format:
+class ChatGLM2Format(ChatFormat):
     """Rounds of `[Round i]`, question and answer, a blank line between.
 
     A system turn, which only the first can be, stands before the first question. Turns of one role in a row
@@ -39,17 +39,9 @@ class ChatGLM2Format:
     supports_tools: Final = False
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        special = tokenizer.special_ids
-        self._tokenizer = tokenizer
-        self._prefix = [special["[gMASK]"], special["sop"]]
-        self.stop_ids = frozenset({tokenizer.eos_id})
-        self.segment_roles: Mapping[int, str] = MappingProxyType({})
-
-    def render(
-        self, history: Sequence[Turn], prompt: str, role: Role = "user", *, answer_metadata: str | None = None
-    ) -> list[int]:
-        """See `ChatFormat.render`."""
-        return self.render_turns([*history, Turn(role, prompt)], answer_metadata=answer_metadata)
+        super().__init__(
+            tokenizer, "sop", stop_ids=frozenset({tokenizer.eos_id}), segment_roles=MappingProxyType({})
+        )
 
     def render_turns(
         self,
@@ -67,10 +59,6 @@ class ChatGLM2Format:
         text = "".join(_round_text(number, each) for number, each in enumerate(rounds, start=1))
         if add_generation_prompt:
             text += _ANSWER
-        return self._prefix + self._tokenizer.encode(text)
-
-    def render_text(self, text: str) -> list[int]:
-        """See `ChatFormat.render_text`."""
         return self._prefix + self._tokenizer.encode(text)
 
 

@@ -5,13 +5,13 @@ turn is its role's id, then the metadata and a newline, then the content, these 
 """
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
 from triton_models.errors import TextError
-from triton_models.text.formats.base import refuse
+from triton_models.text.formats.base import ChatFormat, refuse
 from triton_models.text.tokenizers import Tokenizer
 from wire.history import Role, Turn
 
@@ -22,7 +22,7 @@ characters of a few nested brackets, so that no bound on what the client sent wo
 _TOOLS_ENCODER = json.JSONEncoder(indent=4, ensure_ascii=False)
 
 
-class TaggedTurnsFormat(ABC):
+class TaggedTurnsFormat(ChatFormat):
     """System (first only), user, assistant and observation turns; tools with the system turn.
 
     Args:
@@ -34,22 +34,18 @@ class TaggedTurnsFormat(ABC):
 
     def __init__(self, tokenizer: Tokenizer, sop: str) -> None:
         special = tokenizer.special_ids
-        self._tokenizer = tokenizer
-        self._prefix = [special["[gMASK]"], special[sop]]
         self._roles: dict[Role, int] = {
             "system": special["<|system|>"],
             "user": special["<|user|>"],
             "assistant": special["<|assistant|>"],
             "observation": special["<|observation|>"],
         }
-        self.stop_ids = frozenset({tokenizer.eos_id, self._roles["user"], self._roles["observation"]})
-        self.segment_roles: Mapping[int, str] = MappingProxyType({self._roles["assistant"]: "assistant"})
-
-    def render(
-        self, history: Sequence[Turn], prompt: str, role: Role = "user", *, answer_metadata: str | None = None
-    ) -> list[int]:
-        """See `ChatFormat.render`."""
-        return self.render_turns([*history, Turn(role, prompt)], answer_metadata=answer_metadata)
+        super().__init__(
+            tokenizer,
+            sop,
+            stop_ids=frozenset({tokenizer.eos_id, self._roles["user"], self._roles["observation"]}),
+            segment_roles=MappingProxyType({self._roles["assistant"]: "assistant"}),
+        )
 
     def render_turns(
         self,
@@ -77,10 +73,6 @@ class TaggedTurnsFormat(ABC):
             if answer_metadata is not None:
                 ids += self._metadata(answer_metadata)
         return ids
-
-    def render_text(self, text: str) -> list[int]:
-        """See `ChatFormat.render_text`."""
-        return self._prefix + self._tokenizer.encode(text)
 
     @abstractmethod
     def _with_tools(self, content: str, tools: list[dict[str, Any]]) -> Iterable[str]:
