@@ -72,10 +72,6 @@ class Control:
         """Ask whether the server is up (its models need not be)."""
         return bool((await self._call("ServerLive", service_pb2.ServerLiveRequest())).live)
 
-    async def model_ready(self, entry: str) -> bool:
-        """Ask whether `entry` is loaded. A model whose process died stays "ready": only a probe tells."""
-        return bool((await self._call("ModelReady", service_pb2.ModelReadyRequest(name=entry))).ready)
-
     async def repository(self) -> dict[str, EntryState]:
         """Return the entries that are on the repository's disk, loaded or not, by name."""
         index = await self._call("RepositoryIndex", service_pb2.RepositoryIndexRequest())

@@ -24,7 +24,6 @@ from gateway.errors import (
 )
 from gateway.generation import Conversation, Delta, Event, Generation, Message
 from gateway.triton.channel import Channel
-from gateway.triton.control import Control
 from gateway.triton.pool import TritonUpstream
 from gateway.triton.replicas import ReplicaState
 from gateway.triton.status import Fault, TritonError
@@ -271,7 +270,8 @@ async def test_an_unloaded_model(upstream: TritonUpstream, scripted: Scripted) -
         unload = service_pb2.RepositoryModelUnloadRequest(model_name="m-stream")
         await channel.unary("RepositoryModelUnload", unload, timeout_s=20)
         assert (await stream_failure(channel, "m-stream", [1, 1])).fault is Fault.NOT_READY
-        assert not await Control(channel).model_ready("m-stream")
+        readiness = service_pb2.ModelReadyRequest(name="m-stream")
+        assert not (await channel.unary("ModelReady", readiness, timeout_s=5)).ready
         await until(lambda: not upstream.model("m").ready)
         assert type(await failure(upstream, "hello")) is UnavailableError
     finally:

@@ -138,10 +138,6 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.metadata.append(dict(context.invocation_metadata()))
         return service_pb2.ServerLiveResponse(live=self.live)
 
-    async def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: N802
-        model = self.models.get(request.name)
-        return service_pb2.ModelReadyResponse(ready=model is not None and model.state == "READY")
-
     async def _permit(self, context: Any) -> None:
         if self.restriction is not None and self.restriction not in context.invocation_metadata():
             told = f"This protocol is restricted, expecting header '{self.restriction[0]}'"

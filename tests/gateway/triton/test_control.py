@@ -24,11 +24,6 @@ async def test_a_server_says_if_it_is_live(control: Control, triton: Any) -> Non
     assert not await control.live()
 
 
-async def test_a_model_is_ready_or_not(control: Control, triton: Any) -> None:
-    assert await control.model_ready("m-stream")
-    assert not await control.model_ready("other")
-
-
 @pytest.mark.parametrize(
     ("state", "reason", "read"),
     [
