@@ -209,7 +209,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                 async for response in self._serve(request, context):
                     yield response
             self.half_closed += 1
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
+            # Of a call that ended, grpc cancels the task if it waits in here, and drops the generator if the
+            # end came between two responses.
             self.cancelled.set()
             raise
 
