@@ -99,7 +99,7 @@ async def test_dead_stub_then_dead_server_then_a_clean_end(own_up: UpProcess) ->
     processes = len(own_up.tree())
     await break_under_load(own_up, own_up.stub("chatglm3-stream"))
     await break_under_load(own_up, own_up.server())
-    assert len(own_up.tree()) == processes
+    await asyncio.to_thread(wait_until, lambda: len(own_up.tree()) == processes)
     assert own_up.stop() == 0
 
 

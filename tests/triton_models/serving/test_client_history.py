@@ -118,10 +118,10 @@ def test_flat_histories_that_cannot_be(values: list[bytes]) -> None:
     ids=lambda document: f"{document[:12]!r} {len(document)}",
 )
 def test_hostile_histories_are_refused_at_once(document: str) -> None:
-    started = time.monotonic()
+    started = time.thread_time()  # of this thread alone, whatever else the machine does
     with pytest.raises(ClientInputError, match="history cannot be read"):
         parse(document)
-    assert time.monotonic() - started < 5  # generous: each takes milliseconds
+    assert time.thread_time() - started < 5  # generous: each takes milliseconds
 
 
 @pytest.mark.parametrize(
