@@ -12,6 +12,7 @@ from gateway.api.failures import error_handlers
 from gateway.auth import Keyring
 from gateway.body_limit import BodyLimitMiddleware
 from gateway.drain import Drain
+from gateway.fleet import Fleet, Place
 from gateway.metrics import Metrics
 from gateway.middleware import ExchangeMiddleware
 from gateway.resources import Gateway
@@ -25,13 +26,14 @@ _TOKENIZED_AT_ONCE = 8
 """A tokenizer does one thing at a time: what is more than its next few had better wait here."""
 
 
-def create_app(settings: Settings, upstream: Upstream | None = None) -> FastAPI:
+def create_app(settings: Settings, upstream: Upstream | None = None, place: Place | None = None) -> FastAPI:
     """Make the application.
 
     Args:
         settings: read already; nothing below looks at flags, environment or files.
         upstream: serves the models; None: the Tritons that the settings name. Started and closed by the
             application's lifespan.
+        place: among the processes of this gateway; None: it is the only one.
     """
     metrics = Metrics()
     gateway = Gateway(
@@ -45,16 +47,21 @@ def create_app(settings: Settings, upstream: Upstream | None = None) -> FastAPI:
         keyring=Keyring(settings.api_keys),
         drain=Drain(),
         tracing=make_tracing(settings),
+        fleet=None if place is None else Fleet(place, metrics),
     )
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        if gateway.fleet is not None:
+            await gateway.fleet.start()
         await gateway.upstream.start()
         try:
             yield
         finally:
             await gateway.upstream.close()
             await asyncio.to_thread(gateway.tracing.close)
+            if gateway.fleet is not None:
+                await gateway.fleet.close()
 
     app = FastAPI(
         title="tritongate",

@@ -1,6 +1,7 @@
 """The command `tritongate`."""
 
 import asyncio
+import contextlib
 import json
 import shlex
 import sys
@@ -13,8 +14,7 @@ import click
 from gateway.check import check as check_upstreams
 from gateway.cli_clients import bench, load, unload
 from gateway.cli_size import size
-from gateway.server import ListenError, bind
-from gateway.server import run as run_server
+from gateway.listeners import ListenError, bind_all
 from gateway.settings import (
     CONFIG_VARIABLE,
     ConfigurationError,
@@ -25,6 +25,7 @@ from gateway.settings import (
 )
 from gateway.up import TritonOptions, run_up
 from gateway.version import version
+from gateway.workers import run as run_gateway
 from wire.events import Ready
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -158,17 +159,19 @@ def up(
     )
     try:
         # Before Triton takes its time to start.
-        listener = bind(settings.host, settings.port)
+        listeners = bind_all(settings.host, settings.port, settings.workers)
 
         def serve_models(ready: Ready) -> int:
             upstream = {"upstreams": (ready.grpc,), "models": tuple(ready.models)}
-            return run_server(
+            return run_gateway(
                 settings.model_copy(update=upstream),
-                listener=listener,
+                listeners=listeners,
                 on_ready=lambda url: click.echo(greeting(url, ready.models, keyed=bool(settings.api_keys))),
             )
 
-        with listener:
+        with contextlib.ExitStack() as stack:
+            for listener in listeners:
+                stack.enter_context(listener)
             status = run_up(options, serve_models, sys.stdout)
     except ListenError as error:
         raise click.ClickException(str(error)) from None
@@ -196,7 +199,7 @@ def serve(config: Path | None, **flags: Any) -> None:
     """
     settings = _load(config, flags)
     try:
-        status = run_server(settings)
+        status = run_gateway(settings)
     except ListenError as error:
         raise click.ClickException(str(error)) from None
     sys.exit(status)

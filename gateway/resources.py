@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from gateway.admission import Admission
 from gateway.auth import Keyring
 from gateway.drain import Drain, Phase
+from gateway.fleet import Fleet
 from gateway.metrics import Metrics
 from gateway.settings import Settings
 from gateway.tracing import Tracing
@@ -25,6 +26,12 @@ class Gateway:
     keyring: Keyring
     drain: Drain
     tracing: Tracing
+    fleet: Fleet | None
+    """Where other processes serve beside this one."""
+
+    async def exposition(self) -> bytes:
+        """Return what Prometheus reads: of every process, where there are several."""
+        return self.metrics.render() if self.fleet is None else await self.fleet.render()
 
     def not_ready(self) -> list[str] | None:
         """Name the models that are meant to be loaded and do not answer; None when no model is known."""

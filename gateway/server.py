@@ -23,6 +23,8 @@ from fastapi import FastAPI
 
 from gateway.app import create_app
 from gateway.drain import Drain
+from gateway.fleet import Place
+from gateway.listeners import ListenError, base_url, bind
 from gateway.logs import configure_logging
 from gateway.protocol import BoundedHttpProtocol
 from gateway.resources import Gateway
@@ -38,10 +40,6 @@ _SWITCH_S = 0.0005
 _READY_POLL_S = 0.02
 
 _log = logging.getLogger(__name__)
-
-
-class ListenError(Exception):
-    """The address cannot be listened on; the message says why."""
 
 
 class Server(uvicorn.Server):
@@ -62,35 +60,13 @@ class Server(uvicorn.Server):
         yield
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Take an address, without answering there yet; port 0 takes a free one.
-
-    Raises:
-        ListenError: taken, not permitted, or no such address.
-    """
-    host = host.strip("[]")  # as an IPv6 address is written in a URL
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ListenError(f"cannot listen on {host}: {error.strerror}") from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ListenError(f"cannot listen on {host} port {port}: {error.strerror}") from None
-    return listener
-
-
 def run(
     settings: Settings,
     *,
     upstream: Upstream | None = None,
     listener: socket.socket | None = None,
     on_ready: Callable[[str], None] | None = None,
+    place: Place | None = None,
 ) -> int:
     """Serve until a signal ends it, and return the process's exit status.
 
@@ -102,6 +78,7 @@ def run(
         listener: bound by `bind`, so that a taken port is known before anything else is started; closed in
             the end. None: one for the settings' host and port.
         on_ready: called with the base URL once every model is ready.
+        place: among the processes of this gateway; None: it is the only one.
 
     Raises:
         ListenError: the address cannot be listened on.
@@ -114,7 +91,7 @@ def run(
     except OSError as error:  # taken between `bind` and now
         listener.close()
         raise ListenError(f"cannot listen on port {settings.port}: {error.strerror}") from None
-    app = create_app(settings, upstream)
+    app = create_app(settings, upstream, place)
     _shorten_pauses()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(app, settings, listener, on_ready))
@@ -129,14 +106,6 @@ def _shorten_pauses() -> None:
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(_SWITCH_S)
-
-
-def base_url(listener: socket.socket) -> str:
-    """Return where clients on this machine reach `listener`."""
-    host, port = listener.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
-        host = "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def make_server(app: FastAPI) -> Server:
@@ -160,7 +129,7 @@ async def _serve(
 ) -> int:
     url = base_url(listener)  # uvicorn closes the socket in the end
     server = make_server(app)
-    with _caught_signals() as signals:
+    with caught_signals() as signals:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         up = asyncio.create_task(server.up.wait())
         await asyncio.wait({serving, up}, return_when=asyncio.FIRST_COMPLETED)
@@ -208,7 +177,7 @@ async def _drain(drain: Drain, drain_s: float) -> None:
 
 
 @contextlib.contextmanager
-def _caught_signals() -> Iterator["asyncio.Queue[int]"]:
+def caught_signals() -> Iterator["asyncio.Queue[int]"]:
     """Collect SIGTERM and SIGINT in a queue."""
     loop = asyncio.get_running_loop()
     caught: asyncio.Queue[int] = asyncio.Queue()

@@ -182,6 +182,13 @@ class Settings(BaseSettings):
         default=False, description="serve without keys even when bound to more than the loopback interface"
     )
     metrics_need_key: bool = Field(default=False, description="ask for a key, of any scope, at /metrics too")
+    workers: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="processes that serve; bounds of requests are those of all together, and metrics get a "
+        "label `worker`",
+    )
     max_in_flight: int = Field(
         512,
         ge=1,

@@ -6,6 +6,7 @@ from deploy.grafana.panels import Query, distribution, frame, heat, lines, per_s
 
 _MODEL = 'model=~"$model"'
 _GATEWAY = 'job="tritongate"'
+_PROCESS = "{{instance}} {{worker}}"
 
 
 def upstreams() -> Dashboard:
@@ -61,13 +62,13 @@ def upstreams() -> Dashboard:
         ),
         lines(
             "Processor",
-            Query(f"rate(process_cpu_seconds_total{{{_GATEWAY}}}[$__rate_interval])", "{{instance}}"),
+            Query(f"rate(process_cpu_seconds_total{{{_GATEWAY}}}[$__rate_interval])", _PROCESS),
             unit="short",
-            text="Cores in use. A gateway is one process: at 1 it is full.",
+            text="Cores in use. A process of the gateway is full at 1.",
         ),
         lines(
             "Memory",
-            Query(f"process_resident_memory_bytes{{{_GATEWAY}}}", "{{instance}}"),
+            Query(f"process_resident_memory_bytes{{{_GATEWAY}}}", _PROCESS),
             unit="bytes",
         ),
     ]

@@ -39,7 +39,7 @@ async def ready(gateway: GatewayDep) -> Response:
 @router.get("/metrics", response_class=Response, dependencies=[MetricsKey])
 async def metrics(gateway: GatewayDep) -> Response:
     """Return what Prometheus reads."""
-    return Response(gateway.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+    return Response(await gateway.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
 
 @router.get("/version")

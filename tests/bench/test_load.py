@@ -10,7 +10,7 @@ import uvicorn
 from bench.load import LoadPool, Workload, closed_loop, open_loop
 from gateway.app import create_app
 from gateway.generation import Event, Generation, TokenIds
-from gateway.server import base_url, bind
+from gateway.listeners import base_url, bind
 from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.serving import settings
 

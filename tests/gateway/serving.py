@@ -11,8 +11,9 @@ import openai
 import uvicorn
 
 from gateway.app import create_app
+from gateway.listeners import base_url, bind
 from gateway.resources import Gateway
-from gateway.server import base_url, bind, make_server
+from gateway.server import make_server
 from gateway.settings import Settings, load_settings
 from tests.gateway.fake_upstream import FakeUpstream
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import gateway.cli
 from gateway.check import Finding
 from gateway.cli import greeting, main
-from gateway.server import bind
+from gateway.listeners import bind
 from gateway.settings import Settings, settings_table
 from gateway.up import TritonOptions
 from wire.events import Ready
@@ -25,7 +25,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the server and Triton would have been run with."""
     calls: list[Any] = []
 
-    def run_server(settings: Settings, **_: Any) -> int:
+    def run_gateway(settings: Settings, **_: Any) -> int:
         calls.append(settings)
         return 0
 
@@ -33,7 +33,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.append(options)
         return serve(READY)
 
-    monkeypatch.setattr(gateway.cli, "run_server", run_server)
+    monkeypatch.setattr(gateway.cli, "run_gateway", run_gateway)
     monkeypatch.setattr(gateway.cli, "run_up", run_up)
     return calls
 

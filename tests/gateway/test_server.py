@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.server import ListenError, base_url, bind
 from tests.gateway.serving import CHAT, MESSAGES
 
 ROOT = Path(__file__).parents[2]
@@ -122,29 +121,3 @@ def test_an_idle_server_ends_at_once() -> None:
         assert server.get("/health/ready").status_code == 200
         server.process.send_signal(signal.SIGTERM)
         assert server.end(10)[0] == 0
-
-
-def test_a_taken_port_is_told() -> None:
-    with bind("127.0.0.1", 0) as first:
-        first.listen()
-        with pytest.raises(ListenError, match="Address already in use"):
-            bind("127.0.0.1", first.getsockname()[1])
-
-
-def test_an_address_of_nobody() -> None:
-    with pytest.raises(ListenError, match="cannot listen on"):
-        bind("192.0.2.1", 0)
-
-
-@pytest.mark.parametrize(
-    ("host", "url"),
-    [("127.0.0.1", "http://127.0.0.1:"), ("0.0.0.0", "http://127.0.0.1:")],  # noqa: S104
-)
-def test_base_url(host: str, url: str) -> None:
-    with bind(host, 0) as listener:
-        assert base_url(listener) == f"{url}{listener.getsockname()[1]}"
-
-
-def test_an_ipv6_address_may_be_written_as_in_a_url() -> None:
-    with bind("[::1]", 0) as listener:
-        assert base_url(listener).startswith("http://[::1]:")

@@ -209,9 +209,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                 async for response in self._serve(request, context):
                     yield response
             self.half_closed += 1
-        except (asyncio.CancelledError, GeneratorExit):
-            # Of a call that ended, grpc cancels the task if it waits in here, and drops the generator if the
-            # end came between two responses.
+        except (asyncio.CancelledError, GeneratorExit):  # grpc drops a generator that is between responses
             self.cancelled.set()
             raise
 

@@ -1,0 +1,66 @@
+"""Sockets that a gateway listens on."""
+
+import socket
+
+
+class ListenError(Exception):
+    """The address cannot be listened on; the message says why."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take an address, without answering there yet; port 0 takes a free one.
+
+    Raises:
+        ListenError: taken, not permitted, or no such address.
+    """
+    return _bound(host, port, shared=False)
+
+
+def bind_all(host: str, port: int, count: int) -> list[socket.socket]:
+    """Take an address for `count` sockets, as `bind` for one.
+
+    The kernel parts the connections among those of them that listen.
+    """
+    first = bind(host, port)
+    if count == 1:
+        return [first]
+    # A shared address can be shared with a stranger as well; but nobody has this one, or `bind` had failed.
+    port = first.getsockname()[1]
+    first.close()
+    listeners: list[socket.socket] = []
+    try:
+        while len(listeners) < count:
+            listeners.append(_bound(host, port, shared=True))
+    except ListenError:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners
+
+
+def base_url(listener: socket.socket) -> str:
+    """Return where clients on this machine reach `listener`."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _bound(host: str, port: int, *, shared: bool) -> socket.socket:
+    host = host.strip("[]")  # as an IPv6 address is written in a URL
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ListenError(f"cannot listen on {host}: {error.strerror}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ListenError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+    return listener

@@ -1,0 +1,179 @@
+"""Runs the gateway as several processes on one port, for more streams than one interpreter can write.
+
+    this process ──order──▶ worker 0, worker 1, …    each a whole gateway, with a listener of its own
+
+The kernel parts connections among the listeners. This process holds them too: clients that one of them has
+accepted for a worker that died are served by the one that replaces it. It serves nothing itself.
+
+Signals are those of `gateway.server`, passed on; no worker is replaced after the first.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gateway.fleet import Place
+from gateway.listeners import base_url, bind_all
+from gateway.logs import configure_logging
+from gateway.server import caught_signals
+from gateway.server import run as run_alone
+from gateway.settings import Settings
+from gateway.triton.backoff import Backoff
+from gateway.worker import encode_order
+
+_STEADY_S = 60.0
+"""A worker that lived for longer is replaced without a pause."""
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
+_SHARED_BOUNDS = ("max_in_flight", "max_waiting")
+
+_log = logging.getLogger(__name__)
+
+
+def run(
+    settings: Settings,
+    *,
+    listeners: Sequence[socket.socket] = (),
+    on_ready: Callable[[str], None] | None = None,
+) -> int:
+    """Serve in as many processes as the settings say until a signal; return the exit status.
+
+    Must be called on the main thread.
+
+    Args:
+        settings: what to serve; bounds of requests are of all workers together.
+        listeners: bound by `bind_all`, one for each worker; closed in the end. None: made here.
+        on_ready: called with the base URL once every model is ready in every worker.
+
+    Raises:
+        ListenError: the address cannot be listened on.
+    """
+    listeners = listeners or bind_all(settings.host, settings.port, settings.workers)
+    if len(listeners) == 1:
+        return run_alone(settings, listener=listeners[0], on_ready=on_ready)
+    configure_logging(settings.log_level, settings.log_format)
+    with tempfile.TemporaryDirectory(prefix="tritongate-") as folder:
+        return asyncio.run(_run(_share(settings), listeners, Path(folder), on_ready))
+
+
+def _share(settings: Settings) -> Settings:
+    """Return the settings of one worker: what it may take is its part of what all may."""
+    parts = {name: -(-getattr(settings, name) // settings.workers) for name in _SHARED_BOUNDS}
+    return settings.model_copy(update=parts)
+
+
+async def _run(
+    settings: Settings,
+    listeners: Sequence[socket.socket],
+    folder: Path,
+    on_ready: Callable[[str], None] | None,
+) -> int:
+    workers = [
+        _Worker(settings, listener, Place(number=number, count=len(listeners), folder=folder))
+        for number, listener in enumerate(listeners)
+    ]
+    url = base_url(listeners[0])
+    with caught_signals() as signals:
+        keeping = [asyncio.create_task(worker.keep()) for worker in workers]
+        announcing = asyncio.create_task(_announce(workers, url, on_ready))
+        ended: asyncio.Future[Any] = asyncio.gather(*keeping)
+        first: asyncio.Future[Any] = asyncio.create_task(signals.get())
+        await asyncio.wait([first, ended], return_when=asyncio.FIRST_COMPLETED)
+        first.cancel()
+        announcing.cancel()
+        for worker in workers:
+            worker.end()
+        second: asyncio.Future[Any] = asyncio.create_task(signals.get())
+        await asyncio.wait([second, ended], return_when=asyncio.FIRST_COMPLETED)
+        status = 128 + second.result() if second.done() else 0
+        if status:
+            for worker in workers:
+                worker.end()
+        second.cancel()
+        await ended
+        return status
+
+
+async def _announce(workers: Sequence["_Worker"], url: str, on_ready: Callable[[str], None] | None) -> None:
+    for worker in workers:
+        await worker.ready.wait()
+    if on_ready is not None:
+        on_ready(url)
+
+
+class _Worker:
+    """Keeps one process running.
+
+    Args:
+        settings: its own.
+        listener: its own; closed here once it needs no other process to take it over.
+        place: its number among the workers.
+    """
+
+    def __init__(self, settings: Settings, listener: socket.socket, place: Place) -> None:
+        self.ready = asyncio.Event()
+        """Set once its models were all ready for the first time."""
+        self._listener = listener
+        self._number = place.number
+        self._order = encode_order(settings, listener.fileno(), place)
+        self._process: asyncio.subprocess.Process | None = None
+        self._ending = asyncio.Event()
+
+    async def keep(self) -> None:
+        """Run the process, and another one when it ends, until `end`."""
+        backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        loop = asyncio.get_running_loop()
+        while not self._ending.is_set():
+            began = loop.time()
+            status = await self._run()
+            if self._ending.is_set():
+                break
+            if loop.time() - began > _STEADY_S:
+                backoff.reset()
+            pause_s = backoff.next()
+            _log.error(
+                "a worker ended; it is replaced",
+                extra={"worker": self._number, "status": status, "pause_s": pause_s},
+            )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._ending.wait()
+
+    def end(self) -> None:
+        """Pass a signal on: the first has it drain, a second end at once. It is not replaced any more."""
+        self._ending.set()
+        self._listener.close()
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    async def _run(self) -> int:
+        """Run one process to its end; return its status, negative the number of the signal that killed it."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "gateway.worker",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                pass_fds=(self._listener.fileno(),),
+                start_new_session=True,  # a terminal's Ctrl-C comes from here, once
+            )
+        except OSError:  # no memory for one more process, say
+            _log.exception("a worker could not be started")
+            return -1
+        self._process = process
+        assert process.stdin is not None  # noqa: S101 - pipes were asked for
+        assert process.stdout is not None  # noqa: S101
+        process.stdin.write(self._order)
+        if await process.stdout.readline():
+            self.ready.set()
+        status = await process.wait()
+        process.stdin.close()
+        return status

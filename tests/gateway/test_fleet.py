@@ -1,0 +1,72 @@
+import re
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.fleet import Fleet, Place
+from gateway.metrics import Metrics
+
+
+class Process:
+    """One of three, as it sees the others."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        self.metrics = Metrics()
+        self.fleet = Fleet(Place(number=number, count=3, folder=folder), self.metrics)
+
+    async def samples(self, name: str) -> dict[str, float]:
+        """Return the values of the samples of that name, by worker."""
+        text = (await self.fleet.render()).decode()
+        return {
+            sample.labels["worker"]: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name
+        }
+
+
+@pytest.fixture
+async def processes(tmp_path: Path) -> AsyncIterator[list[Process]]:
+    async with AsyncExitStack() as stack:
+        processes = [Process(number, tmp_path) for number in range(3)]
+        for each in processes:
+            await each.fleet.start()
+            stack.push_async_callback(each.fleet.close)
+        yield processes
+
+
+async def test_whoever_is_asked_tells_the_metrics_of_all(processes: list[Process]) -> None:
+    for number, process in enumerate(processes):
+        process.metrics.generated_tokens.labels("m").inc(10**number)
+        process.metrics.time_to_first_token.labels("m").observe(number)
+    for process in processes:
+        assert await process.samples("tritongate_generated_tokens_total") == {"0": 1, "1": 10, "2": 100}
+        assert await process.samples("tritongate_time_to_first_token_seconds_sum") == {"0": 0, "1": 1, "2": 2}
+        assert await process.samples("tritongate_worker_up") == {"0": 1, "1": 1, "2": 1}
+
+
+async def test_one_that_is_gone_is_told_to_be_down_and_its_replacement_begins_anew(
+    processes: list[Process], tmp_path: Path
+) -> None:
+    processes[1].metrics.generated_tokens.labels("m").inc(7)
+    await processes[1].fleet.close()
+    assert await processes[0].samples("tritongate_worker_up") == {"0": 1, "1": 0, "2": 1}
+    assert "1" not in await processes[0].samples("tritongate_generated_tokens_total")
+    replacement = Process(1, tmp_path)
+    await replacement.fleet.start()
+    replacement.metrics.generated_tokens.labels("m").inc()
+    assert await processes[0].samples("tritongate_generated_tokens_total") == {"1": 1}
+    await replacement.fleet.close()
+
+
+async def test_a_metric_of_several_processes_is_described_once(processes: list[Process]) -> None:
+    for process in processes:
+        process.metrics.inter_token_latency.observe("m", 0.01)
+    text = (await processes[2].fleet.render()).decode()
+    names = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
+    assert len(names) == len(set(names))
+    alone = re.findall(r"^# TYPE (\S+)", processes[2].metrics.render().decode(), re.MULTILINE)
+    assert set(names) == {"tritongate_worker_up", *alone}

@@ -1,0 +1,193 @@
+"""Several processes on one port, before a scripted Triton."""
+
+import asyncio
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.gateway.serving import CHAT, MESSAGES
+from tests.gateway.triton.fake_triton import FakeTriton, accepted, finished, reply, until
+from tests.ports import free_ports
+from tests.tied import tied
+from wire.meta import Meta
+
+TRITONGATE = Path(sys.executable).with_name("tritongate")
+STARTED_S = 60.0
+CLIENTS = 24
+
+
+class Gateway:
+    """`tritongate serve --workers 2`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
+        self.process = process
+        self.url = url
+
+    def workers(self) -> dict[int, psutil.Process]:
+        """Return the living ones by process id."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return {each.pid: each for each in children if "gateway.worker" in each.cmdline()}
+
+    async def series(self, name: str) -> dict[str, float]:
+        """Return a metric's sums by worker."""
+        sums: dict[str, float] = {}
+        async with httpx.AsyncClient(timeout=30) as http:
+            text = (await http.get(self.url + "/metrics")).text
+        for labels, value in re.findall(rf"^{name}{{(.*)}} (\S+)$", text, re.MULTILINE):
+            worker = re.search(r'worker="(\d+)"', labels)[1]
+            sums[worker] = sums.get(worker, 0.0) + float(value)
+        return sums
+
+    async def wait_ready(self) -> None:
+        async with asyncio.timeout(STARTED_S):
+            while not await self._ready():  # noqa: ASYNC110 - another process's
+                await asyncio.sleep(0.1)
+
+    async def _ready(self) -> bool:
+        try:
+            return await self.series("tritongate_upstream_healthy") == {"0": 1, "1": 1}
+        except httpx.TransportError:
+            return False
+
+
+@pytest.fixture
+async def triton() -> AsyncIterator[FakeTriton]:
+    triton = FakeTriton()
+    await triton.start()
+    yield triton
+    await triton.stop()
+
+
+@pytest.fixture
+async def gateway(triton: FakeTriton) -> AsyncIterator[Gateway]:
+    (port,) = free_ports(1)
+    flags = {"--port": port, "--workers": 2, "--upstreams": triton.address, "--max-in-flight": 100}
+    process = await asyncio.create_subprocess_exec(
+        *tied(TRITONGATE, "serve", *(str(word) for flag in flags.items() for word in flag)),
+        stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    gateway = Gateway(process, f"http://127.0.0.1:{port}")
+    await gateway.wait_ready()
+    children = gateway.workers().values()
+    yield gateway
+    if process.returncode is None:
+        process.terminate()
+        await process.wait()
+    assert not psutil.wait_procs(children, 20)[1]
+
+
+async def stream(url: str) -> str:
+    """Ask for a streamed answer over a connection of its own; return what came, however it ended."""
+    body = {"model": "m", "messages": MESSAGES, "stream": True}
+    text = ""
+    async with httpx.AsyncClient(timeout=60) as http:
+        try:
+            async with http.stream("POST", url + CHAT, json=body) as answer:
+                async for piece in answer.aiter_text():
+                    text += piece
+        except httpx.TransportError:
+            pass
+    return text
+
+
+def is_whole(text: str) -> bool:
+    return '"finish_reason":"stop"' in text and text.endswith("data: [DONE]\n\n")
+
+
+async def test_both_serve_and_each_tells_of_both(gateway: Gateway) -> None:
+    answers = await asyncio.gather(*(stream(gateway.url) for _ in range(CLIENTS)))
+    assert all(map(is_whole, answers))
+    served = await gateway.series("tritongate_requests_total")
+    assert sorted(served) == ["0", "1"]
+    assert sum(served.values()) >= CLIENTS
+    assert await gateway.series("tritongate_worker_up") == {"0": 1, "1": 1}
+
+
+async def test_a_killed_worker_takes_its_own_streams_along_and_is_replaced(
+    gateway: Gateway, triton: FakeTriton
+) -> None:
+    killed = asyncio.Event()
+    begun = 0
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+        nonlocal begun
+        begun += 1
+        yield accepted()
+        yield reply("Hel", Meta(tokens=1))
+        await killed.wait()
+        yield finished("lo", 1)
+
+    triton.model.answer = answer
+    before = gateway.workers()
+    streams = [asyncio.create_task(stream(gateway.url)) for _ in range(CLIENTS)]
+    await until(lambda: begun == CLIENTS, within_s=60)
+    victim = next(iter(before))
+    before[victim].kill()
+    await until(triton.cancelled.is_set)  # its requests are given up
+    killed.set()
+    texts = await asyncio.gather(*streams)
+    assert 0 < sum(map(is_whole, texts)) < CLIENTS
+    await gateway.wait_ready()
+    assert len(gateway.workers()) == 2
+    assert victim not in gateway.workers()
+    assert all(map(is_whole, await asyncio.gather(*(stream(gateway.url) for _ in range(CLIENTS)))))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_lets_running_requests_of_all_end(
+    gateway: Gateway, triton: FakeTriton, number: signal.Signals
+) -> None:
+    begun, go_on = 0, asyncio.Event()
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+        nonlocal begun
+        begun += 1
+        yield accepted()
+        await go_on.wait()
+        yield finished("end", 1)
+
+    triton.model.answer = answer
+    streams = [asyncio.create_task(stream(gateway.url)) for _ in range(CLIENTS)]
+    await until(lambda: begun == CLIENTS, within_s=60)
+    gateway.process.send_signal(number)
+    await asyncio.sleep(0.3)
+    assert len(gateway.workers()) == 2
+    go_on.set()
+    assert all(map(is_whole, await asyncio.gather(*streams)))
+    async with asyncio.timeout(20):
+        assert await gateway.process.wait() == 0
+
+
+async def test_a_second_signal_ends_all_at_once(gateway: Gateway, triton: FakeTriton) -> None:
+    begun = 0
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+        nonlocal begun
+        begun += 1
+        yield accepted()
+        await asyncio.Event().wait()
+
+    triton.model.answer = answer
+    streams = [asyncio.create_task(stream(gateway.url)) for _ in range(CLIENTS)]
+    await until(lambda: begun == CLIENTS, within_s=60)
+    gateway.process.terminate()
+    await asyncio.sleep(0.3)
+    gateway.process.terminate()
+    async with asyncio.timeout(20):
+        assert await gateway.process.wait() == 128 + signal.SIGTERM
+    assert not any(map(is_whole, await asyncio.gather(*streams)))
+
+
+async def test_workers_end_with_a_killed_parent(gateway: Gateway) -> None:
+    workers = gateway.workers().values()
+    gateway.process.kill()
+    await gateway.process.wait()
+    assert not (await asyncio.to_thread(psutil.wait_procs, workers, 30))[1]
