@@ -1,7 +1,7 @@
-"""How many answers may be at work, and how many requests may wait for that.
+"""Admission control: how many answers may run at once, and how many requests may wait.
 
-First come, first served. Knows nothing of HTTP, models or deadlines: whoever waits may be cancelled at any
-moment, and permits that were just granted to a cancelled waiter go to the next one.
+First come, first served. Knows nothing of HTTP, models or deadlines: a waiter may be cancelled at any moment,
+and permits that were just granted to it go to the next one.
 """
 
 import asyncio
@@ -12,19 +12,19 @@ from gateway.errors import RateLimitError
 _RETRY_AFTER_S = 1
 
 Turn = tuple[asyncio.Future[None], int]
-"""A waiter's turn, and the permits that it waits for."""
+"""A waiter: resolved when it is its turn, and the number of permits it waits for."""
 
 
 class Admission:
     """A bounded number of permits and a bounded queue for them. Belongs to one event loop.
 
-    A caller takes as many permits as it will cost upstream. One that wants more than there are takes all, so
-    that nothing is refused for its size; the queue's first is never overtaken by a smaller one.
+    A caller takes as many permits as its request costs upstream. One that wants more than exist takes all of
+    them, so that nothing is refused for its size. The first in the queue is never overtaken by a smaller one.
 
     Args:
-        max_in_flight: permits.
-        max_waiting: callers that may wait for some; any more are refused at once.
-        work: what permits are for, in the words of a refusal.
+        max_in_flight: number of permits.
+        max_waiting: callers that may wait; more are refused at once.
+        work: what permits are for, as a refusal says it.
     """
 
     def __init__(self, *, max_in_flight: int, max_waiting: int, work: str = "answers") -> None:
@@ -45,7 +45,7 @@ class Admission:
         return len(self._queue)
 
     async def acquire(self, permits: int = 1) -> int:
-        """Take permits, waiting for them in order of arrival. As many are given back by `release`.
+        """Take permits, waiting in order of arrival; `release` them with the same number.
 
         Returns:
             How many were taken.
@@ -83,7 +83,7 @@ class Admission:
         return min(permits, self._max_in_flight)
 
     def _grant(self) -> None:
-        """Drop from the queue who was cancelled, and give turns from its front while there are permits."""
+        """Drop cancelled waiters, and wake the others from the front while there are permits."""
         self._queue = deque(entry for entry in self._queue if not entry[0].cancelled())
         while self._queue and self._in_flight + self._queue[0][1] <= self._max_in_flight:
             turn, wanted = self._queue.popleft()

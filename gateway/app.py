@@ -1,4 +1,4 @@
-"""Puts the gateway together: one call makes one independent application."""
+"""Assembles the gateway: each call makes an independent application."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -23,14 +23,14 @@ from gateway.upstream import Upstream
 from gateway.version import version
 
 _TOKENIZED_AT_ONCE = 8
-"""A tokenizer does one thing at a time: what is more than its next few had better wait here."""
+"""A tokenizer entry handles one request at a time, so more than its next few wait in the gateway."""
 
 
 def create_app(settings: Settings, upstream: Upstream | None = None, place: Place | None = None) -> FastAPI:
     """Make the application.
 
     Args:
-        settings: read already; nothing below looks at flags, environment or files.
+        settings: nothing below reads flags, environment or files.
         upstream: serves the models; None: the Tritons that the settings name. Started and closed by the
             application's lifespan.
         place: among the processes of this gateway; None: it is the only one.
@@ -69,7 +69,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
         description="OpenAI-compatible gateway for ChatGLM on NVIDIA Triton.",
         lifespan=lifespan,
         exception_handlers=error_handlers(),
-        docs_url=None,  # the page would load its scripts from elsewhere
+        docs_url=None,  # the page would load its scripts from another host
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -84,10 +84,10 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
 
 
 def make_tracing(settings: Settings) -> Tracing:
-    """Make what records requests as spans, or passes on what clients began."""
+    """Make the tracing that records requests as spans or, without an endpoint, passes clients' traces on."""
     if settings.trace_endpoint is None:
         return PassOn()
-    # OpenTelemetry's SDK is an extra, and nobody pays for it who does not trace.
+    # OpenTelemetry's SDK is an extra, imported only where it is used.
     from gateway.spans import Recording  # noqa: PLC0415
 
     return Recording(settings.trace_endpoint, settings.trace_sample)

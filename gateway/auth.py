@@ -1,8 +1,8 @@
-"""Who may call: bearer keys with scopes.
+"""Authentication: bearer keys with scopes.
 
 Keys are kept and compared as SHA-256 digests, so that every comparison has the same length, and each
-presented key is compared with all known ones in constant time. Nothing here logs, and no error repeats what
-was presented.
+presented key is compared with all known ones in constant time. Nothing here logs, and no error repeats the
+presented key.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ class _Known:
 
 
 class Keyring:
-    """The known keys. Without any, every caller may do everything: settings allow that knowingly only."""
+    """The known keys. Without any, every caller may do everything; the settings guard against that."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self._known = tuple(_Known(key.name, _digest(key), key.scopes) for key in keys)
@@ -32,7 +32,7 @@ class Keyring:
 
         Args:
             header: the header's value, its bytes read as Latin-1 as ASGI does; None when absent.
-            scope: what the route asks for; None is satisfied by any known key.
+            scope: the one the route needs; None is satisfied by any known key.
 
         Raises:
             AuthenticationError: no bearer key, or an unknown one.
@@ -46,7 +46,7 @@ class Keyring:
             raise AuthenticationError("An API key is needed: send the header Authorization: Bearer KEY.")
         digest = hashlib.sha256(presented.encode("latin-1")).digest()
         found: _Known | None = None
-        for known in self._known:  # no early exit: the time must not tell which key came close
+        for known in self._known:  # no early exit: timing must not reveal which key matched
             if hmac.compare_digest(known.digest, digest):
                 found = known
         if found is None:

@@ -1,8 +1,8 @@
-"""Several prompts of one request, run side by side and told as one generation.
+"""Several prompts of one request, run concurrently and merged into one stream of events.
 
-Each prompt is a generation of its own to the upstream. What comes of them is one stream of events by the same
-rules: one `Accepted` when all are, deltas of all in the order of their arrival, usage with the very last one.
-Knows nothing of JSON or tensors, nor why a request has several prompts.
+Each prompt is a separate generation for the upstream. The merged stream follows the rules of a single one:
+one `Accepted` when all are accepted, deltas in order of arrival, and the usage with the very last one. Knows
+nothing of JSON or tensors.
 """
 
 import asyncio
@@ -19,15 +19,15 @@ Generate = Callable[[Generation], AsyncGenerator[Event, None]]
 
 
 async def together(generate: Generate, generations: Sequence[Generation]) -> AsyncGenerator[Event, None]:
-    """Run all of `generations`, which want equally many choices, by `generate`.
+    """Run all of `generations`, which have the same number of choices, by `generate`.
 
-    Choice i of the generation at place p is choice `p * n + i` here. The first error ends them all, and
-    closing the generator does.
+    Choice i of generation p is choice `p * n + i` here. The first error ends them all, as does closing the
+    generator.
 
     Raises:
-        GatewayError: of any one; what the request calls the prompt is in an error about that.
+        GatewayError: one failed; an error about its prompt names that prompt.
     """
-    # No more than one event of each is read ahead of the client.
+    # At most one event of each is read ahead of the client.
     arrivals: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(len(generations))
     all_accepted = asyncio.Event()
     readers = [
@@ -56,7 +56,7 @@ async def _read(
     arrivals: asyncio.Queue[tuple[int, Event | Exception | None]],
     all_accepted: asyncio.Event,
 ) -> None:
-    """Pass on what one generation says; None at its end, and nothing past `Accepted` before all have that."""
+    """Pass on one generation's events, then None; after `Accepted` wait until all generations have that."""
     try:
         async with aclosing(events):
             async for event in events:
@@ -66,7 +66,7 @@ async def _read(
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        # Out of the source, and not of our closing it: nobody would say anything for this prompt any more.
+        # Raised by the source, not by our closing it: otherwise this prompt would be silent for ever.
         await arrivals.put((place, UpstreamProtocolError("The upstream's answer was cut off.")))
     except Exception as error:  # noqa: BLE001 - passed on to whoever reads them all
         await arrivals.put((place, error))
@@ -75,7 +75,7 @@ async def _read(
 
 
 class _Whole:
-    """What all of the generations have said so far."""
+    """The merged state of all generations."""
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self._generations = generations
@@ -89,7 +89,7 @@ class _Whole:
         return len(self._accepted) == len(self._generations)
 
     def take(self, place: int, event: Event | None) -> Event | None:
-        """Take the newest event of the generation at `place`, None for its end; return what it makes."""
+        """Take the next event of the generation at `place`, None for its end; return the merged event."""
         if event is None:
             self.unended -= 1
         elif isinstance(event, Accepted):
@@ -100,7 +100,7 @@ class _Whole:
         return event
 
     def named(self, place: int, error: Exception) -> Exception:
-        """Return the error of the generation at `place`, with the prompt's name where it is about that."""
+        """Return the error of the generation at `place`, naming the prompt if it is about that."""
         field = self._generations[place].prompt_field
         if not isinstance(error, InvalidRequestError) or error.param is not None or field is None:
             return error

@@ -1,4 +1,4 @@
-"""How large a request body may be, and how slow, and how much of them all is held, as plain ASGI."""
+"""Limits on request bodies (size, time, and the total held at once), as plain ASGI."""
 
 import asyncio
 from contextlib import suppress
@@ -15,13 +15,13 @@ _RETRY_AFTER_S = 1
 
 
 class BodyLimitMiddleware:
-    """Bounds a request body in bytes and in time, whether its length was declared or not.
+    """Limits a request body in bytes and in time, whether its length was declared or not.
 
-    All bodies together are bounded as well, from their first byte to their answer: admission bounds requests
-    only once their bodies are there. A body that still arrives when a drain ends is given up.
+    The total of all bodies is limited as well, from their first byte to their answer: admission limits
+    requests only once their bodies are there. A body still arriving when a drain ends is given up.
 
-    The excess raises from `receive`, in the frame that reads the body, and becomes an answer there. The
-    connection is closed after that answer, but not at once: a close amid a body that still arrives is a
+    Exceeding a limit raises from `receive`, in the frame that reads the body, and becomes an answer there.
+    The connection is closed after that answer, but not at once: closing it while the body still arrives is a
     reset, which could reach the client before the answer. So the rest is discarded for a little while.
     """
 
@@ -43,7 +43,7 @@ class BodyLimitMiddleware:
 
 
 class _Held:
-    """Bytes of all the bodies that are being read or at work."""
+    """Counts the bytes of all bodies that are being read or processed."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -60,12 +60,12 @@ class _Held:
         self._bytes += count
 
     def remove(self, count: int) -> None:
-        """Count bytes no more."""
+        """Uncount bytes."""
         self._bytes -= count
 
 
 class _Body:
-    """One request's body: stands in for the ASGI channels."""
+    """One request's body, wrapping its ASGI channels."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, gateway: Gateway, held: _Held) -> None:
         self._exchange = scope["state"]["exchange"]
@@ -85,7 +85,7 @@ class _Body:
         """Given up before its end."""
 
     async def receive(self) -> Message:
-        """Return the next message; after the body's end whatever the server has to say."""
+        """Return the next message; after the body's end, whatever the server sends."""
         if self._complete:
             return await self._receive()
         self._cut = True  # until it turns out well
@@ -102,7 +102,7 @@ class _Body:
         return message
 
     async def send(self, message: Message) -> None:
-        """Pass an answer on; one to a body that was given up lingers and closes the connection."""
+        """Pass an answer on; after a body that was given up, linger and close the connection."""
         if not self._cut:
             await self._send(message)
         elif message["type"] == "http.response.start":
@@ -115,7 +115,7 @@ class _Body:
                 await self._send({"type": "http.response.body"})
 
     def release(self) -> None:
-        """The request is over: its body is held no more."""
+        """The request is over: uncount its body."""
         self._held.remove(self._received)
 
     async def _in_time(self) -> Message:

@@ -1,4 +1,4 @@
-"""Whether a model's context holds what is asked, as far as that is known without a tokenizer."""
+"""Checks prompts of token ids against the model's context; other prompts need a tokenizer."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,12 @@ from gateway.upstream import ModelCard
 
 
 def check_context(generations: Sequence[Generation], card: ModelCard) -> None:
-    """Refuse prompts of ids that `card`'s model would refuse, in its words; all others are its own to count.
+    """Refuse prompts of ids that `card`'s model would refuse, with the same message.
 
-    Of a model that does not answer, nothing is known: it may come back as a larger one.
+    A model that is not ready is not checked: it may come back with a larger context.
 
     Raises:
-        ContextLengthError: a prompt is too long, by itself or with the answer that is asked for.
+        ContextLengthError: a prompt is too long, by itself or with the requested answer.
     """
     if card.max_context is None or not card.ready:
         return
@@ -24,7 +24,7 @@ def check_context(generations: Sequence[Generation], card: ModelCard) -> None:
 
 def _check(length: int, generation: Generation, max_context: int) -> None:
     wanted = generation.max_tokens
-    if length + (wanted or 1) <= max_context:  # of none, one is sampled
+    if length + (wanted or 1) <= max_context:  # for 0 the engine still samples one
         return
     reason = (
         f"the prompt has {length} tokens; the context is {max_context}, one for the answer"

@@ -1,6 +1,6 @@
-"""The end of a gateway: no new requests, a grace period for running ones, then their end.
+"""Graceful shutdown: refuse new requests, give running ones a grace period, then end them.
 
-Knows nothing of signals or servers; `gateway.server` drives it, middleware and flights obey it.
+Knows nothing of signals or servers: `gateway.server` drives it, the middleware and flights obey it.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ RETRY_AFTER_S = 1
 
 
 class Phase(enum.Enum):
-    """Where the gateway is in its life."""
+    """The state of the gateway."""
 
     SERVING = "serving"
     DRAINING = "draining"
     """New requests are refused, running ones go on."""
     ENDED = "ended"
-    """Running ones were told to end."""
+    """Running requests were told to end."""
 
 
 class Drain:
@@ -34,7 +34,7 @@ class Drain:
         self._endings: set[Callable[[GatewayError], None]] = set()
 
     def enter(self) -> None:
-        """Count a request that is not refused; each is undone by `leave`."""
+        """Count an admitted request; `leave` undoes it."""
         self._active += 1
         self._idle.clear()
 
@@ -45,7 +45,7 @@ class Drain:
             self._idle.set()
 
     def register(self, end: Callable[[GatewayError], None]) -> None:
-        """Have `end` called when the grace period is over.
+        """Register `end` to be called when the grace period is over.
 
         Raises:
             UnavailableError: it is over already.
@@ -89,5 +89,5 @@ class Drain:
 
 
 def shutting_down() -> UnavailableError:
-    """Return what clients are told meanwhile."""
+    """Return the error for requests during a drain."""
     return UnavailableError("The gateway is shutting down.", retry_after_s=RETRY_AFTER_S)

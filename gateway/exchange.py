@@ -1,6 +1,6 @@
-"""What is known of one HTTP request while it lasts: the record behind its metrics and its log line.
+"""The record of one HTTP request, from which its metrics and its log line are made.
 
-`arrived` and the other instants are of `time.perf_counter`, in seconds; `deadline` is of the event loop's
+`arrived` and the other instants are `time.perf_counter` values, in seconds; `deadline` is of the event loop's
 clock.
 """
 
@@ -16,10 +16,10 @@ from gateway.tracing import Trace
 
 @dataclass(slots=True, kw_only=True)
 class Exchange:
-    """One request and its answer. Written by the layers as they learn things, read when it is over.
+    """One request and its answer. The layers fill it in as they go; it is read when the request is over.
 
-    `resources` are released by the outermost frame of the request, however it ends: answered, failed,
-    cancelled, or never begun.
+    The outermost frame of the request releases `resources`, however it ends: answered, failed, cancelled, or
+    never begun.
     """
 
     request_id: str
@@ -33,18 +33,18 @@ class Exchange:
     """A served model, else `unknown`."""
     key_name: str | None = None
     generates: bool = False
-    """True once it asks for a place at the engines: the request counts in the metrics of generations."""
+    """True once it asks for admission to the engines: it then counts in the metrics of generations."""
     stream: bool = False
     status: int | None = None
-    """As sent; None while nothing was."""
+    """As sent; None until then."""
     error: GatewayError | None = None
     """The first thing that went wrong, before or after the first byte."""
     waited_s: float = 0.0
-    """Spent waiting for the client's body, for admission and for the upstream."""
+    """Time spent waiting for the client's body, for admission and for the upstream."""
     queued_s: float | None = None
-    """Of those, waiting for admission; None: it needed none, or never came so far."""
+    """The part of it spent waiting for admission; None: it needed none, or did not get that far."""
     body: bytes | None = None
-    """As the client sent it; only where it is to be logged."""
+    """As the client sent it; kept only if it is to be logged."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
     first_token_at: float | None = None
@@ -55,13 +55,13 @@ class Exchange:
 
     @property
     def outcome(self) -> int:
-        """The status that the request deserved: an error's own, even where 200 had been sent already."""
+        """The effective status: that of the error, if there was one, even after 200 had been sent."""
         if self.error is not None:
             return self.error.status
         return self.status if self.status is not None else ClientGoneError.status
 
     def fail(self, error: GatewayError) -> None:
-        """Note what went wrong; the first one counts."""
+        """Record what went wrong; the first error counts."""
         if self.error is None:
             self.error = error
 

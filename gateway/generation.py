@@ -1,6 +1,7 @@
-"""What the HTTP layer and the dialects say to each other: one request type, one stream of events.
+"""The types between the HTTP layer and the dialects: one request type, and one stream of events.
 
-Nothing here knows OpenAI's JSON (above) or tensors (below).
+They know neither OpenAI's JSON (above) nor tensors (below). `field` and the like are names in the client's
+request, kept for error messages.
 """
 
 from collections.abc import Mapping
@@ -14,15 +15,15 @@ from gateway.tracing import Headers
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 StopReason = str | int
-"""The request's own stop string or token id that ended a choice; the format's end of an answer is none."""
+"""The request's own stop string or token id that ended a choice; the format's own stop ids do not count."""
 MessageRole = Literal["system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastCall:
-    """A call that an assistant message made; its results name it by `id`.
+    """A call made by an earlier assistant message; its results refer to `id`.
 
-    `arguments` is a JSON object, as text: as objects it would take twenty times the memory while it waits.
+    `arguments` is a JSON object as text: parsed, it would take twenty times the memory while it waits.
     """
 
     id: str
@@ -32,16 +33,16 @@ class PastCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message of the conversation; content arrays are joined to text and `developer` is `system` here."""
+    """One message of the conversation. Content parts are joined, and `developer` has become `system`."""
 
     role: MessageRole
     content: str
     calls: tuple[PastCall, ...] = ()
-    """Of an assistant message, made after its content."""
+    """The calls of an assistant message, made after its content."""
     answers: str | None = None
-    """Of a tool message: the id of the call whose result it is."""
+    """In a tool message: the id of the call whose result it is."""
     field: str = field(default="messages", compare=False)
-    """What the request calls it, for errors."""
+    """Its name in the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class Tool:
     description: str | None
     parameters: Mapping[str, Any]
     strict: bool = False
-    """Every call's arguments obey the schema, all of it; else as far as that can be enforced."""
+    """Enforce the whole schema on the arguments; otherwise only what can be enforced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +68,15 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOffer:
-    """The tools that the model may use, at least one, and how it has to.
+    """The tools that the model may call, at least one, and which it must.
 
-    `field`, `schema_field` and `choice_field` are what the request calls them, the schema of the tool at a
-    place (`{}`), and the choice, for errors.
+    `field`, `schema_field` and `choice_field` are the names in the request of the tools, of one tool's schema
+    (`{}` is its index), and of the choice.
     """
 
     tools: tuple[Tool, ...]
     choice: ToolChoice = "auto"
-    """A named one is called once, a required one at least once."""
+    """A named tool is called exactly once; `required` means at least one call."""
     single: bool = False
     """At most one call in the answer."""
     field: str = "tools"
@@ -85,7 +86,7 @@ class ToolOffer:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A prompt of messages, for the model's own chat format to arrange."""
+    """A prompt of messages, rendered in the model's own chat format."""
 
     messages: tuple[Message, ...]
     offer: ToolOffer | None = None
@@ -93,14 +94,14 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class PlainText:
-    """A prompt to be continued as it stands."""
+    """A prompt to be continued exactly as given."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """A prompt of the model's own token ids, at least one, to be continued as they stand."""
+    """A prompt of the model's own token ids, at least one, to be continued exactly as given."""
 
     ids: tuple[int, ...]
 
@@ -112,10 +113,10 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """What the whole text of the answer is held to while it is sampled.
+    """A constraint on the whole text of the answer, enforced while it is sampled.
 
     `text` is the schema as JSON, the regular expression, the choices as a JSON list, or the grammar in Lark's
-    or GBNF's notation; of any JSON object it is empty. `field` is what the request calls it, for errors.
+    or GBNF's notation; for `json_object` it is empty. `field` is its name in the request.
     """
 
     kind: GrammarKind
@@ -133,16 +134,16 @@ class Generation:
     deadline: float
     """Of the event loop's clock, in seconds."""
     headers: Headers = ()
-    """Of the call upstream, beside the request's id: its place in a trace."""
+    """Further headers of the call upstream: the trace context."""
 
     prompt_field: str | None = None
-    """What the request calls the prompt, for errors; None where there can be no doubt."""
+    """The prompt's name in the request, if it has several."""
     n: int = 1
-    """Choices: answers to the one prompt, each sampled by itself."""
+    """Number of choices: answers to the prompt, sampled independently."""
     max_tokens: int | None = None
-    """New tokens of each choice, perhaps none; None: what is left of the context."""
+    """New tokens of each choice, at least 0; None: the rest of the context."""
     max_tokens_yields: bool = False
-    """The bound is not the client's: where the context has no room for it, what is left bounds the answer."""
+    """`max_tokens` is the gateway's default, not the client's: cut it to the context instead of refusing."""
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
@@ -151,40 +152,40 @@ class Generation:
     min_p: float = 0.0
     """0 keeps every token."""
     repetition_penalty: float = 1.0
-    """Of tokens in prompt or answer; 1 does nothing."""
+    """For tokens in prompt or answer; 1 has no effect."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    """Of the first choice; each further one's is one higher. None: each draws its own."""
+    """The first choice's seed; each further one's is one higher. None: each choice draws its own."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop: bool = False
-    """What stopped a choice, a stop string or the text of a stop id, ends its text."""
+    """Keep at the end of a choice's text what stopped it: the stop string, or the text of the stop id."""
     show_special: bool = False
-    """Special tokens of the answer are text, by their names; none of them opens a segment then."""
+    """Show the answer's special tokens in its text, by name; none of them opens a segment then."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     """Number of alternatives reported beside each sampled token; None: no log-probabilities at all."""
     prompt_logprobs: int | None = None
-    """The same of the prompt's tokens, with each choice."""
+    """The same for the prompt's tokens, reported with each choice."""
     prompt_ranks: bool = False
     """With them, each token's rank."""
     grammar: Grammar | None = None
     """None: the text is free."""
     echo: bool = False
-    """Each choice's text begins with the prompt's. For text and ids only."""
+    """Begin each choice's text with the prompt. For prompts of text or ids only."""
     stream: bool = False
-    """False lets the model send the whole answer at once."""
+    """False: the model sends the whole answer at once."""
     return_token_ids: bool = False
     """Report the ids of the prompt and of the answer."""
     priority: int = 0
 
     def grammar_field(self, tool: str | None = None) -> str | None:
-        """Return what the request calls that which the answer is held to; None: it is free, or there are two.
+        """Return the name in the request of the grammar's source; None: the answer is free, or there are two.
 
         Args:
-            tool: the name of the one whose schema is meant, where it is one's.
+            tool: the name of the tool whose schema is meant, if it is a tool's.
         """
         offer = self.prompt.offer if isinstance(self.prompt, Conversation) else None
         if offer is None or offer.choice == "none":
@@ -197,22 +198,22 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """The upstream validated and queued the request: from here the client may be told 200."""
+    """The upstream validated and queued the request: from here on the client may get status 200."""
 
     prompt_tokens: int
     """Of all prompts."""
     prompt_token_ids: tuple[tuple[int, ...], ...] | None = None
-    """Of each prompt, where they were asked for."""
+    """For each prompt, if requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """The upstream is alive and at work (waiting, in prefill, or holding text back)."""
+    """The upstream is alive: the request waits, is in prefill, or its text is being held back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprob:
-    """One of the most likely tokens at a position."""
+    """One of the most likely tokens at its position."""
 
     id: int
     token: str
@@ -248,7 +249,7 @@ class PromptLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Token counts of the whole request: each prompt once, and what all choices have."""
+    """Token counts of the whole request: each prompt once, and the tokens of all choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -256,9 +257,9 @@ class Usage:
 
 
 class Delta(Struct, frozen=True, kw_only=True):
-    """More of the answer: there may be nothing to show while `tokens` are counted.
+    """More of the answer, perhaps without text: tokens that are held back are counted as well.
 
-    A struct since one is made for nearly every token, in a quarter of a frozen dataclass's time.
+    A struct, because one is made for nearly every token, in a quarter of a frozen dataclass's time.
 
     The last delta of a choice has `finish_reason`; the last of the request also has `usage`.
     """
@@ -267,25 +268,25 @@ class Delta(Struct, frozen=True, kw_only=True):
     tokens: int
     index: int = 0
     token_ids: tuple[int, ...] | None = None
-    """Of those tokens, where they were asked for; the one that stopped the answer is among them."""
+    """The ids of those tokens, if requested, including the one that stopped the answer."""
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
-    """Of the next tokens of the choice's prompt, in one or several deltas, all before its first token."""
+    """Those of the prompt's next tokens, in one or several deltas before the choice's first token."""
     finish_reason: FinishReason | None = None
     stop_reason: StopReason | None = None
     usage: Usage | None = None
 
     @property
     def text(self) -> str:
-        """The text in it, without what is between."""
+        """The text in it, without the calls."""
         pieces = self.pieces
         if len(pieces) == 1 and isinstance(pieces[0], str):
-            return pieces[0]  # as nearly always
+            return pieces[0]  # the common case
         return "".join([piece for piece in pieces if isinstance(piece, str)])
 
     @property
     def calls(self) -> tuple[CallPart, ...]:
-        """What came of calls in it."""
+        """The parts of calls in it."""
         return tuple([piece for piece in self.pieces if isinstance(piece, CallPart)])
 
 

@@ -1,7 +1,7 @@
-"""What Prometheus reads at `/metrics`. The names are part of the public contract.
+"""The gateway's Prometheus metrics. Their names are part of the public contract.
 
 Every app has its own registry. `model` is a served model or `unknown`, `route` is a template or `unknown`:
-clients cannot make label values. Knows nothing of where the numbers come from.
+clients cannot create label values. Knows nothing of where the numbers come from.
 """
 
 from prometheus_client import (
@@ -144,17 +144,17 @@ class Metrics:
         self.upstream_healthy.labels(model, upstream).set(healthy)
 
     def upstream_lookup(self, upstream: str, outcome: str) -> None:
-        """Count a look at the addresses of the name `upstream`."""
+        """Count a lookup of the name `upstream`."""
         for each in ("found", "none", "failed"):
-            # All from the first look on: an alert cannot see that what never was did not grow.
+            # Create all series at the first lookup: an alert cannot compare with a series that is missing.
             self.upstream_lookups.labels(upstream, each).inc(each == outcome)
 
     def upstream_left(self, upstream: str) -> None:
-        """Have no health of `upstream` any more."""
+        """Remove the health of `upstream`."""
         _remove(self.upstream_healthy, upstream)
 
     def upstream_forgotten(self, upstream: str) -> None:
-        """Have nothing of `upstream` any more: in a cluster each start of a Triton has another address."""
+        """Remove all series of `upstream`: in a cluster every start of a Triton has another address."""
         _remove(self.upstream_errors, upstream)
 
     def render(self) -> bytes:
@@ -163,7 +163,7 @@ class Metrics:
 
 
 def _remove(metric: Counter | Gauge, upstream: str) -> None:
-    """Remove the series of `upstream`."""
+    """Remove the series of `upstream` from one metric."""
     (family,) = metric.collect()
     series = [sample.labels for sample in family.samples if sample.labels["upstream"] == upstream]
     for labels in series:

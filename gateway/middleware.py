@@ -1,6 +1,6 @@
 """The outermost frame of every request, as plain ASGI.
 
-Starlette's BaseHTTPMiddleware is not used anywhere: behind it a client's hang-up is lost.
+Starlette's BaseHTTPMiddleware is not used anywhere: behind it, a client's disconnect goes unnoticed.
 """
 
 import asyncio
@@ -36,13 +36,13 @@ _log = logging.getLogger("gateway.access")
 _request_id = re.compile(r"[\x21-\x7e]{1,128}")
 
 _PROBES = frozenset({"/health", "/health/ready", "/metrics"})
-"""What machines ask every few seconds: it answers in a drain too, is logged at debug level, not traced."""
+"""Polled by machines every few seconds: served during a drain, logged at debug level, never traced."""
 
 
 class ExchangeMiddleware:
-    """Opens the request's record and closes it: id, resources, metrics, access log, and the last resort.
+    """Opens and closes the request's record: id, resources, metrics and access log.
 
-    Whatever else fails, here it becomes a 500 without a traceback, and what the request held is released.
+    Any other failure becomes a 500 without a traceback here, and everything the request held is released.
     """
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
@@ -103,7 +103,7 @@ class ExchangeMiddleware:
                 await error_response(failure)(scope, receive, watched_send)
 
     def _finish(self, exchange: Exchange, scope: Scope) -> None:
-        """Write the request's metrics, its trace and its one log line, after all else was released."""
+        """Write the request's metrics, trace and log line, after everything else was released."""
         duration = perf_counter() - exchange.arrived
         route = getattr(scope.get("route"), "path", UNKNOWN)
         status, model, metrics = exchange.outcome, exchange.model, exchange.metrics
@@ -120,7 +120,7 @@ class ExchangeMiddleware:
         _log.log(logging.DEBUG if route in _PROBES else logging.INFO, "request", extra=line)
 
     def _sampled(self) -> bool:
-        """Tell whether a successful request gets its line: by chance, in which no client has a hand."""
+        """Decide at random whether a successful request gets its line; clients cannot influence it."""
         return random.random() < self._gateway.settings.log_sample  # noqa: S311 - no secret
 
 

@@ -1,6 +1,6 @@
-"""A request in Triton's own words: named tensors in, named tensors out, for the entry `M` of a served model.
+"""A request in Triton's terms: named tensors in, named tensors out, for the entry `M` of a served model.
 
-Older clients speak so (`POST /MutilBackendService/Predict`). The gateway passes their tensors on without
+Older clients send these (`POST /MutilBackendService/Predict`). The gateway passes the tensors on without
 knowing what they mean: no events, no prompts, no protobuf.
 """
 
@@ -10,7 +10,7 @@ from typing import Literal
 from gateway.tracing import Headers
 
 Datatype = Literal["BYTES", "INT16"]
-"""What the inputs of an entry `M` can be, by any of its contracts."""
+"""The datatypes of an entry `M`'s inputs, over all contracts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A request whose tensors are whole in themselves; whether they suit the model, the upstream says."""
+    """A request whose tensors are consistent; whether they suit the model is for the upstream to say."""
 
     request_id: str
     model: str
@@ -47,12 +47,12 @@ class Prediction:
     deadline: float
     """Of the event loop's clock, in seconds."""
     headers: Headers = ()
-    """Of the call upstream, beside the request's id: its place in a trace."""
+    """Further headers of the call upstream: the trace context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionAnswer:
-    """What the model answered, and which version of it did."""
+    """The model's answer, and the version that gave it."""
 
     version: str
     outputs: tuple[OutputTensor, ...]

@@ -1,4 +1,4 @@
-"""What every request of one app shares. Made by `gateway.app`, handed inward."""
+"""The parts of a gateway that all its requests share. Made by `gateway.app` and passed inward."""
 
 from dataclasses import dataclass
 
@@ -20,9 +20,9 @@ class Gateway:
     upstream: Upstream
     metrics: Metrics
     admission: Admission
-    """To the engines."""
+    """Limits generations."""
     tokenizing: Admission
-    """To the tokenizers, which answer while the engines are full."""
+    """Limits tokenizations, which work while the engines are full."""
     keyring: Keyring
     drain: Drain
     tracing: Tracing
@@ -34,10 +34,10 @@ class Gateway:
         return self.metrics.render() if self.fleet is None else await self.fleet.render()
 
     def not_ready(self) -> list[str] | None:
-        """Name the models that are meant to be loaded and do not answer; None when no model is known."""
+        """Return the models that should be loaded and do not answer; None when no model is known."""
         cards = self.upstream.models()
         return [card.id for card in cards if not (card.ready or card.unloaded)] if cards else None
 
     def ready(self) -> bool:
-        """Tell whether requests will be served: every model meant to be loaded answers, no drain runs."""
+        """Whether requests will be served: every model that should be loaded answers, and no drain runs."""
         return self.drain.phase is Phase.SERVING and self.not_ready() == []

@@ -1,7 +1,7 @@
-"""A prompt turned into the ids of the model that would read it, or ids into their text.
+"""Counting tokens: a prompt turned into the model's token ids, or ids into text.
 
-The prompt is what a generation would have (`gateway.generation`), and is arranged by the same code. Nothing
-here knows JSON or tensors.
+The prompt is the same as a generation's (`gateway.generation`) and rendered by the same code. Nothing here
+knows JSON or tensors.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,7 @@
-"""A request's way through processes: its trace, and the Tritons that it came to. Here nothing is recorded.
+"""The interface to traces, and the implementation that records nothing.
 
-`gateway.spans` records. It is imported where an endpoint is set, and nothing of OpenTelemetry's SDK before.
-What a client sent as `traceparent` goes on to Triton in either case. Knows nothing of HTTP or gRPC.
+`gateway.spans` records; it and OpenTelemetry's SDK are imported only if an endpoint is set. A client's
+`traceparent` goes on to Triton in either case. Knows nothing of HTTP or gRPC.
 """
 
 import re
@@ -27,70 +27,70 @@ _STATE = re.compile(r"[\x20-\x7e]{1,512}")
 
 
 class Part:
-    """A part of a request's course: waiting for admission, a call of a Triton. This one records nothing."""
+    """A part of a request: waiting for admission, or a call to a Triton. This class records nothing."""
 
     def __init__(self, headers: Headers = ()) -> None:
         self.headers = headers
-        """What whoever is called needs, to be a part of the trace."""
+        """The headers with which a called process joins the trace."""
 
     def event(self, name: str) -> None:
-        """Note that something happened now."""
+        """Record that something happened now."""
 
     def fail(self, code: str) -> None:
-        """Note how it failed."""
+        """Record how it failed."""
 
 
 class Trace:
-    """One request's way; as a trace it is recorded elsewhere, if anywhere.
+    """One request's trace. This class records nothing.
 
     Args:
         trace_id: 32 hexadecimal digits; None: there is no trace.
-        headers: what the client sent of it.
+        headers: the client's own trace headers.
     """
 
     def __init__(self, trace_id: str | None = None, headers: Headers = ()) -> None:
         self.trace_id = trace_id
         self.calls: list[list[str]] = []
-        """Of each of its prompts the addresses of the Tritons that were called for it, in order."""
+        """For each prompt, the addresses of the Tritons that were called for it, in order."""
         self._part = nullcontext(Part(headers))
 
     def part(
         self, name: str, attributes: Mapping[str, Attribute] | None = None
     ) -> AbstractContextManager[Part]:
-        """Return a context that is a part of the request's course; an exception out of it says how it failed.
+        """Return a context for one part of the request; an exception leaving it is recorded as its failure.
 
         Args:
             name: of the part.
-            attributes: what is known of it; with `server.address` it is a call of another process.
+            attributes: of its span; `server.address` marks a call to another process.
         """
         del name, attributes
         return self._part
 
     def first_token(self) -> None:
-        """Note that the first token came now."""
+        """Record that the first token came now."""
 
     def end(self, exchange: "Exchange", route: str) -> None:
-        """Note that the request is over, and all that is known of it."""
+        """End the trace with everything that is known of the request."""
 
 
 current_trace: ContextVar[Trace | None] = ContextVar("current_trace", default=None)
-"""Of the request that the current task serves."""
+"""The trace of the request that the current task serves."""
 
 
 class Tracing(Protocol):
-    """Where traces begin and go."""
+    """Begins traces, and sends them somewhere."""
 
     def begin(self, method: str, given: Mapping[str, str]) -> Trace:
         """Begin a request's trace now; `given`: the request's headers, by lower-case names."""
         ...
 
     def close(self) -> None:
-        """Send what is left; may wait for two seconds."""
+        """Send what is left; may take two seconds."""
         ...
 
 
 class PassOn:
-    """Records nothing: a trace that a client began is continued by Triton, if at all."""
+    """Records nothing and passes a client's trace on, for Triton to continue."""
 
     def begin(self, method: str, given: Mapping[str, str]) -> Trace:
         """See `Tracing.begin`."""

@@ -1,20 +1,20 @@
-"""Lets the requests of a burst begin one after the other.
+"""Lets the requests of a burst start a few at a time.
 
-A request has several stages before it is with Triton, and at the end of each the event loop goes on with
-whoever is next. Of a hundred that arrive together, none would be sent before all of them were read: the first
-would wait as long as the last, and the GPU would have nothing to do meanwhile. Let in a few at a time, the
-first are computed while the next are read.
+A request passes several stages before it reaches Triton, and between stages the event loop turns to other
+requests. Of a hundred that arrive together, none would be sent before all were parsed: the first would wait
+as long as the last, with the GPU idle. Let in a few at a time, the first are computed while the next are
+parsed.
 """
 
 import asyncio
 from collections import deque
 
 AT_ONCE = 8
-"""Some ten milliseconds of work: few enough for the first, enough for a loop that is busy with streams."""
+"""About ten milliseconds of work: few enough for the first, enough while the loop is busy with streams."""
 
 
 class Turnstile:
-    """Belongs to one event loop. Nobody holds a place: who was let in is no more seen here."""
+    """Belongs to one event loop. Requests only pass through: they hold nothing and give nothing back."""
 
     def __init__(self, at_once: int = AT_ONCE) -> None:
         self._at_once = at_once
@@ -24,7 +24,7 @@ class Turnstile:
         self._turning = False
 
     async def enter(self) -> None:
-        """Return at once, or as soon as those in front were let in: `at_once` in each turn of the loop."""
+        """Return at once, or after those in front: each turn of the event loop lets `at_once` in."""
         loop = asyncio.get_running_loop()
         if not self._turning:
             self._turning = True

@@ -1,7 +1,7 @@
-"""The seam between HTTP and models: what the routes need from whatever serves them.
+"""The seam between HTTP and models: the protocol that the routes need.
 
-The real one is `gateway.triton`; tests of the HTTP layer put a small fake here. It speaks our own types,
-never SSE strings, OpenAI JSON or protobuf.
+The real implementation is `gateway.triton.pool`; tests of the HTTP layer use a small fake. The seam uses our
+own types, never SSE strings, OpenAI JSON or protobuf.
 """
 
 from collections.abc import AsyncGenerator
@@ -23,19 +23,19 @@ class ModelCard:
     """Unix time in seconds at which this gateway first saw the model."""
     max_context: int | None = None
     unloaded: bool = False
-    """Somebody had it unloaded: it is not meant to answer until it is loaded again."""
+    """It was unloaded on purpose, and is not expected to answer until it is loaded again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntriesChanged:
-    """What loading or unloading a model changed on one Triton: these entries, in this order; perhaps none."""
+    """The entries that a load or unload changed on one Triton, in this order; there may be none."""
 
     upstream: str
     entries: tuple[str, ...]
 
 
 class Upstream(Protocol):
-    """Serves generations."""
+    """Serves models."""
 
     def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
         """Run `request`: first `Accepted`, then deltas and heartbeats, ending after the delta with `usage`.
@@ -84,12 +84,12 @@ class Upstream(Protocol):
             upstream: address of the one Triton to do it on; None: on all that have the model.
 
         Raises:
-            GatewayError: it could not be loaded; `ConflictError` while another such call is at it.
+            GatewayError: it could not be loaded; `ConflictError` while another call is changing it.
         """
         ...
 
     async def unload(self, model_id: str, *, upstream: str | None) -> list[EntriesChanged]:
-        """Unload a model: no new requests from now on, and gone when those in flight have ended.
+        """Unload a model: refuse new requests at once, and unload it when those in flight have ended.
 
         Raises:
             GatewayError: as for `load`.

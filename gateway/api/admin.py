@@ -1,4 +1,4 @@
-"""`POST /v1/models/{id}/load` and `/unload`: for those who run the gateway."""
+"""`POST /v1/models/{id}/load` and `/unload`: for the gateway's operators."""
 
 import re
 from typing import Annotated
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 
 
 class UnloadRequest(BaseModel):
-    """Which Triton; a JSON body is asked for, so that no page in a browser can send one unasked."""
+    """Which Triton. A JSON body is required, so that a web page in a browser cannot send this request."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,7 +37,7 @@ class LoadRequest(UnloadRequest):
 
 
 class Change(msgspec.Struct, frozen=True):
-    """The entries that were loaded or unloaded on one Triton, in this order; none where nothing was to do."""
+    """The entries loaded or unloaded on one Triton, in this order; none if there was nothing to do."""
 
     upstream: str
     entries: list[str]

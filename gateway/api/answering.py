@@ -1,4 +1,4 @@
-"""From a read request to its answer, whole or as a stream of events: the same course for every route."""
+"""Answering a parsed request, whole or as a stream of events: one implementation for every route."""
 
 import logging
 from collections.abc import AsyncGenerator
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Answering:
-    """Runs one request's generation and sends what it says."""
+    """Runs one request's generation and sends the answer."""
 
     def __init__(self, request: Request, gateway: Gateway, exchange: Exchange, flight: Flight) -> None:
         self._request = request
@@ -33,7 +33,7 @@ class Answering:
         """Return the answer to `asked`, as `answer` writes it.
 
         Raises:
-            GatewayError: before the first byte; afterwards errors are part of the stream.
+            GatewayError: before the first byte; later errors become part of the stream.
         """
         exchange, flight = self._exchange, self._flight
         card = self._gateway.upstream.model(asked.model)
@@ -46,7 +46,7 @@ class Answering:
         if not asked.stream:
             document = await answer.whole(accepted, flight)
             return Response(encode(document), media_type="application/json")
-        await flight.stop_watching()  # the event stream does from here
+        await flight.stop_watching()  # from here on the event stream watches
         settings = self._gateway.settings
         return EventStream(
             _events(flight, answer.stream(accepted), exchange),
@@ -66,7 +66,7 @@ AnsweringDep = Annotated[Answering, Depends(_answering)]
 
 
 async def _events(flight: Flight, writer: StreamWriter, exchange: Exchange) -> AsyncGenerator[bytes, None]:
-    """Write the stream after its 200, and always its end."""
+    """Write the stream, and always its end: status 200 was sent already."""
     try:
         if written := writer.begin():
             yield written
@@ -77,7 +77,7 @@ async def _events(flight: Flight, writer: StreamWriter, exchange: Exchange) -> A
     except GatewayError as error:
         exchange.fail(error)
         last = writer.fail(error)
-    except Exception:  # noqa: BLE001 - the stream's outermost frame: its client is owed an end
+    except Exception:  # noqa: BLE001 - the stream's outermost frame: the client must get an end
         _log.exception("a stream failed unexpectedly")
         failure = InternalError("The gateway failed; its log says why under this request's id.")
         exchange.fail(failure)

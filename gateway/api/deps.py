@@ -1,6 +1,6 @@
-"""What routes ask for, by name.
+"""The dependencies that routes declare.
 
-All of these are coroutines, though they wait for nothing: FastAPI sends plain functions to a thread.
+All of these are coroutines, though they await nothing: FastAPI would run plain functions in a thread.
 """
 
 from typing import Annotated
@@ -68,7 +68,7 @@ InferenceKey = Depends(_inference)
 """For routers: the caller needs a key with the scope `inference`."""
 
 AdminKey = Depends(_admin)
-"""For routers: the caller needs a key with the scope `admin`; without keys, everybody here has it."""
+"""For routers: the caller needs a key with the scope `admin`; if there are no keys, everybody has it."""
 
 MetricsKey = Depends(_metrics)
 """For `/metrics`: any key, where the settings ask for one."""

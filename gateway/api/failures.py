@@ -44,7 +44,7 @@ async def _validation_error(request: Request, error: RequestValidationError) -> 
 
 
 async def _http_exception(request: Request, error: HTTPException) -> Response:
-    """What the router itself refuses."""
+    """Handle what the router itself refuses."""
     translated: GatewayError
     if error.status_code == NotFoundError.status:
         translated = NotFoundError("There is nothing at this path.")

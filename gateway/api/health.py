@@ -1,4 +1,4 @@
-"""`/health`, `/health/ready`, `/metrics` and `/version`: for those who run the gateway."""
+"""`/health`, `/health/ready`, `/metrics` and `/version`: for the gateway's operators."""
 
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response

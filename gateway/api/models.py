@@ -13,7 +13,7 @@ router = APIRouter(dependencies=[InferenceKey])
 
 
 class Model(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A served model; `max_model_len`, in tokens, `ready` and `unloaded` are more than OpenAI says."""
+    """A served model. `max_model_len` (in tokens), `ready` and `unloaded` are our extensions."""
 
     id: str
     object: str
@@ -25,7 +25,7 @@ class Model(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ModelList(Struct, frozen=True):
-    """All of them."""
+    """All served models."""
 
     object: str
     data: list[Model]

@@ -1,6 +1,6 @@
-"""The parts of the OpenAPI document that FastAPI cannot derive: bodies and answers handled as bytes.
+"""The parts of the OpenAPI document that FastAPI cannot derive, because bodies and answers are bytes.
 
-The schemas come from the very types that read and write them.
+The schemas come from the types that parse the bodies and write the answers.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def streamed_or_whole(
     Args:
         answer: what is sent whole.
         chunk: the data of an event.
-        done: the last event's data is `[DONE]`, and an error amid the stream has the shape of all errors.
+        done: the last event's data is `[DONE]`, and an error within the stream is an `ErrorDocument`.
     """
     declared = whole(answer)
     ok = declared[200]
@@ -90,7 +90,7 @@ def _answer(types: dict[str, type[msgspec.Struct]]) -> dict[str, Any]:
 
 
 def _schemas(types: Sequence[type[msgspec.Struct] | UnionType], components: dict[str, Any]) -> list[Any]:
-    """Return the schemas of `types`, and add those that they refer to to `components`."""
+    """Return the schemas of `types`; schemas that they refer to are added to `components`."""
     schemas, referred = msgspec.json.schema_components(types, ref_template=_REF.format("{name}"))
     components |= referred
     return list(schemas)

@@ -1,4 +1,4 @@
-"""`POST /MutilBackendService/Predict`, spelled as its clients do: a model's entry `M`, in Triton's words."""
+"""`POST /MutilBackendService/Predict` (its clients spell it so): a model's entry `M`, as tensors."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -20,10 +20,10 @@ router = APIRouter(dependencies=[InferenceKey])
 async def predict(
     request: Request, body: JsonBody, gateway: GatewayDep, exchange: ExchangeDep, flight: FlightDep
 ) -> Response:
-    """Answer a ModelInferRequest in protobuf's JSON by the request/response entry of a served model."""
+    """Pass a ModelInferRequest in protobuf's JSON to the request/response entry of a served model."""
     asked = read_predict_request(body)
     try:
-        # Served models only: no engine's or tokeniser's entry, and nothing else that the Triton may have.
+        # Served models only: no engine or tokenizer entry, and nothing else that the Triton may have.
         gateway.upstream.model(asked.model_name)
     except ModelNotFoundError as error:
         raise ModelNotFoundError(error.message, param="model_name") from None

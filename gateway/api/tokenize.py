@@ -27,7 +27,7 @@ router = APIRouter(dependencies=[InferenceKey])
 
 
 class Tokenizing:
-    """Asks a model's tokenizer."""
+    """Runs one request on a model's tokenizer."""
 
     def __init__(self, request: Request, gateway: Gateway, exchange: Exchange, flight: Flight) -> None:
         self._request = request
@@ -36,10 +36,10 @@ class Tokenizing:
         self._flight = flight
 
     async def ask(self, asked: TokenizeRequest | DetokenizeRequest) -> Tokens:
-        """Return what the tokenizer says.
+        """Return the tokenizer's answer.
 
         Raises:
-            GatewayError: it says nothing; `param` names a field of `asked`.
+            GatewayError: there is none; `param` names a field of `asked`.
         """
         exchange, gateway = self._exchange, self._gateway
         gateway.upstream.model(asked.model)

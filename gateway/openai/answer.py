@@ -1,4 +1,4 @@
-"""What the answers of all generating routes share: their heads, token counts, and the course of a stream.
+"""What the answers of all generating routes share: their common fields, token counts, and streaming.
 
 Encoding happens for every chunk of every stream, so the documents are msgspec structs with one shared
 encoder.
@@ -28,7 +28,7 @@ D = TypeVar("D", bound=Struct)
 
 
 class PromptTokensDetails(Struct, frozen=True):
-    """What of the prompt was not computed again."""
+    """How much of the prompt was found in the prefix cache."""
 
     cached_tokens: int
 
@@ -44,7 +44,7 @@ class Usage(Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What all documents of one answer share."""
+    """The fields that all documents of one answer share."""
 
     id: str
     created: int
@@ -54,12 +54,12 @@ class Head:
 
     @classmethod
     def new(cls, kind: str, model: str) -> "Head":
-        """Make a unique one for an answer that begins now; its id begins with `kind`."""
+        """Make the head of an answer that begins now; its unique id begins with `kind`."""
         digest = hashlib.sha256(f"{version()}/{model}".encode()).hexdigest()
         return cls(f"{kind}-{secrets.token_hex(12)}", int(time.time()), model, f"fp_{digest[:10]}")
 
     def document(self, kind: type[D], **rest: Any) -> D:
-        """Make a document of the answer: a `kind` with this head and the `rest` of its fields."""
+        """Make a document of type `kind` from this head and the `rest` of its fields."""
         return kind(
             id=self.id,
             created=self.created,
@@ -70,7 +70,7 @@ class Head:
 
 
 def usage_document(counts: TokenCounts) -> Usage:
-    """Write token counts; cached tokens are named only where there were any."""
+    """Write token counts; cached tokens are mentioned only if there were any."""
     return Usage(
         counts.prompt_tokens,
         counts.completion_tokens,
@@ -81,7 +81,7 @@ def usage_document(counts: TokenCounts) -> Usage:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A whole choice."""
+    """One complete choice."""
 
     index: int
     text: str
@@ -94,11 +94,11 @@ class Gathered:
 
 
 async def gather(events: AsyncIterator[Event], choices: int) -> tuple[list[Gathered], Usage]:
-    """Put the events after `Accepted` together, for each of so many choices.
+    """Collect the events after `Accepted` into `choices` complete choices, and the usage.
 
     Raises:
         UpstreamProtocolError: they end without usage, or a choice without a finish reason.
-        GatewayError: whatever ends them early.
+        GatewayError: the generation failed.
     """
     deltas: list[list[Delta]] = [[] for _ in range(choices)]
     usage: TokenCounts | None = None
@@ -131,11 +131,11 @@ class ChunkWriter(ABC):
     """Turns the events of one answer into encoded chunks; each route has its own documents.
 
     Args:
-        head: of all of them.
-        chunk: the route's kind of chunk: takes the head's fields, `choices` and `usage`.
-        accepted: gives the prompt's token count for running usage.
-        options: whether a last chunk without choices carries usage, and the ones before null or, with
-            continuous usage, the counts so far.
+        head: of every chunk.
+        chunk: the route's type of chunk, made from the head's fields, `choices` and `usage`.
+        accepted: has the prompt's token count, for running usage.
+        options: whether a last chunk without choices carries the usage. The chunks before it then carry null
+            or, with continuous usage, the counts so far.
         choices: how many there are.
     """
 
@@ -158,7 +158,7 @@ class ChunkWriter(ABC):
         self._usage: TokenCounts | None = None
 
     def write(self, event: Event) -> list[bytes]:
-        """Return the chunks that `event` makes, often one, none for a heartbeat or text held back."""
+        """Return the chunks for `event`: usually one, none for a heartbeat or text that is held back."""
         if type(event) is not Delta:
             return []
         self._completion_tokens += event.tokens
@@ -182,7 +182,7 @@ class ChunkWriter(ABC):
         """Return the chunks of one delta, with `usage` in each."""
 
     def _encode(self, choices: Sequence[Struct], usage: Usage | UnsetType | None, **rest: Any) -> bytes:
-        """Return a chunk of these choices; none: the last one, with the token counts."""
+        """Return a chunk of these choices; without any it is the last one, with the token counts."""
         return encode(self._head.document(self._chunk, choices=choices, usage=usage, **rest))
 
     def _running_usage(self) -> Usage | UnsetType | None:
@@ -196,18 +196,18 @@ class ChunkWriter(ABC):
 
 
 class StreamWriter(Protocol):
-    """Turns the events of one answer into framed server-sent events; each method's are one write."""
+    """Turns the events of one answer into framed server-sent events; each method returns one write."""
 
     def begin(self) -> bytes:
-        """Return what the client is told as soon as its request is accepted."""
+        """Return what is sent as soon as the request is accepted."""
         ...
 
     def write(self, event: Event) -> bytes:
-        """Return what `event` adds, nothing for a heartbeat or text held back."""
+        """Return what `event` adds: nothing for a heartbeat or text that is held back."""
         ...
 
     def close(self) -> bytes:
-        """Return the end of the stream, behind the last event.
+        """Return the end of the stream, after the last event.
 
         Raises:
             UpstreamProtocolError: the events ended without usage, or a choice without a finish reason.
@@ -215,7 +215,7 @@ class StreamWriter(Protocol):
         ...
 
     def fail(self, error: GatewayError) -> bytes:
-        """Return the end of a stream that `error` broke."""
+        """Return the end of a stream that `error` interrupted."""
         ...
 
 
@@ -226,20 +226,20 @@ class Answer(Protocol):
         """Return the events after `accepted` as one document.
 
         Raises:
-            GatewayError: whatever ends them early.
+            GatewayError: the generation failed.
         """
         ...
 
     def stream(self, accepted: Accepted) -> StreamWriter:
-        """Return what writes them as a stream."""
+        """Return a writer that streams the events after `accepted`."""
         ...
 
 
 def ids_document(ids: Sequence[int] | None) -> list[int] | UnsetType:
-    """Write token ids, where they were asked for."""
+    """Write token ids, if they were requested."""
     return UNSET if ids is None else list(ids)
 
 
 def incomplete() -> UpstreamProtocolError:
-    """Return the error for an answer that stopped without saying how it ended."""
+    """Return the error for an answer that stopped without a finish reason or usage."""
     return UpstreamProtocolError("The upstream ended the answer without a finish reason or token counts.")

@@ -1,4 +1,4 @@
-"""Chat completions as OpenAI writes them: the JSON documents, and their assembly from generation events."""
+"""Chat completions in OpenAI's format: the JSON documents, and how generation events become them."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -26,14 +26,14 @@ from gateway.pieces import Call, CallPart
 
 _CONTENT = b'"content":'
 _NO_CONTENT = _CONTENT + encode("")
-"""As in a chunk; nothing else of that chunk can hold it, since quotes in the model's name are escaped."""
+"""As it appears in a chunk, exactly once: quotes in the model's name are escaped."""
 
 
 ChatFinishReason = FinishReason | Literal["function_call"]
 
 
 class TopLogprob(Struct, frozen=True):
-    """One of the most likely tokens at a position."""
+    """One of the most likely tokens at its position."""
 
     token: str
     logprob: float
@@ -41,7 +41,7 @@ class TopLogprob(Struct, frozen=True):
 
 
 class TokenLogprobContent(Struct, frozen=True):
-    """A sampled token's log-probability and the most likely ones beside it."""
+    """A sampled token's log-probability, and the most likely alternatives."""
 
     token: str
     logprob: float
@@ -57,7 +57,7 @@ class ChoiceLogprobs(Struct, frozen=True):
 
 
 class ResponseMessage(Struct, frozen=True, kw_only=True):
-    """The whole answer. An answer of calls alone has no content."""
+    """The complete answer. An answer that only calls tools has no content."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -67,7 +67,7 @@ class ResponseMessage(Struct, frozen=True, kw_only=True):
 
 
 class Choice(Struct, frozen=True):
-    """One answer with the reason of its end."""
+    """One answer, and why it ended."""
 
     index: int
     message: ResponseMessage
@@ -101,7 +101,7 @@ class ChunkDelta(Struct, frozen=True):
 
 
 class ChunkChoice(Struct, frozen=True):
-    """A choice's part of a chunk; `stop_reason` stands beside the reason of the end."""
+    """A choice's part of a chunk; `stop_reason` comes with `finish_reason`."""
 
     index: int
     delta: ChunkDelta
@@ -112,9 +112,9 @@ class ChunkChoice(Struct, frozen=True):
 
 
 class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
-    """One event of a stream. `usage` is there only where the request asked for it, null until its end.
+    """One event of a stream. `usage` is present only if requested, and null until the end.
 
-    The prompt's ids, where they were asked for, are in the first.
+    The first one has the prompt's ids, if requested.
     """
 
     id: str
@@ -177,25 +177,25 @@ class ChatAnswer(ChunkedAnswer):
         )
 
     def chunks(self, accepted: Accepted) -> "ChatChunkWriter":
-        """Return what writes the answer's chunks."""
+        """Return a writer of the answer's chunks."""
         return ChatChunkWriter(self._head, accepted, self._options, self._calls, self._choices)
 
 
 class CallWriter:
-    """Writes what an answer says about calls: in today's form, or in the older one with functions.
+    """Writes an answer's calls: as `tool_calls`, or in the older form as `function_call`.
 
     Args:
-        offered: tools or functions were offered, so that an answer may be without content.
-        older: they were functions.
+        offered: tools or functions were offered, so an answer may have no content.
+        older: the request used `functions`.
     """
 
     def __init__(self, *, offered: bool, older: bool) -> None:
         self.no_content = None if offered else ""
-        """What stands for the content of an answer before there is any."""
+        """The content of an answer before there is any text."""
         self._older = older
 
     def reason(self, reason: FinishReason) -> ChatFinishReason:
-        """Write why the answer ended."""
+        """Write the finish reason."""
         return "function_call" if self._older and reason == "tool_calls" else reason
 
     def message(self, text: str, calls: Sequence[Call]) -> ResponseMessage:
@@ -208,17 +208,17 @@ class CallWriter:
         return ResponseMessage(content=content, tool_calls=[tool_call(call) for call in calls])
 
     def deltas(self, part: CallPart, index: int) -> list[ChunkDelta]:
-        """Write what came of the answer's call number `index`, for a chunk each."""
+        """Write part of the answer's call number `index`, as deltas for one chunk each."""
         if self._older:
             return [ChunkDelta(function_call=each) for each in function_call_deltas(part)]
         return [ChunkDelta(tool_calls=[each]) for each in tool_call_deltas(part, index)]
 
 
 class ChatChunkWriter(ChunkWriter):
-    """Writes the roles first, then text, calls, and the reasons of the ends, each in chunks of its own.
+    """Writes the roles first, then text, calls and finish reasons, each in chunks of its own.
 
-    All choices have their roles at once and in order, whichever speaks first: the SDK's accumulator takes
-    those that it meets for the choices 0, 1, 2 and so on.
+    The roles of all choices come first and in order, whichever choice has text first: the SDK's accumulator
+    numbers choices by the order in which it sees them.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class ChatChunkWriter(ChunkWriter):
 
     def _delta(self, delta: Delta, usage: Usage | UnsetType | None) -> list[bytes]:
         piece = delta.pieces[0] if len(delta.pieces) == 1 else None
-        # As nearly all are: text alone.
+        # The common case: text only.
         if (
             self._begun
             and isinstance(piece, str)
@@ -254,7 +254,7 @@ class ChatChunkWriter(ChunkWriter):
         return chunks + [self._encode([choice], usage) for choice in self._choices(delta)]
 
     def _choices(self, delta: Delta) -> list[ChunkChoice]:
-        """Return what a delta adds to its choice, for one chunk each."""
+        """Return what a delta adds to its choice, one item per chunk."""
         choices: list[ChunkChoice] = []
         if delta.text or delta.logprobs or delta.token_ids:
             logprobs = None if delta.logprobs is None else logprobs_document(delta.logprobs)
@@ -273,7 +273,7 @@ class ChatChunkWriter(ChunkWriter):
         return choices
 
     def _text_chunk(self, index: int, text: str, usage: Usage | UnsetType | None) -> bytes:
-        """Return a chunk of text alone: without running usage, only the text differs."""
+        """Return a chunk of text only: without running usage such chunks differ in nothing but the text."""
         if isinstance(usage, Usage):
             return self._encode([ChunkChoice(index, ChunkDelta(content=text))], usage)
         if index not in self._templates:
@@ -285,5 +285,5 @@ class ChatChunkWriter(ChunkWriter):
 
 
 def _prompt_ids(accepted: Accepted) -> list[int] | UnsetType:
-    """Write the ids of a conversation, which is the only prompt of its request."""
+    """Write the ids of the conversation, which is its request's only prompt."""
     return UNSET if accepted.prompt_token_ids is None else list(accepted.prompt_token_ids[0])

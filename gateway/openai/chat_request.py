@@ -51,7 +51,7 @@ NOT_YET: Mapping[str, Any] = MappingProxyType(
         "web_search_options": None,
     }
 )
-"""Real parameters that are not supported yet, each with the value that asks for nothing."""
+"""Parameters of the API that are not supported yet, each with the value that has no effect."""
 
 MESSAGE_NOT_YET: Mapping[str, Any] = MappingProxyType(
     {
@@ -61,7 +61,7 @@ MESSAGE_NOT_YET: Mapping[str, Any] = MappingProxyType(
         "refusal": None,
     }
 )
-"""The same for a message. Answers of this server, sent back as they came, carry some of them as null."""
+"""The same for a message. Our own answers, when sent back unchanged, contain some of them as null."""
 
 _DEPRECATED = Field(json_schema_extra={"deprecated": True})  # `deprecated=True` would warn at each access
 
@@ -89,17 +89,17 @@ class ChatMessage(Strict):
     ] = None
 
     def text(self) -> str:
-        """Return the content, whose parts were joined."""
+        """Return the content with its parts joined."""
         return text_of(self.content)
 
     def calls(self, path: str) -> tuple[PastCall, ...]:
-        """Return the calls that it made; `path` is its own in the request.
+        """Return the calls it made; `path` is the message's place in the request.
 
         Raises:
             InvalidRequestError: the arguments of one are not a JSON object.
         """
         if self.function_call is not None:
-            # The older form has no ids: its result names the function.
+            # The older form has no ids: its results refer to the function's name.
             call = self.function_call
             return (call.past(call.name, f"{path}.function_call"),)
         return tuple(
@@ -108,7 +108,7 @@ class ChatMessage(Strict):
         )
 
     def check(self, path: str) -> None:
-        """Hold that it has what its role needs, and nothing else; `path` is its own in the request.
+        """Check that it has what its role needs and nothing else; `path` is its place in the request.
 
         Raises:
             InvalidRequestError: it does not.
@@ -158,7 +158,7 @@ class ChatRequest(AnyCompletionRequest, StructuredRequest):
 
     @property
     def token_bound(self) -> int | None:
-        """The bound on new tokens that the client gave."""
+        """The client's limit on new tokens."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def prompt_asked(self) -> Conversation:
@@ -167,7 +167,7 @@ class ChatRequest(AnyCompletionRequest, StructuredRequest):
 
     @cached_property
     def offer(self) -> ToolOffer | None:
-        """The tools that the model may use, and how.
+        """The tools offered to the model, and which of them it has to call.
 
         Raises:
             InvalidRequestError: the fields about them contradict each other.
@@ -182,16 +182,16 @@ class ChatRequest(AnyCompletionRequest, StructuredRequest):
         return of_tools or of_functions
 
     def grammar_asked(self) -> Grammar | None:
-        """Return what the answer's text is held to; None: it is free.
+        """Return the grammar of the answer's text; None: it is free.
 
         Raises:
-            InvalidRequestError: several fields say it.
+            InvalidRequestError: several fields define one.
         """
         formatted = self.response_format.grammar("response_format") if self.response_format else None
         return one_grammar(self.structured_outputs, formatted, "response_format")
 
     def generation(self, *, request_id: str, deadline: float) -> Generation:
-        """Return what is asked of the upstream."""
+        """Return the generation to run."""
         asked = super().generation(request_id=request_id, deadline=deadline)
         return replace(asked, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
@@ -218,10 +218,10 @@ def read_chat_request(body: bytes) -> ChatRequest:
 
 
 def without_neutral_messages(document: dict[str, Any]) -> dict[str, Any]:
-    """Drop what asks for nothing from the messages of a request.
+    """Drop fields without effect from the messages of a request.
 
     Raises:
-        InvalidRequestError: something in one is not supported yet.
+        InvalidRequestError: a message has a field that is not supported yet.
     """
     messages = document.get("messages")
     if not isinstance(messages, list):
@@ -237,10 +237,10 @@ def without_neutral_messages(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def conversation(messages: Sequence[ChatMessage], offer: ToolOffer | None) -> Conversation:
-    """Return the conversation of a request's `messages`, in which the tools of `offer` may be called.
+    """Return a request's `messages` as a conversation in which the tools of `offer` may be called.
 
     Raises:
-        InvalidRequestError: a message has not what its role needs, or something else.
+        InvalidRequestError: a message lacks a field that its role needs, or has one of another role.
     """
     for at, message in enumerate(messages):
         message.check(f"messages.{at}")

@@ -1,6 +1,6 @@
-"""A stream of chunks, as both completion routes have it.
+"""The stream of chunks that both completion routes send.
 
-An error after the first byte is a chunk with the error object. Every stream ends with `[DONE]`.
+An error after the first byte is sent as a chunk with the error object. Every stream ends with `[DONE]`.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class ChunkStream:
-    """Frames what a `ChunkWriter` writes: see `gateway.openai.answer.StreamWriter`."""
+    """A `StreamWriter` (see `gateway.openai.answer`) that frames the chunks of a `ChunkWriter`."""
 
     def __init__(self, chunks: ChunkWriter) -> None:
         self._chunks = chunks
@@ -24,7 +24,7 @@ class ChunkStream:
         return b""
 
     def write(self, event: Event) -> bytes:
-        """Return the chunks that `event` makes."""
+        """Return the chunks for `event`."""
         return frame(self._chunks.write(event))
 
     def close(self) -> bytes:
@@ -37,12 +37,12 @@ class ChunkStream:
 
 
 class ChunkedAnswer(ABC):
-    """An answer that is streamed in chunks: see `gateway.openai.answer.Answer`."""
+    """An `Answer` (see `gateway.openai.answer`) that is streamed in chunks."""
 
     @abstractmethod
     def chunks(self, accepted: Accepted) -> ChunkWriter:
-        """Return what writes the chunks of the events after `accepted`."""
+        """Return a writer of chunks for the events after `accepted`."""
 
     def stream(self, accepted: Accepted) -> ChunkStream:
-        """Return what writes them as a stream."""
+        """Return a writer that streams the events after `accepted`."""
         return ChunkStream(self.chunks(accepted))

@@ -1,4 +1,4 @@
-"""Text completions as OpenAI writes them, whole and streamed; token ids as vLLM adds them."""
+"""Text completions in OpenAI's format, whole and streamed, with token ids as in vLLM."""
 
 from collections.abc import AsyncIterator
 from typing import Literal
@@ -43,7 +43,7 @@ class Completion(Struct, frozen=True, kw_only=True):
 
 
 class CompletionChunk(Struct, frozen=True, kw_only=True):
-    """One event of a stream. `usage` is there only where the request asked for it, null until its end."""
+    """One event of a stream. `usage` is present only if requested, and null until the end."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -88,7 +88,7 @@ class CompletionAnswer(ChunkedAnswer):
         )
 
     def chunks(self, accepted: Accepted) -> "CompletionChunkWriter":
-        """Return what writes the answer's chunks."""
+        """Return a writer of the answer's chunks."""
         return CompletionChunkWriter(self._head, accepted, self._asked)
 
     def _logprobs(self, answer: Gathered) -> CompletionLogprobs | None:
@@ -99,7 +99,7 @@ class CompletionAnswer(ChunkedAnswer):
 
 
 class CompletionChunkWriter(ChunkWriter):
-    """Writes one chunk for each delta that shows something; the last has the reason of the end as well."""
+    """Writes one chunk for each delta that shows something; the last one also has the finish reason."""
 
     def __init__(self, head: Head, accepted: Accepted, asked: CompletionRequest) -> None:
         super().__init__(head, CompletionChunk, accepted, asked.stream_options, asked.choices)
@@ -128,7 +128,7 @@ class CompletionChunkWriter(ChunkWriter):
 
 
 class _PromptIds:
-    """The ids of the prompts, where they were asked for; each prompt has equally many choices."""
+    """The ids of the prompts, if requested; every prompt has the same number of choices."""
 
     def __init__(self, accepted: Accepted, choices: int) -> None:
         self._ids = accepted.prompt_token_ids

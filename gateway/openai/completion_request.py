@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: texts, or lists of token ids, to be continued as they stand."""
+"""`POST /v1/completions`: texts, or lists of token ids, to be continued exactly as given."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,14 +32,14 @@ NOT_YET: Mapping[str, Any] = MappingProxyType(
         "suffix": None,
     }
 )
-"""Real parameters that are not supported yet, each with the value that asks for nothing."""
+"""Parameters of the API that are not supported yet, each with the value that has no effect."""
 
 PROMPTS_LIMIT = 128
-"""Prompts in one request; the answers to them all are bounded by a setting."""
+"""Prompts in one request; a setting limits the answers to all of them."""
 
 
 def _kind(prompt: Any) -> str:
-    """Tell what `prompt` is meant to be; its first item decides, so that errors are about the others."""
+    """Return the kind of `prompt`, decided by its first item, so that errors are about the other items."""
     if not isinstance(prompt, list):
         return "text"
     first = prompt[0] if prompt else None
@@ -71,7 +71,7 @@ class CompletionRequest(AnyCompletionRequest, StructuredRequest):
 
     @cached_property
     def prompts(self) -> tuple[PlainText | TokenIds, ...]:
-        """The prompts, one of them or more, made once: a body has room for millions of ids."""
+        """The prompts, at least one, built once: a body has room for millions of ids."""
         if isinstance(self.prompt, str):
             return (PlainText(self.prompt),)
         if isinstance(self.prompt[0], int):
@@ -84,7 +84,7 @@ class CompletionRequest(AnyCompletionRequest, StructuredRequest):
 
     @property
     def choices(self) -> int:
-        """The number of answers wanted, to all prompts."""
+        """The number of answers requested, to all prompts together."""
         return len(self.prompts) * (self.n or 1)
 
     def check_choices(self, limit: int) -> None:
@@ -103,7 +103,7 @@ class CompletionRequest(AnyCompletionRequest, StructuredRequest):
         return self.prompts[0]
 
     def generation(self, *, request_id: str, deadline: float) -> Generation:
-        """Return what is asked of the upstream for the first prompt."""
+        """Return the generation for the first prompt."""
         asked = super().generation(request_id=request_id, deadline=deadline)
         echo = bool(self.echo)
         # Each is told as many alternatives as it asks for, of the more that are computed.
@@ -116,7 +116,7 @@ class CompletionRequest(AnyCompletionRequest, StructuredRequest):
         )
 
     def generations(self, *, request_id: str, deadline: float) -> list[Generation]:
-        """Return what is asked of the upstream, for each prompt."""
+        """Return the generations to run, one per prompt."""
         asked = self.generation(request_id=request_id, deadline=deadline)
         prompts = self.prompts
         if len(prompts) == 1:

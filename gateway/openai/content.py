@@ -1,7 +1,7 @@
-"""What is kept of the bulk of a message: its text joined, and nothing of what a client only sends along.
+"""Message contents, kept small: parts joined into one text, and unread fields dropped.
 
-A request waits in the gateway as it was read. Objects take some twenty times the memory of the JSON that they
-came as, so what nobody reads is not kept, and pieces of a text are the text.
+A request waits in the gateway in its parsed form. Objects take some twenty times the memory of their JSON, so
+what nobody reads is not kept, and the parts of a text become one string.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ def _joined(content: str | Sequence[_Piece]) -> str:
 P = TypeVar("P", bound=_Piece)
 
 Content = Annotated[str | Items[P], AfterValidator(_joined)]
-"""A text, or pieces of one. Once read, it is the text: see `text_of`."""
+"""A text, or parts of one, which validation joins: see `text_of`."""
 
 Unread = Annotated[Any, AfterValidator(_forgotten)]
-"""Any JSON value, of which nothing is kept."""
+"""Any JSON value; it is dropped."""
 
 
 def text_of(content: str | Sequence[_Piece] | None) -> str:
-    """Return a `Content` as the one text that it is by now; no content is no text."""
+    """Return a validated `Content` as the one string it is by now; no content is empty text."""
     return _joined(content or "")

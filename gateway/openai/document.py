@@ -1,7 +1,7 @@
-"""Reading a request body: JSON, then a typed model, with errors that name the field.
+"""Parsing a request body: JSON, then a typed model, with errors that name the field.
 
-Nothing is accepted and ignored. A key is one of: understood; a real parameter that this server does not
-support yet, which may only be given at its neutral value; or unknown.
+Nothing is accepted and ignored. A key is either understood; or a parameter of the API that this server does
+not support yet, accepted only at its neutral value; or unknown and refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ M = TypeVar("M", bound=BaseModel)
 _ABSENT = object()
 
 _SHOWN_LIMIT = 100
-"""Longest part, in characters, of a name of the client's making that is sent back."""
+"""How many characters of a client's own name an error repeats."""
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -50,9 +50,9 @@ def without_neutral(
 
     Args:
         document: an object of the request.
-        neutral: the names of such parameters, each with the value that asks for nothing.
+        neutral: the names of such parameters, each with the value that has no effect.
         path: the dotted path of `document`, with a dot at its end, for errors.
-        refusal: what is said of other values.
+        refusal: the error's text for other values.
 
     Raises:
         InvalidRequestError: one of them has another value.
@@ -93,7 +93,7 @@ def validate(model: type[M], document: dict[str, Any]) -> M:
 
 
 def _explain(error: ValidationError, document: dict[str, Any]) -> InvalidRequestError:
-    """Word the fault that lies deepest in the document: in a union, the branch that came furthest."""
+    """Report the fault deepest in the document: in a union, that is the branch that matched furthest."""
     faults = error.errors(include_url=False, include_input=False)
     located = [
         (path_in(document, fault["loc"], missing=fault["type"] == "missing"), fault) for fault in faults
@@ -114,12 +114,12 @@ def _unknown(path: str) -> InvalidRequestError:
 
 
 def path_in(document: Any, location: Sequence[int | str], *, missing: bool) -> list[int | str]:
-    """Keep what leads through `document`: pydantic's locations also name branches of unions.
+    """Return the parts of `location` that exist in `document`: pydantic's also name branches of unions.
 
     Args:
         document: what was validated.
         location: pydantic's location of a fault in it.
-        missing: the last part names what is not there.
+        missing: the last part names a key that is missing.
     """
     path: list[int | str] = []
     at = document

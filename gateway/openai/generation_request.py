@@ -1,6 +1,6 @@
-"""What every route that generates text takes: names, ranges and defaults shared by their requests.
+"""The parameters shared by all routes that generate text: their names, ranges and defaults.
 
-Source: OpenAI's API reference; extensions: vLLM's sampling parameters, in its spelling.
+Source: OpenAI's API reference; the extensions are vLLM's sampling parameters, spelled as there.
 """
 
 from abc import ABC, abstractmethod
@@ -28,22 +28,22 @@ NOT_YET: Mapping[str, Any] = MappingProxyType(
         "store": False,
     }
 )
-"""Real parameters that are not supported yet, each with the value that asks for nothing."""
+"""Parameters of the API that are not supported yet, each with the value that has no effect."""
 
 STREAM_OPTIONS_NOT_YET: Mapping[str, Any] = MappingProxyType({"include_obfuscation": False})
 
 MESSAGES_LIMIT = 16_384
-"""Messages, or items, of one conversation: each costs the event loop time, were it empty."""
+"""Messages, or items, of one conversation: even an empty one costs the event loop time."""
 
 ID_LIMIT = 2**32
-"""Ids are below it, in any vocabulary."""
+"""Larger than any id of any vocabulary."""
 
 
 def _token_id(text: str) -> str:
     if not (text.isascii() and text.isdigit() and len(text) <= len(str(ID_LIMIT))):
         raise PydanticCustomError("token_id", "the keys are token ids, decimal numbers")
     if text != str(int(text)):
-        # "05" beside "5" would be the same id twice, and one of the two ignored.
+        # "05" and "5" would be the same id twice, and one of them would be ignored.
         raise PydanticCustomError("token_id", "the keys are token ids, without zeros in front")
     return text
 
@@ -56,11 +56,11 @@ def _few_stops(stop: str | list[str]) -> str | list[str]:
 
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
-"""Read up to its first fault: a body has room for millions, and only one is told."""
+"""Validated up to the first fault: a body has room for millions, and only one is reported."""
 
 
 def at_most(limit: int) -> BeforeValidator:
-    """Refuse a larger object or list before its items are looked at: a body has room for many thousands."""
+    """Refuse a larger object or list before validating its items: a body has room for many thousands."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict | list) and len(value) > limit:
@@ -85,14 +85,14 @@ def _keys_of(model: type[BaseModel]) -> frozenset[str]:
 
 
 class Strict(BaseModel):
-    """An object of a request: its types as JSON has them, and no keys but these."""
+    """An object of a request: no type conversion, and no keys but the declared ones."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _one_unknown(cls, value: Any) -> Any:
-        """Leave one of several unknown keys: pydantic lists all, and a body has room for half a million."""
+        """Keep only one unknown key: pydantic reports all of them, and a body has room for half a million."""
         if not isinstance(value, dict):
             return value
         known = _keys_of(cls)
@@ -103,11 +103,11 @@ class Strict(BaseModel):
 
 
 class AnyStreamOptions(Strict):
-    """What can be said of a stream on every route: nothing that is supported yet."""
+    """The stream options common to all routes: none is supported yet."""
 
 
 class StreamOptions(AnyStreamOptions):
-    """What a stream says of token counts."""
+    """Which token counts a stream reports."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -161,7 +161,7 @@ class GenerationRequest(Strict, ABC):
 
     @property
     def choices(self) -> int:
-        """The number of answers wanted."""
+        """The number of answers requested."""
         return 1
 
     def check_choices(self, limit: int) -> None:
@@ -176,19 +176,19 @@ class GenerationRequest(Strict, ABC):
     @property
     @abstractmethod
     def token_bound(self) -> int | None:
-        """The bound on new tokens that the client gave."""
+        """The client's limit on new tokens."""
 
     @abstractmethod
     def prompt_asked(self) -> Prompt:
-        """Make what the answer continues; `continued` keeps it."""
+        """Build the prompt; `continued` caches it."""
 
     @cached_property
     def continued(self) -> Prompt:
-        """What the answer continues, made once: a conversation of a body's size takes its time."""
+        """The prompt, built once: a long conversation takes time."""
         return self.prompt_asked()
 
     def generation(self, *, request_id: str, deadline: float) -> Generation:
-        """Return what is asked of the upstream; routes that can ask for more add it."""
+        """Return the generation to run; subclasses add what their route supports."""
         return Generation(
             request_id=request_id,
             model=self.model,
@@ -219,11 +219,11 @@ class GenerationRequest(Strict, ABC):
         )
 
     def generations(self, *, request_id: str, deadline: float) -> list[Generation]:
-        """Return what is asked of the upstream, for each prompt; most routes have one."""
+        """Return the generations to run, one per prompt; most routes have one prompt."""
         return [self.generation(request_id=request_id, deadline=deadline)]
 
     def check_combinations(self) -> None:
-        """Refuse what is right by itself and wrong together.
+        """Refuse parameters that are valid alone but not together.
 
         Raises:
             InvalidRequestError: with the field in `param`.
@@ -245,9 +245,9 @@ class GenerationRequest(Strict, ABC):
 
 
 def without_neutral_options(document: dict[str, Any]) -> dict[str, Any]:
-    """Drop what asks for nothing from `stream_options`, where a document has them.
+    """Drop options without effect from the document's `stream_options`, if it has any.
 
     Raises:
-        InvalidRequestError: one of them asks for something that is not supported yet.
+        InvalidRequestError: one of them is not supported yet.
     """
     return without_neutral_in(document, "stream_options", STREAM_OPTIONS_NOT_YET)

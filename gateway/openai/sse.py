@@ -1,4 +1,4 @@
-"""Server-sent events: framing, and the response that carries them. Data arrives here encoded."""
+"""Server-sent events: framing, and the response that carries them. Their data comes encoded."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
@@ -10,10 +10,10 @@ from starlette.types import Receive, Scope, Send
 _PING = b": ping\n\n"
 
 _HEADERS = {"Cache-Control": "no-store", "Connection": "keep-alive", "X-Accel-Buffering": "no"}
-"""No cache may keep the stream, and no proxy hold it back."""
+"""No cache may store the stream, and no proxy may buffer it."""
 
 _LOOKS_PER_TIMEOUT = 8
-"""A write that takes too long is noticed by so much of the limit too late."""
+"""A write that takes too long is noticed at most this fraction of the limit late."""
 
 
 def frame(documents: Iterable[bytes]) -> bytes:
@@ -22,18 +22,18 @@ def frame(documents: Iterable[bytes]) -> bytes:
 
 
 def frame_named(events: Iterable[tuple[str, bytes]]) -> bytes:
-    """Write JSON documents as events with names, for one write to the client."""
+    """Write JSON documents as named events, for one write to the client."""
     return b"".join([b"event: %b\ndata: %b\n\n" % (name.encode(), document) for name, document in events])
 
 
 class EventStream(Response):
     """A stream of framed events with comment pings, ended when its client goes away.
 
-    A chunk costs one look at the clock here: what takes time is watched from beside, not by a timer for each.
+    A chunk costs only one look at the clock: a separate task watches for slow writes, not a timer per chunk.
 
     Args:
         events: bytes made by `frame`.
-        on_gone: called when the client hung up, or left a piece unread for `send_timeout_s`.
+        on_gone: called when the client hung up, or did not read for `send_timeout_s`.
         ping_interval_s: seconds between comments that keep the connection open.
         send_timeout_s: seconds that one write may take.
     """
@@ -59,7 +59,7 @@ class EventStream(Response):
         self._writing_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream; a client that does not read is gone, not a fault of ours."""
+        """Send the stream; a client that does not read counts as gone, not as an error of ours."""
         del scope
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:

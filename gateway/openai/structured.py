@@ -1,9 +1,8 @@
-"""What the text of an answer is held to: `response_format`, and `structured_outputs` in vLLM's spelling.
+"""Structured output: `response_format`, and `structured_outputs` as in vLLM.
 
-Both are enforced while the answer is sampled, at any temperature, so that an answer which ends with the
-reason `stop` obeys, unless one of the request's own stop strings or stop token ids ended it. Which schemas
-and grammars that can be done for is known on the model's side, whose refusal comes back as a 400 that
-names the field.
+Both are enforced while the answer is sampled, at any temperature: an answer that ends with the reason `stop`
+conforms, unless one of the request's own stop strings or stop token ids ended it. Only the model side knows
+which schemas and grammars can be enforced; its refusal comes back as a 400 that names the field.
 """
 
 from abc import ABC
@@ -41,7 +40,7 @@ class TextFormat(Strict):
     type: Literal["text"]
 
     def grammar(self, field: str) -> Grammar | None:
-        """Return what the answer is held to; `field` is what the request calls this object."""
+        """Return the answer's grammar; `field` is this object's name in the request."""
         del field
         return None
 
@@ -52,7 +51,7 @@ class JsonObjectFormat(Strict):
     type: Literal["json_object"]
 
     def grammar(self, field: str) -> Grammar | None:
-        """Return what the answer is held to; `field` is what the request calls this object."""
+        """Return the answer's grammar; `field` is this object's name in the request."""
         return Grammar(kind="json_object", field=field)
 
 
@@ -63,7 +62,7 @@ class JsonSchemaFormat(Strict):
     json_schema: JsonSchema
 
     def grammar(self, field: str) -> Grammar | None:
-        """Return what the answer is held to; `field` is what the request calls this object."""
+        """Return the answer's grammar; `field` is this object's name in the request."""
         return schema_grammar(self.json_schema.schema_, f"{field}.json_schema.schema")
 
 
@@ -74,13 +73,12 @@ def _tag(value: Any) -> str | None:
 
 
 BY_TYPE: Final = Discriminator(
-    # By a function, since locations of faults name the branch: a bare `json_schema` there would look like the
-    # key of that name.
+    # The location of a fault names the branch, and a bare `json_schema` would look like the key of that name.
     _tag,
     custom_error_type="format",
     custom_error_message="an object with the type text, json_object or json_schema is needed",
 )
-"""Tells formats apart, each tagged with its type in angle brackets."""
+"""Selects the format by its type; the tags are the types in angle brackets."""
 
 ResponseFormat = Annotated[
     Annotated[TextFormat, Tag("<text>")]
@@ -91,7 +89,7 @@ ResponseFormat = Annotated[
 
 
 class StructuredOutputs(Strict):
-    """One of the ways to say what an answer may be."""
+    """Exactly one kind of grammar for the answer."""
 
     json_: Annotated[
         Schema | str | None, Field(alias="json", description="a JSON schema, or one as text")
@@ -122,7 +120,7 @@ class StructuredOutputs(Strict):
         return self
 
     def grammar(self, field: str) -> Grammar:
-        """Return what the answer is held to; `field` is what the request calls this object.
+        """Return the answer's grammar; `field` is this object's name in the request.
 
         Raises:
             InvalidRequestError: a schema that is too large, or not JSON.
@@ -141,15 +139,15 @@ class StructuredOutputs(Strict):
 
 
 def one_grammar(outputs: StructuredOutputs | None, formatted: Grammar | None, field: str) -> Grammar | None:
-    """Return what the text of an answer is held to; None: it is free.
+    """Return the grammar of an answer's text; None: it is free.
 
     Args:
-        outputs: what `structured_outputs` says.
-        formatted: what OpenAI's own field says.
-        field: what the request calls that one.
+        outputs: the request's `structured_outputs`.
+        formatted: the grammar from OpenAI's own field.
+        field: that field's name in the request.
 
     Raises:
-        InvalidRequestError: both say it, or one that cannot be.
+        InvalidRequestError: both are given, or one is invalid.
     """
     if outputs is None:
         return formatted
@@ -162,12 +160,12 @@ def one_grammar(outputs: StructuredOutputs | None, formatted: Grammar | None, fi
 
 
 class StructuredRequest(GenerationRequest, ABC):
-    """A request whose answer may be held to something."""
+    """A request that can ask for structured output."""
 
     structured_outputs: StructuredOutputs | None = None
 
     def grammar_asked(self) -> Grammar | None:
-        """Return what the answer is held to; None: it is free.
+        """Return the answer's grammar; None: it is free.
 
         Raises:
             InvalidRequestError: the fields about it contradict each other.
@@ -176,11 +174,11 @@ class StructuredRequest(GenerationRequest, ABC):
 
     @cached_property
     def grammar(self) -> Grammar | None:
-        """What `grammar_asked` makes, made once: a schema may be large."""
+        """The result of `grammar_asked`, cached: a schema may be large."""
         return self.grammar_asked()
 
     def generation(self, *, request_id: str, deadline: float) -> Generation:
-        """Return what is asked of the upstream."""
+        """Return the generation to run."""
         asked = super().generation(request_id=request_id, deadline=deadline)
         return replace(asked, grammar=self.grammar)
 
@@ -193,10 +191,10 @@ class StructuredRequest(GenerationRequest, ABC):
 
 
 def refuse_open_ends(asked: GenerationRequest, answer: str) -> None:
-    """Refuse what keeps an answer from ending where it is complete; `answer` says which one.
+    """Refuse options that keep an answer from ending where it is complete; `answer` describes it for errors.
 
     Raises:
-        InvalidRequestError: there is such a thing in the request.
+        InvalidRequestError: the request has such an option.
     """
     for name in ("ignore_eos", "min_tokens"):
         if getattr(asked, name):
@@ -206,11 +204,11 @@ def refuse_open_ends(asked: GenerationRequest, answer: str) -> None:
 
 
 def schema_grammar(schema: dict[str, Any] | None, field: str) -> Grammar:
-    """Return what holds an answer to `schema`; None: to any JSON object.
+    """Return the grammar for `schema`; without one, that of any JSON object.
 
     Args:
         schema: a JSON schema.
-        field: what the request calls it.
+        field: its name in the request.
 
     Raises:
         InvalidRequestError: it is too large.

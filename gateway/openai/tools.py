@@ -1,4 +1,4 @@
-"""Tools in a chat request, today's form and the older one with `functions`, and calls in its messages."""
+"""Tools in a chat request (`tools`, and the older `functions`), and calls in its messages."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -28,7 +28,7 @@ class Function(Strict):
     ] = None
 
     def tool(self) -> Tool:
-        """Return what the model is offered."""
+        """Return it as a tool to be offered to the model."""
         return Tool(
             name=self.name,
             description=self.description,
@@ -45,13 +45,13 @@ class FunctionTool(Strict):
 
 
 class FunctionName(Strict):
-    """The name of a function that has to be called."""
+    """The name of the function that must be called."""
 
     name: ToolName
 
 
 class NamedChoice(Strict):
-    """The choice of one of the tools."""
+    """The choice of one particular tool."""
 
     type: Literal["function"]
     function: FunctionName
@@ -67,10 +67,10 @@ class FunctionCall(Strict):
     ] = None
 
     def past(self, call_id: str, path: str) -> PastCall:
-        """Return it as the conversation has it.
+        """Return it as part of a conversation.
 
         Args:
-            call_id: what its result names.
+            call_id: the id that its result refers to.
             path: of this object in the request.
 
         Raises:
@@ -107,12 +107,12 @@ Functions = Annotated[Items[Function], Field(max_length=TOOLS_LIMIT)]
 def offer_of(
     functions: Sequence[Function], choice: ToolChoice | None, *, path: str, single: bool
 ) -> ToolOffer | None:
-    """Return what `functions` among `tools` and `tool_choice` ask for; None: no tools.
+    """Return the offer made by the functions in `tools` and by `tool_choice`; None: no tools.
 
     Args:
-        functions: what may be called.
-        choice: what has to be.
-        path: of a function in the request, with `{}` for its place.
+        functions: the ones that may be called.
+        choice: which must be called.
+        path: of a function in the request, with `{}` for its index.
         single: at most one call in the answer.
 
     Raises:
@@ -133,7 +133,7 @@ def offer_of_tools(
     *,
     parallel: bool | None,
 ) -> ToolOffer | None:
-    """Return what `tools`, `tool_choice` and `parallel_tool_calls` of a chat ask for; None: no tools.
+    """Return the offer made by a chat's `tools`, `tool_choice` and `parallel_tool_calls`; None: no tools.
 
     Raises:
         InvalidRequestError: they contradict each other.
@@ -148,7 +148,7 @@ def offer_of_tools(
 def offer_of_functions(
     functions: list[Function] | None, choice: Literal["none", "auto"] | FunctionName | None
 ) -> ToolOffer | None:
-    """Return what `functions` and `function_call` ask for; None: no functions. An answer holds one call.
+    """Return the offer made by `functions` and `function_call`, of at most one call; None: no functions.
 
     Raises:
         InvalidRequestError: they contradict each other.
@@ -169,7 +169,7 @@ def offer_of_functions(
 
 
 def _check(functions: Sequence[Function], path: str, named: str | None, choice_field: str) -> None:
-    """Hold that the names differ, and that the chosen one is among them."""
+    """Check that the names differ, and that the chosen one is among them."""
     names = [function.name for function in functions]
     for at, name in enumerate(names):
         if name in names[:at]:
