@@ -181,15 +181,18 @@ class Generation:
     """Report the ids of the prompt and of the answer."""
     priority: int = 0
 
-    def grammar_field(self, tool: str | None = None) -> str | None:
+    def grammar_field(self, tool: str | None = None, *, text: bool = False) -> str | None:
         """Return the name in the request of the grammar's source; None: the answer is free, or there are two.
 
         Args:
             tool: the name of the tool whose schema is meant, if it is a tool's.
+            text: the grammar of the text beside calls is meant.
         """
         offer = self.prompt.offer if isinstance(self.prompt, Conversation) else None
         if offer is None or offer.choice == "none":
             return None if self.grammar is None else self.grammar.field
+        if text and self.grammar is not None:
+            return self.grammar.field
         for at, each in enumerate(offer.tools):
             if each.name == tool:
                 return offer.schema_field.format(at)

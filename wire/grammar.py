@@ -5,6 +5,7 @@ two together, and neither side of the wire names a token.
 """
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -57,7 +58,22 @@ Choices = Annotated[
 ]
 """The strings of which an answer is one."""
 
-_ABOUT_TOOL = re.compile(r"tool ([^\s:]+): ")
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What of a rule of calls a refusal is about: a tool's schema, or the grammar of text beside calls."""
+
+    tool: str | None
+    """The tool's name; None: it is the text's grammar."""
+
+    def blamed(self, what: str) -> str:
+        """Return the words of a refusal of `what` is wrong with it."""
+        return f"text: {what}" if self.tool is None else f"tool {self.tool}: {what}"
+
+
+TEXT_PART = Part(None)
+
+_BLAMED = re.compile(r"(?:tool ([^\s:]+)|text): ")
 
 _tool_calls = msgspec.json.Decoder(ToolCalls)
 _choices = msgspec.json.Decoder(Choices)
@@ -72,15 +88,10 @@ def decode_tool_calls(text: str) -> ToolCalls:
     return decode_bounded(_tool_calls, text.encode())
 
 
-def about_tool(name: str, what: str) -> str:
-    """Return the words of a refusal of what is wrong with a tool's schema."""
-    return f"tool {name}: {what}"
-
-
-def tool_at_fault(words: str) -> str | None:
-    """Return the tool that the words of a refusal are about; None: they are about none of its own."""
-    found = _ABOUT_TOOL.match(words)
-    return None if found is None else found[1]
+def part_at_fault(words: str) -> Part | None:
+    """Return what the words of a refusal are about; None: no part of its own, or a grammar that has none."""
+    found = _BLAMED.match(words)
+    return None if found is None else Part(found[1])
 
 
 def decode_choices(text: str) -> list[str]:

@@ -27,7 +27,7 @@ from gateway.errors import (
     UpstreamProtocolError,
 )
 from gateway.generation import Generation
-from wire.grammar import tool_at_fault
+from wire.grammar import part_at_fault
 from wire.refusal import RefusalCode, parse_refusal
 
 MESSAGE_LIMIT = 500
@@ -202,7 +202,9 @@ class TritonError(Exception):
         """Return this error of `request`: what a refused grammar came from is its param."""
         if self.fault is not Fault.INVALID_GRAMMAR:
             return self
-        field = request.grammar_field(tool_at_fault(self.message))
+        part = part_at_fault(self.message)
+        about_text = part is not None and part.tool is None
+        field = request.grammar_field(None if part is None else part.tool, text=about_text)
         return TritonError(self.fault, self.detail, message=self.message, param=field)
 
     def blame_client(self) -> "TritonError":

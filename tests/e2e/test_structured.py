@@ -266,6 +266,15 @@ def test_a_strict_tool_that_cannot_be_enforced_is_a_400(demo: openai.OpenAI) -> 
     with pytest.raises(openai.BadRequestError, match=r"tool f: .*uniqueItems") as refused:
         demo.chat.completions.create(model="chatglm3-demo", messages=MESSAGES, tools=[TOOLS[1], tool])
     assert refused.value.param == "tools.1.function.parameters"
+    # Beside tools that are not forced, a fault of either is told as its own.
+    beside: Any = {"messages": MESSAGES, "response_format": response_format({"not": {}})}
+    for tools, param in (
+        (TOOLS, "response_format.json_schema.schema"),
+        ([tool], "tools.0.function.parameters"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            demo.chat.completions.create(model="chatglm3-demo", tools=tools, **beside)
+        assert refused.value.param == param
     flat: Any = {"type": "function", **tool["function"]}
     with pytest.raises(openai.BadRequestError, match="uniqueItems") as refused:
         demo.responses.create(model="chatglm3-demo", input="hi", tools=[flat])

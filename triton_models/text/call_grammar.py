@@ -9,13 +9,13 @@ from typing import Any, Final
 import msgspec
 
 from triton_models.errors import InvalidGrammarError
-from triton_models.text.grammar_text import Document, TextRule, json_rule, literal, text_rule
+from triton_models.text.grammar_text import ANSWER_RULE, Document, TextRule, json_rule, literal, text_rule
 from triton_models.text.literal_grammar import LiteralGrammar
 from triton_models.text.literals import COMMON_RULES
 from triton_models.text.schema_check import check_schema
 from triton_models.text.schema_keywords import SchemaSize, check_keywords
 from wire.fenced_calls import FENCE, OPENING
-from wire.grammar import CallableTool, ToolCalls, about_tool, decode_tool_calls
+from wire.grammar import TEXT_PART, CallableTool, Part, ToolCalls, decode_tool_calls
 
 _TEXT_RULE: Final = "TEXT: /(.|\\n)*/\n"
 
@@ -85,7 +85,7 @@ def call_document(
     names = [tool.name for tool in calls.tools]
     _check_size(calls.tools)
     for at, tool in enumerate(calls.tools):
-        with _blaming(tool):
+        with _blaming(Part(tool.name)):
             body, more = notation.write(tool, f"t{at}")
         line = f"{tool.name}\n"
         rules += f"{more}body{at}: {opening}{body}\ncall{at}: {first}{literal(line)} / ?/ body{at}\n"
@@ -93,21 +93,23 @@ def call_document(
         raise InvalidGrammarError("the answer begins as the call of none of the tools")
     only_calls = calls.required or metadata is not None
     begun = "" if metadata is None else f"{first}body{names.index(metadata)}"
-    answer = TextRule("TEXT", _TEXT_RULE) if calls.text is None else text_rule(calls.text)
+    with _blaming(TEXT_PART):
+        answer = TextRule("TEXT", _TEXT_RULE) if calls.text is None else text_rule(calls.text)
     start = _start(calls, begun, f"<[{segment_id}]>", only_calls=only_calls)
     text_line = f'text: {first}"\\n" {answer.body}\n{answer.rules}'
-    openings: dict[str, str | None] = (
-        {f"{prefix}{notation.opening}": metadata}
+    openings = (
+        {f"{prefix}{notation.opening}": Part(metadata)}
         if begun
-        else {f"{prefix}{name}\n{notation.opening}": name for name in names}
+        else {f"{prefix}{name}\n{notation.opening}": Part(name) for name in names}
     )
     if not only_calls and calls.text is not None:
-        openings[f"{prefix}\n"] = None
+        openings[f"{prefix}\n"] = TEXT_PART
     return Document(
         f"{start}{text_line}{rules}",
         answer.nested,
         openings,
-        {f"{rule}{at}": name for at, name in enumerate(names) for rule in ("t", "body")},
+        {f"{rule}{at}": Part(name) for at, name in enumerate(names) for rule in ("t", "body")}
+        | dict.fromkeys(("text", ANSWER_RULE), TEXT_PART),
     )
 
 
@@ -119,7 +121,7 @@ def _check_size(tools: Sequence[CallableTool]) -> None:
     """
     properties = values = 0
     for tool in tools:
-        with _blaming(tool):
+        with _blaming(Part(tool.name)):
             size = check_keywords(tool.parameters, _PARAMETERS)
             size.check(_PARAMETERS)
         properties += size.properties
@@ -128,12 +130,12 @@ def _check_size(tools: Sequence[CallableTool]) -> None:
 
 
 @contextmanager
-def _blaming(tool: CallableTool) -> Iterator[None]:
-    """Have a refusal within the block say that it is about `tool`."""
+def _blaming(part: Part) -> Iterator[None]:
+    """Have a refusal within the block say that it is about `part`."""
     try:
         yield
     except InvalidGrammarError as error:
-        raise InvalidGrammarError(about_tool(tool.name, str(error))) from None
+        raise InvalidGrammarError(part.blamed(str(error))) from None
 
 
 def _start(calls: ToolCalls, begun: str, boundary: str, *, only_calls: bool) -> str:

@@ -9,7 +9,7 @@ import re
 from typing import Final
 
 from triton_models.text.grammar_text import Document
-from wire.grammar import about_tool
+from wire.grammar import TEXT_PART
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ TOO_COMPLEX: Final = "it is too complex there"
 
 
 def about_grammar(error: str, document: Document) -> str:
-    """Return the words about a document that was not compiled: they name the tool whose part it is."""
+    """Return the words about a document that was not compiled: they name the part that it is in."""
     if _panicked(error):
         return FAILED
     quoted = _QUOTED.search(error)
@@ -36,11 +36,14 @@ def about_grammar(error: str, document: Document) -> str:
         return words
     words = words[place.end() :]
     lines = {found[1]: found[2] for found in _QUOTED.finditer(error)}
-    tool = document.tool_of(lines.get(place[1], ""))
-    if tool is not None:
-        return about_tool(tool, words)
-    # A client's own grammar stands behind the line with our options.
-    return words if document.nested is None else f"line {int(place[1]) - 1}: {words}"
+    part = document.part_of(lines.get(place[1], ""))
+    if part is not None:
+        return part.blamed(words)
+    if document.nested is None:
+        return words
+    # A client's own grammar stands behind the line with our options; what is around it, we wrote.
+    words = f"line {int(place[1]) - 1}: {words}"
+    return TEXT_PART.blamed(words) if document.parts else words
 
 
 def about_schema(error: str) -> str:

@@ -16,7 +16,7 @@ import msgspec
 
 from triton_models.errors import InvalidGrammarError
 from triton_models.text.schema_check import check_schema
-from wire.grammar import Grammar, decode_choices
+from wire.grammar import Grammar, Part, decode_choices
 
 OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
 
@@ -34,6 +34,9 @@ _UNREADABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")
 """What JSON leaves as it is within a string, and Lark does not read there."""
 _SPECIAL_TOKEN = re.compile(r"<[^<>\s][^<>\n]*>")
 _USER_GRAMMAR = "answer"
+
+ANSWER_RULE: Final = "ANSWER"
+"""The name of the rule of a text that needs one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +59,18 @@ class Document:
         start: its rules, the first of which is `start`.
         nested: see `TextRule`.
         openings: beginnings of answers, with what is not shown of them, behind which a schema's part begins;
-            and the tool whose schema that is, if it is one's.
-        tools: by what the names of rules begin with, up to a `_`: the tool whose they are.
+            and what to blame if it cannot, where that is a part of a rule of calls.
+        parts: of a rule of calls, by what the names of their rules begin with, up to a `_`.
     """
 
     start: str
     nested: str | None
-    openings: Mapping[str, str | None]
-    tools: Mapping[str, str] = field(default_factory=dict)
+    openings: Mapping[str, Part | None]
+    parts: Mapping[str, Part] = field(default_factory=dict)
 
-    def tool_of(self, line: str) -> str | None:
-        """Return the tool that a line of the text is about."""
-        return self.tools.get(line.partition(":")[0].partition("_")[0])
+    def part_of(self, line: str) -> Part | None:
+        """Return the part of a rule of calls that a line of the text is about."""
+        return self.parts.get(line.partition(":")[0].partition("_")[0])
 
     def text(self) -> str:
         """Return it as llguidance reads it."""
@@ -108,7 +111,8 @@ def text_rule(grammar: Grammar) -> TextRule:
             check_schema(schema)
             return TextRule(json_rule(schema))
         case "regex":
-            return TextRule("ANSWER", f"ANSWER: /{llguidance.regex_to_lark(grammar.text, '')}/\n")
+            regex = llguidance.regex_to_lark(grammar.text, "")
+            return TextRule(ANSWER_RULE, f"{ANSWER_RULE}: /{regex}/\n")
         case "choice":
             return TextRule(f"({' | '.join(map(literal, _read(grammar.text)))})")
         case "lark":

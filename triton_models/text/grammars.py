@@ -22,7 +22,7 @@ from triton_models.text.complaints import about_grammar, about_mask
 from triton_models.text.deep_stack import on_deep_stack
 from triton_models.text.grammar_text import text_document
 from triton_models.text.vocabulary import Vocabulary
-from wire.grammar import Grammar, about_tool
+from wire.grammar import Grammar
 
 CACHED: Final = 64
 """Compiled grammars that are kept."""
@@ -226,12 +226,12 @@ class Grammars:
             special.append(self._segment_id)
         compiled = CompiledGrammar(matcher, self._allowed(special))
         # Whatever is compiled on first use is compiled here, and an answer can begin.
-        for opening, tool in document.openings.items():
+        for opening, part in document.openings.items():
             try:
                 self._try(compiled.mask(), opening)
             except TokenMaskError as error:
                 words = f"no answer can begin by this grammar ({error})"
-                raise InvalidGrammarError(words if tool is None else about_tool(tool, words)) from None
+                raise InvalidGrammarError(words if part is None else part.blamed(words)) from None
         return compiled
 
     def _try(self, mask: GrammarMask, opening: str) -> None:

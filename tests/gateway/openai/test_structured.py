@@ -145,11 +145,12 @@ def test_tools_may_stand_beside_it(choice: str) -> None:
     assert isinstance(generation.prompt, Conversation)
     assert generation.prompt.offer is not None
     assert generation.grammar == Grammar(kind="json_object", field="response_format")
-    # With both, a refusal does not tell which of them is at fault.
+    # With both, a refusal may be about neither alone.
     fields = {"auto": None, "none": "response_format", "required": "tools"}
     assert generation.grammar_field() == fields[choice]
     schema = "response_format" if choice == "none" else "tools.0.function.parameters"
     assert generation.grammar_field(TOOLS[0]["function"]["name"]) == schema
+    assert generation.grammar_field(text=True) == "response_format"
 
 
 def test_what_is_nested_to_the_limit_passes() -> None:

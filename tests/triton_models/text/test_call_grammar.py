@@ -14,7 +14,7 @@ from tests.triton_models.text.walks import Walk, Walker
 from triton_models.errors import InvalidGrammarError
 from triton_models.text.tokenizers import Tokenizer
 from wire.calls import NOTATIONS
-from wire.grammar import CallableTool, Grammar, ToolCalls, tool_at_fault
+from wire.grammar import TEXT_PART, CallableTool, Grammar, Part, ToolCalls, part_at_fault
 
 SEEDS = range(10)
 
@@ -175,22 +175,37 @@ def test_an_answer_is_calls_or_text_that_obeys(walker: Walker, kind: str) -> Non
     assert said["get_a"]
 
 
-def test_text_that_cannot_be_held_to_its_grammar_is_refused(walker: Walker) -> None:
-    for text in (Grammar("json_schema", '{"not": {}}'), Grammar("regex", "("), Grammar("tool_calls", "{}")):
-        with pytest.raises(InvalidGrammarError):
-            walker.grammars.compile(Grammar("tool_calls", rules(CallableTool("f"), text=text)))
+@pytest.mark.parametrize(
+    "text",
+    [
+        Grammar("json_schema", '{"not": {}}'),
+        Grammar("json_schema", '{"type": "string", "format": "nope"}'),
+        Grammar("json_schema", "{"),
+        Grammar("regex", "("),
+        Grammar("regex", "a(?=b)"),
+        Grammar("choice", "[]"),
+        Grammar("lark", "start: nobody"),
+        Grammar("lark", "start: ("),
+        Grammar("lark", "root ::= ("),
+        Grammar("tool_calls", "{}"),
+    ],
+)
+def test_text_that_cannot_be_held_to_its_grammar_is_refused(walker: Walker, text: Grammar) -> None:
+    with pytest.raises(InvalidGrammarError) as refused:
+        walker.grammars.compile(Grammar("tool_calls", rules(CallableTool("f", obj(a={})), text=text)))
+    assert part_at_fault(str(refused.value)) == TEXT_PART, str(refused.value)
 
 
 def test_what_is_too_large_to_go_on_with_is_refused(walker: Walker) -> None:
     large = obj([], **{f"p{at}": {"type": "null"} for at in range(1200)})
     for tools, metadata, at_fault in (
-        (rules(CallableTool("g"), CallableTool("f", large), required=True), None, "f"),
-        (rules(CallableTool("f", obj(a=large)), required=True), "f", "f"),
-        (rules(CallableTool("f"), text=Grammar("json_schema", json.dumps(large))), None, None),
+        (rules(CallableTool("g"), CallableTool("f", large), required=True), None, Part("f")),
+        (rules(CallableTool("f", obj(a=large)), required=True), "f", Part("f")),
+        (rules(CallableTool("f"), text=Grammar("json_schema", json.dumps(large))), None, TEXT_PART),
     ):
         with pytest.raises(InvalidGrammarError, match="left out") as refused:
             walker.grammars.compile(Grammar("tool_calls", tools), metadata=metadata)
-        assert tool_at_fault(str(refused.value)) == at_fault
+        assert part_at_fault(str(refused.value)) == at_fault
 
 
 @pytest.mark.parametrize(
@@ -212,7 +227,7 @@ def test_what_cannot_be_enforced_is_refused_for_strict_tools_and_left_out_for_ot
     other = CallableTool("other", obj(a={}), strict=True)
     with pytest.raises(InvalidGrammarError, match=why) as refused:
         walker.grammars.compile(Grammar("tool_calls", rules(other, strict, other)))
-    assert tool_at_fault(str(refused.value)) == "f"
+    assert part_at_fault(str(refused.value)) == Part("f")
     if walker.format.name == "glm4" and "(?=" in json.dumps(schema):
         return
     walk = walker.walk("tool_calls", rules(loose, required=True, single=True), metadata="f", seed=2)

@@ -4,12 +4,13 @@ import pytest
 
 from triton_models.text.complaints import FAILED, TOO_COMPLEX, about_grammar, about_mask, about_schema
 from triton_models.text.grammar_text import Document
-from wire.grammar import tool_at_fault
+from wire.grammar import TEXT_PART, Part, part_at_fault
 
-OURS = Document(
-    "start: t0_1\nt0_1: x", None, {}, {"t0": "first", "t1": "get_weather", "body1": "get_weather"}
-)
+WEATHER = Part("get_weather")
+PARTS = {"t0": Part("first"), "t1": WEATHER, "body1": WEATHER, "text": TEXT_PART}
+OURS = Document("start: t0_1\nt0_1: x", None, {}, PARTS)
 CLIENTS = Document("start: @answer", "start: nobody", {})
+BESIDE_CALLS = Document("start: text | t0", "start: nobody", {}, PARTS)
 QUOTED = """at 7(8): failed to compile JSON schema: Unknown format: nope
    6 | t0_1: "a"
    7 | body1: %json {"type": "string", "x-guidance": {"lenient": false}}
@@ -26,15 +27,20 @@ PANIC = """panic: assertion failed: grammar.symbols.len() < u16::MAX as usize - 
 def test_an_error_is_told_without_the_document_that_it_quotes() -> None:
     told = about_grammar(QUOTED, OURS)
     assert told == "tool get_weather: failed to compile JSON schema: Unknown format: nope"
-    assert tool_at_fault(told) == "get_weather"
+    assert part_at_fault(told) == WEATHER
     assert about_grammar(QUOTED.replace("body1: %", "t1_12: %"), OURS) == told
-    nobodys = about_grammar(QUOTED.replace("body1: %", "text: %"), OURS)
+    texts = about_grammar(QUOTED.replace("body1: %", "text: %"), OURS)
+    assert texts == "text: failed to compile JSON schema: Unknown format: nope"
+    assert part_at_fault(texts) == TEXT_PART
+    nobodys = about_grammar(QUOTED.replace("body1: %", "calls: %"), OURS)
     assert nobodys == "failed to compile JSON schema: Unknown format: nope"
+    assert part_at_fault(nobodys) is None
 
 
 def test_lines_of_a_clients_own_grammar_are_counted_as_the_client_does() -> None:
     error = 'at 2(8): unknown name: "nobody"\n   1 | %llguidance {}\n   2 | start: nobody\n              ^\n'
     assert about_grammar(error, CLIENTS) == 'line 1: unknown name: "nobody"'
+    assert about_grammar(error, BESIDE_CALLS) == 'text: line 1: unknown name: "nobody"'
     assert about_grammar("unknown grammar @foo", CLIENTS) == "unknown grammar @foo"
 
 
