@@ -19,7 +19,7 @@ import uvloop
 from tritonclient.grpc import service_pb2 as pb
 
 from gateway.app import create_app
-from gateway.settings import load_settings
+from gateway.configuration import load_settings
 from wire.channel import Frame, encode_frame
 from wire.meta import Accepted, Delivered, Meta, ProbeReport, Usage, encode_meta
 from wire.sampling import Generation, OpenChannel, Probe, decode_sampling

@@ -16,7 +16,8 @@ from gateway.fleet import Fleet, Place
 from gateway.metrics import Metrics
 from gateway.middleware import ExchangeMiddleware
 from gateway.resources import Gateway
-from gateway.settings import Settings, revealed
+from gateway.setting_types import revealed
+from gateway.settings import Settings
 from gateway.tracing import PassOn, Tracing
 from gateway.triton.pool import TritonUpstream
 from gateway.upstream import Upstream

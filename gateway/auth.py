@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gateway.errors import AuthenticationError, PermissionDeniedError
-from gateway.settings import ApiKey, Scope
+from gateway.setting_types import ApiKey, Scope
 
 
 @dataclass(frozen=True, slots=True)

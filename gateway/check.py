@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gateway.settings import Settings, revealed
+from gateway.setting_types import revealed
+from gateway.settings import Settings
 from gateway.triton.channel import Channel
 from gateway.triton.control import Control
 from gateway.triton.pool import TritonUpstream

@@ -14,15 +14,15 @@ import click
 from gateway.check import check as check_upstreams
 from gateway.cli_clients import bench, load, unload
 from gateway.cli_size import size
-from gateway.listeners import ListenError, bind_all
-from gateway.settings import (
+from gateway.configuration import (
     CONFIG_VARIABLE,
     ConfigurationError,
-    Settings,
     load_settings,
     settings_table,
     unknown_variables,
 )
+from gateway.listeners import ListenError, bind_all
+from gateway.settings import Settings
 from gateway.up import TritonOptions, run_up
 from gateway.version import version
 from gateway.workers import run as run_gateway
@@ -45,7 +45,7 @@ class _Misconfigured(click.ClickException):
 def settings_options(*, without: frozenset[str] = frozenset()) -> Callable[[F], F]:
     """Add `--config` and a flag for every setting but those in `without`.
 
-    Flags are text here: one place, `gateway.settings`, knows types and bounds for every source.
+    Flags are text here: one place, `gateway.configuration`, knows types and bounds for every source.
     """
 
     def decorate(command: F) -> F:

@@ -14,9 +14,11 @@ from typing import Any
 import msgspec
 from pydantic import SecretStr
 
+from gateway.configuration import load_settings
 from gateway.fleet import Place
 from gateway.server import run
-from gateway.settings import Settings, load_settings, revealed
+from gateway.setting_types import revealed
+from gateway.settings import Settings
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):

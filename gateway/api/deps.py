@@ -12,7 +12,7 @@ from gateway.errors import ClientGoneError, ControlDisabledError, UnsupportedMed
 from gateway.exchange import Exchange
 from gateway.flight import Flight
 from gateway.resources import Gateway
-from gateway.settings import Scope, is_loopback
+from gateway.setting_types import Scope, is_loopback
 
 
 async def _gateway(request: Request) -> Gateway:

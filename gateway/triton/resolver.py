@@ -19,7 +19,7 @@ from gateway.triton.backoff import Backoff
 _log = logging.getLogger(__name__)
 
 _SCHEME = "dns:///"
-"""gRPC's own spelling of a target that is resolved; `gateway.settings` makes the shorter one this."""
+"""gRPC's own spelling of a target that is resolved; `gateway.setting_types` makes the shorter one this."""
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """Returns the addresses, `ip:port`, of a host and a port; none: it has none.

@@ -12,7 +12,7 @@ import yaml
 from click.testing import CliRunner
 
 from deploy.docker.start_triton import main as start_triton
-from gateway.settings import load_settings, settings_table
+from gateway.configuration import load_settings, settings_table
 from gateway.up import TritonOptions
 from tests.deploy.compose_file import (
     COMPOSE_FILE,

@@ -14,7 +14,8 @@ from click.testing import CliRunner
 
 from deploy.docker import triton_health
 from deploy.docker.start_triton import main as start_triton
-from gateway.settings import load_settings, revealed, settings_table
+from gateway.configuration import load_settings, settings_table
+from gateway.setting_types import revealed
 from gateway.triton.replicas import HealthPolicy
 from gateway.up import TritonOptions
 from tests.deploy.compose_file import load_compose

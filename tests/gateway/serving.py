@@ -11,10 +11,11 @@ import openai
 import uvicorn
 
 from gateway.app import create_app
+from gateway.configuration import load_settings
 from gateway.listeners import base_url, bind
 from gateway.resources import Gateway
 from gateway.server import make_server
-from gateway.settings import Settings, load_settings
+from gateway.settings import Settings
 from tests.gateway.fake_upstream import FakeUpstream
 
 MESSAGES = [{"role": "user", "content": "hi"}]

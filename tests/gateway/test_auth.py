@@ -5,7 +5,7 @@ import pytest
 
 from gateway.auth import Keyring
 from gateway.errors import AuthenticationError, PermissionDeniedError
-from gateway.settings import ApiKey, Scope
+from gateway.setting_types import ApiKey, Scope
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.serving import MESSAGES, in_process, on_socket
 

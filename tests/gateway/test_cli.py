@@ -12,8 +12,9 @@ from click.testing import CliRunner
 import gateway.cli
 from gateway.check import Finding
 from gateway.cli import greeting, main
+from gateway.configuration import settings_table
 from gateway.listeners import bind
-from gateway.settings import Settings, settings_table
+from gateway.settings import Settings
 from gateway.up import TritonOptions
 from wire.events import Ready
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from gateway.configuration import load_settings
 from gateway.fleet import Place
-from gateway.settings import load_settings
 from gateway.worker import decode_order, encode_order
 
 PLACE = Place(number=1, count=3, folder=Path("/nowhere"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.settings import settings_table
+from gateway.configuration import settings_table
 from tests.e2e.up_process import UpProcess
 
 ROOT = Path(__file__).parents[2]

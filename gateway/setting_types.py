@@ -1,0 +1,131 @@
+"""The types of settings that are more than a number or a text, and how each is read from text.
+
+Knows nothing of where a value came from, nor what it is used for.
+"""
+
+import enum
+import importlib.util
+import ipaddress
+import json
+import re
+from typing import Annotated, Any, Self
+from urllib.parse import urlsplit
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    model_validator,
+)
+from pydantic_settings import NoDecode
+
+_HEADER = re.compile(r"[a-z0-9_.-]+(?<!-bin)=[!-~]([ -~]*[!-~])?")
+"""What HTTP/2 carries as a header's name and value; names that end in -bin are for other values."""
+
+
+class Scope(enum.StrEnum):
+    """What a key may do."""
+
+    INFERENCE = "inference"
+    ADMIN = "admin"
+
+
+class ApiKey(BaseModel):
+    """A client's key, given in clear or as the SHA-256 of it in hexadecimal."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    name: str = Field(min_length=1, description="what logs call the owner")
+    key: SecretStr | None = None
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-fA-F]{64}$")
+    scopes: frozenset[Scope] = frozenset({Scope.INFERENCE})
+
+    @model_validator(mode="after")
+    def _one_secret(self) -> Self:
+        if (self.key is None) == (self.sha256 is None):
+            raise ValueError("give exactly one of key and sha256")
+        if self.key is not None and not self.key.get_secret_value():
+            raise ValueError("the key is empty")
+        return self
+
+
+def _split(value: Any) -> Any:
+    """Read a list from one string: `a,b` or a JSON list, as environment variables carry it."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except ValueError:
+            raise ValueError("not a list: neither comma-separated nor JSON") from None
+    return [item.strip() for item in value.split(",") if item.strip()]
+
+
+def _upstream(value: str) -> str:
+    """Check `host:port`, or a name as gRPC spells it: `dns:///host:port`, which `dns:host:port` becomes."""
+    scheme, _, name = value.partition(":")
+    if scheme != "dns" or name.isdigit():
+        return _address(value)
+    if name.startswith("//") and not name.startswith("///"):
+        raise ValueError(
+            f"{value!r} names a server to ask; only dns:///host:port is known, which asks the system's"
+        )
+    return "dns:///" + _address(name.removeprefix("///"))
+
+
+def _address(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise ValueError(f"{value!r} is not host:port")
+    return value
+
+
+def _header(value: SecretStr) -> SecretStr:
+    if not _HEADER.fullmatch(value.get_secret_value()):
+        raise ValueError("not KEY=VALUE, of a KEY in lower case (a-z, 0-9, -, _, .) and printable ASCII")
+    return value
+
+
+def _endpoint(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{value!r} is not a URL of http or https")
+    if not _installed("opentelemetry.sdk"):
+        raise ValueError("traces need the extra `tracing`: pip install 'tritongate[tracing]'")
+    return value
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it would be in
+        return False
+
+
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+Upstreams = Annotated[
+    tuple[Annotated[str, AfterValidator(_upstream)], ...],
+    NoDecode,
+    BeforeValidator(_split),
+    Field(min_length=1),
+]
+Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], NoDecode, BeforeValidator(_split)]
+Header = Annotated[SecretStr, AfterValidator(_header)]
+
+
+def revealed(secret: SecretStr | None) -> str | None:
+    """Return what `secret` holds, for the one place that needs it."""
+    return None if secret is None else secret.get_secret_value()
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether `host` can only be reached from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
