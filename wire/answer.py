@@ -1,17 +1,15 @@
-"""How a raw ChatGLM answer reads: what a client is shown of the text and the segments on the wire.
+"""How a raw ChatGLM answer becomes the text that a client sees.
 
-Both sides show answers, the gateway to clients of OpenAI's API and entry `M` to the field's, and both must
-show the same.
+Both sides show answers, the gateway to clients of OpenAI's API and entry `M` to its own, and must agree.
 
-The answer is one or more segments, each opened by a role token that the wire reports beside the text. While
-no tools are offered all of it is text: a segment's first line, where ChatGLM3 writes a tool's name, is empty
-as a rule, and where it is not it stays in the text, so that nothing is lost. As the models' own code does,
-white space around a segment is stripped and the placeholder for the training date is filled in
-(`process_response` of the published `modeling_chatglm.py`). Segments are one newline apart; one that is blank
-adds nothing.
+The answer is one or more segments, each opened by a role token that the wire reports beside the text. If no
+tools are offered, everything is text: a segment's first line, where ChatGLM3 writes a tool's name, is usually
+empty; if it is not, it stays in the text, so that nothing is lost. As in the models' own code, white space
+around a segment is stripped and the placeholder for the training date is filled in (`process_response` of the
+published `modeling_chatglm.py`). Segments are joined by a newline; blank ones add nothing.
 
-The joined pieces are the same however the answer was cut into deltas. What may yet turn out to be trailing
-white space or the placeholder is held back; everything else is passed on at once.
+The result does not depend on how the answer was cut into deltas. What may turn out to be trailing white space
+or the placeholder is held back; everything else is passed on at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,7 +54,7 @@ class AnswerText:
             ValueError: a segment begins outside `text`, or before the one ahead of it.
         """
         if not (segments or self._held or not self._segment_has_text or "[" in text or text[-1:].isspace()):
-            return text  # as nearly always: nothing to strip, nothing to fill in, nothing to wait for
+            return text  # the common case: nothing to strip, fill in or wait for
         shown = []
         for segment, part in by_segment(text, segments):
             if segment is not None:
@@ -93,13 +91,13 @@ class AnswerText:
 
 
 class ContinuedText:
-    """The text of an answer without format, raw or held to a grammar: shown as the model wrote it."""
+    """The text of an answer that is raw or constrained by a grammar: shown exactly as the model wrote it."""
 
     def push(self, text: str, segments: Sequence[Segment] = ()) -> str:
         """Take one delta of the answer; return what may be shown, which is all of it.
 
         Raises:
-            ValueError: a segment begins in it, where there are none.
+            ValueError: a segment begins in it, which cannot happen in such an answer.
         """
         if segments:
             raise ValueError("a segment in a raw answer")

@@ -1,4 +1,4 @@
-"""How the chat formats write the call of a tool: behind its name, which is the metadata of the turn."""
+"""How each chat format writes a tool call: the content of the turn whose metadata is the tool's name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from wire import fenced_calls, json_calls
 
 @dataclass(frozen=True, slots=True)
 class CallNotation:
-    """How one format writes the arguments of a call. Nothing of it is ever evaluated."""
+    """How one format writes a call's arguments. Nothing is ever evaluated."""
 
     write: Callable[[Mapping[str, Any]], str]
-    """Returns the content of a call with these arguments, values as JSON has them."""
+    """Returns the content of a call with these arguments, which are JSON values."""
     read: Callable[[str], dict[str, Any] | None]
-    """Returns the arguments of a call, which JSON can express; None: the content is no call."""
+    """Returns the arguments of a call as JSON values; None: the content is no call."""
 
 
 NOTATIONS: Final[Mapping[str, CallNotation]] = MappingProxyType(
@@ -24,4 +24,4 @@ NOTATIONS: Final[Mapping[str, CallNotation]] = MappingProxyType(
         "glm4": CallNotation(json_calls.write_call, json_calls.read_call),
     }
 )
-"""By chat format, of those with tools."""
+"""By chat format, for those with tools."""

@@ -1,9 +1,9 @@
-"""The delta channel: one stream on which a client gets the deltas of all its generations, a frame per step.
+"""The delta channel: one stream that brings a client the deltas of all its generations, one frame per step.
 
 A client opens it with `{"open_channel": id}` and names it in the `channel` of its generations. Their own
-streams then carry `accepted` or a refusal, heartbeats where nothing else is said of them, and the last
-response of each choice, whose `delivered` says how many of its deltas went through the channel, so that
-nothing can be missing unnoticed. The document below is the `meta` of every response to `open_channel`.
+streams then carry only `accepted` or a refusal, heartbeats while nothing else is sent for them, and the last
+response of each choice. Its `delivered` says how many deltas went over the channel, so that none can be lost
+unnoticed. The document below is the `meta` of every response to `open_channel`.
 """
 
 from typing import Annotated, Literal
@@ -12,26 +12,26 @@ import msgspec
 
 
 class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """What one engine step, or several joined ones, added to the generations of a channel.
+    """What one engine step, or several merged ones, added to the generations of a channel.
 
-    Frame 0 says that the channel is open; it and a heartbeat hold no deltas. The deltas stand in columns,
-    since a frame holds hundreds of them: the n-th of each list belongs to the n-th delta. A choice has at
-    most one delta in a frame.
+    Frame 0 says that the channel is open; it and heartbeats hold no deltas. The deltas are stored as columns,
+    because a frame holds hundreds of them: the n-th item of each list belongs to the n-th delta. A choice has
+    at most one delta in a frame.
 
     Raises:
-        ValueError: columns of different lengths, or a `metas` of a delta that there is not.
+        ValueError: columns of different lengths, or a `metas` key without a delta.
     """
 
     v: Literal[1] = 1
     frame: Annotated[int, msgspec.Meta(ge=0)]
-    """Counts the channel's responses without a gap."""
+    """The number of this response on the channel, without gaps."""
     streams: list[int] = []
-    """The number that the generation's `channel` gave the choice: `stream`, and the index of the choice."""
+    """The choice's number: its generation's `channel.stream` plus the index of the choice."""
     tokens: list[int] = []
-    """Sampled tokens that the delta accounts for."""
+    """Number of sampled tokens that the delta covers."""
     texts: list[str] = []
     metas: dict[int, msgspec.Raw] = {}
-    """By a delta's place in the columns: what else there is to say of it, a `wire.meta.Meta` document."""
+    """By a delta's index in the columns: everything else about it, as a `wire.meta.Meta` document."""
 
     def __post_init__(self) -> None:
         """Check that the columns fit together."""

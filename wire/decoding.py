@@ -1,4 +1,4 @@
-"""Decoding of documents that hold parts of any shape."""
+"""Decoding of documents with parts of arbitrary shape."""
 
 from typing import TypeVar
 
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def decode_bounded(decoder: "msgspec.json.Decoder[T]", document: bytes) -> T:
-    """Decode `document`; nesting beyond the interpreter's recursion limit is the document's fault.
+    """Decode `document`, treating too deep nesting as an error in the document.
 
     Raises:
         msgspec.ValidationError: nested too deeply, or not what the decoder expects.

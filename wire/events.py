@@ -1,4 +1,4 @@
-"""What the process of the embedded Triton tells its parent: one JSON document per line on stdout."""
+"""The events that the embedded Triton's process sends its parent: one JSON document per line on stdout."""
 
 from typing import IO
 
@@ -18,16 +18,16 @@ class Starting(msgspec.Struct, frozen=True, tag="starting", tag_field="event"):
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading", tag_field="event"):
-    """A model is being loaded; told again every second or so."""
+    """A model is being loaded; repeated about every second."""
 
     model: str
     elapsed_s: float
     progress: float | None = None
-    """Share of the checkpoint that was read, 0 to 1, where the model says so."""
+    """Share of the checkpoint that was read, 0 to 1, if the model reports it."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event", kw_only=True):
-    """Every model was loaded and answered a request. Told once."""
+    """Every model was loaded and answered a request. Sent once."""
 
     grpc: str
     """Address as host:port, like the other two."""

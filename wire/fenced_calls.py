@@ -1,8 +1,8 @@
-r"""How ChatGLM3 writes the call of a tool: a fenced block with `tool_call(city='北京', days=3)`.
+r"""How ChatGLM3 writes a tool call: a fenced block with `tool_call(city='北京', days=3)`.
 
 Format: `process_response` of the published `modeling_chatglm.py`, which evaluates the block. Here the
-arguments are Python literals and nothing else. They are parsed, never evaluated, and only after a look at
-their size, their nesting and everything outside their strings, so that hostile ones cost no stack.
+arguments are Python literals and nothing else. They are parsed, never evaluated, and only after their size,
+their nesting and everything outside strings was checked, so that hostile ones cannot exhaust the stack.
 """
 
 import ast
@@ -17,7 +17,7 @@ OPENING: Final = FENCE + "python\ntool_call("
 """Every call begins with it."""
 
 MAX_LENGTH: Final = 2**15
-"""Characters of a call that is parsed; about as many as a context of 8,192 tokens holds."""
+"""Longest call that is parsed, in characters; about as many as a context of 8,192 tokens holds."""
 MAX_DEPTH: Final = 64
 """Brackets within brackets."""
 
@@ -35,21 +35,20 @@ _TOKEN = re.compile(
     | [\s,:=*]+""",
     re.VERBOSE | re.DOTALL,
 )
-"""What literals and their names are made of. Strings have no prefix, so that all their escapes are read
-alike."""
+"""The tokens of literals and their names. Strings have no prefix, so that all escapes mean the same."""
 
 _ESCAPE = re.compile(r"\\([0-7]{1,3}|.)", re.DOTALL)
 _ESCAPES = frozenset("\\'\"abfnrtvxuUN\n")
 _LARGEST_OCTAL = 0o377
 
 _MARK = "_"
-"""Stands before each parameter's name while it is parsed: some, as `from`, are words of Python's own."""
+"""Put before each parameter's name for parsing: some names, such as `from`, are Python keywords."""
 
 
 def read_call(content: str) -> dict[str, Any] | None:
-    """Return the arguments of the call that `content` is, with or without its fence; None: it is none.
+    """Return the arguments of the call in `content`, with or without its fence; None: it is no call.
 
-    Every value can be written as JSON. Tuples are arrays there.
+    Every value can be written as JSON, tuples as arrays.
     """
     fenced = _FENCED.fullmatch(content)
     source = (fenced[1] if fenced else content).strip()
@@ -69,12 +68,12 @@ def read_call(content: str) -> dict[str, Any] | None:
 
 
 def write_call(arguments: Mapping[str, Any]) -> str:
-    """Return the fenced block that calls a tool with `arguments`, values as JSON has them."""
+    """Return the fenced block that calls a tool with `arguments`, which are JSON values."""
     return f"{OPENING}{', '.join(_written(name, value) for name, value in arguments.items())})\n{FENCE}"
 
 
 def _mark_parameters(source: str) -> str | None:
-    """Return `source` with marked parameters; None: there is more in it than literals, or too deep."""
+    """Return `source` with marked parameters; None: it has more than literals, or nests too deeply."""
     parts = []
     depth = position = 0
     while position < len(source):
@@ -108,7 +107,7 @@ def _arguments(call: ast.Call) -> dict[str, Any]:
     """Return the literals by name; `**{...}` holds those whose names are no identifiers.
 
     Raises:
-        ValueError: there is something else than literals, or a name twice.
+        ValueError: something is not a literal, or a name occurs twice.
     """
     arguments: dict[str, Any] = {}
     for word in call.keywords:
@@ -126,6 +125,6 @@ def _arguments(call: ast.Call) -> dict[str, Any]:
 
 
 def _written(name: str, value: Any) -> str:
-    # Python reads names in a normal form, which would change others.
+    # Python normalises identifiers, which would change other names.
     plain = name.isidentifier() and unicodedata.normalize("NFKC", name) == name
     return f"{name}={value!r}" if plain else f"**{ {name: value}!r}"

@@ -1,7 +1,7 @@
-"""What the text of an answer is held to while it is sampled: a grammar, by its kind and its text.
+"""Grammars: constraints on the text of an answer, enforced while it is sampled.
 
-A grammar is about what an answer says, not about how a model's format writes it: the models' side brings the
-two together, and neither side of the wire names a token.
+A grammar describes what an answer says, not how a chat format writes it: the model side combines the two, and
+no token is named on the wire.
 """
 
 import re
@@ -14,9 +14,9 @@ from wire.decoding import decode_bounded
 from wire.limits import ALTERNATIVES_LIMIT, GRAMMAR_LIMIT, TOOLS_LIMIT
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "tool_calls"]
-"""What `text` holds: nothing (any JSON object will do), a JSON schema, a regular expression (of the whole
-answer, in Rust's syntax), a JSON list of strings (`Choices`), a grammar in llguidance's dialect of Lark or in
-GBNF, or a JSON document about calls (`ToolCalls`)."""
+"""What `text` is: empty (any JSON object), a JSON schema, a regular expression (matching the whole answer, in
+Rust's syntax), a JSON list of strings (`Choices`), a grammar in llguidance's dialect of Lark or in GBNF, or a
+JSON document about calls (`ToolCalls`)."""
 
 ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
@@ -35,39 +35,39 @@ class CallableTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     parameters: dict[str, Any] = {}
     """The JSON schema of its arguments, an object."""
     strict: bool = False
-    """Refuse a schema that cannot be expressed in full. Otherwise such parts of it are left out, and
-    arguments follow the rest."""
+    """Refuse a schema that cannot be enforced in full. Otherwise such parts are skipped, and the arguments
+    follow the rest."""
 
 
 class ToolCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """An answer of text and calls, each call's arguments held to its tool's schema."""
+    """An answer of text and calls, where each call's arguments follow its tool's schema."""
 
     tools: Annotated[list[CallableTool], msgspec.Meta(min_length=1, max_length=TOOLS_LIMIT)]
     required: bool = False
-    """The answer is calls alone, at least one; else it may be text, and text before calls."""
+    """The answer is calls only, at least one; otherwise it may be text, or text followed by calls."""
     single: bool = False
     """At most one call."""
     text: Grammar | None = None
-    """What an answer that calls no tool is held to, of any kind but `tool_calls`; calls have no text before
-    them then. None: any text."""
+    """The grammar of an answer that calls no tool, of any kind but `tool_calls`; calls then have no text
+    before them. None: any text."""
 
 
 Choices = Annotated[
     list[Annotated[str, msgspec.Meta(min_length=1)]],
     msgspec.Meta(min_length=1, max_length=ALTERNATIVES_LIMIT),
 ]
-"""The strings of which an answer is one."""
+"""The strings, one of which is the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What of a rule of calls a refusal is about: a tool's schema, or the grammar of text beside calls."""
+    """The part of a `ToolCalls` that a refusal is about: a tool's schema, or the grammar of the text."""
 
     tool: str | None
     """The tool's name; None: it is the text's grammar."""
 
     def blamed(self, what: str) -> str:
-        """Return the words of a refusal of `what` is wrong with it."""
+        """Return a refusal's message that `what` is wrong with this part."""
         return f"text: {what}" if self.tool is None else f"tool {self.tool}: {what}"
 
 
@@ -89,7 +89,7 @@ def decode_tool_calls(text: str) -> ToolCalls:
 
 
 def part_at_fault(words: str) -> Part | None:
-    """Return what the words of a refusal are about; None: no part of its own, or a grammar that has none."""
+    """Return the part that a refusal's message is about; None: it names none."""
     found = _BLAMED.match(words)
     return None if found is None else Part(found[1])
 

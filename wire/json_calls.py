@@ -1,4 +1,4 @@
-"""How GLM-4 writes the call of a tool: the arguments as a JSON object, behind the line with the name."""
+"""How GLM-4 writes a tool call: the arguments as a JSON object, after the line with the tool's name."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ _decoder = msgspec.json.Decoder(dict[str, Any])
 
 
 def read_call(content: str) -> dict[str, Any] | None:
-    """Return the arguments of the call that `content` is; None: it is none."""
+    """Return the arguments of the call in `content`; None: it is no call."""
     try:
         arguments = decode_bounded(_decoder, content.encode())
         json.dumps(arguments)

@@ -84,19 +84,19 @@ class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class Delivered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What of a choice went through a delta channel: whoever has fewer deltas by that frame lacks some."""
+    """How much of a choice went over a delta channel: a client with fewer deltas by that frame lost some."""
 
     deltas: int
     """Number of the choice's deltas in the channel's frames."""
     frame: int
-    """A frame that none of them came after."""
+    """A frame number; none of the deltas came in a later frame."""
 
 
 class ProbeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the engine is, and what it serves."""
+    """The engine's state, and what it serves."""
 
     heartbeat_age_s: float
-    """Seconds since the engine's loop last went round or, if longer, that a response waits to be taken."""
+    """Seconds since the engine's last loop iteration or, if longer, that a response waits to be taken."""
     running: int
     waiting: int
     format: str
@@ -115,16 +115,16 @@ class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     index: int = 0
     """The choice that the text belongs to."""
     tokens: int = 0
-    """Sampled tokens that this response accounts for (their text may still be held back)."""
+    """Number of sampled tokens that this response covers (their text may still be held back)."""
     token_ids: list[int] | None = None
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[PromptLogprob] | None = None
     """Of the prompt's next tokens, some hundreds at most; all come with the first of `tokens`, or before."""
     segments: list[Segment] | None = None
     finish_reason: FinishReason | None = None
-    """Of the choice; this response is its last."""
+    """Set in the choice's last response."""
     stop_reason: int | str | None = None
-    """The token id or string that stopped the choice, where one of the request's own did."""
+    """The request's own stop string or stop id that ended the choice, if one did."""
     usage: Usage | None = None
     delivered: Delivered | None = None
     cancelled: bool | None = None

@@ -1,4 +1,4 @@
-"""Errors of a stream entry, as text that both people and the gateway can read.
+"""Errors of a stream entry, as text that both people and the gateway can understand.
 
 Triton carries an error as a status and a message, and on a stream often as the message alone. So the message
 begins with a code: ``tritongate:queue_full: 512 requests are waiting already``.
@@ -19,10 +19,10 @@ class RefusalCode(enum.StrEnum):
     DEADLINE_EXCEEDED = "deadline_exceeded"
     CANCELLED = "cancelled"
     CHANNEL_LOST = "channel_lost"
-    """The delta channel that the request named is not open, or not any more."""
+    """The delta channel that the request names is not open, or no longer."""
     SHUTTING_DOWN = "shutting_down"
     UNAVAILABLE = "unavailable"
-    """Said by an entry that needs another one, while that one is not loaded or does not answer."""
+    """Another entry that this one needs is not loaded, or does not answer."""
     INTERNAL = "internal"
 
 
@@ -33,12 +33,12 @@ _MESSAGE = re.compile(r"tritongate:([a-z_]+): (.*)", re.DOTALL)
 
 
 def refusal_text(code: RefusalCode, message: str) -> str:
-    """Return the message that carries `code`; a message may quote what a client sent, so it is cut."""
+    """Return the message that carries `code`; it is cut, because it may quote what a client sent."""
     return f"tritongate:{code}: {message[:LONGEST_MESSAGE]}"
 
 
 def parse_refusal(text: str) -> tuple[RefusalCode, str] | None:
-    """Find a refusal in an error text that Triton may have put words in front of; None if it holds none."""
+    """Find a refusal in an error text, to which Triton may have added a prefix; None: there is none."""
     found = _MESSAGE.search(text)
     if found is None or found[1] not in RefusalCode.__members__.values():
         return None

@@ -1,8 +1,8 @@
-"""The `sampling` document: what one request to a stream entry asks for, apart from prompt and history.
+"""The `sampling` document: everything in a request to a stream entry except prompt and history.
 
-Four kinds share the tensor, told apart by their keys: a generation, `{"cancel": request_id}`,
-`{"probe": true}` and `{"open_channel": id}`. An unknown key is an error in each, so that nothing is accepted
-and ignored: a newer gateway in front of an older model is refused by name instead of being half obeyed.
+Four kinds share the tensor, distinguished by their keys: a generation, `{"cancel": request_id}`,
+`{"probe": true}` and `{"open_channel": id}`. In each an unknown key is an error, so that nothing is accepted
+and ignored: an older model refuses a newer gateway's key by name instead of obeying half of the request.
 """
 
 from typing import Annotated, Literal
@@ -37,12 +37,12 @@ ChannelId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 
 
 class ChannelStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where a generation's deltas go: an open channel, and what its frames call the generation."""
+    """Where a generation's deltas go: an open channel, and the generation's numbers in its frames."""
 
     id: ChannelId
     stream: Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
-    """Of the client's choice; that of the first choice, and the next ones are the other choices'. No two open
-    generations of a channel share any."""
+    """The number of the first choice, picked by the client; the other choices have the numbers after it. Open
+    generations of one channel must not share numbers."""
 
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -52,7 +52,7 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     `prompt_token_ids`, never both. With `raw` the tensor `prompt` is plain text, and `history` is empty.
 
     Raises:
-        ValueError: a channel for an answer that is not streamed or tells of its prompt, or without numbers
+        ValueError: a channel for an answer that is not streamed or has `prompt_logprobs`, or without numbers
             for all choices (a ValidationError while decoding).
     """
 
@@ -61,26 +61,27 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     role: Role = "user"
     prompt_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=IDS_LIMIT)] | None = None
     raw: bool = False
-    """Continue the prompt as it stands, outside the chat format: text gets the tokenizer's prefix ids and
-    nothing else, and the answer is what follows it, with no segments and its first space kept."""
+    """Continue the prompt exactly as given, outside the chat format: text gets the tokenizer's prefix ids and
+    nothing else; the answer has no segments and keeps its first space."""
     answer_metadata: Metadata | None = None
-    """The first line of the answer, which becomes part of the prompt: a tool's name, so that the answer is a
-    call of it, or nothing, so that it is text. Absent: the model decides, and the line is in its answer."""
+    """The first line of the answer, made part of the prompt: a tool's name forces a call of it, an empty line
+    forces text. Absent: the model decides, and the line is in its answer."""
     end_after_call_of: Annotated[list[ToolName], msgspec.Meta(max_length=TOOLS_LIMIT)] = []
-    """The answer ends where a segment begins after one whose first line is one of these."""
+    """The answer ends when a segment begins after one whose first line is one of these."""
     grammar: Grammar | None = None
-    """Tokens are sampled so that the answer obeys it: whole, unless it ends with the reason `length` or by a
-    stop of the request's own. In a conversation, a grammar of any kind but `tool_calls` makes the answer one
-    piece of text, its first line part of the prompt."""
+    """The answer is sampled to conform to it as a whole, unless it ends with the reason `length` or at a stop
+    of the request's own. In a conversation, a grammar of any kind but `tool_calls` makes the answer a single
+    segment of text, whose first line is part of the prompt."""
 
     n: Annotated[int, msgspec.Meta(ge=1, le=ANSWERS_LIMIT)] = 1
-    """Choices: answers to the one prompt, each sampled by itself. They are queued together or not at all."""
+    """Number of choices: answers to the prompt, sampled independently. They are queued all or none."""
     max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """New tokens of each choice; absent: what is left of the context. With 0 an answer ends, by its length,
-    where its prompt does; the context must have room for one all the same."""
+    """New tokens of each choice; absent: the rest of the context. With 0 the answer is empty and ends with
+    the reason `length`; the context must still have room for one token."""
     max_total_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Prompt and answer together. It cuts the answer short instead of refusing: the least of this, the
-    context and `max_tokens` decides. Without it, a `max_tokens` beyond the context is refused."""
+    """Limit of prompt and answer together. It shortens the answer instead of refusing the request: the
+    smallest of this, the context and `max_tokens` counts. Without it, a `max_tokens` beyond the context is
+    refused."""
     min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
     """0 is greedy."""
@@ -88,15 +89,15 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
     """0 keeps every token."""
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    """The least probability of a token, as a share of the most likely one's."""
+    """Minimum probability of a token, as a share of the most likely one's."""
     repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] = 1.0
     """Divides positive logits of tokens in prompt or answer, and multiplies negative ones."""
     presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
     """Subtracted from the logits of tokens in the answer."""
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
-    """Subtracted from the logits of tokens in the answer, once for each time."""
+    """Subtracted from the logits of tokens in the answer, once per occurrence."""
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=INT64_MAX)] | None = None
-    """Choice i has the seed `seed + i` (behind the largest int64 comes the smallest); absent: each draws its
+    """Choice i has the seed `seed + i` (after the largest int64 comes the smallest); absent: each draws its
     own."""
     logit_bias: Annotated[dict[TokenId, Bias], msgspec.Meta(max_length=LOGIT_BIAS_LIMIT)] = {}
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
@@ -111,11 +112,11 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     stop: Annotated[list[StopString], msgspec.Meta(max_length=STOPS_LIMIT)] = []
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=STOP_IDS_LIMIT)] = []
     ignore_eos: bool = False
-    """Go on past the model's own stop ids (`stop_token_ids` still stop)."""
+    """Continue past the model's own stop ids (`stop_token_ids` still stop)."""
     include_stop: bool = False
-    """What stopped an answer is the end of its text: a stop string, or the text of a stop id."""
+    """Keep at the end of the text what stopped it: the stop string, or the text of the stop id."""
     show_special: bool = False
-    """Special tokens of the answer are text, by their names, and open no segments."""
+    """Show the answer's special tokens in its text, by name; they open no segments."""
 
     echo: bool = False
     """Each answer's text begins with the prompt's, in its first delta. For raw prompts only."""
@@ -128,7 +129,7 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """Prompt ids in `accepted`, new ids in every delta."""
 
     priority: Annotated[int, msgspec.Meta(ge=-PRIORITY_LIMIT, le=PRIORITY_LIMIT)] = 0
-    """Place in the engine's waiting list: lower first, equal ones in order of arrival."""
+    """Order in the engine's waiting list: lower first, equal ones in order of arrival."""
     deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=INT64_MAX)] | None = None
     """Milliseconds from receipt after which the request is given up, waiting or running."""
 
@@ -147,14 +148,14 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """End the generation with this id. The one response says by `meta.cancelled` if there was one."""
+    """End the generation with this id. The one response's `meta.cancelled` says whether it existed."""
 
     cancel: RequestId
     v: Literal[1] = 1
 
 
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Ask how the engine is. Answered at once, however full it is, by one response with `meta.probe`."""
+    """Ask for the engine's state. Answered at once, even under full load, with one `meta.probe`."""
 
     probe: Literal[True]
     v: Literal[1] = 1
@@ -171,7 +172,7 @@ Sampling = Generation | Cancel | Probe | OpenChannel
 
 
 class _Kind(msgspec.Struct):
-    """Which of the four a document is; strict decoding follows."""
+    """Determines which of the four a document is; strict decoding follows."""
 
     cancel: msgspec.Raw = msgspec.Raw()
     probe: msgspec.Raw = msgspec.Raw()

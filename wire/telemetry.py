@@ -1,6 +1,6 @@
-"""How a process's spans leave it: OTLP over HTTP, in batches, by a thread of the SDK's own.
+"""Exports a process's spans: OTLP over HTTP, in batches, on a thread of the SDK's.
 
-Only this module and who makes spans import the SDK, and only where an endpoint is set: it comes with the
+Only this module and those that make spans import the SDK, and only if an endpoint is set: it comes with the
 extra `tracing`. Knows nothing of which spans there are.
 """
 
@@ -17,21 +17,21 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 _SCOPE: Final = "tritongate"
 _DELAY_MS: Final = 500.0
 _TIMEOUT_S: Final = 5.0
-"""Of one export, with what is tried again of it."""
+"""For one export, including its retries."""
 _LAST_WORDS_S: Final = 2.0
-"""How long the end of a process waits for the collector to take the last spans."""
+"""How long a process that ends waits for the collector to take the last spans."""
 
 
 class Telemetry:
-    """Makes a process's spans and sends them. Thread-safe; nothing here waits for the collector but `close`.
+    """Makes a process's spans and sends them. Thread-safe; only `close` waits for the collector.
 
-    A collector that is away costs spans, never requests: what does not fit the queue of 2,048 is dropped.
+    A missing collector costs spans, never requests: what does not fit into the queue of 2,048 is dropped.
 
     Args:
         endpoint: the collector's URL for traces, such as `http://127.0.0.1:4318/v1/traces`.
-        service: what traces call this process.
-        share: of the traces that begin here, 0 to 1; those that come from elsewhere say it themselves.
-        attributes: further ones of this process.
+        service: this process's name in traces.
+        share: of the traces that begin here, 0 to 1; those from elsewhere carry the decision themselves.
+        attributes: further attributes of this process.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Telemetry:
         self.tracer = self._provider.get_tracer(_SCOPE)
 
     def close(self) -> None:
-        """Send what is left, for two seconds at most; afterwards spans go nowhere."""
+        """Send what is left, for at most two seconds; later spans are dropped."""
         # The SDK would wait for half a minute.
         closing = threading.Thread(target=self._provider.shutdown, name="telemetry-close", daemon=True)
         closing.start()

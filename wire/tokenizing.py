@@ -13,21 +13,20 @@ from wire.sampling import Metadata, TokenId
 class Tokenizing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """`text` and `messages` are turned into ids, `ids` into text.
 
-    `text` gets no special ids, none in front either unless asked for; `messages` are rendered by the model's
-    chat format.
+    `text` gets no special ids, except those of `prefix`; `messages` are rendered in the model's chat format.
     """
 
     text: str | None = None
     prefix: bool = False
-    """Put in front of `text` the ids that begin every prompt, as for one that is continued as it stands."""
+    """Put the ids that begin every prompt in front of `text`, as for a raw prompt."""
     messages: Annotated[list[Turn], msgspec.Meta(min_length=1)] | None = None
     add_generation_prompt: bool = True
     """Whether rendered messages end where the model's answer begins."""
     answer_metadata: Metadata | None = None
-    """The answer's first line, as a generation has it: rendered messages end behind it."""
+    """The answer's first line, as in a generation: rendered messages end after it."""
     ids: Annotated[list[TokenId], msgspec.Meta(max_length=IDS_LIMIT)] | None = None
     strings: bool = False
-    """Also tell how each id is shown: the output `tokens`."""
+    """Also return how each id is displayed: the output `tokens`."""
 
     def __post_init__(self) -> None:
         """Check that there is one thing to do.

@@ -1,4 +1,4 @@
-"""ChatGLM's conversation formats, as far as text goes: token ids are the model's side.
+"""ChatGLM's conversation formats, at the level of text: token ids belong to the model side.
 
 Knows nothing of HTTP or of tensors, and holds no tokenizer.
 """

@@ -1,8 +1,8 @@
-"""Reading what follows a tool's name in an answer, as it comes: a call in the format's notation, or none.
+"""Incremental reading of what follows a tool's name in an answer: a call in the format's notation, or text.
 
-A call that is only known at its end, as ChatGLM3's, is told of whole. One whose arguments are JSON from their
-first character on, as GLM-4's, is told of as it is written: what was passed on cannot be taken back, so that
-arguments are what the model wrote, whole or not, and whatever the answer ended with.
+A ChatGLM3 call is only known at its end, and is reported whole. A GLM-4 call has JSON arguments from the
+first character on and is reported as it is written. What was passed on cannot be taken back, so its arguments
+are what the model wrote, complete or not, whatever ended the answer.
 """
 
 import enum
@@ -15,24 +15,24 @@ from gateway.pieces import CallPart
 from wire.fenced_calls import OPENING, read_call
 
 OnPart = Callable[[CallPart], None]
-"""Told of each part of a call, in order."""
+"""Called with each part of a call, in order."""
 
 
 class Verdict(enum.Enum):
     """What is known of the text after a tool's name."""
 
     PENDING = enum.auto()
-    """It may yet be a call, and nothing was told of it."""
+    """It may still be a call; nothing was reported yet."""
     CALL = enum.auto()
     NO_CALL = enum.auto()
 
 
 class CallReader(Protocol):
-    """Reads one segment's text behind the line with the tool's name."""
+    """Reads one segment's text after the line with the tool's name."""
 
     @property
     def whole(self) -> bool:
-        """Whether a call was told of to its end."""
+        """Whether a call was reported to its end."""
         ...
 
     def push(self, text: str) -> Verdict:
@@ -44,12 +44,12 @@ class CallReader(Protocol):
         ...
 
     def take_rest(self) -> str:
-        """Return what came behind the call since the last time: text."""
+        """Return the text that came after the call since the last time."""
         ...
 
 
 class FencedCallReader:
-    """Reads ChatGLM3's fenced `tool_call(...)` (`wire.fenced_calls`), told of at its end."""
+    """Reads ChatGLM3's fenced `tool_call(...)` (`wire.fenced_calls`), reported at its end."""
 
     def __init__(self, name: str, on_part: OnPart) -> None:
         self._name = name
@@ -93,7 +93,7 @@ _INSIDE_STRING = re.compile(r'["\\]')
 
 
 class JsonCallReader:
-    """Reads GLM-4's JSON object (`wire.json_calls`), told of from its first bracket to its last."""
+    """Reads GLM-4's JSON object (`wire.json_calls`), reported from its first bracket to its last."""
 
     def __init__(self, name: str, on_part: OnPart) -> None:
         self._name: str | None = name
@@ -134,7 +134,7 @@ class JsonCallReader:
         return rest
 
     def _end_in(self, text: str) -> int:
-        """Return where in `text` the object ends; its length, where it goes on."""
+        """Return where in `text` the object ends; the length of `text` if it does not."""
         at = 0
         while at < len(text):
             if self._escaped:

@@ -1,17 +1,16 @@
-"""OpenAI messages -> what a ChatGLM model is asked: the newest message and the history before it.
+"""Turns messages into ChatGLM's form of a prompt: the newest message, and the history before it.
 
-What the formats cannot hold as it stands is joined or refused, never dropped:
+What a format cannot express directly is joined or refused, never dropped:
 
 * all system messages join into one, the first turn, in their order and a blank line apart;
 * ChatGLM2 knows only rounds of question and answer: consecutive user (or assistant) messages join the same
-  way. A conversation that begins with an assistant message stays: its round has an empty question, which is
-  what the model's own history of (question, answer) pairs makes of a greeting;
+  way. If a conversation begins with an assistant message, that round has an empty question, as a greeting has
+  in the model's own history of (question, answer) pairs;
 * ChatGLM3 and GLM-4 keep every message as its own turn, and a conversation that ends with an assistant
   message is rendered as it stands: another answer follows that one;
-* tools stand in the system turn, for ChatGLM3 behind the sentence that the model was trained with. A call is
-  an assistant turn of its own, after the text that its message may have, and its result an observation. The
-  results of one message's calls come in the order of the calls, which is all that tells the model whose they
-  are.
+* tools are in the system turn, for ChatGLM3 after the sentence that the model was trained with. A call is an
+  assistant turn of its own, after its message's text, and its result an observation. The results of one
+  message's calls come in the order of the calls: only this order tells the model which is which.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,7 +35,7 @@ _BLANK_LINE = "\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatInput:
-    """A conversation as the wire has it: `role` says who speaks in `prompt`, the newest turn."""
+    """A conversation in the wire's form: `role` is the speaker of `prompt`, the newest turn."""
 
     prompt: str
     role: Role
@@ -45,7 +44,7 @@ class ChatInput:
 
 @dataclass(frozen=True, slots=True)
 class _Spoken:
-    """A user or assistant message, and what the request calls it."""
+    """A user or assistant message, and its name in the request."""
 
     field: str
     role: Speaker
@@ -53,12 +52,12 @@ class _Spoken:
 
 
 def to_history(messages: Sequence[Message], form: ChatForm, offer: ToolOffer | None = None) -> ChatInput:
-    """Turn `messages` into what a model of the chat format `form` is asked.
+    """Turn `messages` into the input of a model with the chat format `form`.
 
     Args:
         messages: the conversation.
-        form: what the model was trained with.
-        offer: the tools that it may use.
+        form: the model's chat format.
+        offer: the tools that it may call.
 
     Raises:
         InvalidRequestError: the format cannot express the conversation; `param` names the message.
@@ -98,7 +97,7 @@ def _rounds(messages: Sequence[Message], form: ChatForm, offer: ToolOffer | None
 
 
 def _turns(messages: Sequence[Message], tools: ToolForm, offer: ToolOffer | None) -> list[Turn]:
-    """Return the turns of a conversation with tools: every message its own, every call and result too."""
+    """Return the turns of a conversation with tools: one per message, call and result."""
     turns = _system(messages) if offer is None else [_system_with_tools(messages, tools, offer)]
     write = tools.notation.write
     results = ToolResults()

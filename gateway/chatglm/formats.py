@@ -1,4 +1,4 @@
-"""What the gateway knows of each chat format: which conversations it holds, and how it writes tools."""
+"""What the gateway knows of each chat format: which conversations it can express, and how it writes tools."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ class ToolForm:
 
     notation: CallNotation
     read: Callable[[str, OnPart], CallReader]
-    """Returns what reads a call of the tool of that name."""
+    """Makes a reader for a call of the named tool."""
     read_enforced: Callable[[str, OnPart], CallReader]
-    """The same for one that a grammar holds to its form."""
+    """The same for a call whose form a grammar enforces."""
     instruction: str | None = None
-    """What the model was trained to read before its tools, where the format does not bring it along."""
+    """The text that the model was trained to read before its tools, unless the prompt format adds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ChatForm:
     title: str
     """For people."""
     tools: ToolForm | None = None
-    """None: there are none, and a conversation is rounds of question and answer. Else every message is a
+    """None: no tools, and a conversation is rounds of question and answer. Otherwise every message is a
     turn."""
 
 

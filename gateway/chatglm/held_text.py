@@ -1,4 +1,4 @@
-"""The text of an answer that is either calls or text of a grammar: shown as the grammar has it."""
+"""The text of an answer that is either tool calls or text that follows a grammar: shown unchanged."""
 
 import enum
 from collections.abc import Sequence
@@ -8,19 +8,19 @@ from wire.meta import Segment
 
 
 class _At(enum.Enum):
-    """How far a segment was read."""
+    """The current position within a segment."""
 
     FIRST_LINE = enum.auto()
     TEXT = enum.auto()
     BROKEN_CALL = enum.auto()
-    """Behind a first line that is not empty: a call that was cut short before it was one."""
+    """After a first line that is not empty: the beginning of a call that was cut short."""
 
 
 class HeldText:
-    """What may be shown of the segments that are no calls. Not thread-safe.
+    """Selects the text to be shown of segments that are not calls. Not thread-safe.
 
-    What a grammar has decided, white space included, is not tidied up. Nothing but such text is shown: the
-    beginning of a call that was cut short would break the schema, and is left out.
+    Text that follows a grammar is shown unchanged, white space included. Nothing else is shown: the beginning
+    of a call that was cut short would violate the schema, and is left out.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""ChatGLM3's fenced call, told of as it is written: for calls that a grammar holds to their form.
+"""ChatGLM3's fenced call, reported as it is written: for calls whose form a grammar enforces.
 
-The grammar (`wire.grammar.ToolCalls`) makes sure that what follows the opening is literals to the end. So
-they can be rewritten as JSON piece by piece, and nothing has to be held back but the piece that is not whole.
-A call that is cut short has the arguments that there were, whole or not.
+The grammar (`wire.grammar.ToolCalls`) guarantees that everything after the opening is literals. So they can
+be rewritten as JSON piece by piece, and only an incomplete piece has to be held back. A call that is cut
+short has the arguments up to there, complete or not.
 """
 
 import re
@@ -27,7 +27,7 @@ _UNPACKED = "}*"
 
 
 class LiteralCallReader:
-    """Reads one segment's text behind the line with the tool's name: see `CallReader`."""
+    """A `CallReader` of one segment's text after the line with the tool's name."""
 
     def __init__(self, name: str, on_part: OnPart) -> None:
         self._name = name
@@ -35,9 +35,9 @@ class LiteralCallReader:
         self._unread = ""
         self._opened = False
         self._quote = ""
-        """Of the string that is being read."""
+        """The quote of the string that is being read."""
         self._open: list[str] = [")"]
-        """What closes the brackets that are open; none: the call is over."""
+        """The closing brackets still to come; none: the call is over."""
 
     @property
     def whole(self) -> bool:
@@ -63,11 +63,11 @@ class LiteralCallReader:
         return Verdict.CALL if self._opened else Verdict.NO_CALL
 
     def take_rest(self) -> str:
-        """See `CallReader.take_rest`: behind the call there is nothing but its closing fence."""
+        """See `CallReader.take_rest`: only the closing fence follows the call."""
         return ""
 
     def _rewritten(self) -> str:
-        """Take what is whole of the text, and return it as JSON."""
+        """Take the complete pieces of the text, and return them as JSON."""
         parts = []
         at = 0
         while self._open:

@@ -1,8 +1,8 @@
-"""Tools as models are offered them, and what an answer may and has to begin with.
+"""Tools as they are offered to a model, and how `tool_choice` is enforced.
 
 A choice is enforced by the first line of the answer, which becomes part of the prompt: the name of the tool
-that has to be called, or an empty line where the answer has to be text. What follows, and the name where
-there are several, a grammar enforces (`wire.grammar.ToolCalls`).
+that must be called, or an empty line if the answer must be text. A grammar enforces what follows, and the
+name if there are several (`wire.grammar.ToolCalls`).
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 def documents(offer: ToolOffer) -> list[dict[str, Any]]:
-    """Return the tools as they stand in the prompt."""
+    """Return the tools as they appear in the prompt."""
     return [
         {
             "name": tool.name,
@@ -38,20 +38,20 @@ def answer_metadata(offer: ToolOffer) -> str | None:
 
 
 def call_rules(offer: ToolOffer, grammar: Grammar | None = None) -> ToolCalls | None:
-    """Return what the answer's calls are held to while they are sampled; None: nothing.
+    """Return the grammar of the answer's calls; None: there is none.
 
-    Calls that have to be made are, and where a tool is strict or text has a grammar, all that may be.
+    Required calls have one. If a tool is strict or the text has a grammar, so do all possible calls.
 
     Args:
         offer: the tools.
-        grammar: what the answer's text is held to, where it calls none of them.
+        grammar: of the answer's text, if it calls no tool.
     """
     if offer.choice == "none":
         return None
     if offer.choice == "auto" and grammar is None and not any(tool.strict for tool in offer.tools):
         return None
     if offer.choice != "auto":
-        grammar = None  # The answer is calls alone.
+        grammar = None  # The answer is calls only.
     names = callable_names(offer)
     return ToolCalls(
         tools=[
@@ -73,5 +73,5 @@ def callable_names(offer: ToolOffer) -> list[str]:
 
 
 def last_calls(offer: ToolOffer) -> list[str]:
-    """Return the names of tools after whose call the answer ends."""
+    """Return the names of the tools after whose call the answer ends."""
     return callable_names(offer) if offer.single or isinstance(offer.choice, NamedTool) else []

@@ -1,4 +1,4 @@
-"""The results of one message's tool calls, as a conversation brings them."""
+"""The results of one message's tool calls, put into the order of the calls."""
 
 from gateway.errors import InvalidRequestError
 from gateway.generation import Message
@@ -6,10 +6,10 @@ from wire.history import Turn
 
 
 class ToolResults:
-    """Collects the results of the calls that an assistant message made, one for each.
+    """Collects one result for each call of an assistant message.
 
     Args:
-        message: the one that called; None: none did.
+        message: the one with the calls; None: there is none.
     """
 
     def __init__(self, message: Message | None = None) -> None:
@@ -22,7 +22,7 @@ class ToolResults:
         """Take a tool message.
 
         Raises:
-            InvalidRequestError: it answers none of the calls, or one that was answered.
+            InvalidRequestError: it answers none of the calls, or one that was answered already.
         """
         if message.answers in self._contents:
             raise InvalidRequestError("this call was answered before", param=message.field)

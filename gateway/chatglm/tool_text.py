@@ -1,12 +1,11 @@
-"""A raw answer in which tools may be called: text to show, and calls.
+"""Separates a raw answer in which tools may be called into text and calls.
 
-A segment whose first line is the name of a tool that was offered is a call of it if the rest is one in the
-format's notation (`gateway.chatglm.call_readers`). Whatever else there is, is text and read as `wire.answer`
-says: also a call of a tool that was not offered, and what the notation does not take for one. Nothing of an
-answer is lost.
+A segment is a call if its first line is the name of an offered tool and the rest is a call in the format's
+notation (`gateway.chatglm.call_readers`). Everything else is text, as described in `wire.answer`: also a call
+of a tool that was not offered, and a malformed one. Nothing of an answer is lost.
 
-Text cannot be taken back once it is shown, nor can a call. So what may yet be a call is held back, and as
-soon as it can be none it is passed on. What is shown does not depend on how the answer was cut into deltas.
+Neither text nor a call can be taken back once it was sent. So text that may still be a call is held back, and
+passed on as soon as it cannot be one. The result does not depend on how the answer was cut into deltas.
 """
 
 import enum
@@ -20,12 +19,12 @@ from wire.meta import Segment
 
 
 class _At(enum.Enum):
-    """How far a segment was read."""
+    """The current position within a segment."""
 
     NAME = enum.auto()
     """In its first line, which may be a tool's name."""
     CALL = enum.auto()
-    """After a name, in what may be a call."""
+    """After a tool's name, in what may be a call."""
     TEXT = enum.auto()
 
 
@@ -34,9 +33,9 @@ class ToolText:
 
     Args:
         offered: names of the tools that may be called.
-        reader: makes what reads a call of the tool of a name.
-        metadata: the first line of the answer, where it was part of the prompt.
-        text: makes what is shown of the segments that are no calls.
+        reader: makes a reader for a call of the named tool.
+        metadata: the first line of the answer, if it was part of the prompt.
+        text: selects what is shown of segments that are not calls.
     """
 
     def __init__(
@@ -50,10 +49,10 @@ class ToolText:
         self._offered = frozenset(offered)
         self._new_reader = reader
         self._pieces: list[Piece] = []
-        """Known, and not returned yet."""
+        """Determined, but not returned yet."""
         self._text = AnswerText() if text is None else text
         self.cut = False
-        """The answer ended in the middle of a call that was told of; known when it is over."""
+        """Whether the answer ended in the middle of a call that was reported; known at its end."""
         self._begin_segment()
         if metadata is not None:
             self._at = _At.TEXT
@@ -61,7 +60,7 @@ class ToolText:
                 self._begin_call(metadata)
 
     def push(self, text: str, segments: Sequence[Segment] = ()) -> tuple[Piece, ...]:
-        """Take one delta of the raw answer and the segments that begin in it; return what may be told.
+        """Take one delta of the raw answer and the segments that begin in it; return what is determined.
 
         Raises:
             ValueError: a segment begins outside `text`, or before the one ahead of it.
@@ -75,7 +74,7 @@ class ToolText:
         return self._take()
 
     def finish(self) -> tuple[Piece, ...]:
-        """Return what was held back, as what it turned out to be; the answer is over."""
+        """The answer is over: return what was held back, as text or call."""
         in_call = self._at is _At.CALL
         self._end_segment()
         self.cut = in_call and self._at is _At.CALL and not self._reader.whole
@@ -90,7 +89,7 @@ class ToolText:
     def _begin_segment(self) -> None:
         self._at = _At.NAME
         self._held = ""
-        """All of the segment, while it may be a call."""
+        """The whole segment, while it may be a call."""
 
     def _begin_call(self, name: str) -> None:
         self._at = _At.CALL
@@ -115,7 +114,7 @@ class ToolText:
         self._judge(self._reader.push(text))
 
     def _judge(self, verdict: Verdict) -> None:
-        """Tell of a segment with a name, of which this is known now."""
+        """Act on what is known now of a segment with a tool's name."""
         match verdict:
             case Verdict.PENDING:
                 pass
@@ -132,7 +131,7 @@ class ToolText:
             self._release()
 
     def _release(self) -> None:
-        """Tell of the segment so far as text, which it is from here."""
+        """Treat the segment as text: what came so far, and the rest."""
         self._at = _At.TEXT
         held, self._held = self._held, ""
         self._pieces.append(self._text.push(held))
