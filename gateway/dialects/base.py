@@ -1,7 +1,7 @@
-"""What a dialect is: one upstream tensor contract, both ways.
+"""Dialects: each translates between our request and event types and one upstream tensor contract.
 
 A dialect knows tensors and our events. It knows nothing of channels, replicas or HTTP, does no input or
-output, and is shared by all requests; what it remembers of one answer is in that answer's decoder.
+output, and is shared by all requests; the state of one answer is in that answer's decoder.
 """
 
 from collections.abc import Sequence
@@ -17,18 +17,18 @@ from wire.meta import Delivered
 from wire.sampling import ChannelStream
 
 AnswerDelta = tuple[int, str, int, bytes | None]
-"""A delta as it came over a channel: index of its choice, text, number of tokens, and a document with what
-else there is of it."""
+"""A delta from a delta channel: index of its choice, text, number of tokens, and a document with anything
+else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReport:
-    """What a probe said of a model."""
+    """A model's answer to a probe."""
 
     heartbeat_age_s: float
-    """Seconds since the engine's loop last went round."""
+    """Seconds since the engine's last loop iteration."""
     chat_format: str
-    """Name of the conversation format that the model was trained with."""
+    """Name of the model's chat format."""
     max_context: int
     """Prompt and answer together, in tokens."""
     delta_channel: bool = False
@@ -39,7 +39,7 @@ class AnswerDecoder(Protocol):
     """Reads the responses of one generation, in order."""
 
     def decode(self, response: service_pb2.ModelInferResponse) -> list[Event]:
-        """Return what `response` says.
+        """Return the events in `response`.
 
         Raises:
             UpstreamProtocolError: it cannot be understood, or comes out of order.
@@ -60,11 +60,11 @@ class Dialect(Protocol):
 
     @property
     def inputs(self) -> frozenset[str]:
-        """Names of the inputs by which a model of this contract is known."""
+        """The names of the inputs that identify a model of this contract."""
         ...
 
     def probe(self, model: str) -> service_pb2.ModelInferRequest:
-        """Return the request that asks `model` how it is."""
+        """Return the request that probes `model`."""
         ...
 
     def read_probe(self, responses: Sequence[service_pb2.ModelInferResponse]) -> ModelReport:
@@ -99,15 +99,15 @@ class ChannelDecoder(AnswerDecoder, Protocol):
     """Reads one answer whose deltas come over a channel."""
 
     def delivered(self, response: service_pb2.ModelInferResponse) -> tuple[int, Delivered] | None:
-        """Return the choice that `response` ends, and what of it must have come over the channel by then.
+        """Return the choice that `response` ends, and how much of it must have come over the channel.
 
         Raises:
-            UpstreamProtocolError: it cannot be understood, or is a last one that does not say.
+            UpstreamProtocolError: it cannot be understood, or ends a choice without saying so.
         """
         ...
 
     def deltas(self, deltas: Sequence[AnswerDelta]) -> list[Event]:
-        """Return what the channel brought, in order.
+        """Return the events in the deltas from the channel, in order.
 
         Raises:
             UpstreamProtocolError: it cannot be understood.
@@ -116,7 +116,7 @@ class ChannelDecoder(AnswerDecoder, Protocol):
 
 
 class ChannelDialect(Protocol):
-    """The part of a tensor contract that is about delta channels (`wire.channel`)."""
+    """The part of a tensor contract for delta channels (`wire.channel`)."""
 
     def open(self, model: str, channel_id: str) -> service_pb2.ModelInferRequest:
         """Return the request that opens a channel to `model`."""
@@ -133,7 +133,7 @@ class ChannelDialect(Protocol):
     def request(
         self, generation: Generation, report: ModelReport, *, remaining_s: float, channel: ChannelStream
     ) -> service_pb2.ModelInferRequest:
-        """Return `generation` as tensors, its deltas to go to `channel`; else as `Dialect.request`."""
+        """Like `Dialect.request`, with the deltas going to `channel`."""
         ...
 
     def decoder(self, generation: Generation, report: ModelReport) -> ChannelDecoder:
@@ -142,7 +142,7 @@ class ChannelDialect(Protocol):
 
 
 class TokenizerDialect(Protocol):
-    """The part of a tensor contract that is about an entry with the model's tokenizer."""
+    """The part of a tensor contract for the entry with the model's tokenizer."""
 
     def request(self, tokenization: Tokenization, report: ModelReport) -> service_pb2.ModelInferRequest:
         """Return `tokenization` as tensors for the model that `report` is about.
@@ -156,6 +156,6 @@ class TokenizerDialect(Protocol):
         """Read the one response to the request for `tokenization`.
 
         Raises:
-            UpstreamProtocolError: it cannot be understood; of strings, as they are read.
+            UpstreamProtocolError: it cannot be understood; for `strings`, while they are iterated.
         """
         ...

@@ -40,11 +40,11 @@ class ChatGLMDialect:
 
     @property
     def inputs(self) -> frozenset[str]:
-        """Names of the inputs by which a model of this contract is known."""
+        """The names of the inputs that identify a model of this contract."""
         return frozenset({names.PROMPT, names.HISTORY, names.SAMPLING})
 
     def probe(self, model: str) -> service_pb2.ModelInferRequest:
-        """Return the request that asks `model` how it is; it overtakes generations in Triton's queue."""
+        """Return the request that probes `model`; it overtakes generations in Triton's queue."""
         sampling = wire_sampling.encode_sampling(wire_sampling.Probe(probe=True))
         return infer_request(model, _PROBE_ID, names.URGENT_PRIORITY, (b"", b"", sampling))
 
@@ -90,7 +90,7 @@ class ChatGLMDialect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WirePrompt:
-    """A prompt as the wire has it."""
+    """A prompt in the wire's form."""
 
     text: str = ""
     role: Role = "user"
@@ -102,11 +102,11 @@ class WirePrompt:
 
 
 def wire_prompt(prompt: Prompt, grammar: AskedGrammar | None, chat_format: str) -> WirePrompt:
-    """Return `prompt` as a model of `chat_format` is given it.
+    """Return `prompt` in the wire's form, for a model of `chat_format`.
 
     Args:
-        prompt: what the answer goes on from.
-        grammar: what the text of the answer is held to.
+        prompt: to be answered or continued.
+        grammar: of the answer's text.
         chat_format: as the model reports it.
 
     Raises:
@@ -118,7 +118,7 @@ def wire_prompt(prompt: Prompt, grammar: AskedGrammar | None, chat_format: str) 
             chat = to_history(messages, form, offer)
             first_line = None if offer is None else answer_metadata(offer)
             if offer is None and grammar is not None and form.tools is not None:
-                first_line = ""  # The answer is text, and calls nothing.
+                first_line = ""  # The answer is text, not a call.
             return WirePrompt(
                 text=chat.prompt,
                 role=chat.role,
@@ -156,7 +156,7 @@ def request_tensors(
     remaining_s: float,
     channel: wire_sampling.ChannelStream | None = None,
 ) -> tuple[bytes, bytes, bytes]:
-    """Return the values of the three inputs for `generation`; its deltas go to `channel`, if there is one.
+    """Return the values of the three inputs for `generation`, whose deltas go to `channel` if given.
 
     Raises:
         InvalidRequestError: the chat format cannot express the conversation.
@@ -172,7 +172,7 @@ def request_tensors(
         grammar=_grammar(generation),
         n=generation.n,
         max_tokens=generation.max_tokens,
-        # Beside a bound on all tokens, one on the new ones is no promise that they fit.
+        # With a limit on the total, `max_tokens` need not fit into the context.
         max_total_tokens=report.max_context if generation.max_tokens_yields else None,
         min_tokens=generation.min_tokens,
         temperature=generation.temperature,
@@ -209,7 +209,7 @@ def request_tensors(
 def infer_request(
     model: str, request_id: str, priority: int, values: tuple[bytes, bytes, bytes]
 ) -> service_pb2.ModelInferRequest:
-    """Return the three inputs' `values` as a request to the stream entry of `model`."""
+    """Return a request to the stream entry of `model` with these `values` of the three inputs."""
     request = service_pb2.ModelInferRequest(model_name=names.stream_entry(model), id=request_id)
     request.parameters["priority"].uint64_param = priority
     for name, value in zip((names.PROMPT, names.HISTORY, names.SAMPLING), values, strict=True):

@@ -37,14 +37,14 @@ _HEARTBEAT = wire_meta.Meta()
 
 
 class _Choice:
-    """What is shown of one choice: its text, and the calls that it makes."""
+    """The visible part of one choice: its text and its calls."""
 
     def __init__(self, generation: Generation, report: ModelReport) -> None:
         self._any_calls = False
         self._text = _shown_text(generation, report)
 
     def push(self, text: str, segments: Sequence[wire_meta.Segment] = ()) -> tuple[Piece, ...]:
-        """Take one delta of it and the segments that begin in it; return what may be told.
+        """Take one delta and the segments that begin in it; return what can be shown.
 
         Raises:
             ValueError: a segment begins outside `text`, before the one ahead of it, or where there are none.
@@ -62,22 +62,22 @@ class _Choice:
         return shown
 
     def reason(self, reason: wire_meta.FinishReason | None) -> FinishReason | None:
-        """Return why it ended, where it did; all that came before was told.
+        """Return the finish reason, if it ended; all of its pieces were returned before.
 
-        A stop of the request's own may end it in the middle of a call, which then is no reason.
+        If a stop of the request's own ended it within a call, the reason is not `tool_calls`.
         """
         cut = isinstance(self._text, ToolText) and self._text.cut
         return "tool_calls" if reason == "stop" and self._any_calls and not cut else reason
 
 
 def _shown_text(generation: Generation, report: ModelReport) -> AnswerText | ContinuedText | ToolText:
-    """Return what makes the text to be shown of a raw choice of `generation`, and its calls."""
+    """Return a reader that separates one raw choice of `generation` into text and calls."""
     prompt = generation.prompt
     if not isinstance(prompt, Conversation):
         return ContinuedText()
     offer, grammar = prompt.offer, generation.grammar
     if grammar is not None and (offer is None or offer.choice == "none"):
-        return ContinuedText()  # What a grammar has decided, white space included, is not tidied up.
+        return ContinuedText()  # Text that follows a grammar is shown unchanged, white space included.
     tools = chat_form(report.chat_format).tools
     if offer is None or tools is None:
         return AnswerText()
@@ -91,23 +91,23 @@ def _shown_text(generation: Generation, report: ModelReport) -> AnswerText | Con
 
 
 class ChatGLMAnswer:
-    """Reads one answer: `accepted`, then deltas and heartbeats, each choice's last one with its reason.
+    """Reads one answer: `accepted`, then deltas and heartbeats.
 
-    The last of all has the usage.
+    Each choice's last delta has its finish reason; the very last one also has the usage.
 
     Args:
-        generation: what it answers.
+        generation: the request.
         report: of the model that answers.
     """
 
     def __init__(self, generation: Generation, report: ModelReport) -> None:
         self._choices = {index: _Choice(generation, report) for index in range(generation.n)}
-        """Those that have not ended."""
+        """The choices that have not ended."""
         self._accepted = False
         self._wants_ranks = generation.prompt_ranks
 
     def decode(self, response: service_pb2.ModelInferResponse) -> list[Event]:
-        """Return the one event that `response` stands for.
+        """Return the one event in `response`.
 
         Raises:
             UpstreamProtocolError: it cannot be understood, or comes out of order.
@@ -131,7 +131,7 @@ class ChatGLMAnswer:
             raise not_understood("it ended without its final response")
 
     def _delta(self, index: int, text: str, tokens: int, meta: wire_meta.Meta) -> Event:
-        """Return the event for a choice's delta of `tokens` tokens, or its last; `meta` has the rest."""
+        """Return the event for a choice's delta of `tokens` tokens; `meta` has the rest of it."""
         try:
             choice = self._choice(index)
             pieces = choice.push(text, meta.segments or ())
@@ -158,7 +158,7 @@ class ChatGLMAnswer:
         )
 
     def _plain(self, index: int, text: str, tokens: int) -> Delta:
-        """Return the event for a delta of text alone."""
+        """Return the event for a delta of text only."""
         return Delta(pieces=self._choice(index).push(text), tokens=tokens, index=index)
 
     def _prompt_logprobs(self, logprobs: list[wire_meta.PromptLogprob] | None) -> tuple[PromptLogprob, ...]:
@@ -195,7 +195,7 @@ class ChatGLMAnswer:
 
 
 def _accepted(text: str, meta: wire_meta.Meta) -> Accepted:
-    """Read the first response, which says nothing but `accepted`."""
+    """Read the first response, which holds only `accepted`."""
     if meta.accepted is None or text or meta != wire_meta.Meta(accepted=meta.accepted):
         raise not_understood("it does not begin with accepted alone")
     ids = _ids(meta.accepted.prompt_token_ids)
@@ -266,5 +266,5 @@ def read(response: service_pb2.ModelInferResponse) -> tuple[str, wire_meta.Meta]
 
 
 def not_understood(what: str) -> UpstreamProtocolError:
-    """Return the error for an answer that is not of this contract."""
+    """Return the error for an answer that violates the contract."""
     return UpstreamProtocolError(f"The model's answer could not be understood: {what}.")

@@ -22,7 +22,7 @@ _index = itemgetter(0)
 
 
 class ChatGLMChannels:
-    """How generations are asked for and read whose deltas come over a channel; stateless."""
+    """The `ChannelDialect` of our contract; stateless."""
 
     def open(self, model: str, channel_id: str) -> service_pb2.ModelInferRequest:
         """Return the request that opens a channel to `model`; it overtakes generations in Triton's queue."""
@@ -33,7 +33,7 @@ class ChatGLMChannels:
         """Read a channel's response.
 
         Raises:
-            UpstreamProtocolError: it is none.
+            UpstreamProtocolError: it cannot be understood.
         """
         for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False):
             if tensor.name == names.META:
@@ -47,7 +47,7 @@ class ChatGLMChannels:
     def request(
         self, generation: Generation, report: ModelReport, *, remaining_s: float, channel: ChannelStream
     ) -> service_pb2.ModelInferRequest:
-        """Return `generation` as tensors, its deltas to go to `channel`; else as `Dialect.request`."""
+        """Like `Dialect.request`, with the deltas going to `channel`."""
         tensors = request_tensors(generation, report, remaining_s=remaining_s, channel=channel)
         return infer_request(generation.model, generation.request_id, names.DEFAULT_PRIORITY, tensors)
 
@@ -60,10 +60,10 @@ class ChannelledAnswer(ChatGLMAnswer):
     """Reads one answer from the request's own stream and from its deltas on the channel."""
 
     def delivered(self, response: service_pb2.ModelInferResponse) -> tuple[int, Delivered] | None:
-        """Return the choice that `response` ends, and what of it must have come over the channel by then.
+        """Return the choice that `response` ends, and how much of it must have come over the channel.
 
         Raises:
-            UpstreamProtocolError: it cannot be understood, or is a last one that does not say.
+            UpstreamProtocolError: it cannot be understood, or ends a choice without saying so.
         """
         _, meta = read(response)
         if meta.finish_reason is not None and meta.delivered is None:
@@ -71,14 +71,14 @@ class ChannelledAnswer(ChatGLMAnswer):
         return None if meta.delivered is None else (meta.index, meta.delivered)
 
     def deltas(self, deltas: Sequence[AnswerDelta]) -> list[Event]:
-        """Return what the channel brought, choice by choice, joined where it is text alone.
+        """Return the events in the deltas from the channel, choice by choice, with plain text joined.
 
         Raises:
             UpstreamProtocolError: it cannot be understood.
         """
         events: list[Event] = []
         choice, text, tokens = 0, "", 0
-        # Sorting keeps the order within a choice.
+        # The sort is stable: the order within a choice stays.
         for index, added, count, document in sorted(deltas, key=_index):
             if tokens and (index != choice or document is not None):
                 events.append(self._plain(choice, text, tokens))

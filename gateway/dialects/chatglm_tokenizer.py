@@ -18,7 +18,7 @@ from wire.tokenizing import Tokenizing, encode_tokenizing
 
 
 class ChatGLMTokenizer:
-    """How tokens are asked for and read; stateless."""
+    """The `TokenizerDialect` of our contract; stateless."""
 
     def request(self, tokenization: Tokenization, report: ModelReport) -> service_pb2.ModelInferRequest:
         """Return `tokenization` as tensors for the model that `report` is about.
@@ -30,7 +30,7 @@ class ChatGLMTokenizer:
             model_name=names.tokenizer_entry(tokenization.model), id=tokenization.request_id
         )
         request.inputs.add(name=names.REQUEST, datatype="BYTES", shape=(1,))
-        # No more than is needed comes back: a mask, or the text again, would be as large as the ids.
+        # Ask only for what is needed: a mask, or the text again, would be as large as the ids.
         for name in _outputs(tokenization):
             request.outputs.add(name=name)
         document = encode_tokenizing(_document(tokenization, report.chat_format))
@@ -41,7 +41,7 @@ class ChatGLMTokenizer:
         """Read the response to the request for `tokenization`.
 
         Raises:
-            UpstreamProtocolError: it cannot be understood; of strings, as they are read.
+            UpstreamProtocolError: it cannot be understood; for `strings`, while they are iterated.
         """
         outputs = zip(response.outputs, response.raw_output_contents, strict=False)
         raw = {tensor.name: contents for tensor, contents in outputs}

@@ -1,7 +1,4 @@
-"""Which dialect a model speaks, told by the names of its inputs.
-
-And whether models of that dialect have delta channels, and a tokenizer to ask.
-"""
+"""Selects the dialect of a model by the names of its inputs, and that dialect's optional parts."""
 
 from gateway.dialects.base import ChannelDialect, Dialect, TokenizerDialect
 from gateway.dialects.chatglm import ChatGLMDialect
@@ -17,7 +14,7 @@ _TOKENIZERS: dict[type[Dialect], TokenizerDialect] = {ChatGLMDialect: ChatGLMTok
 
 
 def choose(entry: str, inputs: frozenset[str]) -> Dialect:
-    """Return the dialect for the repository entry `entry`, which has `inputs`.
+    """Return the dialect for the repository entry `entry` with these `inputs`.
 
     Raises:
         UpstreamProtocolError: there is none; the message names the inputs found.
@@ -32,10 +29,10 @@ def choose(entry: str, inputs: frozenset[str]) -> Dialect:
 
 
 def choose_channels(dialect: Dialect) -> ChannelDialect | None:
-    """Return how answers over a delta channel are asked for in `dialect`; None: it has no channels."""
+    """Return the part of `dialect` for delta channels; None: it has none."""
     return _CHANNELS.get(type(dialect))
 
 
 def choose_tokenizer(dialect: Dialect) -> TokenizerDialect | None:
-    """Return how tokens are asked for in `dialect`; None: its models tokenise for themselves alone."""
+    """Return the part of `dialect` for tokenizers; None: it has none."""
     return _TOKENIZERS.get(type(dialect))

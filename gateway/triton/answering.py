@@ -1,8 +1,8 @@
-"""One generation on one replica, from the request to its events, by either way of delivery.
+"""One generation on one replica, from the request to its events, with or without a delta channel.
 
-Plainly, every response comes on the request's own stream. Over a delta channel that stream brings `accepted`,
-heartbeats and the last response, and the channel what is between; the last response says how much that must
-have been. Knows nothing of which replica is chosen, nor what follows a failure.
+Without one, every response comes on the request's own stream. With one, that stream carries `accepted`,
+heartbeats and the last response of each choice, and the channel carries the deltas; the last response says
+how many there were. Knows nothing of how replicas are chosen, nor of what follows a failure.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from wire.sampling import ChannelStream
 async def answer_plainly(
     channel: Channel, dialect: Dialect, generation: Generation, report: ModelReport, *, idle_timeout_s: float
 ) -> AsyncGenerator[Event, None]:
-    """Run `generation` with all of its answer on its own stream.
+    """Run `generation` with the whole answer on its own stream.
 
     Raises:
         TritonError: it failed.
@@ -68,8 +68,8 @@ async def answer_over_channel(
             async with contextlib.aclosing(answer.events()) as events:
                 async for event in events:
                     yield event
-            # The own stream ends by its status: one that is cancelled in the moment of its last response may
-            # keep the model from ever being unloaded.
+            # Let the own stream end by its status: cancelled at the moment of its last response, it may keep
+            # the model from ever being unloaded.
             await asyncio.wait({own})
         except TritonError as error:
             if error.fault is Fault.CHANNEL_LOST:
@@ -81,7 +81,7 @@ async def answer_over_channel(
 
 
 class _Answer:
-    """Brings deltas and responses into order."""
+    """Merges deltas and responses into one ordered stream of events."""
 
     def __init__(self, link: DeltaLink, inbox: Inbox, decoder: ChannelDecoder) -> None:
         self._link = link
@@ -112,14 +112,14 @@ class _Answer:
         decoder.end()
 
     async def _all_delivered(self, index: int, delivered: Delivered) -> None:
-        """Wait until every delta of a choice has come: its last response may overtake some.
+        """Wait for every delta of a choice: its last response may overtake some.
 
         Raises:
-            TritonError: one never will.
+            TritonError: one was lost.
         """
         inbox, link = self._inbox, self._link
         if not 0 <= index < len(inbox.received):
-            return  # the decoder says what is wrong
+            return  # the decoder reports the fault
         link.wake_after(delivered.frame, inbox)
         while inbox.received[index] < delivered.deltas and link.last_frame < delivered.frame:
             await inbox.changed()
@@ -131,9 +131,9 @@ class _Answer:
 async def _read_own_stream(
     channel: Channel, request: service_pb2.ModelInferRequest, generation: Generation, inbox: Inbox
 ) -> None:
-    """Put the responses of the request's own stream into `inbox`, whatever becomes of them."""
+    """Put the responses of the request's own stream, and its end, into `inbox`."""
     loop = asyncio.get_running_loop()
-    # Whether the model is silent, the channel's reader judges: it hears the deltas too.
+    # No idle timeout here: the channel's reader sees the deltas too, and decides whether the model is silent.
     responses = channel.stream_infer(
         request, deadline=generation.deadline, idle_timeout_s=math.inf, headers=generation.headers
     )
@@ -141,7 +141,7 @@ async def _read_own_stream(
         async with contextlib.aclosing(responses):
             async for response in responses:
                 inbox.put_response(response, loop.time())
-    except Exception as error:  # noqa: BLE001 - passed on to whoever waits for this stream
+    except Exception as error:  # noqa: BLE001 - passed on to the reader of the inbox
         inbox.fail(error)
     else:
         inbox.end()
@@ -151,7 +151,7 @@ def _remaining_s(generation: Generation) -> float:
     """Return the seconds left.
 
     Raises:
-        GatewayError: none are; the request was never sent.
+        GatewayError: there are none; the request was not sent.
     """
     remaining_s = generation.deadline - asyncio.get_running_loop().time()
     if remaining_s <= 0:

@@ -1,4 +1,4 @@
-"""The calls of Tritons for one request to them, as parts of a trace."""
+"""Traces the calls to Tritons that one request makes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +18,12 @@ _NOWHERE = Part()
 
 
 class Calls(Generic[R]):
-    """Notes them for the current task's HTTP request, which may be of several: one for each of its prompts.
+    """Records the calls for one request in the trace of the current task's HTTP request.
+
+    An HTTP request with several prompts has one of these per prompt.
 
     Args:
-        request: what the Tritons are asked.
+        request: to be sent to a Triton.
     """
 
     def __init__(self, request: R) -> None:
@@ -33,10 +35,10 @@ class Calls(Generic[R]):
 
     @contextmanager
     def to(self, replica: Replica) -> Iterator[tuple[Part, R]]:
-        """Note that `replica` is called.
+        """Record a call to `replica`.
 
-        Yields the call as a part of the trace, and the request with what takes the trace on to that Triton. A
-        TritonError out of the block is how the call failed.
+        Yields the call's part of the trace, and the request with the headers that continue the trace there. A
+        TritonError that leaves the block is recorded as the call's failure.
         """
         if self._trace is None:
             yield _NOWHERE, self._request

@@ -1,4 +1,4 @@
-"""One Triton's gRPC channel, kept for as long as that is there, with ModelStreamInfer done by hand.
+"""One Triton's gRPC channel, with a ModelStreamInfer of our own.
 
 The raw stub is used because `tritonclient.grpc.aio` drops `triton_enable_empty_final_response` on streams
 and answers reserved parameters with a bare CancelledError. This module knows Triton's stream protocol (final
@@ -21,16 +21,16 @@ from gateway.triton.status import Fault, TritonError, classify
 MESSAGE_LIMIT_BYTES = 64 * 2**20
 
 _OPTIONS = [
-    # A whole answer with log-probabilities passes grpc's default of 4 MiB.
+    # A whole answer with log-probabilities can exceed grpc's default of 4 MiB.
     ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
     ("grpc.max_send_message_length", MESSAGE_LIMIT_BYTES),
-    # A proxy in the environment is meant for the way out, not for the Tritons next door.
+    # A proxy in the environment is for outgoing traffic, not for nearby Tritons.
     ("grpc.enable_http_proxy", 0),
-    # Health probes run every second, so pings are only sent on a connection that went silent: this is what
-    # closes one whose peer vanished without a word. Servers allow that few.
+    # Health probes run every second, so pings are only sent on a connection that went silent, and close it if
+    # the peer vanished. Servers allow pings this rare.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # Each health probe finds a fresh connection attempt: a server that is back is seen within a second or so.
+    # Each health probe gets a fresh connection attempt: a returning server is noticed within about a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
@@ -40,7 +40,7 @@ _EOF_WAIT_S = 1.0
 
 _RESTRICTED = "triton-grpc-protocol-"
 _REPOSITORY = "Repository"
-"""How the methods begin that are Triton's protocol `model-repository`."""
+"""The prefix of the methods in Triton's protocol `model-repository`."""
 
 FINAL = "triton_final_response"
 WANT_EMPTY_FINAL = "triton_enable_empty_final_response"
@@ -51,8 +51,8 @@ class Channel:
 
     Args:
         address: `host:port` of Triton's gRPC endpoint.
-        repository_key: what this Triton asks of who lists, loads or unloads its models, KEY=VALUE as in its
-            `--grpc-restricted-protocol`; None: nothing.
+        repository_key: the key this Triton requires for listing, loading and unloading models, as KEY=VALUE
+            (see its `--grpc-restricted-protocol`); None: no key.
     """
 
     def __init__(self, address: str, *, repository_key: str | None = None) -> None:
@@ -70,7 +70,7 @@ class Channel:
         await self._channel.close()
 
     def end_inference(self, entry: str, fault: Fault, detail: str) -> None:
-        """End every running request to `entry` with `fault`: nothing will answer them."""
+        """End every running request to `entry` with `fault`: they would never be answered."""
         for call in list(self._calls):
             if call.entry == entry:
                 call.end(fault, detail)
@@ -92,12 +92,12 @@ class Channel:
     ) -> service_pb2.ModelInferResponse:
         """Send one request to an entry that is not decoupled and return its one response.
 
-        Cancelling the task that waits cancels the call at once.
+        Cancelling the waiting task cancels the call at once.
 
         Args:
             request: its `id` also travels as the header `x-request-id`, so it is printable ASCII.
             deadline: of the event loop's clock, in seconds.
-            headers: further ones of the call.
+            headers: further headers of the call.
 
         Raises:
             TritonError: with any fault but `SILENT`.
@@ -121,14 +121,14 @@ class Channel:
         """Send one request on a stream of its own and yield its responses that hold tensors.
 
         Ends after the response that Triton marks as final. Closing the generator, or cancelling the task that
-        waits in it, cancels the call at once; so does every error. Time that the caller spends between two
-        responses does not count as the upstream's silence.
+        waits in it, cancels the call at once; so does every error. The time that the caller spends between
+        two responses does not count towards `idle_timeout_s`.
 
         Args:
             request: its `id` also travels as the header `x-request-id`, so it is printable ASCII.
             deadline: of the event loop's clock, in seconds; infinity: none.
             idle_timeout_s: longest wait for any one response; infinity: as long as the deadline.
-            headers: further ones of the call.
+            headers: further headers of the call.
 
         Raises:
             TritonError: with any fault; `SILENT` for the idle timeout, `DEADLINE` for the deadline.
@@ -136,8 +136,8 @@ class Channel:
         request.parameters[WANT_EMPTY_FINAL].bool_param = True
         stream = self._stub.ModelStreamInfer(
             timeout=None if math.isinf(deadline) else max(0.0, deadline - asyncio.get_running_loop().time()),
-            # Never `triton_grpc_error`: asked for statuses in place of texts, tritonserver 2.51 dies of one
-            # refusal in some hundreds. A refusal of ours has its code in the text.
+            # Never `triton_grpc_error`: with it, tritonserver 2.51 crashes at one refusal in some hundreds.
+            # It would turn texts into statuses, but our refusals have their code in the text.
             metadata=(("x-request-id", request.id), *headers),
         )
         with self._tracked(stream, request.model_name) as call:
@@ -155,14 +155,14 @@ class Channel:
                 final = response.parameters[FINAL].bool_param
                 if response.outputs:
                     yield response
-            # The stream ends by its status, not by a reset: one reset per request looks to proxies in between
-            # like the HTTP/2 "rapid reset" attack. The answer is whole, so that a failure now is no news.
+            # Let the stream end by its status, not by a reset: to proxies, one reset per request looks like
+            # the HTTP/2 "rapid reset" attack. The answer is complete, so a failure no longer matters.
             with contextlib.suppress(TritonError):
                 await call.answer(stream.read, deadline=deadline, idle_timeout_s=_EOF_WAIT_S)
 
     @contextlib.contextmanager
     def _tracked(self, running: grpc.aio.Call, entry: str | None = None) -> Iterator["_Call"]:
-        """Let others find and end the call, and leave no way out of the block with it still running."""
+        """Let others find and end the call during the block, and end it when the block is left."""
         call = _Call(running, entry)
         self._calls.add(call)
         try:
@@ -173,23 +173,23 @@ class Channel:
 
 
 class _Call:
-    """A running call that can be ended from outside with an error of our choice."""
+    """A running call that can be ended from outside with a given error."""
 
     def __init__(self, running: grpc.aio.Call, entry: str | None) -> None:
         self.grpc = running
         self.entry = entry
-        """The repository entry that an inference goes to; None for questions to Triton itself."""
+        """The repository entry of an inference; None for calls about Triton itself."""
         self._end: tuple[Fault, str] | None = None
 
     def end(self, fault: Fault, detail: str) -> None:
-        """Cancel the call; whoever waits in `answer` gets a TritonError of `fault`."""
+        """Cancel the call; `answer` raises a TritonError of `fault`."""
         self._end = fault, detail
         self.grpc.cancel()
 
     async def answer(
         self, operation: Callable[[], Awaitable[Any]], *, deadline: float, idle_timeout_s: float
     ) -> Any:
-        """Await `operation`, with every way in which it can fail turned into a TritonError."""
+        """Await `operation`, turning every kind of failure into a TritonError."""
         idle_end = asyncio.get_running_loop().time() + idle_timeout_s
         try:
             async with asyncio.timeout_at(min(deadline, idle_end)):
@@ -201,7 +201,7 @@ class _Call:
         except grpc.aio.AioRpcError as error:
             raise classify(error.details() or "", error.code()) from error
         except asyncio.CancelledError:
-            # grpc raises the same for a call that `end` cancelled and for a task that was cancelled in it.
+            # grpc raises the same error for a call cancelled by `end` and for a cancelled task.
             task = asyncio.current_task()
             if self._end is not None and task is not None and not task.cancelling():
                 raise TritonError(*self._end) from None
@@ -210,5 +210,5 @@ class _Call:
 
 async def _send(call: grpc.aio.StreamStreamCall, request: service_pb2.ModelInferRequest) -> None:
     await call.write(request)
-    # Half-closed, the stream is ended by Triton itself, also after those errors that would leave it open.
+    # Once the stream is half-closed, Triton ends it, even after errors that would otherwise leave it open.
     await call.done_writing()

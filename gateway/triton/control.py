@@ -1,4 +1,4 @@
-"""Triton's own questions and answers: is it alive, what has it, what does a model take; and its orders.
+"""Triton's control calls: liveness, repository, metadata, loading and unloading.
 
 Knows nothing of generations. Every method raises `TritonError`, with any fault.
 """
@@ -18,11 +18,11 @@ _LOAD_FAILURE = re.compile(r"is at UNAVAILABLE state: (?:Internal: )?(.*)", re.D
 _TRACEBACK = re.compile(r"\s+At:\n.*", re.DOTALL)
 _DEAD_STUB = "is not healthy"
 _UNLOADED = "unloaded"
-"""What Triton gives as the reason why an entry that somebody unloaded is unavailable."""
+"""The reason that Triton gives for an entry that is unavailable because it was unloaded."""
 
 
 class EntryState(enum.IntEnum):
-    """Where an entry of the repository is in its life; of several versions' states, the least counts."""
+    """The state of a repository entry; with several versions, the smallest of their states."""
 
     LOADING = 0
     READY = 1
@@ -31,18 +31,18 @@ class EntryState(enum.IntEnum):
     FAILED = 3
     """It could not be loaded."""
     UNLOADED = 4
-    """Somebody had it unloaded."""
+    """It was unloaded on purpose."""
     NEVER_LOADED = 5
 
     @property
     def in_memory(self) -> bool:
-        """Whether anything of it is loaded."""
+        """Whether any of it is in memory."""
         return self <= EntryState.UNLOADING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMetadata:
-    """What a model says of one of its tensors; -1 in `shape` is any size, the batch's among them."""
+    """One of a model's tensors; -1 in `shape` stands for any size, including that of the batch."""
 
     datatype: str
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Control:
     """Control calls on one Triton.
 
     Args:
-        channel: to that Triton; whoever made it closes it.
+        channel: to that Triton; not closed here.
         timeout_s: for each call.
     """
 
@@ -82,12 +82,12 @@ class Control:
         return states
 
     async def load(self, entry: str, *, timeout_s: float) -> None:
-        """Load `entry` and wait until it is ready, its warm-up included; nothing happens if it is."""
+        """Load `entry` and wait until it is ready, including warm-up; a loaded entry stays as it is."""
         request = service_pb2.RepositoryModelLoadRequest(model_name=entry)
         await self._channel.unary("RepositoryModelLoad", request, timeout_s=timeout_s)
 
     async def unload(self, entry: str) -> None:
-        """Begin to unload `entry`: it takes no new requests, and goes when its last one is answered."""
+        """Begin to unload `entry`: it takes no new requests, and goes when the last one is answered."""
         await self._call("RepositoryModelUnload", service_pb2.RepositoryModelUnloadRequest(model_name=entry))
 
     async def metadata(self, entry: str) -> ModelMetadata:
@@ -113,7 +113,7 @@ def _entry_state(state: str, reason: str) -> EntryState:
 
 
 def load_failure(detail: str) -> str:
-    """Return why Triton could not load an entry, in one line without a traceback; it may name a path."""
+    """Return why Triton could not load an entry, as one line without traceback; it may contain a path."""
     found = _LOAD_FAILURE.search(detail)
     reason = _TRACEBACK.sub("", found[1] if found else detail)
     if _DEAD_STUB in reason:

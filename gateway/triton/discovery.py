@@ -1,7 +1,7 @@
-"""Which models a Triton has, for a gateway whose configuration names none.
+"""Finds the models of a Triton, if the configuration names none.
 
-A model is found when its stream entry is loaded and has the inputs of a contract known here; any other entry
-named like one is reported in the log, with its inputs, and left alone.
+A model is found when its stream entry is loaded and has the inputs of a known contract; any other entry with
+such a name is logged, with its inputs, and left alone.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ Found = Callable[[Channel, Sequence[str]], None]
 
 
 class Discovery:
-    """Reads one Triton's repository again and again. `watch` is to be run as a task.
+    """Reads one Triton's repository periodically; run `watch` as a task.
 
     Args:
         channel: to that Triton.
@@ -40,7 +40,7 @@ class Discovery:
         self._rejected: set[str] = set()
 
     async def watch(self) -> None:
-        """Look for ever, with growing pauses while the Triton cannot be asked."""
+        """Look for ever, with growing pauses while the Triton does not answer."""
         backoff = Backoff(self._policy.backoff_first_s, self._policy.backoff_limit_s)
         reachable = True
         while True:
@@ -64,7 +64,7 @@ class Discovery:
             for entry, state in (await self._control.repository()).items()
             if state is EntryState.READY and entry.endswith(STREAM_SUFFIX)
         }
-        # An entry that was unloaded may come back as something else.
+        # An entry that was unloaded may come back with another contract.
         self._rejected &= loaded
         new = sorted(loaded - self._known - self._rejected)
         ours = [entry for entry in new if await self._is_ours(entry)]

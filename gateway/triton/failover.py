@@ -1,4 +1,4 @@
-"""Which replicas one request goes to, one after the other, until one answers it or none may be asked."""
+"""Failover: the replicas that one request tries in turn, until one answers or no other may be tried."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -16,20 +16,20 @@ _NO_FAULT_OF_UPSTREAM = {
     Fault.UNREAD,
     Fault.CLOSED,
 }
-"""The client's doing, or our own."""
+"""Faults caused by the client or by the gateway itself."""
 
 _LOGGED_LIMIT = 2000
-"""Longest part of an upstream's error text, in characters, that is logged."""
+"""How many characters of an upstream's error text are logged."""
 
 
 class Tries:
-    """The tries of one request.
+    """The attempts of one request.
 
     Args:
-        replicas: returns those of the model at each moment; raises GatewayError when there can be none.
+        replicas: returns the model's current replicas; raises GatewayError if there cannot be any.
         request_id: for the log.
-        limit: how many there may be.
-        observer: hears of failures.
+        limit: of the number of attempts.
+        observer: told of failures.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Tries:
         self._tried: list[Replica] = []
 
     def next(self) -> Replica:
-        """Choose one that did not fail yet.
+        """Choose a replica that has not failed yet.
 
         Raises:
-            GatewayError: none is able, or there can be none.
+            GatewayError: none is ready, or there cannot be any.
         """
-        # Looked up anew for each try: the pool may have been closed meanwhile.
+        # Looked up for each attempt: the pool may have been closed meanwhile.
         replicas = self._replicas()
         replica = least_outstanding(self._untried(replicas))
         if replica is None:
@@ -64,14 +64,14 @@ class Tries:
         return replica
 
     def failed(self, error: TritonError, *, delivered: bool = False) -> None:
-        """Take note that the newest try failed, for metrics and the log; return if another one may be made.
+        """Record that the latest attempt failed; return if another one may be made.
 
         Args:
-            error: why.
-            delivered: whether the client has a part of the answer, which cannot be taken back.
+            error: its failure.
+            delivered: whether the client already has part of the answer, which cannot be taken back.
 
         Raises:
-            GatewayError: it was the last.
+            GatewayError: it was the last attempt.
         """
         replica = self._newest
         if replica is not None:

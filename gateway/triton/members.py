@@ -1,13 +1,12 @@
-"""The Tritons that the pool has at the moment: those named by address, and those that names lead to.
+"""The current Tritons of the pool: those configured by address, and those found behind names.
 
-A member is one address. It is there once, however many names lead to it; what is known of its health, and its
-one channel, are its own.
+A member is one address, with its own health and one channel, however many names lead to it.
 
     present ──its last name lost it──▶ leaving ──nothing runs there any more──▶ gone
        ▲                                  │
        └────────────found again───────────┘
 
-Only present ones are asked for anything new. Knows nothing of which models there should be.
+Only present members get new requests. Knows nothing of which models there should be.
 """
 
 import asyncio
@@ -26,18 +25,18 @@ from gateway.triton.status import Fault
 _log = logging.getLogger(__name__)
 
 _FORGET_AFTER_S = 60.0
-"""From a member's end to that of its error counters: Prometheus is to read the last errors once more."""
+"""How long a member's error counters outlive it, so that Prometheus reads the last errors."""
 
 
 class PoolObserver(UpstreamObserver, Protocol):
-    """What metrics want to hear of the members. Called on the event loop; must not block."""
+    """Told of members, for metrics. Called on the event loop; must not block."""
 
     def upstream_left(self, upstream: str) -> None:
-        """`upstream` takes no new requests and has no health any more; it may come back."""
+        """`upstream` takes no new requests and has no health metrics any more; it may come back."""
         ...
 
     def upstream_forgotten(self, upstream: str) -> None:
-        """Nothing will be told of `upstream`, unless it comes back."""
+        """Nothing more will be reported of `upstream`, unless it comes back."""
         ...
 
     def upstream_lookup(self, upstream: str, outcome: str) -> None:
@@ -46,11 +45,11 @@ class PoolObserver(UpstreamObserver, Protocol):
 
 
 class MemberState(enum.StrEnum):
-    """Where a member is in its life."""
+    """The state of a member."""
 
     PRESENT = "present"
     LEAVING = "leaving"
-    """Its requests in progress end; none is added."""
+    """Its running requests finish; it gets no new ones."""
     GONE = "gone"
 
 
@@ -60,8 +59,8 @@ class Member:
     Args:
         channel: to the Triton; closed with the member.
         policy: how health is watched.
-        idle_timeout_s: for the delta channels; None: there are to be none.
-        observer: hears of its replicas' health while it is present.
+        idle_timeout_s: for the delta channels; None: do not use any.
+        observer: told of its replicas' health while it is present.
         changed: called when a replica became unable to take requests.
     """
 
@@ -92,7 +91,7 @@ class Member:
         return any(replica.state is ReplicaState.READY for replica in self.replicas.values())
 
     def add(self, model: str) -> Replica:
-        """Begin to watch a model on it."""
+        """Start watching a model on it."""
         replica = Replica(model, self.channel, self._policy, self, link=self._new_link(model))
         self.replicas[model] = replica
         self.spawn(replica.watch(), f"watch {model} on {self.channel.address}")
@@ -103,7 +102,7 @@ class Member:
         self._tasks.append(asyncio.create_task(work, name=name))
 
     def become(self, state: MemberState) -> None:
-        """Enter `state`; who comes back is told of anew."""
+        """Enter `state`; when it comes back, report its health again."""
         self.state = state
         for replica in self.replicas.values():
             healthy = replica.state is ReplicaState.READY
@@ -115,7 +114,7 @@ class Member:
             await busy[0].idle()
 
     async def close(self, fault: Fault, detail: str) -> None:
-        """Stop watching, and end with `fault` what runs there."""
+        """Stop watching, and end its running requests with `fault`."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -124,7 +123,7 @@ class Member:
         await self.channel.close(fault, detail)
 
     def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
-        """Pass on what a replica says of itself, unless nobody is to hear of this member any more."""
+        """Pass on a replica's health, unless this member is leaving."""
         if self.state is not MemberState.PRESENT:
             return
         if self._observer is not None:
@@ -145,15 +144,15 @@ class Member:
 
 
 class Members:
-    """All of them. `start` must be called inside the event loop.
+    """All members. Call `start` inside the event loop.
 
     Args:
         upstreams: addresses `host:port`, and names `dns:///host:port`.
         make: returns a new member for an address, with its models.
-        policy: its pauses are those between looks at a name of which no Triton serves.
-        interval_s: seconds between two looks at a name otherwise.
-        resolve: does the looking.
-        observer: hears of what comes and goes.
+        policy: has the pauses between lookups of a name while none of its Tritons serves.
+        interval_s: seconds between two lookups of a name otherwise.
+        resolve: looks up a name.
+        observer: told of members that come and go.
     """
 
     def __init__(
@@ -181,22 +180,22 @@ class Members:
         self._make = make
         self._observer = observer
         self._led_to: dict[Name, Sequence[str]] = {}
-        """The addresses that each name led to, as far as known."""
+        """The last known addresses of each name."""
         self._members: dict[str, Member] = {}
         """Present and leaving ones by address."""
         self._looking: list[asyncio.Task[None]] = []
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        """What waits for the end of the leaving ones, by address."""
+        """Tasks that wait for leaving members to become idle, by address."""
         self._seeing_off: set[asyncio.Task[None]] = set()
-        """The same, and what closes those that are gone."""
+        """The same tasks, and those that close members that are gone."""
 
     def start(self) -> None:
-        """Take in those whose address is known, and begin to look for the others."""
+        """Add the configured addresses, and start looking up the names."""
         self._settle()
         self._looking += [asyncio.create_task(watch.watch()) for watch in self._watches]
 
     async def close(self) -> None:
-        """Close all of them; what runs there ends with `Fault.CLOSED`."""
+        """Close all members; their running requests end with `Fault.CLOSED`."""
         for task in (*self._looking, *self._leaving.values()):
             task.cancel()
         await asyncio.gather(*self._looking, *self._seeing_off, return_exceptions=True)
@@ -204,16 +203,16 @@ class Members:
             await member.close(Fault.CLOSED, "the pool was closed")
 
     def present(self) -> list[Member]:
-        """Return those that may be asked for something new."""
+        """Return the members that may get new requests."""
         return [member for member in self._members.values() if member.state is MemberState.PRESENT]
 
     def of(self, channel: Channel) -> Member | None:
-        """Return the one that `channel` leads to, present or leaving."""
+        """Return the member, present or leaving, that `channel` belongs to."""
         member = self._members.get(channel.address)
         return member if member is not None and member.channel is channel else None
 
     def lost_health(self, member: Member) -> None:
-        """Look again at the names that led to `member` if they lead to none that serves."""
+        """Look up the names of `member` again, if none of their Tritons serves."""
         for watch in self._watches:
             if member.channel.address in self._led_to.get(watch.name, ()):
                 watch.look_soon()
@@ -229,7 +228,7 @@ class Members:
         if outcome is Outcome.FAILED:
             return
         if outcome is Outcome.NONE:
-            # Of a resolver that has just lost its own data, too. Who serves is there, whatever it says.
+            # The resolver may have lost its data: a member that serves exists, whatever the resolver says.
             addresses = [address for address in self._led_to.get(name, ()) if self._is_ready(address)]
         self._led_to[name] = addresses
         self._settle()
@@ -239,7 +238,7 @@ class Members:
         return member is not None and member.ready
 
     def _settle(self) -> None:
-        """Have for members those that are named, and no others."""
+        """Make the named addresses, and no others, the members."""
         wanted = dict.fromkeys([*self._fixed, *(each for led in self._led_to.values() for each in led)])
         for address in wanted:
             member = self._members.get(address)
@@ -268,7 +267,7 @@ class Members:
     async def _see_off(self, member: Member) -> None:
         address = member.channel.address
         await member.idle()
-        # From here on it cannot come back: the same address would be another member.
+        # From here on it cannot come back: the same address would be a new member.
         member.become(MemberState.GONE)
         del self._members[address], self._leaving[address]
         await member.close(Fault.UNREACHABLE, "no name leads to this address any more")

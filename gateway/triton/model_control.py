@@ -1,11 +1,11 @@
 """Loads and unloads models: all entries of one, in order, on one or many Tritons.
 
-A model `M` has up to three entries. They are loaded from the one that needs nobody to the one that needs the
-others (`M-tokenizer`, `M-stream`, `M`) and unloaded the other way round, each only when the one before is
-gone, so that requests in flight find what they need until they end. Loading an entry that is loaded would put
-a second copy of its weights beside the first, so a reload unloads first.
+A model `M` has up to three entries. They are loaded in order of their dependencies (`M-tokenizer`,
+`M-stream`, `M`) and unloaded in reverse, each only after the one before is gone, so that requests in flight
+have what they need until they end. Loading a loaded entry would put a second copy of its weights into memory,
+so a reload unloads first.
 
-Knows nothing of HTTP or of who may do this.
+Knows nothing of HTTP or of permissions.
 """
 
 import asyncio
@@ -35,12 +35,12 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _ANSWERS_WITHIN_S = 15.0
-"""From an engine's load to its first answered probe; Triton had it generate a token already."""
+"""From an engine's load to its first answered probe; the warm-up has generated a token already."""
 _DEAD_UNLOADS_WITHIN_S = 2.0
-"""An instance whose process died holds no memory, but streams that ran on it keep it unloading for ever."""
+"""A dead instance holds no memory, but streams that ran on it keep it in state UNLOADING for ever."""
 
 _LOAD_FAILED = {Fault.INTERNAL, Fault.TENSORS_REFUSED}
-"""Faults of a load that say something about the model, in words for whoever wants it loaded."""
+"""Faults of a load that are about the model; the admin is told Triton's own words."""
 
 ListChannels = Callable[[], Sequence[Channel]]
 FindReplica = Callable[[str, Channel], Replica | None]
@@ -51,10 +51,10 @@ class ModelControl:
     """Controls models, one change of each model at a time.
 
     Args:
-        channels: returns those to the Tritons that there are.
-        find: returns the replica of a model on a Triton, None where it was never seen.
-        add: makes one, for a model that is served from now on.
-        timeout_s: for the load of an entry, and for the requests in flight to end before it is unloaded.
+        channels: returns the channels to the current Tritons.
+        find: returns the replica of a model on a Triton; None if it was never seen there.
+        add: makes a replica, for a model that is served from now on.
+        timeout_s: for loading an entry, and for the requests in flight to end before unloading it.
     """
 
     def __init__(
@@ -67,18 +67,18 @@ class ModelControl:
         self._changing: set[str] = set()
 
     async def load(self, model: str, *, reload: bool, upstream: str | None) -> list[EntriesChanged]:
-        """Load what is not loaded of `model`; with `reload`, unload first what is.
+        """Load the entries of `model` that are not loaded; with `reload`, unload the loaded ones first.
 
         Tritons load at the same time, but reload one after the other, so that the others go on serving and a
-        checkpoint that does not load takes one of them only.
+        broken checkpoint takes down only one of them.
 
         Args:
             model: its id.
-            reload: whether to load anew what is loaded.
+            reload: whether to reload what is loaded.
             upstream: the address of one Triton; None: all that have the model.
 
         Raises:
-            GatewayError: of the first Triton that failed; the others may have been changed.
+            GatewayError: the error of the first Triton that failed; the others may have been changed.
         """
         with self._exclusive(model):
             channels = await self._having(model, upstream)
@@ -87,7 +87,7 @@ class ModelControl:
             return await _all(self._load_on(model, channel, reload=False) for channel in channels)
 
     async def unload(self, model: str, *, upstream: str | None) -> list[EntriesChanged]:
-        """Unload what is loaded of `model`, after its requests in flight have ended.
+        """Unload the loaded entries of `model`, after its requests in flight have ended.
 
         Args:
             model: its id.
@@ -111,7 +111,7 @@ class ModelControl:
             self._changing.discard(model)
 
     async def _having(self, model: str, upstream: str | None) -> list[Channel]:
-        """Return the Tritons, of those asked for, that have the model's engine on disk."""
+        """Return the requested Tritons that have the model's engine on disk."""
         channels = self._channels()
         if not channels:
             raise unable([]).to_gateway()
@@ -180,7 +180,7 @@ class ModelControl:
         return changed
 
     def _patience_s(self, replica: Replica | None) -> float:
-        """Return how long an unloading may take."""
+        """Return how long an unload may take."""
         dead = replica is not None and replica.state is ReplicaState.STUCK
         return min(_DEAD_UNLOADS_WITHIN_S, self._timeout_s) if dead else self._timeout_s
 
@@ -189,7 +189,7 @@ class ModelControl:
         while (await control.repository()).get(entry, EntryState.NEVER_LOADED).in_memory:
             if asyncio.get_running_loop().time() > end:
                 if patience_s < self._timeout_s:
-                    return  # a dead one's instance: nothing of it is in memory
+                    return  # a dead instance: nothing of it is in memory
                 raise DeadlineError(
                     f"{entry} was not gone after {patience_s:g} s: requests in flight hold it until they end."
                 )
@@ -205,7 +205,7 @@ class ModelControl:
         return error.to_gateway()
 
     async def _serve(self, model: str, channel: Channel, control: Control) -> Replica:
-        """Serve from now on a model that was not known on this Triton, if it is one of ours."""
+        """Start serving a model that was unknown on this Triton, if its contract is known."""
         entry = stream_entry(model)
         choose(entry, frozenset((await control.metadata(entry)).inputs))
         return self._find(model, channel) or self._add(model, channel)
@@ -228,7 +228,7 @@ async def _entries(model: str, control: Control) -> dict[str, EntryState]:
 
 @contextlib.contextmanager
 def _as_gateway_errors(channel: Channel) -> Iterator[None]:
-    """Let errors leave as the gateway's own, with the Triton that they come from in their words."""
+    """Turn errors into the gateway's own, with the name of this Triton in the message."""
     try:
         yield
     except (TritonError, GatewayError) as error:

@@ -1,7 +1,7 @@
-"""The real `gateway.upstream.Upstream`: served models on one or many Tritons.
+"""The real `gateway.upstream.Upstream`: served models on one or more Tritons.
 
-Chooses a replica for each generation and, until the first token was delivered, another one when that fails.
-Finds the models by itself where the configuration names none. Knows nothing of HTTP or tensors.
+Chooses a replica for each generation and, if it fails before the first token was delivered, another one.
+Discovers the models if the configuration names none. Knows nothing of HTTP or tensors.
 """
 
 import contextlib
@@ -32,22 +32,22 @@ A = TypeVar("A")
 
 
 class TritonUpstream:
-    """Serves generations from the entries `M-stream` of one or many Tritons.
+    """Serves generations from the entries `M-stream` of one or more Tritons.
 
     Args:
-        upstreams: gRPC addresses, `host:port`, and names `dns:///host:port`: each address of such a host
-            has a Triton, for as long as it is one.
+        upstreams: gRPC addresses `host:port`, and names `dns:///host:port`, which stand for a Triton at each
+            address that the host currently has.
         models: ids of the models to serve; empty: every `M-stream` entry of our contract that the Tritons
-            have. A model once seen stays meant to be served while its Tritons are down.
-        idle_timeout_s: seconds without any response after which a replica counts as dead for a request.
-        load_timeout_s: longest load of an entry, and wait for the requests that hold an unloading one.
-        observer: hears of health and errors.
+            have. A model once seen stays listed while its Tritons are down.
+        idle_timeout_s: seconds without any response after which a request gives up its replica.
+        load_timeout_s: longest load of an entry, and longest wait for requests that delay an unload.
+        observer: told of health and errors.
         max_attempts: replicas that one generation may try.
         health: how the replicas are watched.
-        delta_channel: let streamed answers come over one channel per model and Triton, where that offers it.
-        repository_key: what the Tritons ask of who lists, loads or unloads their models, as KEY=VALUE.
-        resolve_interval_s: seconds between two looks at a name, one of whose Tritons serves.
-        resolve: looks a name up.
+        delta_channel: stream answers over one channel per model and Triton, if the model offers it.
+        repository_key: the key that the Tritons require for listing, loading and unloading, as KEY=VALUE.
+        resolve_interval_s: seconds between two lookups of a name while one of its Tritons serves.
+        resolve: looks up a name.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TritonUpstream:
         self._repository_key = repository_key
         now = int(time.time())
         self._created = dict.fromkeys(self._configured, now)
-        """The models that are meant to be served, wherever they may be at the moment."""
+        """The models to be served, with the Unix time at which each was first seen."""
         self._members = Members(
             upstreams,
             make=self._make_member,
@@ -98,7 +98,7 @@ class TritonUpstream:
         await self._members.close()
 
     def models(self) -> list[ModelCard]:
-        """Return the models that are meant to be served: as configured, or those found, by name."""
+        """Return the models to be served, as configured or discovered, by name."""
         return [self._card(model_id) for model_id in self._configured or sorted(self._created)]
 
     def model(self, model_id: str) -> ModelCard:
@@ -106,13 +106,13 @@ class TritonUpstream:
 
         Raises:
             ModelNotFoundError: it is not among those.
-            UnavailableError: nobody can know, since no Triton was reached yet and none is configured.
+            UnavailableError: it is unknown, since no model is configured and no Triton was reached yet.
         """
         self._find(model_id)
         return self._card(model_id)
 
     def replicas(self) -> list[ReplicaReport]:
-        """Return every replica known, by model and upstream."""
+        """Return all known replicas, by model and upstream."""
         return [replica.describe() for model_id in self._created for replica in self._replicas(model_id)]
 
     async def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
@@ -128,7 +128,7 @@ class TritonUpstream:
                             if isinstance(event, Accepted):
                                 call.event("accepted")
                                 if accepted:
-                                    continue  # by a second replica: the client was told already
+                                    continue  # from a second replica: the client has the first one's
                                 accepted = True
                             elif isinstance(event, Delta):
                                 delivered = True
@@ -151,7 +151,7 @@ class TritonUpstream:
         return await self._answer_whole(request, tokenize_on)
 
     async def _answer_whole(self, request: R, ask: Callable[[Replica, R], Awaitable[A]]) -> A:
-        """Run `request`, which one response answers, on one replica after the other."""
+        """Run `request`, which has a single response, on one replica after the other."""
         tries, calls = self._tries(request), Calls(request)
         while True:
             replica = tries.next()
@@ -160,7 +160,7 @@ class TritonUpstream:
                     return await ask(replica, asked)
             except TritonError as error:
                 if error.fault is Fault.UNREACHABLE:
-                    replica.suspect(error)  # all else is the entry's own, not the engine's
+                    replica.suspect(error)  # other faults are the entry's, not the engine's
                 tries.failed(error)
 
     def _tries(self, request: Generation | Prediction | Tokenization) -> Tries:
@@ -182,7 +182,7 @@ class TritonUpstream:
         return await self._control.unload(model_id, upstream=upstream)
 
     def _check_controllable(self, model_id: str) -> None:
-        """Refuse what may not be served; where the Tritons decide what is, any model of theirs may be."""
+        """Refuse a model that is not configured; if models are discovered, any may be controlled."""
         if self._closed or self._configured:
             self._find(model_id)
 
@@ -191,7 +191,7 @@ class TritonUpstream:
         dialect, report = replica.serving()
         try:
             with replica.in_use():
-                # What is told of a prompt is large, and an inbox keeps little for a client that is slow.
+                # A prompt's log-probabilities are large, and an inbox keeps little for a slow client.
                 plainly = not request.stream or request.prompt_logprobs is not None
                 linked = None if plainly else await replica.open_link()
                 if linked is None:
@@ -207,13 +207,13 @@ class TritonUpstream:
             raise TritonError(Fault.PROTOCOL, error.message, message=error.message) from error
 
     def _find(self, model_id: str) -> list[Replica]:
-        """Return the replicas of a model that is meant to be served; perhaps it has none at the moment."""
+        """Return the current replicas of a model that is to be served; there may be none."""
         if self._closed:
             raise TritonError(Fault.CLOSED, "the pool was closed").to_gateway()
         if model_id in self._created:
             return self._replicas(model_id)
         if not self._configured and not any(member.listed for member in self._members.present()):
-            # Nobody can know yet which models there are.
+            # It is not known yet which models there are.
             raise TritonError(Fault.UNREACHABLE, "no repository was read yet").to_gateway()
         raise ModelNotFoundError(f"The model {model_id!r} does not exist.", param="model")
 
@@ -255,7 +255,7 @@ class TritonUpstream:
         return member
 
     def _discovered(self, channel: Channel, model_ids: Sequence[str]) -> None:
-        """A repository was read and has models not reported before (none at all is news as well)."""
+        """A repository was read; `model_ids` are models not reported before, perhaps none."""
         member = self._members.of(channel)
         if member is None:
             return
@@ -266,7 +266,7 @@ class TritonUpstream:
         self._forget_models()
 
     def _forget_models(self) -> None:
-        """Forget models whose Tritons have left, once it is known that no other has them."""
+        """Forget models whose Tritons have left, once all other repositories were read."""
         members = self._members.present()
         if all(member.listed for member in members):
             self._created = {

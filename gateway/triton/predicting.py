@@ -1,8 +1,8 @@
 """Predictions as Triton's tensors, for one replica's entry `M`.
 
-A client of the entry `M` may know it as a model without batches; Triton's dynamic batcher wants a batch
-dimension of 1 in front then. That one is added, and taken off the outputs again. All else must be as the
-model declares it.
+A client of the entry `M` may know it as a model without batching, while Triton's dynamic batcher needs a
+batch dimension. So a leading dimension of 1 is added, and removed from the outputs. Everything else must be
+as the model declares it.
 """
 
 import struct
@@ -22,10 +22,10 @@ async def predict(replica: Replica, prediction: Prediction) -> PredictionAnswer:
 
     Raises:
         TritonError: with any fault.
-        InvalidRequestError: an input that the model does not have, or has as another datatype.
+        InvalidRequestError: the model does not have such an input, or has it with another datatype.
     """
-    # Asked each time: it costs a millisecond beside an answer's seconds, and the entry may have been loaded
-    # anew with another contract.
+    # Asked each time: it costs a millisecond compared with an answer's seconds, and the entry may have been
+    # reloaded with another contract.
     metadata = await replica.control.metadata(prediction.model)
     request = service_pb2.ModelInferRequest(
         model_name=prediction.model, model_version=prediction.version, id=prediction.request_id

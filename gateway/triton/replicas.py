@@ -1,10 +1,10 @@
-"""One model on one Triton: is it able to take requests, and how many has it got.
+"""One model on one Triton: its health, and how many requests it is running.
 
-Health is found by probes (`{"probe": true}` at the model itself), because Triton goes on calling a model
-ready whose process has died. A generation that fails in a way that speaks against its replica takes it out
-of the choice at once; the next probe, made without waiting, decides.
+Health is determined by probes (`{"probe": true}`, sent to the model itself), because Triton goes on calling a
+model ready after its process has died. A generation whose failure suggests that the replica is at fault takes
+it out of the selection at once; an immediate probe then decides.
 
-Knows nothing of generations beyond their number, nor of the other replicas.
+Knows nothing of generations beyond their number, nor of other replicas.
 """
 
 import asyncio
@@ -35,23 +35,23 @@ class ReplicaState(enum.StrEnum):
     """Not probed yet."""
     READY = "ready"
     NOT_READY = "not_ready"
-    """The server answers, the model does not serve: unknown there, loading, broken, or not our contract."""
+    """The server answers, but the model does not serve: unknown, loading, broken, or of another contract."""
     UNLOADED = "unloaded"
-    """Somebody had it unloaded, here or at Triton: it is not meant to serve."""
+    """It was unloaded on purpose, through the gateway or Triton: it is not meant to serve."""
     UNREACHABLE = "unreachable"
     STUCK = "stuck"
-    """The model's process is dead, or alive without making progress."""
+    """The model's process is dead, or makes no progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthPolicy:
-    """How health is watched; all in seconds."""
+    """How health is watched; all values in seconds."""
 
     interval_s: float = 1.0
     """Between probes of a replica that is ready."""
     probe_timeout_s: float = 5.0
     stuck_after_s: float = 60.0
-    """An engine that turned longer ago than this is stuck; on a slow processor one step takes seconds."""
+    """An engine whose last loop iteration is older than this is stuck; on a slow CPU a step takes seconds."""
     backoff_first_s: float = 0.25
     backoff_limit_s: float = 5.0
 
@@ -65,14 +65,14 @@ class ReplicaReport:
     state: ReplicaState
     reason: str
     report: ModelReport | None
-    """What the newest probe said; None until one was answered."""
+    """The answer to the latest probe; None until there was one."""
 
 
 class UpstreamObserver(Protocol):
-    """What metrics want to hear. Called on the event loop; must not block."""
+    """Told of health and errors, for metrics. Called on the event loop; must not block."""
 
     def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
-        """`model` on `upstream` was found able, or unable, to take requests."""
+        """`model` on `upstream` became able, or unable, to take requests."""
         ...
 
     def upstream_error(self, model: str, upstream: str, code: str) -> None:
@@ -86,7 +86,7 @@ _STATE_AFTER = {
     Fault.STUB_DEAD: ReplicaState.STUCK,
     Fault.SILENT: ReplicaState.STUCK,
 }
-"""Faults of a generation that speak against the replica, and what they make of it until the next probe."""
+"""Faults of a generation that put its replica in doubt, and its state until the next probe."""
 
 _FAULT_OF = {
     ReplicaState.UNREACHABLE: Fault.UNREACHABLE,
@@ -96,14 +96,14 @@ _FAULT_OF = {
 
 
 class Replica:
-    """One model on one Triton. `watch` is its health loop, to be run as a task.
+    """One model on one Triton; run `watch`, its health loop, as a task.
 
     Args:
         model: its id, without the suffix of the repository entry.
         channel: to the Triton.
         policy: how to watch.
-        observer: hears of changes between able and unable.
-        link: its delta channel; None: it is not to have one.
+        observer: told when it becomes able or unable to take requests.
+        link: its delta channel; None: it has none.
     """
 
     def __init__(
@@ -121,15 +121,15 @@ class Replica:
         self.state = ReplicaState.UNKNOWN
         self.reason = "not reached yet"
         self.report: ModelReport | None = None
-        """The newest there was, also while the replica is down."""
+        """The latest one, kept while the replica is down."""
         self.outstanding = 0
-        """Generations that are running on it."""
+        """Number of generations running on it."""
         self.last_chosen = 0
         self.wanted = True
         """Whether it is meant to be loaded."""
         self._withdrawn = False
         self._failed = False
-        """It was found dead or stuck, and has not answered since."""
+        """Whether it was found dead or stuck, and has not answered since."""
         self._ready = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -146,7 +146,7 @@ class Replica:
         return self.channel.address
 
     def describe(self) -> ReplicaReport:
-        """Return what is known of it."""
+        """Return its current state."""
         return ReplicaReport(
             model=self.model,
             upstream=self.upstream,
@@ -156,7 +156,7 @@ class Replica:
         )
 
     def serving(self) -> tuple[Dialect, ModelReport]:
-        """Return what a request to it needs.
+        """Return the dialect and the report that a request to it needs.
 
         Raises:
             TritonError: it is not ready.
@@ -166,7 +166,7 @@ class Replica:
         return self._dialect, self.report
 
     async def open_link(self) -> tuple[DeltaLink, ChannelDialect] | None:
-        """Return its delta channel, open, and how to speak over it; None where answers come plainly."""
+        """Return its open delta channel and how to use it; None if answers come on their own streams."""
         if self._link is None or self._dialect is None or self.report is None:
             return None
         dialect = choose_channels(self._dialect) if self.report.delta_channel else None
@@ -175,7 +175,7 @@ class Replica:
         return self._link, dialect
 
     async def close(self) -> None:
-        """Close what it keeps open; `watch` is to be cancelled first."""
+        """Close its delta channel; cancel `watch` first."""
         if self._link is not None:
             await self._link.close()
 
@@ -197,7 +197,7 @@ class Replica:
 
     @contextlib.contextmanager
     def withdrawn(self, *, wanted: bool) -> Iterator[None]:
-        """Send nothing here for a while, running generations aside, since the model is being controlled.
+        """Send no new requests here during the block, because the model is being loaded or unloaded.
 
         Args:
             wanted: whether it is meant to be loaded afterwards.
@@ -212,7 +212,7 @@ class Replica:
             self._suspected.set()
 
     async def ready_within(self, timeout_s: float) -> bool:
-        """Have it probed at once, and wait until it is ready; False when `timeout_s` passed first."""
+        """Probe it at once, and wait until it is ready; False if `timeout_s` passed first."""
         self._suspected.set()
         try:
             async with asyncio.timeout(timeout_s):
@@ -222,21 +222,21 @@ class Replica:
         return True
 
     def suspect(self, error: TritonError) -> None:
-        """Take note that a generation failed here."""
+        """Record that a generation failed here."""
         state = _STATE_AFTER.get(error.fault)
         if state is not None:
             self._become(state, error.detail)
             self._suspected.set()
 
     async def watch(self) -> None:
-        """Probe for ever: at an interval while ready, else with growing pauses, at once when suspected."""
+        """Probe for ever: at an interval while ready, otherwise with growing pauses; at once if suspected."""
         backoff = Backoff(self._policy.backoff_first_s, self._policy.backoff_limit_s)
         while True:
             self._suspected.clear()
             before = self.state
             await self._look()
             if self.state is not before:
-                # Also from one bad state to another: a server that is back and loading is nearly there.
+                # Also between two bad states: a server that is back and loading will soon be ready.
                 backoff.reset()
             delay = self._policy.interval_s if self.state is ReplicaState.READY else backoff.next()
             with contextlib.suppress(TimeoutError):
@@ -248,17 +248,17 @@ class Replica:
             self.report = await self._probe()
         except TritonError as error:
             if error.fault is Fault.QUEUE_FULL:
-                return  # busy, not dead: what was known stays true
+                return  # busy, not dead: the state stays
             if error.fault is Fault.STUB_DEAD:
-                # The one fault that leaves no doubt: what runs there would only hang until a deadline, and so
-                # would what the entry `M` forwarded to it.
+                # This fault is certain: requests there would hang until their deadline, and so would those
+                # that the entry `M` forwarded to it.
                 for entry in (stream_entry(self.model), self.model):
                     self.channel.end_inference(entry, error.fault, error.detail)
             self._become(*await self._judge(error))
         except GatewayError as error:
             self._become(ReplicaState.NOT_READY, error.message)
         except Exception as error:  # noqa: BLE001 - the outermost frame of a task that nobody awaits
-            # Were the task to end here, the replica's health would stay frozen as it is.
+            # If the task ended here, the replica's health would stay frozen.
             _log.exception("health check failed", extra={"model": self.model, "upstream": self.upstream})
             self._become(ReplicaState.NOT_READY, f"the health check failed: {type(error).__name__}")
         else:
@@ -281,11 +281,11 @@ class Replica:
         )
         async with contextlib.aclosing(responses):
             report = dialect.read_probe([response async for response in responses])
-        self._dialect = dialect  # a suspicion may have taken it away meanwhile
+        self._dialect = dialect  # `suspect` may have removed it meanwhile
         return report
 
     async def _judge(self, error: TritonError) -> tuple[ReplicaState, str]:
-        """Return what a failed probe makes of the replica, and why."""
+        """Return the state after a failed probe, and the reason."""
         if error.fault in (Fault.DEADLINE, Fault.SILENT):
             return await self._why_silent(), "no answer to a probe"
         if error.fault is Fault.NOT_READY:
@@ -293,7 +293,7 @@ class Replica:
         return _STATE_AFTER.get(error.fault, ReplicaState.NOT_READY), error.detail
 
     async def _why_silent(self) -> ReplicaState:
-        """Tell a model that does not answer from a server that does not."""
+        """Distinguish a model that does not answer from a server that does not."""
         try:
             await self.control.live()
         except TritonError:
@@ -301,7 +301,7 @@ class Replica:
         return ReplicaState.STUCK
 
     async def _why_not_ready(self) -> ReplicaState:
-        """Tell a model that somebody unloaded from one that is missed."""
+        """Distinguish a model that was unloaded on purpose from one that should be there."""
         try:
             entry = (await self.control.repository()).get(stream_entry(self.model))
         except TritonError:
@@ -309,7 +309,7 @@ class Replica:
         if entry is EntryState.LOADING:
             return ReplicaState.NOT_READY
         if entry in (EntryState.UNLOADED, EntryState.UNLOADING) and not self._failed:
-            # Who unloads a model that failed wants it back: that is how it is repaired.
+            # Unloading a failed model is part of its repair: it is meant to come back.
             return ReplicaState.UNLOADED
         return self._away()
 
@@ -318,14 +318,14 @@ class Replica:
 
     def _become(self, state: ReplicaState, reason: str) -> None:
         if self._withdrawn:
-            return  # whatever a probe says of it meanwhile
+            return  # probes do not count meanwhile
         if state is not ReplicaState.UNREACHABLE:
             self.wanted = state is not ReplicaState.UNLOADED
         if state is ReplicaState.READY:
             self._failed = False
             self._ready.set()
         else:
-            # It may come back as another model, and cannot leave while a channel is open.
+            # It may come back as another model, and cannot be unloaded while a channel is open.
             self._dialect = None
             if self._link is not None:
                 self._link.retire()
@@ -352,7 +352,7 @@ class Replica:
 
 
 def least_outstanding(replicas: Sequence[Replica]) -> Replica | None:
-    """Return the ready replica with the fewest running generations, of equal ones that chosen longest ago."""
+    """Return the ready replica with the fewest running generations; of equals, the least recently chosen."""
     ready = [replica for replica in replicas if replica.state is ReplicaState.READY]
     if not ready:
         return None
@@ -362,7 +362,7 @@ def least_outstanding(replicas: Sequence[Replica]) -> Replica | None:
 
 
 def unable(replicas: Sequence[Replica]) -> TritonError:
-    """Return the error for a request that finds none of `replicas` ready, or none at all."""
+    """Return the error for a request when none of `replicas` is ready, or there is none."""
     states = {replica.state for replica in replicas}
     fault = _FAULT_OF.get(states.pop(), Fault.NOT_READY) if len(states) == 1 else Fault.NOT_READY
     reasons = "; ".join(f"{replica.upstream}: {replica.state}: {replica.reason}" for replica in replicas)

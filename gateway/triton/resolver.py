@@ -1,7 +1,7 @@
-"""Which addresses a name has, asked again and again: the Tritons behind one name of a cluster.
+"""Watches the addresses of a DNS name: the Tritons behind one name of a cluster.
 
-The system's own resolver is asked, so that search domains, `/etc/hosts` and caches are those of any other
-program. Knows nothing of replicas; whoever is told decides what becomes of an address.
+Uses the system's resolver, so that search domains, `/etc/hosts` and caches work as for any other program.
+Knows nothing of replicas: it only reports addresses.
 """
 
 import asyncio
@@ -19,21 +19,21 @@ from gateway.triton.backoff import Backoff
 _log = logging.getLogger(__name__)
 
 _SCHEME = "dns:///"
-"""gRPC's own spelling of a target that is resolved; `gateway.setting_types` makes the shorter one this."""
+"""gRPC's spelling of a target that is resolved; `gateway.setting_types` turns the shorter one into this."""
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Returns the addresses, `ip:port`, of a host and a port; none: it has none.
+"""Returns the addresses, `ip:port`, of a host and a port; there may be none.
 
 Raises:
-    OSError: nobody could say.
+    OSError: the lookup failed.
 """
 
 _HAS_NONE = {socket.EAI_NONAME, socket.EAI_NODATA, socket.EAI_ADDRFAMILY}
-"""An answer: there is no such name, or it has no address that this machine could reach."""
+"""Errors that are an answer: no such name, or no address that this machine could reach."""
 
 
 class Outcome(enum.StrEnum):
-    """What came of a look; the value is the label `outcome` of `tritongate_upstream_lookups_total`."""
+    """The result of a lookup; the value is the label `outcome` of `tritongate_upstream_lookups_total`."""
 
     FOUND = "found"
     NONE = "none"
@@ -44,7 +44,7 @@ class Outcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A host whose every address has a Triton at `port`; `upstream` is how it was written."""
+    """A host with a Triton at `port` of each of its addresses; `upstream` is its original spelling."""
 
     upstream: str
     host: str
@@ -52,7 +52,7 @@ class Name:
 
 
 def name_in(upstream: str) -> Name | None:
-    """Return the name that `upstream` asks to be resolved; None: it is one Triton's own address."""
+    """Return the name in `upstream`; None: it is the address of one Triton."""
     if not upstream.startswith(_SCHEME):
         return None
     host, _, port = upstream.removeprefix(_SCHEME).rpartition(":")
@@ -84,8 +84,8 @@ async def resolve(host: str, port: int) -> list[str]:
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             loop.call_soon_threadsafe(tell, found)
 
-    # Not `loop.getaddrinfo`: a process can end only when that has its answer, half a minute where the servers
-    # are away. Of this thread nothing is awaited.
+    # Not `loop.getaddrinfo`: the process could not end before its answer, half a minute if the DNS servers
+    # do not respond. Nothing waits for this daemon thread.
     threading.Thread(target=ask, name=f"resolve {host}", daemon=True).start()
     return await answer
 
@@ -104,26 +104,26 @@ def _ask(host: str, port: int) -> list[str]:
 
 
 class Lookups(Protocol):
-    """What a `NameWatch` tells of and asks for. Called on the event loop; must not block."""
+    """The owner of a `NameWatch`. Called on the event loop; must not block."""
 
     def looked_up(self, name: Name, outcome: Outcome, addresses: Sequence[str]) -> None:
-        """A look at `name` came to this; `addresses` are none unless they were found."""
+        """`name` was looked up; `addresses` is empty unless the outcome is `FOUND`."""
         ...
 
     def serves(self, name: Name) -> bool:
-        """Tell whether any Triton of `name` takes requests."""
+        """Return whether any Triton of `name` takes requests."""
         ...
 
 
 class NameWatch:
-    """Looks at one name for ever. `watch` is to be run as a task.
+    """Looks up one name periodically; run `watch` as a task.
 
     Args:
-        name: to look at.
-        told: hears of each look.
-        interval_s: seconds between two looks while some Triton of the name takes requests.
+        name: to look up.
+        told: told of each lookup.
+        interval_s: seconds between two lookups while some Triton of the name takes requests.
         backoff: pauses while none does, at most `interval_s`.
-        resolve: does the looking.
+        resolve: does the lookup.
     """
 
     def __init__(
@@ -138,12 +138,12 @@ class NameWatch:
         self._wanted = asyncio.Event()
 
     def look_soon(self) -> None:
-        """Look at once, if no Triton of the name takes requests any more."""
+        """Look it up at once, if no Triton of the name takes requests any more."""
         if not self._told.serves(self.name):
             self._wanted.set()
 
     async def watch(self) -> None:
-        """Look, and look again."""
+        """Look it up for ever."""
         while True:
             await self._look()
             if self._told.serves(self.name):

@@ -1,9 +1,9 @@
-"""The one table from what Triton says when it fails to what our client is told.
+"""The one table from Triton's failures to the errors that our clients get.
 
-Triton fails in four ways: a gRPC status; a bare text in `error_message` of an open stream, without a code;
-one of our models' refusals (`wire.refusal`) inside either; silence. `classify` makes a `Fault` of the first
-three, `gateway.triton.channel` of the last, and `TREATMENTS` says what each fault means. The texts are those
-of tritonserver 2.51; the end-to-end tests provoke them there, except the ones marked below.
+Triton fails in four ways: a gRPC status; a bare text in `error_message` of an open stream, without a code; a
+refusal from one of our models (`wire.refusal`) inside either; or silence. `classify` turns the first three
+into a `Fault`, `gateway.triton.channel` the last, and `TREATMENTS` says what each fault means. The texts are
+those of tritonserver 2.51, where the end-to-end tests provoke them, except for those marked below.
 
 Only a refusal's own words reach a client, first line only: everything else of Triton's text (tracebacks,
 paths) is for the log.
@@ -31,7 +31,7 @@ from wire.grammar import part_at_fault
 from wire.refusal import RefusalCode, parse_refusal
 
 MESSAGE_LIMIT = 500
-"""Longest part of a refusal, in characters, that a client is shown."""
+"""How many characters of a refusal a client is shown."""
 
 
 class Fault(enum.StrEnum):
@@ -45,29 +45,29 @@ class Fault(enum.StrEnum):
     UNREACHABLE = "unreachable"
     """No connection, or a lost one."""
     NOT_READY = "not_ready"
-    """The model is unknown there, loading, unloaded or on its way out."""
+    """The model is unknown there, loading, unloading or unloaded."""
     UNLOADED = "unloaded"
-    """Somebody had the model unloaded."""
+    """The model was unloaded on purpose."""
     NOT_PERMITTED = "not_permitted"
-    """Triton does not let its repository be read or its models be loaded and unloaded."""
+    """Triton does not permit listing, loading or unloading its models."""
     STUB_DEAD = "stub_dead"
-    """The model's process is gone while Triton still calls it ready."""
+    """The model's process is dead, though Triton still calls the model ready."""
     SILENT = "silent"
-    """Nothing came for longer than heartbeats allow."""
+    """Nothing came for longer than the heartbeat interval allows."""
     CANCELLED = "cancelled"
-    """Ended by a cancel request that somebody else sent to the model."""
+    """Ended by a cancel request that came from somewhere else."""
     INTERNAL = "internal"
-    """Triton or the model failed inside, or said something not known here."""
+    """Triton or the model failed internally, or with an unknown message."""
     TOO_LARGE = "message_too_large"
-    """The request or its answer is larger than a gRPC message may be here."""
+    """The request or its answer exceeds our limit for gRPC messages."""
     TENSORS_REFUSED = "tensors_refused"
-    """Triton itself refused the tensors: names, datatypes or shapes that are not the model's."""
+    """Triton refused the tensors: their names, datatypes or shapes are not the model's."""
     PROTOCOL = "protocol"
     """The answer cannot be understood."""
     CHANNEL_LOST = "channel_lost"
-    """The delta channel that the answer came over was lost; the model itself may be well."""
+    """The answer's delta channel was lost; the model itself may be fine."""
     UNREAD = "unread"
-    """The client leaves so much unread that no more is kept for it."""
+    """The client does not read, and too much is waiting for it."""
     CLOSED = "closed"
     """The gateway itself is closing its channels."""
 
@@ -78,12 +78,12 @@ class Treatment:
 
     error: type[GatewayError]
     message: str
-    """For the client, unless the upstream refused in words of its own."""
+    """For the client, unless the upstream's refusal has a message of its own."""
     retry_after_s: int | None = None
     failover: bool = False
     """Another replica may be asked, as long as no token was delivered."""
     same_replica: bool = False
-    """So may the same one again."""
+    """The same replica may be asked again."""
 
 
 TREATMENTS = {
@@ -145,7 +145,7 @@ _REFUSALS = {
 }
 
 _WORDS_FOR_CLIENTS = {Fault.INVALID_REQUEST, Fault.INVALID_GRAMMAR, Fault.CONTEXT_LENGTH}
-"""Refusals about the request itself: their words are the only ones of use to whoever sent it."""
+"""Refusals about the request itself: only their own messages are of use to the client."""
 
 _TEXTS = [
     # Matched at the start of a text, after Triton's "[request id: ...] ", so that the same words inside a
@@ -156,15 +156,15 @@ _TEXTS = [
     (re.compile(r"Request for unknown model"), Fault.NOT_READY),
     (re.compile(r"explicit model load / unload is not allowed"), Fault.NOT_PERMITTED),
     (re.compile(r"This protocol is restricted"), Fault.NOT_PERMITTED),
-    # Found in the server's binary, not provoked: said while it shuts down.
+    # Found in the server's binary, not provoked: sent while it shuts down.
     (re.compile(r"Server not ready"), Fault.NOT_READY),
     (re.compile(r"Server is stopping"), Fault.NOT_READY),
-    # grpc's own, with its side before it or without.
+    # grpc's own, with or without a prefix for its side.
     (
         re.compile(r"(?:Stream removed \()?(?:CLIENT: )?(?:Received|Sent) message larger than max"),
         Fault.TOO_LARGE,
     ),
-    # And this one not provoked either: the connection goes while the request is being written.
+    # Not provoked either: the connection is lost while the request is being written.
     (re.compile(r"Failed \"execute_batch\""), Fault.UNREACHABLE),
 ]
 
@@ -174,8 +174,8 @@ _REQUEST_ID = re.compile(r"\[request id: \S*\] ")
 _STATUSES = {
     grpc.StatusCode.UNAVAILABLE: Fault.UNREACHABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED: Fault.DEADLINE,
-    # Without a refusal's words: a reset by the server's end or by a proxy between, since our own cancels
-    # never come back as a status.
+    # Without a refusal: a reset by the server's end or by a proxy, since our own cancels never come back as a
+    # status.
     grpc.StatusCode.CANCELLED: Fault.UNREACHABLE,
     grpc.StatusCode.NOT_FOUND: Fault.NOT_READY,
     grpc.StatusCode.INVALID_ARGUMENT: Fault.TENSORS_REFUSED,
@@ -196,10 +196,10 @@ class TritonError(Exception):
         self.detail = detail
         self.message = message or TREATMENTS[fault].message
         self.param = param
-        """The field of the request that is at fault, where that is known."""
+        """The field of the request that is at fault, if known."""
 
     def blame_grammar(self, request: Generation) -> "TritonError":
-        """Return this error of `request`: what a refused grammar came from is its param."""
+        """Return this error with the source of the refused grammar in `request` as its `param`."""
         if self.fault is not Fault.INVALID_GRAMMAR:
             return self
         part = part_at_fault(self.message)
@@ -208,7 +208,7 @@ class TritonError(Exception):
         return TritonError(self.fault, self.detail, message=self.message, param=field)
 
     def blame_client(self) -> "TritonError":
-        """Return this error for a client's own tensors: their refusal is about them, in Triton's words."""
+        """Return this error for tensors that a client made itself: it gets Triton's own message."""
         if self.fault is not Fault.TENSORS_REFUSED:
             return self
         words = _REQUEST_ID.sub("", self.detail, count=1).partition("\n")[0][:MESSAGE_LIMIT]
@@ -231,10 +231,10 @@ class TritonError(Exception):
 
 
 def classify(text: str, code: grpc.StatusCode | None = None) -> TritonError:
-    """Make an error of Triton's text and, where there was one, its gRPC status.
+    """Make an error from Triton's text and, if there was one, its gRPC status.
 
-    The text decides where it is known, since the same status stands for several faults (UNAVAILABLE is a full
-    queue as well as a lost connection) and a stream's texts have none.
+    A known text decides, since one status can mean several faults (UNAVAILABLE is a full queue as well as a
+    lost connection) and a stream's texts have no status.
     """
     refusal = parse_refusal(text)
     if refusal is not None:

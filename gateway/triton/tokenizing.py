@@ -12,7 +12,7 @@ async def tokenize(replica: Replica, tokenization: Tokenization) -> Tokens:
 
     Raises:
         TritonError: with any fault.
-        InvalidRequestError: the model cannot express it, or has no tokenizer to ask.
+        InvalidRequestError: the model cannot express it, or has no tokenizer entry.
     """
     dialect, report = replica.serving()
     tokenizer = choose_tokenizer(dialect)
