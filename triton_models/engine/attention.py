@@ -39,10 +39,8 @@ class PlainOperations(PlainMath):
         """See `Operations`."""
         cached_keys, cached_values = self._cache.keys[layer], self._cache.values[layer]
         kv_heads = cached_keys.shape[2]
-        if self._rotation is None:
-            self._rotation = rotation(rotary, self.positions)
         # Queries and keys stand side by side, so one rotation serves both.
-        rotate_in_place(projected[:, :-kv_heads], *self._rotation)
+        self._rotate(projected[:, :-kv_heads], rotary)
         queries, keys, values = split_heads(projected, kv_heads)
         cached_keys.flatten(0, 1).index_copy_(0, self._places, keys)
         cached_values.flatten(0, 1).index_copy_(0, self._places, values)
@@ -57,6 +55,11 @@ class PlainOperations(PlainMath):
             parts.append(_prefill(rows, chunk.length, mask, *past))
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         return attended.flatten(1)
+
+    def _rotate(self, heads: Tensor, rotary: Rotary) -> None:
+        if self._rotation is None:
+            self._rotation = rotation(rotary, self.positions)
+        rotate_in_place(heads, *self._rotation)
 
     def _decode(self, queries: Tensor, cached_keys: Tensor, cached_values: Tensor) -> Tensor:
         """Attend one token per sequence, all sequences at once, over padded copies of their blocks."""

@@ -54,27 +54,40 @@ class Backend:
     """Whether the next step is scheduled while the device computes this one."""
     reason: str
     """Why these, for the log."""
+    pack: Callable[[Tensor], Tensor] | None = None
+    """Lays a matrix out for the products of `operations`; None: it stays as the checkpoint has it."""
+
+    def prepare(self, model: CausalModel) -> None:
+        """Lay the matrices of `model` out, if they are to be; again does nothing."""
+        if self.pack is not None:
+            model.pack(self.pack)
 
 
-class _PlainSteps:
-    def __init__(self, model: CausalModel, cache: KVCache, rows: int) -> None:  # noqa: ARG002 - shares nothing
+class UncutSteps:
+    """`StepOperations` of a make that needs no more than the cache and the step's layout."""
+
+    def __init__(self, make: Callable[[KVCache, StepLayout], Operations], cache: KVCache) -> None:
+        self._make = make
         self._cache = cache
 
     def __call__(self, layout: StepLayout) -> Operations:
-        return PlainOperations(self._cache, layout)
+        """See `StepOperations`."""
+        return self._make(self._cache, layout)
 
     def tiles(self, chunks: Sequence[ChunkRows]) -> list[tuple[int, int, int, int]]:  # noqa: ARG002 - uncut
+        """See `StepOperations`."""
         return []
 
     def most_tiles(self, rows: int, chunks: int) -> int:  # noqa: ARG002 - uncut
+        """See `StepOperations`."""
         return 0
 
     def reset(self) -> None:
-        pass
+        """See `StepOperations`."""
 
 
 PLAIN = Backend(
-    operations=_PlainSteps,
+    operations=lambda _model, cache, _rows: UncutSteps(PlainOperations, cache),
     sample=sample,
     clears_blocks=True,
     graphs=False,
@@ -85,6 +98,11 @@ PLAIN = Backend(
 
 def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """Choose what is fast and runs on `device`."""
+    if device.type == "cpu":
+        # It builds on what is defined here, as does the next one.
+        from triton_models.engine.processor_backend import processor_backend  # noqa: PLC0415
+
+        return processor_backend(dtype)
     if device.type != "cuda":
         return PLAIN
     capability = torch.cuda.get_device_capability(device)

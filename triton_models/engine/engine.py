@@ -38,7 +38,8 @@ class Engine:
     """Continuous batching over one model: every step is schedule, run, post-process.
 
     `add`, `cancel` and `stats` may be called from any thread; everything else belongs to the one thread that
-    steps. Outputs pile up until `take_outputs`, so that a failing step loses none.
+    steps. Outputs pile up until `take_outputs`, so that a failing step loses none. The model's matrices may
+    be laid out anew.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Engine:
     ) -> None:
         backend = backend or choose_backend(model.device, model.dtype)
         log.info("%s", backend.reason)
+        backend.prepare(model)
         self._overlap = backend.overlap
         self.settings = settings
         self._vocabulary = model.vocab_size

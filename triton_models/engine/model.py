@@ -1,5 +1,6 @@
 """What the engine asks of a model. Knows nothing of any particular one."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,6 +54,13 @@ class CausalModel(Protocol):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
+        ...
+
+    def pack(self, pack: Callable[[Tensor], Tensor]) -> None:
+        """Replace every matrix of `Operations`' products by what `pack` makes of it, one after the other.
+
+        From then on the model computes only with operations that take such matrices.
+        """
         ...
 
     def forward(self, tokens: Tensor, operations: Operations) -> Tensor:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
+from triton_models.engine.packed_weights import packed_linear
+
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
@@ -79,16 +81,16 @@ class PlainMath:
         return rms_norm(hidden.float(), weight.shape, weight, epsilon).to(hidden.dtype)
 
     def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `Operations`."""
-        return linear(inputs, weight, bias)
+        """See `Operations`. The weight may be packed."""
+        return packed_linear(inputs, weight, bias) if weight.is_mkldnn else linear(inputs, weight, bias)
 
     def add_linear(self, hidden: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
         """See `Operations`."""
-        return hidden + linear(inputs, weight)
+        return hidden + self.linear(inputs, weight)
 
     def linear_swiglu(self, inputs: Tensor, weight: Tensor) -> Tensor:
         """See `Operations`."""
-        gate, up = linear(inputs, weight).chunk(2, dim=-1)
+        gate, up = self.linear(inputs, weight).chunk(2, dim=-1)
         return silu(gate) * up
 
 

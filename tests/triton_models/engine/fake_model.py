@@ -5,7 +5,7 @@ So a lost, doubled or foreign cache entry changes what is generated.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +44,9 @@ class FakeModel:
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Event()
+
+    def pack(self, pack: Callable[[Tensor], Tensor]) -> None:
+        """It has no matrices."""
 
     def forward(self, tokens: Tensor, operations: Operations) -> Tensor:
         positions = operations.positions

@@ -9,6 +9,7 @@ from triton_models.engine.kv_cache import KVCache
 from triton_models.engine.layout import ChunkRows, StepLayout
 from triton_models.engine.model import KVShape
 from triton_models.engine.operations import Rotary
+from triton_models.engine.processor_operations import ProcessorOperations
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 8, 4
 
@@ -70,10 +71,12 @@ def attend(
             for each, start, end in parts
         ]
     )
-    attended = PlainOperations(cache, layout).attend(layer, projected, UNROTATED)
     expected = torch.cat([each.expected[start:end] for each, start, end in parts]).flatten(1)
-    assert attended.shape == expected.shape
-    assert (attended - expected).abs().max() < 1e-5
+    for make in (PlainOperations, ProcessorOperations):
+        # The same keys and values are stored twice.
+        attended = make(cache, layout).attend(layer, projected.clone(), UNROTATED)
+        assert attended.shape == expected.shape
+        assert (attended - expected).abs().max() < 1e-5
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The forward pass of ChatGLM2, ChatGLM3 and GLM-4. Knows nothing of files, blocks or requests."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -133,6 +134,18 @@ class ChatGLM:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self._device
+
+    def pack(self, pack: Callable[[Tensor], Tensor]) -> None:
+        """See `CausalModel`."""
+        for index, layer in enumerate(self.layers):
+            self.layers[index] = replace(
+                layer,
+                qkv=pack(layer.qkv),
+                attention_out=pack(layer.attention_out),
+                gate_up=pack(layer.gate_up),
+                down=pack(layer.down),
+            )
+        self.head = pack(self.head)
 
     def forward(self, tokens: Tensor, operations: Operations) -> Tensor:
         """See `CausalModel`."""

@@ -1,0 +1,48 @@
+"""A step's operations on a processor, where each call of an operator costs as much as a small product.
+
+So there are fewer of them than in plain torch: a rotation is one product of complex numbers, a norm has no
+operation that another could do along the way, and what is added to a product is added by it.
+"""
+
+import torch
+from torch import Tensor
+
+from triton_models.engine.attention import PlainOperations
+from triton_models.engine.kv_cache import KVCache
+from triton_models.engine.layout import StepLayout
+from triton_models.engine.operations import Rotary, rotation
+from triton_models.engine.packed_weights import add_packed_linear
+
+
+class ProcessorOperations(PlainOperations):
+    """One step's `Operations`."""
+
+    def __init__(self, cache: KVCache, layout: StepLayout) -> None:
+        super().__init__(cache, layout)
+        self._turns: Tensor | None = None
+
+    def norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """See `Operations`."""
+        width = hidden.shape[-1]
+        numbers = hidden.float()
+        length: Tensor = torch.linalg.vector_norm(numbers, dim=-1, keepdim=True)
+        # 1 / sqrt(mean square + epsilon), with the root of the width taken out of it.
+        scale = length.square_().add_(width * epsilon).rsqrt_().mul_(width**0.5)
+        return (numbers * scale).mul_(weight).to(hidden.dtype)
+
+    def add_linear(self, hidden: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+        """See `Operations`."""
+        if weight.is_mkldnn:
+            return add_packed_linear(hidden, inputs, weight)
+        return super().add_linear(hidden, inputs, weight)
+
+    def _rotate(self, heads: Tensor, rotary: Rotary) -> None:
+        """Turn each pair of numbers as the complex number that it is."""
+        if self._turns is None:
+            self._turns = torch.complex(*rotation(rotary, self.positions))
+        count = self._turns.shape[-1]
+        pairs = heads[..., : 2 * count].view(*heads.shape[:-1], count, 2)
+        numbers = pairs.float()
+        torch.view_as_complex(numbers).mul_(self._turns)
+        if numbers is not pairs:
+            pairs.copy_(numbers)
