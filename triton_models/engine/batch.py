@@ -1,4 +1,4 @@
-"""What the scheduler chose for one step."""
+"""The work that the scheduler chose for one step."""
 
 from dataclasses import dataclass, field
 
@@ -10,8 +10,8 @@ from triton_models.engine.sequence import Sequence, SequenceState
 class Chunk:
     """`count` tokens of a sequence, computed in this step, from `start` on.
 
-    `samples`: they reach the sequence's newest token, so the step samples the next one. A fact of the moment
-    of scheduling, since the sequence grows.
+    `samples`: they reach the sequence's newest token, so the step samples the next one. Decided when the step
+    is scheduled, since the sequence grows.
     """
 
     sequence: Sequence
@@ -27,7 +27,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Batch:
-    """One step's work. `decodes` go first; `new_blocks` were handed out for it and hold stale numbers."""
+    """One step's work. `decodes` come first; `new_blocks` were allocated for it and hold stale values."""
 
     decodes: list[Chunk] = field(default_factory=list)
     prefills: list[Chunk] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Batch:
         return self.decodes + self.prefills
 
     def advance(self) -> None:
-        """Note that the step was launched: whatever is launched later finds its keys and values."""
+        """Record that the step was launched: steps launched later find its keys and values."""
         for chunk in self.decodes:
             sequence = chunk.sequence
             sequence.computed += 1

@@ -1,10 +1,10 @@
-"""Which KV blocks are in use, and by how many sequences. Knows nothing of what is in them."""
+"""Allocates KV blocks and counts their holders. Knows nothing of their contents."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 PADDING_BLOCK = 0
-"""Never handed out: what a block table is padded with.
+"""Never allocated: block tables are padded with it.
 
 Zero, but for its first place where rows of the spare slot fill steps up; attention that computes with what it
 then masks (`Backend.clears_blocks`) never has such steps.
@@ -15,19 +15,19 @@ class BlockManager:
     """Hands out blocks numbered 1 to `blocks`, each of `block_size` tokens, with a reference count.
 
     A block is *used* while it has holders. Without any it is *free*, or *cached* if its contents were
-    declared worth keeping: then it can be held again as it is, until it is needed for something else. Cached
-    blocks are handed out when no free one is left, the one that lost its last holder first, and `on_eviction`
-    is told.
+    declared worth keeping: then it can be held again unchanged, until it is needed for something else. Cached
+    blocks are evicted when no free one is left, the least recently released first, and `on_eviction` is
+    called.
 
-    Every operation costs as much as the blocks it names, however large the cache is. Asking for more than is
-    available, or giving back what is not held, is a fault of the caller: RuntimeError.
+    The cost of every operation depends only on the number of blocks it names. Asking for more than is
+    available, or giving back what is not held, is a bug in the caller: RuntimeError.
     """
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self.blocks = blocks
         self.block_size = block_size
         self.on_eviction: Callable[[int], None] = _ignore
-        # A stack: the block freed last is the likeliest to be in a processor cache still.
+        # A stack: the block freed last is the most likely to be still in a processor cache.
         self._free = list(range(blocks, PADDING_BLOCK, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Oldest first."""
@@ -36,22 +36,22 @@ class BlockManager:
 
     @property
     def free(self) -> int:
-        """Number of blocks that nobody holds and whose contents nobody wants."""
+        """Number of blocks without holders or useful contents."""
         return len(self._free)
 
     @property
     def cached(self) -> int:
-        """Number of blocks that nobody holds and whose contents are kept while there is room."""
+        """Number of blocks without holders whose contents are kept while there is room."""
         return len(self._cached)
 
     @property
     def available(self) -> int:
-        """Number of blocks that can be handed out."""
+        """Number of blocks that can be allocated."""
         return len(self._free) + len(self._cached)
 
     @property
     def used(self) -> int:
-        """Number of blocks that somebody holds."""
+        """Number of blocks with holders."""
         return self.blocks - len(self._free) - len(self._cached)
 
     def blocks_for(self, tokens: int) -> int:
@@ -59,11 +59,11 @@ class BlockManager:
         return -(-tokens // self.block_size)
 
     def references(self, block: int) -> int:
-        """Return how many holders a block has."""
+        """Return the number of holders of a block."""
         return self._references[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` available blocks, each with one holder."""
+        """Allocate `count` available blocks, each with one holder."""
         if count > self.available:
             raise RuntimeError(f"{count} KV blocks were asked for and {self.available} are available")
         taken = [self._free.pop() if self._free else self._evict() for _ in range(count)]
@@ -81,7 +81,7 @@ class BlockManager:
             self._references[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """Take a holder from each of `blocks`, the last first: of a chain, the end is evicted first."""
+        """Remove a holder from each of `blocks`, the last first: the end of a chain is evicted first."""
         for block in reversed(blocks):
             if self._references[block] < 1:
                 raise _not_held(block)
@@ -99,7 +99,7 @@ class BlockManager:
         self._kept[block] = True
 
     def discard(self, block: int) -> None:
-        """Take `keep` back."""
+        """Undo `keep`."""
         self._kept[block] = False
         if block in self._cached:
             del self._cached[block]

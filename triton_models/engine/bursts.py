@@ -1,63 +1,63 @@
-"""What a step is for while prompts wait, and for how long decodes may stand back for a burst of them."""
+"""The kinds of steps, and how long decodes may pause for a burst of prompts."""
 
 from enum import Enum, auto
 
 _REGAINED_IN = 64
-"""Steps with the decodes in them after which one more may leave them out."""
+"""Number of steps with decodes after which one more step may leave them out."""
 
 _TOKENS_AN_END = 512
-"""A burst brings a prompt to its end for every so many tokens: the first tokens of several are worth a pause,
-the middle of long prompts is not."""
+"""A burst finishes at least one prompt per this many tokens: the first tokens of several requests are worth a
+pause, the middle of long prompts is not."""
 
 
 class StepPlan(Enum):
-    """What the next step is for."""
+    """The kind of the next step."""
 
     MIXED = auto()
-    """Every decode, and prompts in what is left of `max_batched_tokens`."""
+    """Every decode, and prompts in the rest of `max_batched_tokens`."""
     LARGE = auto()
-    """The same within `burst_tokens`: so many of them wait that each step's own cost is worth sharing."""
+    """The same within `burst_tokens`: with many prompts waiting, larger steps share their fixed cost."""
     PROMPTS = auto()
-    """Prompts alone, within `burst_tokens`."""
+    """Prompts only, within `burst_tokens`."""
 
 
 def ends_of_a_burst(tokens: int) -> int:
-    """Return how many prompts a step of so many tokens must end before decodes stand back for it."""
+    """Return how many prompts a step of this many tokens must finish to make decodes pause."""
     return max(2, tokens // _TOKENS_AN_END)
 
 
 class BurstAllowance:
-    """Bounds the steps that leave the decodes out: `most` in a row, and few among many.
+    """Limits the steps that leave the decodes out: `most` in a row, and few in the long run.
 
-    Prompts that came together are computed soonest without the decodes of those among them that are through
-    already: clients that begin together then go on together. But whoever is in the middle of an answer waits
-    meanwhile. So a stock of `4 * most` steps may be used up, in runs of `most`, and grows again by one for
-    every 64 steps that had the decodes in them: under lasting load, one step in 65 stands back.
+    Prompts that came together are computed soonest if those of them that are already decoding pause: clients
+    that begin together then continue together. But other answers in progress wait meanwhile. So there is a
+    stock of `4 * most` such steps, used in runs of at most `most`, which grows by one for every 64 steps with
+    decodes: under lasting load, one step in 65 leaves them out.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._full = 4 * most * _REGAINED_IN
         self._stock = self._full
-        """In parts of a step."""
+        """In fractions of a step."""
         self._in_a_row = 0
 
     @property
     def left(self) -> bool:
-        """Whether the decodes may stand back in the next step."""
+        """Whether the decodes may pause in the next step."""
         return self._in_a_row < self._most and self._stock >= _REGAINED_IN
 
     @property
     def under_way(self) -> bool:
-        """Whether they did in the last step."""
+        """Whether they paused in the last step."""
         return self._in_a_row > 0
 
     def stood_back(self) -> None:
-        """Count a step that left decodes out."""
+        """Count a step that left the decodes out."""
         self._in_a_row += 1
         self._stock -= _REGAINED_IN
 
     def went_on(self) -> None:
-        """Count a step that had every decode in it."""
+        """Count a step with every decode in it."""
         self._in_a_row = 0
         self._stock = min(self._stock + 1, self._full)

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """A step that was launched and not collected yet."""
+    """A step that was launched but not collected yet."""
 
     launched: Launched
     began: float
@@ -37,9 +37,9 @@ class _Step:
 class Engine:
     """Continuous batching over one model: every step is schedule, run, post-process.
 
-    `add`, `cancel` and `stats` may be called from any thread; everything else belongs to the one thread that
-    steps. Outputs pile up until `take_outputs`, so that a failing step loses none. The model's matrices may
-    be laid out anew.
+    `add`, `cancel` and `stats` may be called from any thread; everything else belongs to the engine's thread.
+    Outputs collect until `take_outputs`, so that a failing step loses none. The backend may change the layout
+    of the model's matrices.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Engine:
         self._launched: _Step | None = None
         self._fault: Exception | None = None
         self._uncollected: deque[Batch] = deque()
-        """Scheduled, and not known to have been computed."""
+        """Steps that were scheduled and are not known to have finished."""
         self._collected_at = 0.0
         self._intake = Intake(settings.max_running + settings.max_waiting)
         self._arrivals = self._preemptions = self._failed_steps = 0
@@ -75,21 +75,21 @@ class Engine:
 
     @property
     def max_context(self) -> int:
-        """Tokens of prompt and answer that a request may have together."""
+        """The most tokens that a request may have, prompt and answer together."""
         return self._capacity.max_context
 
     @property
     def open_requests(self) -> int:
-        """Requests that have had no final output yet."""
+        """Number of requests without a final output yet."""
         return self._intake.open
 
     def add(self, *requests: Request) -> None:
-        """Take requests, all or none; their outputs follow from the steps to come.
+        """Take requests, all or none; later steps produce their outputs.
 
         Raises:
             PromptTooLongError: the context cannot hold one.
             InvalidRequestError: a token id outside the vocabulary, an empty prompt, or too many at once.
-            DuplicateRequestError: a request of one's id is open.
+            DuplicateRequestError: a request with one of the ids is open.
             QueueFullError: over `max_running + max_waiting` requests would be open.
             EngineStoppedError: the engine has stopped.
         """
@@ -102,7 +102,7 @@ class Engine:
         return self._intake.cancel(request_id)
 
     def stats(self) -> EngineStats:
-        """Return the present counts."""
+        """Return the current counts."""
         running = len(self._scheduler.running)
         return EngineStats(
             running=running,
@@ -116,8 +116,8 @@ class Engine:
     def step(self) -> StepStats | None:
         """Finish a step; None if there was nothing to compute.
 
-        With overlap, the device has the following step's work before this one's results are waited for. What
-        keeps the following step from being launched is raised by the next call: these results come first.
+        With overlap, the following step is launched before waiting for this one's results. If that fails, the
+        next call raises the error, because these results come first.
         """
         fault, self._fault = self._fault, None
         if fault is not None:
@@ -141,12 +141,12 @@ class Engine:
     def fail_running(self, error: str) -> None:
         """After a step that raised: end what ran in it, with `error`, and start with an empty cache.
 
-        What ran only in steps before it is computed anew. Where no step is to blame, all that ran ends.
+        Requests that ran only in earlier steps are recomputed. If no step is to blame, all that ran end.
         """
         self._failed_steps += 1
         blamed = {chunk.sequence for batch in self._uncollected for chunk in batch.chunks}
         self._forget_steps()
-        # Nothing that the failed step may have left half done is used again but the sequences' tokens.
+        # Only the sequences' tokens are used again: the failed step may have left anything else half done.
         self._start_scheduler()
         for sequence in list(self._sequences.values()):
             ran = sequence.state is not SequenceState.WAITING
@@ -198,7 +198,7 @@ class Engine:
         return _Step(launched=launched, began=began, batch=batch)
 
     def _collect(self, step: "_Step") -> StepStats:
-        """Wait for a step's results and take them over."""
+        """Wait for a step's results and apply them."""
         batch = step.batch
         accepted = [self._accept(each) for each in self._runner.collect(step.launched)]
         self._uncollected.popleft()
@@ -213,7 +213,7 @@ class Engine:
         )
 
     def _welcome_and_dismiss(self) -> None:
-        """Let new requests wait; end those that were cancelled or are out of time."""
+        """Put new requests on the waiting list; end those that were cancelled or timed out."""
         for request_id in self._welcome():
             sequence = self._sequences.get(request_id)
             if sequence is not None:
@@ -222,7 +222,7 @@ class Engine:
             self._finish(sequence, FinishReason.DEADLINE)
 
     def _welcome(self) -> list[str]:
-        """Let new requests wait; returns the ids to cancel."""
+        """Put new requests on the waiting list; return the ids to cancel."""
         requests, cancels = self._intake.collect()
         for request, arrived_at in requests:
             room = self._capacity.max_context - len(request.prompt_ids)
@@ -238,10 +238,10 @@ class Engine:
         return cancels
 
     def _accept(self, sampled: Sampled) -> bool:
-        """Append a sampled token to its sequence, and end that if it was the last. False: nobody gets it."""
+        """Append a sampled token to its sequence, and end that if it was the last; False if it is dropped."""
         sequence = sampled.sequence
         if sequence.state is SequenceState.FINISHED:
-            return False  # It ended while the device was already at this token.
+            return False  # The sequence ended while the device was computing this token.
         if sampled.error is not None:
             self._finish(sequence, sampled.reason, error=sampled.error, spoilt=sampled.spoilt)
             return False

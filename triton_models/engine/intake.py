@@ -1,4 +1,4 @@
-"""The engine's door: what other threads ask for between two steps."""
+"""The engine's inbox: requests and cancels from other threads, taken in between two steps."""
 
 import threading
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from triton_models.errors import (
 class Intake:
     """Takes requests and cancels from any thread; the engine's thread collects them before each step.
 
-    It knows which requests are open, so that a refusal happens on the caller's thread, at once: `limit` is
-    how many may be open, running and waiting together. Counting those that wait only would refuse a burst
-    into an idle engine, which has not had a step yet to start any of them.
+    It knows which requests are open, so that it refuses at once, on the caller's thread. `limit` is how many
+    may be open, running and waiting together: counting only the waiting ones would refuse a burst into an
+    idle engine, which has not had a step yet to start any of them.
     """
 
     def __init__(self, limit: int) -> None:
@@ -30,7 +30,7 @@ class Intake:
 
     @property
     def open(self) -> int:
-        """Number of requests that have had no final output yet."""
+        """Number of requests without a final output yet."""
         return len(self._open)
 
     def add(self, requests: Sequence[Request], arrived_at: float) -> None:
@@ -38,9 +38,9 @@ class Intake:
 
         Raises:
             EngineStoppedError: the engine takes no more.
-            DuplicateRequestError: a request of one's id is open.
+            DuplicateRequestError: a request with one of the ids is open.
             InvalidRequestError: they are more than may ever be open.
-            QueueFullError: as many requests are open as leave no room for them.
+            QueueFullError: too many other requests are open.
         """
         with self._lock:
             if self._closed:
@@ -73,13 +73,13 @@ class Intake:
         return new, cancels
 
     def end(self, request_id: str) -> None:
-        """Note that a request had its final output."""
+        """Record that a request had its final output."""
         with self._lock:
             self._open.discard(request_id)
-            # A cancel that came too late must not meet the next request of that id.
+            # A cancel that came too late must not hit the next request with that id.
             self._cancels.pop(request_id, None)
 
     def close(self) -> None:
-        """Take no more requests; those taken can still be collected."""
+        """Take no more requests; those already taken can still be collected."""
         with self._lock:
             self._closed = True

@@ -1,4 +1,4 @@
-"""The thread that steps an engine and hands its outputs on."""
+"""The thread that runs an engine's steps and passes on their outputs."""
 
 import logging
 import threading
@@ -17,15 +17,15 @@ _T = TypeVar("_T")
 _STOPPED = "the engine was stopped"
 
 IDLE_TURN_SECONDS = 0.5
-"""The loop turns this often with nothing to do, so that its heartbeat tells life from death."""
+"""How often an idle loop iterates, to keep its heartbeat fresh."""
 
 
 class EngineLoop:
     """Runs an engine on a thread of its own; every method may be called from any thread.
 
-    `on_outputs` and `on_step` are called on that thread, once per step at most, and must be quick. A step
+    `on_outputs` and `on_step` are called on that thread, at most once per step, and must be quick. A step
     that raises fails the requests that ran in it; after `failure_limit` such steps in a row the loop
-    stops. However it stops, every open request has its final output first.
+    stops. However it stops, every open request gets its final output first.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class EngineLoop:
 
     @property
     def heartbeat(self) -> float:
-        """Monotonic seconds of the last turn; old only if a step takes long or the loop has ended."""
+        """Monotonic seconds of the last iteration; old only if a step is slow or the loop has ended."""
         return self._heartbeat
 
     @property
     def alive(self) -> bool:
-        """True while the loop turns."""
+        """True while the loop runs."""
         return self._thread.is_alive()
 
     def start(self) -> None:
@@ -59,7 +59,7 @@ class EngineLoop:
         self._thread.start()
 
     def stop(self) -> None:
-        """End every open request with SHUTDOWN and join the thread, which ends after the step it is in.
+        """End every open request with SHUTDOWN and join the thread, which ends after its current step.
 
         May be called again, and before `start`. From a callback it does not wait.
         """
@@ -82,7 +82,7 @@ class EngineLoop:
         return found
 
     def stats(self) -> EngineStats:
-        """Return the present counts."""
+        """Return the current counts."""
         return self._engine.stats()
 
     def _run(self) -> None:
@@ -90,7 +90,7 @@ class EngineLoop:
         try:
             while not self._stopping and self._failures < self._engine.settings.failure_limit:
                 self._heartbeat = time.monotonic()
-                # Cleared before the turn looks for work: what comes during it is seen by the wait.
+                # Cleared before looking for work: `wait` sees what arrives meanwhile.
                 self._wake.clear()
                 if not self._turn():
                     self._wake.wait(IDLE_TURN_SECONDS)
@@ -105,12 +105,12 @@ class EngineLoop:
             self._end(reason, error)
 
     def _turn(self) -> bool:
-        """Do one step and hand on what came of it; False if there was nothing to compute."""
+        """Run one step and pass on its outputs; False if there was nothing to compute."""
         try:
             stats = self._engine.step()
         except Exception:
-            # The outermost frame of all running requests: whatever broke, they end with an error, and those
-            # that wait have their turn.
+            # The outermost frame of all running requests: whatever failed, they end with an error, and the
+            # waiting ones get their turn.
             log.exception("an engine step failed")
             self._failures += 1
             self._engine.fail_running("the engine failed in this step")
@@ -133,7 +133,7 @@ class EngineLoop:
         try:
             callback(argument)
         except Exception:
-            # The boundary to foreign code: its fault must not take the engine's other requests along.
+            # The boundary to foreign code: its faults must not affect the engine's other requests.
             log.exception("a callback of the engine failed")
 
     def _end(self, reason: FinishReason, error: str) -> None:

@@ -1,4 +1,4 @@
-"""Finds the beginnings of sequences among KV blocks that are computed already. Knows nothing of tensors."""
+"""The prefix cache: finds the beginnings of sequences among computed KV blocks. Knows nothing of tensors."""
 
 import struct
 from collections import defaultdict
@@ -10,47 +10,47 @@ from triton_models.engine.sequence import Sequence
 class PrefixCache:
     """Shares full blocks among sequences that begin with the same tokens.
 
-    * Blocks are found by the hash of their key (`_keys`), and the dict compares the key itself: two texts of
-      one hash are never taken for each other.
-    * A block can be found once the step that computes it is *scheduled*: what is scheduled after that, in the
+    * Blocks are found by the hash of their key (`_keys`), and the dict compares the key itself: texts with
+      the same hash are never confused.
+    * A block can be found once the step that computes it is *scheduled*: work scheduled after that, in the
       same step or later, reads it after it is written (each layer writes the keys and values of all tokens
       before any attends). Full blocks are never written again.
-    * A sequence registers a block only behind blocks of its own, so whoever holds a block holds all before
-      it, and as the block manager evicts by time of release, and of one release the end first, a parent
-      outlives its children. Where another sequence was first with the same tokens, the later one's blocks
-      from there on are its own, unregistered.
-    * `enabled` False, or a request's `prefix_cache` False: its blocks are neither looked for nor registered.
-    * While log-probabilities of a prompt are wanted, nothing is looked for: they come of computing it.
+    * A sequence registers a block only after blocks of its own, so the holder of a block holds all blocks
+      before it. The block manager evicts in order of release, and within one release from the end, so a
+      parent outlives its children. If another sequence registered the same tokens first, the later one's
+      blocks from there on stay unregistered.
+    * With `enabled` False, or a request's `prefix_cache` False, blocks are neither looked up nor registered.
+    * While log-probabilities of a prompt are requested, nothing is looked up: they come from computing it.
     """
 
     def __init__(self, blocks: BlockManager, *, enabled: bool = True) -> None:
         self._blocks = blocks
         self._enabled = enabled
         # Bytes and numbers, not tuples or nodes of a tree: there may be hundreds of thousands, and these are
-        # small, and nothing that the garbage collector walks.
+        # small and ignored by the garbage collector.
         self._known: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
         """Each block's parent (the block before it; the padding before the first) and its tokens, packed.
 
-        Keys and values depend on every token before, so the same tokens behind another parent are another
-        block. A parent is never forgotten before its children: its number stands for all the text up to it.
+        Keys and values depend on every token before, so the same tokens after another parent are another
+        block. A parent is never forgotten before its children: its number stands for all tokens up to it.
         """
         self._key = struct.Struct(f"<{1 + blocks.block_size}i")
         self._registered: dict[Sequence, int] = {}
-        """For each running sequence that takes part: how many of its first blocks are registered."""
+        """For each running sequence that uses the cache: how many of its first blocks are registered."""
         blocks.on_eviction = self._forget
 
     def find(self, sequence: Sequence) -> list[int]:
-        """Return the blocks that a waiting sequence finds, from its beginning; it does not hold them yet.
+        """Return the cached blocks for the beginning of a waiting sequence; it does not hold them yet.
 
-        At least its newest token is left to compute, because the logits behind it are wanted.
+        At least its newest token is left to compute, because that gives the logits for the next one.
         """
         if not self._takes_part(sequence) or sequence.unscored:
             return []
         return self._search(sequence, [])
 
     def start(self, sequence: Sequence) -> None:
-        """Take note of a sequence that starts to run and holds just the blocks that `find` returned."""
+        """Register a sequence that starts to run and holds just the blocks that `find` returned."""
         if self._takes_part(sequence):
             self._registered[sequence] = len(sequence.blocks)
             sequence.computed = len(sequence.blocks) * self._blocks.block_size
@@ -74,9 +74,9 @@ class PrefixCache:
             self._registered[sequence] = end
 
     def register(self, sequence: Sequence, computed: int) -> None:
-        """Make known the full blocks among the first `computed` tokens of a running sequence.
+        """Register the full blocks among the first `computed` tokens of a running sequence.
 
-        Those tokens' values must be known, and the steps that compute them scheduled.
+        Those tokens must be known, and the steps that compute them scheduled.
         """
         count = self._registered.get(sequence)
         if count is None:
@@ -95,14 +95,14 @@ class PrefixCache:
             self._registered[sequence] = place + 1
 
     def stop(self, sequence: Sequence) -> None:
-        """Let go of a sequence that stops running; what it registered stays."""
+        """Forget a sequence that stops running; its registered blocks stay."""
         self._registered.pop(sequence, None)
 
     def spoil(self, sequence: Sequence) -> None:
-        """Forget every block of a sequence, and all that was computed behind them.
+        """Forget every block of a sequence, and everything computed after them.
 
-        Those that it only found are suspects too: their writer may have left before anybody saw its results.
-        One that was preempted meanwhile has none any more: what its tokens would find is forgotten.
+        Blocks that it only found are suspect too: their writer may have ended before its results were seen.
+        A sequence preempted meanwhile holds none any more: the blocks its tokens would find are forgotten.
         """
         self._registered.pop(sequence, None)
         children = defaultdict(list)
@@ -130,7 +130,7 @@ class PrefixCache:
         return [] if block is None else [block]
 
     def _search(self, sequence: Sequence, begin: list[int]) -> list[int]:
-        """Return the registered blocks that continue a sequence behind its blocks `begin`."""
+        """Return the registered blocks that continue a sequence after its blocks `begin`."""
         size, tokens = self._blocks.block_size, sequence.tokens
         parent = begin[-1] if begin else PADDING_BLOCK
         found: list[int] = []

@@ -1,4 +1,4 @@
-"""From what the device sampled to what each sequence gets."""
+"""Turns what the device sampled into the results of each sequence."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ NOT_FINITE = "the model's output is not finite"
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A sequence's next token, or why it has none; or what a chunk told of its prompt, or both."""
+    """A sequence's next token, or why there is none; or log-probabilities of its prompt; or both."""
 
     sequence: Sequence
     token_id: int | None
@@ -19,9 +19,9 @@ class Sampled:
     logprobs: TokenLogprobs | None = None
     error: str | None = None
     reason: FinishReason = FinishReason.ERROR
-    """How it ends by `error`."""
+    """The finish reason if there is an `error`."""
     spoilt: bool = False
-    """The model's output is not finite, so what it left in the KV cache is not to be trusted either."""
+    """The model's output is not finite, so what it left in the KV cache cannot be trusted either."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """See `TokenOutput`."""
 
@@ -29,7 +29,7 @@ class Sampled:
 def sampled_tokens(
     sampling: list[Sequence], outputs: SamplerOutputs, mask_errors: dict[str, MaskFault]
 ) -> list[Sampled]:
-    """Pair a step's outputs, which are on the host, with the sequences that it sampled for."""
+    """Match a step's outputs, which are on the host, with the sequences that it sampled for."""
     tokens, finite, allowed = outputs.status.tolist()
     logprobs = _logprobs(sampling, tokens, outputs)
     results = []
@@ -48,7 +48,7 @@ def sampled_tokens(
 def _logprobs(
     sampling: list[Sequence], tokens: list[int], outputs: SamplerOutputs
 ) -> dict[int, TokenLogprobs]:
-    """Return the log-probabilities of the rows that asked for them."""
+    """Return the log-probabilities of the rows that requested them."""
     if outputs.logprobs is None or outputs.top_ids is None:
         return {}
     rows = [row for row, each in enumerate(sampling) if each.request.sampling.logprobs is not None]
@@ -76,7 +76,7 @@ def token_logprobs(token_id: int, values: list[float], ids: list[int], wanted: i
 def token_output(
     sequence: Sequence, sampled: Sampled | None, reason: FinishReason | None, error: str | None, *, now: float
 ) -> TokenOutput:
-    """Return what a step did for a sequence; `now`: in monotonic seconds."""
+    """Return a step's output for a sequence; `now`: in monotonic seconds."""
     queue_seconds = time_to_first_token = None
     if sampled is not None and sequence.generated == 1 and sequence.scheduled_at is not None:
         queue_seconds = sequence.scheduled_at - sequence.arrived_at

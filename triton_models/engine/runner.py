@@ -1,4 +1,4 @@
-"""Runs a scheduled step on the device: sequences become tensors, and tensors tokens."""
+"""Runs a scheduled step on the device: turns sequences into tensors, and tensors into tokens."""
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
@@ -44,20 +44,20 @@ class Launched:
     outputs: SamplerOutputs | None
     mask_errors: dict[str, MaskFault]
     scores: Scores | None
-    """Of prompts, where any are asked for."""
+    """Log-probabilities of prompts, if any are requested."""
     done: torch.cuda.Event | None
-    """None: it is done."""
+    """None: the step has finished."""
 
 
 class Runner:
     """Owns the model, its KV cache and the slots.
 
     `launch` returns as soon as the device has its work, and a step may be launched before the one before it
-    was collected: the device computes them in order, and finds the newest tokens in its own tables. What
-    the host knows goes there in one copy.
+    was collected: the device computes them in order, and finds the newest tokens in its own tables. Data from
+    the host goes there in one copy.
 
-    Its methods may run on any thread, one at a time: each makes the model's device the current one, which
-    kernels, graphs and events go to.
+    Its methods may run on any thread, one at a time: each makes the model's device the current one, for
+    kernels, graphs and events.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Runner:
             *self._penalties.seen.shape,
         )
         self._operations = backend.operations(model, self._cache, settings.max_running)
-        # Not this runner itself: whoever drops it frees the device's memory, without waiting for a collector.
+        # No reference to this runner: dropping it must free device memory without the garbage collector.
         self._step = DeviceStep(model, backend, self._operations, self._slots)
         self._captured = (
             CapturedSteps(
@@ -105,7 +105,7 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Compile and capture everything that steps will use, whatever they hold."""
+        """Compile and capture everything that any step will use."""
         if self._captured is not None:
             with current(self._model.device):
                 self._captured.capture()
@@ -138,7 +138,7 @@ class Runner:
             inputs = step_inputs(views, self._slots)
             layout, hidden = self._compute_prompts(inputs, chunks, longest, captured)
             scores = self._score(scored, views, hidden, layout)
-            # The head's weights are a tenth of all, and for no row would be read for nothing.
+            # The head's weights are a tenth of all: do not read them if no row needs them.
             logits = self._step.logits(hidden[inputs.rows], layout) if sampling else hidden[:0]
         else:
             logits = captured.decodes.forward(slots) if captured else self._step.decode(slots, longest)
@@ -163,7 +163,7 @@ class Runner:
 
     @torch.inference_mode()
     def reset(self) -> None:
-        """Forget what a failed step may have left."""
+        """Discard what a failed step may have left."""
         with current(self._model.device):
             self._cache.reset()
             self._operations.reset()
@@ -204,7 +204,7 @@ class Runner:
         longest_decode: int,
         captured: CapturedSteps | None,
     ) -> tuple[StepLayout, Tensor]:
-        """Compute a step with prompts; returns what its rows leave behind the last layer."""
+        """Compute a step with prompts; returns its rows after the last layer."""
         layout = StepLayout(
             tables=self._slots.tables,
             slots=inputs.slots,
@@ -220,7 +220,7 @@ class Runner:
     def _score(
         self, scored: list[ScoredChunk], views: dict[str, Tensor], hidden: Tensor, layout: StepLayout
     ) -> Scores | None:
-        """Return log-probabilities of the prompts' tokens, where any are asked for."""
+        """Return log-probabilities of the prompts' tokens, if any are requested."""
         if not scored:
             return None
         return score(scored, views, hidden, lambda rows: self._step.logits(rows, layout))
@@ -244,7 +244,7 @@ class Runner:
         mask_errors: dict[str, MaskFault],
         scores: Scores | None,
     ) -> Launched:
-        """Start what was found on its way to the host."""
+        """Start copying the results to the host."""
         done = None
         if self._model.device.type == "cuda":
             outputs = None if outputs is None else outputs.to_host()
@@ -255,7 +255,7 @@ class Runner:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU this thread's current one for a while; the processor needs none of that."""
+    """Make a GPU this thread's current one during the block; a CPU needs nothing."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

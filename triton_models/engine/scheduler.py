@@ -1,4 +1,4 @@
-"""Which sequences work in a step, on how many tokens, with which KV blocks. Knows nothing of tensors."""
+"""Chooses the sequences of a step, their number of tokens and KV blocks. Knows nothing of tensors."""
 
 from bisect import bisect_left, insort
 from collections import deque
@@ -17,26 +17,26 @@ _rank = attrgetter("rank")
 
 
 class Scheduler:
-    """Mixes decodes and prompt chunks within a budget of tokens per step.
+    """Mixes decodes and prompt chunks within a token budget per step.
 
-    * Every running decode has its token in every step, so a long prompt never stops the others. What is left
-      goes to prompts by rank: one that outranks a prompt under way overtakes it.
-    * Where several prompts wait that fill `burst_tokens`, of no worse priority than the decodes, the step is
-      as large as that. Only a burst of short ones makes the decodes stand back, and not for long: see
-      `BurstAllowance`.
-    * What another sequence computed is not computed again (`PrefixCache`). Nobody has to wait for a beginning
-      that is just being computed: a sequence is admitted when its tokens' turn has come, and by then every
-      token of those before it is scheduled, and can be found.
+    * Every running decode gets its token in every step, so a long prompt never stalls the others. The rest of
+      the budget goes to prompts by rank: one that outranks a prompt in progress overtakes it.
+    * If several waiting prompts, of no worse priority than the decodes, fill `burst_tokens`, the step is that
+      large. Only a burst of short prompts makes the decodes pause, and not for long: see `BurstAllowance`.
+    * What another sequence computed is not computed again (`PrefixCache`). No sequence has to wait for a
+      common beginning that is still being computed: when a sequence is admitted, all tokens of those before
+      it are already scheduled, and can be found.
     * A sequence is admitted when the blocks for all its known tokens are free, and takes them then: no prompt
       runs out of blocks halfway.
-    * When a decode finds no block, the running sequence of the worst rank (priority, then arrival) gives up
-      its blocks and waits again; its known tokens are computed anew later. The best-ranked one is never the
-      victim, and any admitted sequence fits the whole cache alone, so some sequence always comes to its end.
+    * When a decode finds no free block, the running sequence with the worst rank (priority, then arrival) is
+      preempted: it gives up its blocks and waits again; its known tokens are recomputed later. The
+      best-ranked one is never the victim, and any admitted sequence fits into the whole cache alone, so there
+      is always progress.
     * A step may be scheduled while the tokens of the one before are still in flight. What depends on their
-      values waits for them: the mask of the next token, and everything of a sequence that was preempted.
+      values waits for them: the mask of the next token, and everything of a preempted sequence.
 
-    Blocks and slots are free for others as soon as their holder stops, even if a step that was launched still
-    writes there: the steps launched later run after it on the same stream, and clear or fill them first.
+    Blocks and slots can be reused as soon as their holder stops, even if a launched step still writes there:
+    later steps run after it on the same stream, and clear or fill them first.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class Scheduler:
         self.running: list[Sequence] = []
         """Sorted by rank."""
         self._slots = list(range(max_running))
-        """Those that nobody holds, as a heap: the lowest go first, so few sequences stand close together."""
+        """The free ones, as a heap: the lowest are used first, so that few sequences are close together."""
 
     def add(self, sequence: Sequence) -> None:
-        """Let a new sequence wait."""
+        """Put a new sequence on the waiting list."""
         self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence, *, spoilt: bool = False) -> None:
         """Take a sequence out, wherever it is, and free its blocks.
 
-        `spoilt`: what it computed is not to be trusted, and nobody shall find it.
+        `spoilt`: what it computed cannot be trusted, and must not be found in the prefix cache.
         """
         if spoilt:
             self._prefixes.spoil(sequence)
@@ -88,7 +88,7 @@ class Scheduler:
         return late + self.waiting.expired(now)
 
     def schedule(self) -> Batch:
-        """Choose the next step's work; empty if there is none, or all of it waits for tokens in flight."""
+        """Choose the next step's work; empty if there is none, or all depends on tokens in flight."""
         batch = Batch()
         plan = self._plan()
         if plan is StepPlan.PROMPTS:
@@ -115,15 +115,15 @@ class Scheduler:
             budget -= self._prefill(sequence, budget, batch)
 
     def _plan(self) -> StepPlan:
-        """Choose by the decodes and the prompts that wait.
+        """Choose the kind of step by the decodes and the waiting prompts.
 
-        What the prefix cache holds of the prompts is not looked up: this only chooses, it promises nothing.
+        This is an estimate: it does not look up how much of the prompts is in the prefix cache.
         """
         decoding = [each.request.priority for each in self.running if each.state is SequenceState.DECODE]
         stand_back = bool(decoding) and self._burst.left
         if not stand_back and self._burst_tokens == self._max_batched_tokens:
             return StepPlan.MIXED
-        most_urgent = min(decoding, default=None)  # not the first one's: who waited long has a better rank
+        most_urgent = min(decoding, default=None)  # not the first one's: a long wait improves the rank
         tokens = prompts = ends = 0
         for each in self._next_prompts():
             if most_urgent is not None and each.request.priority > most_urgent:
@@ -133,7 +133,7 @@ class Scheduler:
             ends += tokens <= self._burst_tokens
             if tokens >= self._burst_tokens:
                 break
-        # The rest of a burst, and who came meanwhile: one longer pause instead of two.
+        # Include the rest of a burst and whatever came meanwhile: one longer pause instead of two.
         if stand_back and tokens and self._burst.under_way:
             return StepPlan.PROMPTS
         if tokens < self._burst_tokens or prompts == 1:
@@ -141,7 +141,7 @@ class Scheduler:
         return StepPlan.PROMPTS if stand_back and ends >= self._ends_of_a_burst else StepPlan.LARGE
 
     def _next_prompts(self) -> Iterator[Sequence]:
-        """Yield prompts under way, then those that could be admitted, as far as places and blocks go."""
+        """Yield prompts in progress, then those that could be admitted with the free slots and blocks."""
         yield from (each for each in self.running if each.state is SequenceState.PREFILL)
         places = self._max_running - len(self.running)
         blocks = self._blocks.available - len(self.running)
@@ -162,7 +162,7 @@ class Scheduler:
 
     def _schedule_decodes(self, batch: Batch) -> None:
         block_size, decode = self._blocks.block_size, SequenceState.DECODE
-        # Victims are taken from the end of this very list, never before the one that the loop is at.
+        # Victims are taken from the end of this same list, never before the loop's current position.
         for sequence in self.running:
             if sequence.state is not decode:
                 continue
@@ -174,7 +174,7 @@ class Scheduler:
             batch.decodes.append(Chunk(sequence, computed, 1, True))  # noqa: FBT003 - see Chunk
 
     def _make_room(self, sequence: Sequence, batch: Batch) -> bool:
-        """Give a decoding sequence the block its next token needs; False if it had to give up its own."""
+        """Give a decoding sequence the block its next token needs; False if it was preempted itself."""
         self._prefixes.register(sequence, sequence.computed)
         while not self._blocks.available:
             victim = self.running[-1]
@@ -185,7 +185,7 @@ class Scheduler:
         return True
 
     def _admit_before(self, started: Sequence | None, batch: Batch) -> Sequence | None:
-        """Admit the first waiting sequence if it outranks `started`, has a place and its blocks are free."""
+        """Admit the first waiting sequence if it outranks `started` and a slot and its blocks are free."""
         sequence = self.waiting.first()
         if sequence is None or (started is not None and started.rank < sequence.rank):
             return None
@@ -196,9 +196,9 @@ class Scheduler:
         found = self._prefixes.find(sequence)
         needed = self._blocks.blocks_for(len(sequence.tokens)) - len(found)
         revived = sum(not self._blocks.references(block) for block in found)
-        # A block more for each running sequence keeps the next few steps from preempting what is admitted
-        # now. What this step preempted needs more than it gave, and comes straight back only if others hold
-        # what it gave up, too.
+        # One extra block per running sequence keeps the next few steps from preempting what is admitted now.
+        # A sequence that this step preempted needs more blocks than it gave up, so it is readmitted at once
+        # only if others still hold those.
         if needed + revived + len(self.running) > self._blocks.available:
             return None
         self.waiting.remove(sequence.request.request_id)

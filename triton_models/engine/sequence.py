@@ -1,4 +1,4 @@
-"""A request, and its life in the engine."""
+"""A request, and its states in the engine."""
 
 import enum
 import secrets
@@ -17,14 +17,14 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
     SHUTDOWN = "shutdown"
     MASK = "mask"
-    """Its token mask cannot go on, which is the request's own doing."""
+    """Its token mask failed: an error of this request only."""
 
 
 class SequenceState(enum.Enum):
-    """WAITING -> PREFILL -> DECODE -> FINISHED; preemption goes back to WAITING, and any state may end."""
+    """WAITING -> PREFILL -> DECODE -> FINISHED; preemption leads back to WAITING, any state to FINISHED."""
 
     WAITING = enum.auto()
-    """Holds no KV blocks: never run, or preempted."""
+    """Holds no KV blocks: not started yet, or preempted."""
     PREFILL = enum.auto()
     """Its known tokens (prompt, and after a preemption what it generated) are being computed."""
     DECODE = enum.auto()
@@ -46,8 +46,8 @@ class Request:
 
     `priority`: lower runs first, equal ones in order of arrival. `deadline`: monotonic seconds after which
     the request is given up, waiting or running; None: never. `prefix_cache` False: its keys and values are
-    its own alone. `prompt_logprobs`: log-probabilities of the prompt's tokens and of this many most likely
-    ones are reported as they are computed, and all of them are, whatever is cached; None: none at all.
+    not shared. `prompt_logprobs`: report log-probabilities of the prompt's tokens and of this many most
+    likely ones as they are computed, and compute the whole prompt for it, whatever is cached; None: none.
     """
 
     request_id: str
@@ -61,12 +61,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Natural-log probabilities at one position, of the raw logits: nothing of `SamplingParams` applied."""
+    """Natural-log probabilities at one position, of the raw logits: `SamplingParams` are not applied."""
 
     id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
-    """The most likely (id, log-probability) pairs, as many as were asked for, best first."""
+    """The most likely (id, log-probability) pairs, as many as requested, best first."""
     rank: int | None = None
     """Of a prompt's token: its place among `top`; below them, how many tokens are at least as likely, itself
     among them. 1 is the likeliest."""
@@ -88,7 +88,7 @@ class TokenOutput:
     none. All were told when the first token of the answer is."""
     finish_reason: FinishReason | None = None
     error: str | None = None
-    """With ERROR and SHUTDOWN: what went wrong, fit for a client."""
+    """With ERROR and SHUTDOWN: what went wrong, in words for the client."""
     cached_tokens: int = 0
     """Prompt tokens that were found in the cache instead of computed."""
     queue_seconds: float | None = None
@@ -98,7 +98,7 @@ class TokenOutput:
 
 
 PRIORITY_S = 30.0
-"""Seconds of waiting that make up for one level of priority."""
+"""Seconds of waiting that are worth one level of priority."""
 
 
 class Sequence:
@@ -136,19 +136,19 @@ class Sequence:
         self.max_length = len(request.prompt_ids) + max_tokens
         self.masked = request.sampling.mask is not None
         self.rank = (arrived_at + PRIORITY_S * request.priority, arrival)
-        """Lower ranks first. Waiting makes up for priority, and of two that wait the same one stays ahead."""
+        """Lower ranks first. Waiting counts towards priority; the order of two sequences never changes."""
         seed = request.sampling.seed
         self.seed = secrets.randbits(63) if seed is None else seed
         self.tokens = list(request.prompt_ids)
         self.computed = 0
         """Tokens whose keys and values are in the cache once every step launched so far has run."""
         self.in_flight = 0
-        """Tokens that launched steps sample, unknown to the host as yet: 0 or 1 when a step is scheduled."""
+        """Tokens sampled by launched steps and not known to the host yet: 0 or 1 when a step is scheduled."""
         self.blocks: list[int] = []
         self.cached_tokens: int | None = None
         """Tokens of the prompt that were found in the cache when it was first admitted."""
         self.scored = 0
-        """Tokens of the prompt behind its first whose log-probabilities were asked for and told."""
+        """Tokens of the prompt after its first whose log-probabilities were requested and reported."""
         self.slot: int | None = None
         """Row of the device's state tables, 0 to `max_running` - 1; None unless running."""
         self.scheduled_at: float | None = None
@@ -161,22 +161,22 @@ class Sequence:
 
     @property
     def unscored(self) -> bool:
-        """Whether log-probabilities of the prompt are wanted that were not told yet."""
+        """Whether requested log-probabilities of the prompt are still to be reported."""
         request = self.request
         return request.prompt_logprobs is not None and self.scored < len(request.prompt_ids) - 1
 
     @property
     def length(self) -> int:
-        """Number of tokens, those in flight included."""
+        """Number of tokens, including those in flight."""
         return len(self.tokens) + self.in_flight
 
     def append(self, token_id: int) -> None:
-        """Take the value of the oldest token in flight."""
+        """Append the value of the oldest token in flight."""
         self.tokens.append(token_id)
         self.in_flight -= 1
 
     def start_over(self) -> None:
-        """Wait again, with the known tokens and nothing else: what was computed is lost."""
+        """Go back to WAITING with only the known tokens: what was computed is lost."""
         if self.state is not SequenceState.WAITING:
             self.move_to(SequenceState.WAITING)
         self.blocks = []
@@ -187,7 +187,7 @@ class Sequence:
         """Change the state.
 
         Raises:
-            RuntimeError: the transition does not exist; a fault of the engine.
+            RuntimeError: there is no such transition; a bug in the engine.
         """
         if state not in _NEXT[self.state]:
             raise RuntimeError(f"{self.request.request_id}: {self.state.name} does not lead to {state.name}")

@@ -1,4 +1,4 @@
-"""What the device knows of each running sequence, in rows that a sequence holds while it runs."""
+"""The state of running sequences on the device: one row, a slot, per sequence."""
 
 import torch
 from torch import Tensor
@@ -11,10 +11,10 @@ from triton_models.engine.staging import Staging
 class SlotTable:
     """The state of every slot, on the device, so that a decode step needs hardly anything from the host.
 
-    A step names its sequences by their slots and finds here what to compute and how to sample. Only what
-    changed comes from the host: everything of a sequence with each chunk of its prompt, and a block now and
-    then. One slot more than sequences may run, `spare`, belongs to nobody: rows that only fill a step up use
-    it, and write into the padding block.
+    A step names its sequences by their slots and finds here what to compute and how to sample. Only changes
+    come from the host: all of a sequence's state with each chunk of its prompt, and a new block now and then.
+    One more slot than sequences may run, `spare`, belongs to no sequence: rows that only pad a step use it,
+    and write into the padding block.
     """
 
     def __init__(self, slots: int, blocks_per_sequence: int, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class SlotTable:
         self.min_p = torch.zeros(rows, dtype=torch.float64, device=device)
 
     def load(self, views: dict[str, Tensor]) -> None:
-        """Take over what `stage_sequences` and `stage_blocks` have put into an uploaded step."""
+        """Apply what `stage_sequences` and `stage_blocks` put into an uploaded step."""
         slots = views["loaded_slots"]
         if slots.numel():
             self.tables.index_fill_(0, slots, PADDING_BLOCK)
@@ -51,7 +51,7 @@ class SlotTable:
             self.tables[places] = views["table_blocks"].int()
 
     def advance(self, decodes: Tensor, sampling: Tensor, tokens: Tensor) -> None:
-        """Note what a step has done: a token more in the cache for each decode, a newest one for each sample.
+        """Record a step: one more token in the cache for each decode, a newest token for each sample.
 
         Args:
             decodes: [D] int64 slots.
@@ -61,7 +61,7 @@ class SlotTable:
         self.lengths[decodes] += 1
         self.tokens[sampling] = tokens
         self.drawn[sampling] += 1
-        # Rows that only fill a step up are always at their first position, which has a block.
+        # Rows that only pad a step are always at their first position, which has a block.
         self.lengths[self.spare :].zero_()
 
 
@@ -69,7 +69,7 @@ def slot_of(sequence: Sequence) -> int:
     """Return the slot of a running sequence.
 
     Raises:
-        RuntimeError: it does not run; a fault of the engine.
+        RuntimeError: it is not running; a bug in the engine.
     """
     if sequence.slot is None:
         raise RuntimeError(f"{sequence.request.request_id} holds no slot")
@@ -77,7 +77,7 @@ def slot_of(sequence: Sequence) -> int:
 
 
 def stage_sequences(staging: Staging, loaded: list[tuple[Sequence, int]]) -> None:
-    """Stage all that the device keeps of some sequences, each with its tokens in the cache after the step."""
+    """Stage all of the device's state of some sequences, each with its cached tokens after the step."""
     sequences = [sequence for sequence, _ in loaded]
     params = [sequence.request.sampling for sequence in sequences]
     staging.integers("loaded_slots", [slot_of(sequence) for sequence in sequences])

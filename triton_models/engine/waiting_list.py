@@ -1,4 +1,4 @@
-"""Sequences that wait for a place: ordered by priority and arrival, with deadlines."""
+"""The waiting sequences, ordered by priority and arrival, with deadlines."""
 
 import math
 from bisect import bisect_left, insort
@@ -11,12 +11,11 @@ _rank = attrgetter("rank")
 
 
 class WaitingList:
-    """Lower priority first, order of arrival among equals; `PRIORITY_S` of waiting make up for a level.
+    """Lower priority first, equal ones in order of arrival; `PRIORITY_S` of waiting are worth one level.
 
-    So nobody waits for ever behind a stream of others that are more urgent. A preempted sequence that comes
-    back keeps its rank, which puts it at the head of its priority: whatever waits there came later. The list
-    has no bound of its own: what is not to wait is refused at the engine's door (`Intake`), and a preempted
-    sequence always has its place.
+    So no sequence starves behind a stream of more urgent ones. A preempted sequence keeps its rank, which
+    puts it at the head of its priority: whatever waits there came later. The list has no limit of its own:
+    `Intake` refuses new requests, and a preempted sequence must always have a place.
     """
 
     def __init__(self) -> None:
@@ -34,18 +33,18 @@ class WaitingList:
         return iter(self._order)
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence in its place."""
+        """Insert a sequence in order."""
         insort(self._order, sequence, key=_rank)
         self._members[sequence.request.request_id] = sequence
         if sequence.request.deadline is not None:
             self._earliest_deadline = min(self._earliest_deadline, sequence.request.deadline)
 
     def first(self) -> Sequence | None:
-        """Return the sequence whose turn it is, without taking it."""
+        """Return the first sequence, without removing it."""
         return self._order[0] if self._order else None
 
     def remove(self, request_id: str) -> Sequence | None:
-        """Take a sequence out, wherever it stands; None if it does not wait."""
+        """Remove a sequence, wherever it is; None if it does not wait."""
         sequence = self._members.pop(request_id, None)
         if sequence is not None:
             del self._order[bisect_left(self._order, sequence.rank, key=_rank)]
