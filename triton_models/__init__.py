@@ -1,4 +1,4 @@
-"""What runs on Triton's side: checkpoints, text, the engine, and the repository entries that serve them.
+"""The model side, which runs in Triton: checkpoints, text, the engine, and the repository entries.
 
 Never imports the gateway.
 """

@@ -1,6 +1,6 @@
-"""What a checkpoint directory says about itself: its JSON files, and the chat format it was trained with.
+"""A checkpoint directory's JSON files, and the chat format that they reveal.
 
-Opens no weights and imports no torch, for entries that only need to know what they stand before.
+Opens no weights and imports no torch, for entries that need no more than this.
 """
 
 import json
@@ -16,7 +16,7 @@ _NAMES: dict[FormatName, tuple[str, ...]] = {
     "chatglm3": ("chatglm3",),
     "glm4": ("glm4", "glm-4"),
 }
-"""How names of checkpoints spell each."""
+"""How the names of checkpoints spell each format."""
 
 _GLM4_TOKENIZER = "ChatGLM4Tokenizer"
 
@@ -50,11 +50,11 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 def detect_format(directory: Path) -> FormatName:
     """Return the chat format that a checkpoint was trained with.
 
-    Asks, in this order: the tokenizer's class where it is GLM-4's, the name that the checkpoint was published
-    under, tokens and template of the tokenizer configuration, the directory's name.
+    Decided by, in this order: the tokenizer's class if it is GLM-4's, the name under which the checkpoint was
+    published, the tokens and the template of the tokenizer configuration, the directory's name.
 
     Raises:
-        CheckpointError: none of these tells.
+        CheckpointError: none of these decides.
     """
     found = format_evidence(directory)
     if found is None:
@@ -66,7 +66,7 @@ def detect_format(directory: Path) -> FormatName:
 
 
 def format_evidence(directory: Path) -> FormatName | None:
-    """Return the chat format that the directory gives away, None where it does not.
+    """Return the chat format that the directory's files reveal; None if they do not.
 
     Raises:
         CheckpointError: a file of it is broken.
@@ -86,7 +86,7 @@ def format_evidence(directory: Path) -> FormatName | None:
 
 
 def chat_template(directory: Path) -> str | None:
-    """Return the template of the tokenizer configuration, as text that nobody runs; None: there is none.
+    """Return the template of the tokenizer configuration, as text that is never run; None: there is none.
 
     Raises:
         CheckpointError: that file is broken.
@@ -96,7 +96,7 @@ def chat_template(directory: Path) -> str | None:
 
 
 def vocabulary_size(directory: Path) -> int:
-    """Return the number of ids that a checkpoint has rows for, 0 where its configuration does not tell.
+    """Return the number of ids that a checkpoint has rows for; 0 if its configuration does not say.
 
     Raises:
         CheckpointError: the configuration is broken.
@@ -107,6 +107,6 @@ def vocabulary_size(directory: Path) -> int:
 
 
 def _format_in(name: object) -> FormatName | None:
-    """Return the format whose name is in `name`, if exactly one's is."""
+    """Return the format whose name occurs in `name`, if exactly one does."""
     found = [each for each, names in _NAMES.items() if any(part in str(name).lower() for part in names)]
     return found[0] if len(found) == 1 else None

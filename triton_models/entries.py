@@ -1,6 +1,6 @@
 """Writes the repository entries of a model: what Triton needs on disk to serve it.
 
-A model `M` has `M-stream` (the engine), `M-tokenizer` and `M` itself (the field's clients, over `M-stream`).
+A model `M` has `M-stream` (the engine), `M-tokenizer` and `M` itself (request/response, over `M-stream`).
 This module knows Triton's configuration language; it does not open the checkpoint.
 """
 
@@ -22,14 +22,14 @@ _MODEL_PY = """from triton_models.serving.{module} import TritonPythonModel
 __all__ = ["TritonPythonModel"]
 """
 _TOKENIZER_QUEUE = 64
-"""Requests that wait for the tokenizer, which does one thing at a time, for a second or so at the worst."""
+"""Requests that may wait for the tokenizer, which handles one at a time: at worst about a second."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _DEVICE = re.compile(r"cpu|cuda:([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
-    """A model to be served. What is None is left out of `config.pbtxt`, for the engine to choose.
+    """A model to be served. Values that are None are left out of `config.pbtxt`, for the engine to choose.
 
     Raises:
         ValueError: the name cannot be a folder and a URL segment, or the device is not `cpu` or `cuda:N`.
@@ -50,26 +50,26 @@ class ModelEntry:
     max_running: int | None = None
     """Sequences in one engine step."""
     max_waiting: int | None = None
-    """Requests in the engine's waiting list; beyond it they are refused."""
+    """Requests in the engine's waiting list; more are refused."""
     max_batched_tokens: int | None = None
     """Tokens in one engine step, prefill and decode together."""
     burst_tokens: int | None = None
-    """Tokens in one engine step while several prompts wait that fill it."""
+    """Tokens in one engine step while enough prompts wait to fill it."""
     burst_steps: int | None = None
-    """Such steps in a row in which decodes may stand back for a burst of prompts."""
+    """Number of such steps in a row that may leave out decodes for a burst of prompts."""
     heartbeat_s: float | None = None
     trace_endpoint: str | None = None
-    """URL that the model's own spans go to by OTLP/HTTP; Triton has to trace, too."""
+    """URL that the model's own spans go to by OTLP/HTTP; Triton must trace as well."""
     environment: str | None = None
     """The archive or folder of the Python environment that the stubs run in (see environment.py); None: the
     server's own. `$$TRITON_MODEL_DIRECTORY` in it stands for the entry's folder."""
     contract: Contract | None = None
-    """What `M` speaks; None: what clients of its chat format do, as far as `format` says."""
+    """The contract of `M`; None: the one for its chat format, if `format` is known."""
 
     max_queue_size: int = 1024
-    """Requests in Triton's own queue, per priority level. `execute` never blocks, so it holds bursts only."""
+    """Requests in Triton's own queue, per priority level; only bursts, since `execute` never blocks."""
     queue_timeout_s: float = 60.0
-    """How long a request may wait in Triton's own queue, unless it says so itself."""
+    """How long a request may wait in Triton's own queue, unless it sets its own timeout."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -132,8 +132,8 @@ def tokenizer_config(model: ModelEntry) -> Any:
 def field_config(model: ModelEntry, contract: Contract) -> Any:
     """Return the `ModelConfig` message of `M`: one response per request, however late.
 
-    It has nothing to warm up: the engine is `M-stream`'s, and a warm-up through that would have to reach it
-    while the server loads, which a server that loads its whole repository as it starts refuses (2.51).
+    It has no warm-up: `M-stream` warms the engine, and a warm-up that calls `M-stream` fails on a server that
+    loads its whole repository at start (2.51).
     """
     config = _config(model.name, field_signature(contract), "cpu")
     config.dynamic_batching.CopyFrom(_batching(model))

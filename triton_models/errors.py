@@ -1,18 +1,18 @@
-"""Every error of the models' side.
+"""Every error of the model side.
 
 ModelError
 ├── CheckpointError                  names the file and, where it applies, the tensor
 │   └── UnsupportedArchitectureError
-├── EntryError                       a repository entry's config.pbtxt asks for what there is not
+├── EntryError                       an unknown or unusable parameter in a repository entry's config.pbtxt
 ├── EnvironmentPackError             a Python environment that cannot be packed for Triton
 ├── InvalidGrammarError              a grammar that is broken, too large, or cannot be enforced
 ├── TextError                        a text or conversation that tokenizer or chat format cannot express
 ├── ClientInputError                 an input of the request/response entry that cannot be read
-├── StreamRefusedError               `M-stream` refused what `M` asked of it, or is not there
-├── SettingsError                    the engine cannot be built as asked
+├── StreamRefusedError               `M-stream` refused a request of `M`, or is not there
+├── SettingsError                    the engine cannot be built with these settings
 ├── WarmUpError                      the engine fails on requests of our own
-├── TokenMaskError                   a request's token mask cannot go on; that request fails alone
-├── LibraryPanicError                a library in Rust failed an assumption of its own
+├── TokenMaskError                   a request's token mask failed; only that request fails
+├── LibraryPanicError                a library in Rust panicked
 └── RequestRefusedError              raised where the request is added, before it costs anything
     ├── InvalidRequestError
     ├── PromptTooLongError
@@ -34,7 +34,7 @@ class CheckpointError(ModelError):
 
 
 class UnsupportedArchitectureError(CheckpointError):
-    """A checkpoint in order, of a model that our forward pass does not implement."""
+    """A valid checkpoint of a model that our forward pass does not implement."""
 
 
 class EntryError(ModelError):
@@ -46,7 +46,7 @@ class EnvironmentPackError(ModelError):
 
 
 class InvalidGrammarError(ModelError):
-    """A grammar that answers cannot be held to; the message says what of it."""
+    """A grammar that cannot be enforced; the message says which part of it."""
 
 
 class TextError(ModelError):
@@ -54,7 +54,7 @@ class TextError(ModelError):
 
 
 class ClientInputError(ModelError):
-    """A field of one of the field's requests that is not what its contract says; the message names it."""
+    """An input of a request to entry `M` that violates its contract; the message names it."""
 
 
 class StreamRefusedError(ModelError):
@@ -67,11 +67,11 @@ class StreamRefusedError(ModelError):
 
 
 class SettingsError(ModelError):
-    """Engine settings out of range, or that contradict each other, the model or the machine."""
+    """Engine settings that are out of range, or contradict each other, the model or the machine."""
 
 
 class WarmUpError(ModelError):
-    """The engine was built and cannot finish a request."""
+    """The engine was built but cannot finish a request."""
 
 
 class TokenMaskError(ModelError):
@@ -95,7 +95,7 @@ class PromptTooLongError(RequestRefusedError):
 
 
 class QueueFullError(RequestRefusedError):
-    """As many requests are open as the engine holds."""
+    """The engine holds as many open requests as it can."""
 
 
 class DuplicateRequestError(RequestRefusedError):
@@ -103,7 +103,7 @@ class DuplicateRequestError(RequestRefusedError):
 
 
 class ChannelLostError(RequestRefusedError):
-    """The delta channel that it names is not open, or not any more."""
+    """The delta channel that the request names is not open, or no longer."""
 
 
 class EngineStoppedError(RequestRefusedError):

@@ -1,8 +1,8 @@
 """Calls of libraries that are written in Rust.
 
-Where such a library fails an assumption of its own, it panics. The exception that Python sees of a panic
-derives from `BaseException` alone, so it would pass every `except Exception` on its way, and end the thread
-that serves all requests instead of one request.
+When such a library fails an internal check, it panics. In Python a panic is an exception that derives from
+`BaseException` only, so it would pass every `except Exception` and end the thread that serves all requests
+instead of one request.
 """
 
 import logging
@@ -18,7 +18,7 @@ _MEANT_TO_PASS = (Exception, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 @contextmanager
 def panics_are_errors(library: str) -> Iterator[None]:
-    """Have a panic within the block raised as an error, and logged; all other exceptions pass.
+    """Turn a panic within the block into an error, and log it; other exceptions pass.
 
     Raises:
         LibraryPanicError: `library` panicked.

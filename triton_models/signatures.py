@@ -1,4 +1,4 @@
-"""What each kind of repository entry takes and gives: tensors, batching, how it answers.
+"""The interface of each kind of repository entry: tensors, batching, how it answers.
 
 The one table from which `config.pbtxt` is written (`entries.py`) and from which an entry completes a
 configuration that leaves these out (`serving/completion.py`). Knows nothing of what the tensors hold.
@@ -19,7 +19,7 @@ MAX_BATCH_SIZE: Final = 64
 
 
 class Contract(enum.StrEnum):
-    """Which of the field's clients entry `M` serves; one entry can declare the tensors of one only."""
+    """The kind of client that entry `M` serves; one entry can declare only one set of tensors."""
 
     BATCHED = "batched"
     """BYTES [1, 1] on the wire; history as JSON."""
@@ -42,7 +42,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """What Triton must know of an entry before it can pass requests on."""
+    """What Triton must know of an entry to pass requests to it."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -105,7 +105,7 @@ def field_signature(contract: Contract) -> Signature:
 
 
 def choose_contract(asked: str | None, chat_format: str | None) -> Contract:
-    """Return the contract that was asked for, else the one that clients of such a checkpoint speak.
+    """Return the requested contract, else the default for such a checkpoint.
 
     Raises:
         ValueError: there is no such contract.

@@ -1,4 +1,4 @@
-"""How tritonserver is told to trace; it knows W3C contexts, and hands a model that of its own span."""
+"""tritonserver's arguments for tracing. It understands W3C contexts, and passes its own span's to models."""
 
 SERVICE = "triton"
 TRACEPARENT = "traceparent"

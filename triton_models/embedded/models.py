@@ -27,7 +27,7 @@ class Served:
     others: tuple[str, ...]
     """Entries beside the engine's that load by themselves: the tokeniser."""
     dependents: tuple[str, ...] = ()
-    """Entries that cannot load before the engine's: what the field's clients call."""
+    """Entries that must load after the engine's: the request/response entries `M`."""
 
     @property
     def entries(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""One answer from token ids to text: detokenising, segments and stop strings together."""
+"""One answer from token ids to text: detokenizing, segments and stop strings."""
 
 from collections.abc import Iterable
 
@@ -11,14 +11,14 @@ from triton_models.text.tokenizers import Tokenizer
 
 
 class AnswerDelta(msgspec.Struct, frozen=True):
-    """What one more token, or the end, brought to light; joined, the deltas are the answer.
+    """The text that one more token, or the end, made final; joined, the deltas are the answer.
 
-    A struct since one is made for nearly every token, in a quarter of a frozen dataclass's time.
+    A struct, because one is made for nearly every token, in a quarter of a frozen dataclass's time.
 
     Attributes:
         text: new text, often empty while a character or a possible stop string is incomplete.
         segments: (offset in code points of `text`, role) of each segment that begins in this delta.
-        stopped: the stop string that ended the answer at this token, where one did; `text` ends before it.
+        stopped: the stop string that ended the answer at this token, if one did; `text` ends before it.
         ended: the answer ended at this token, without a stop string.
     """
 
@@ -34,18 +34,18 @@ _NOTHING = AnswerDelta()
 class AnswerStream:
     """The text of one answer. Not thread-safe.
 
-    Tokens up to the one that ended the answer are pushed, but not a stop id, which is no text. A special id
-    never shows as text; one that opens a segment shows as a boundary. Each segment is detokenised by itself,
-    as each was tokenised by itself in training: its own leading space is dropped, no character spans two.
+    Push all tokens up to the one that ended the answer, but not a stop id, which is not text. A special id
+    never appears as text; one that opens a segment appears as a boundary. Each segment is detokenized
+    separately, as in training: its leading space is dropped, and no character spans two segments.
 
-    Stop strings are looked for from the first character of a segment that is not white space: what stands
-    before it (ChatGLM3's empty first line for a tool's name) is not answer, and a stop string of one newline
-    would end every answer before it began. None is found across a boundary.
+    Stop strings are matched from the first character of a segment that is not white space: what comes before
+    (ChatGLM3's empty first line for a tool's name) is not part of the answer, and a stop string of one
+    newline would end every answer before it began. None is matched across a boundary.
 
-    A raw answer continues text instead of a conversation: nothing is format there, so that it is one piece
-    from the first character, which may be a space, and stop strings are looked for in all of it.
+    A raw answer continues text instead of a conversation. It has no format, so it is one segment from the
+    first character, which may be a space, and stop strings are matched in all of it.
 
-    Where special tokens are to be shown, each is text in its place, by its name, and none is a boundary.
+    With `show_special`, special tokens are text, by name, and none is a boundary.
 
     Attributes:
         tokens: number of tokens taken, up to the one that completed a stop string.
@@ -65,18 +65,18 @@ class AnswerStream:
         show_special: bool = False,
         echoes: bool = False,
     ) -> None:
-        """Begin an answer in which text that is complete before `min_tokens` tokens never stops it.
+        """Begin an answer.
 
         Args:
             tokenizer: of the model that answers.
             chat_format: of that model.
             stops: strings that end the answer.
-            min_tokens: number of tokens before which no string does.
+            min_tokens: stop strings completed before this many tokens do not count.
             raw: the answer continues text instead of a conversation.
-            metadata: the first line of the answer, where it was part of the prompt.
-            end_after_call_of: names of tools; the answer ends where a segment begins after one whose first
+            metadata: the first line of the answer, if it was part of the prompt.
+            end_after_call_of: names of tools; the answer ends when a segment begins after one whose first
                 line is one of them, however few tokens it has.
-            include_stop: a stop string that ends the answer is its end.
+            include_stop: keep the stop string at the end of the answer.
             show_special: special tokens are text.
             echoes: `echo` will be called.
 
@@ -104,7 +104,7 @@ class AnswerStream:
         return "".join([self._detokenizer.push(token_id) for token_id in ids])
 
     def push(self, token_id: int) -> AnswerDelta:
-        """Take the next sampled token. After a stop string further ones are ignored: an engine runs ahead."""
+        """Take the next sampled token; ignored after a stop string, since the engine runs ahead."""
         if self._stopped:
             return _NOTHING
         self.tokens += 1
@@ -129,7 +129,7 @@ class AnswerStream:
         return AnswerDelta(text, ((len(text), role),))
 
     def finish(self) -> AnswerDelta:
-        """Return what was held back; the answer is over. An incomplete character at its end is dropped."""
+        """The answer is over: return what was held back. An incomplete character at its end is dropped."""
         return AnswerDelta(self._stops.finish())
 
     def _match(self, text: str) -> tuple[str, str | None]:

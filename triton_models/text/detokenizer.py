@@ -1,8 +1,8 @@
-"""Token ids -> text, one at a time.
+"""Incremental detokenizing: token ids to text, one at a time.
 
-A character may span several byte pieces, so its bytes wait until they are whole: U+FFFD never stands for a
-character still on its way. It does stand for each byte that is proven not to belong to one, exactly where
-decoding the whole at one go would put it. Nothing is decoded twice.
+A character may span several byte pieces, so its bytes are held until it is complete: U+FFFD never stands for
+an incomplete character. It does stand for each byte that cannot belong to one, exactly as when decoding all
+ids at once. Nothing is decoded twice.
 """
 
 import codecs
@@ -17,11 +17,11 @@ _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # where "surrogateescape" leaves 
 class Detokenizer:
     """The text of one sequence of ids. Not thread-safe.
 
-    What `push` returned, joined, equals `Tokenizer.decode` of all ids, but for an incomplete character at
-    the very end: its bytes are never returned, where decoding at one go shows a U+FFFD for each.
+    The joined results of `push` equal `Tokenizer.decode` of all ids, except for an incomplete character at
+    the very end: its bytes are never returned, while decoding all at once shows a U+FFFD for each.
 
-    With `continues` the ids go on from text, so that a space which they begin with is theirs and is kept.
-    With `special` ids that are no text show by their names.
+    With `continues` the ids follow other text, so a leading space belongs to them and is kept. With
+    `special`, ids that are not text appear by name.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, continues: bool = False, special: bool = False) -> None:
@@ -32,7 +32,7 @@ class Detokenizer:
         self._at_start = not continues
 
     def push(self, token_id: int) -> str:
-        """Take the next id and return the text that it completes, often none."""
+        """Take the next id and return the text that it completes, possibly none."""
         piece = self._tokenizer.piece(token_id)
         if self._special and not piece:
             piece, _ = self._tokenizer.display(token_id)
@@ -40,7 +40,7 @@ class Detokenizer:
             self._bytes_waiting = True
             return self._decode(piece, final=False)
         text = ""
-        if self._bytes_waiting:  # a piece that is no byte ends the character, whole or not
+        if self._bytes_waiting:  # a piece that is not a byte ends the character, complete or not
             self._bytes_waiting = False
             text = self._decode(b"", final=True)
         if self._at_start and piece:

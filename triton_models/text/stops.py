@@ -4,20 +4,20 @@ from collections.abc import Iterable
 
 
 class _Matcher:
-    """How far one stop string is matched: Knuth, Morris and Pratt's automaton, a step per character."""
+    """Matches one stop string: Knuth, Morris and Pratt's automaton, one step per character."""
 
     __slots__ = ("_fallback", "matched", "stop")
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.matched = 0
-        """Length of the longest beginning of `stop` that the text so far ends with."""
+        """Length of the longest prefix of `stop` that the text so far ends with."""
         self._fallback = [0] * len(stop)
         for index in range(1, len(stop)):
             self._fallback[index] = self._extend(self._fallback[index - 1], stop[index])
 
     def step(self, character: str) -> bool:
-        """Take one character; true once the whole stop string stands at the end of the text."""
+        """Take one character; true if the text now ends with the whole stop string."""
         self.matched = self._extend(self.matched, character)
         return self.matched == len(self.stop)
 
@@ -28,18 +28,18 @@ class _Matcher:
 
 
 class StopStrings:
-    """Finds the first stop string in text that arrives in pieces, and never lets a part of it out.
+    """Finds the first stop string in text that arrives in pieces, and never returns a part of it.
 
-    The text is over at the first character that completes a stop string, and is cut where that one begins:
-    what a model that writes character by character would be stopped by. Of several completed by the same
-    character the longest counts, of equal ones the first in the list. So the outcome does not depend on how
-    the text is cut into pieces, and nothing waits for longer than the decision needs.
+    The text ends at the first character that completes a stop string, and is cut where that one begins, as if
+    the model wrote character by character. Of several completed by the same character the longest counts; of
+    equal ones, the first in the list. So the outcome does not depend on how the text is cut into pieces, and
+    text is held back no longer than necessary.
 
     One pass, each character at a constant cost per stop string. Not thread-safe.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
-        """Prepare to look for `stops`.
+        """Prepare to match `stops`.
 
         Raises:
             ValueError: one of them is empty.
@@ -51,14 +51,14 @@ class StopStrings:
 
     @property
     def any(self) -> bool:
-        """Whether there is anything to look for; without, text only passes through."""
+        """Whether there is any stop string; without one, text only passes through."""
         return bool(self._matchers)
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return the text that cannot be part of a stop string any more, and the stop string once found.
+        """Return the text that cannot be part of a stop string, and the stop string if it was found.
 
-        The longest ending that may yet become a stop string is held back.
-        After a match, looking begins anew.
+        The longest ending that may still become a stop string is held back. After a match, matching starts
+        over.
         """
         if not self._matchers:
             return text, None
@@ -74,7 +74,7 @@ class StopStrings:
         return text[:safe], None
 
     def finish(self) -> str:
-        """Return what was held back: no stop string came of it. Looking begins anew after this."""
+        """Return what was held back, since it did not become a stop string. Matching starts over."""
         held, self._held = self._held, ""
         for matcher in self._matchers:
             matcher.matched = 0
