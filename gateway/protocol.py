@@ -1,6 +1,6 @@
-"""HTTP/1.1 before there is a request: how long its head may be and take, and the answer to what is none.
+"""HTTP/1.1 before there is a request: limits on size and time of its head, and answers to malformed ones.
 
-uvicorn's own protocol bounds neither and answers in plain text; nothing above it sees such a request.
+uvicorn's own protocol limits neither and answers in plain text; nothing above it sees such a request.
 """
 
 import asyncio
@@ -21,7 +21,8 @@ HEAD_LIMIT_BYTES = 64 * 2**10
 HEAD_TIMEOUT_S = 30.0
 
 _LINGER_S = 2.0
-"""A close amid what still arrives is a reset, which could overtake the answer: so much longer it is read."""
+"""How long to go on reading before closing: a close while data arrives is a reset, which could overtake the
+answer."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -35,7 +36,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the first head."""
+        """Start waiting for the first head."""
         super().connection_made(transport)
         self._begin_head()
 
@@ -45,22 +46,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
-        """A head begins, the first on this connection or a later one."""
+        """A head begins: the first on this connection, or a later one."""
         if not self._in_head:
             self._begin_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """The head is whole."""
+        """The head is complete."""
         self._end_head()
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
-        """Parse; a head that goes on beyond the limit is refused."""
+        """Parse; refuse a head that exceeds the limit."""
         if self._refused:
             return
         super().data_received(data)
-        # Counted where the head goes on behind the piece: a piece that ends one may hold much of a body.
+        # Counted only if the head continues after this piece: the piece that ends it may hold much of a body.
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_LIMIT_BYTES:
@@ -68,7 +69,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._refuse(HeadersTooLargeError(f"The request's headers exceed {limit} KiB."))
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP request, in the one error shape."""
+        """Answer what is not an HTTP request, with an error in the usual form."""
         self._refuse(InvalidRequestError(msg))
 
     def _begin_head(self) -> None:
@@ -88,7 +89,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: GatewayError) -> None:
-        """Answer with `error`, take in nothing more, and close a little later."""
+        """Answer with `error`, process nothing more, and close a little later."""
         self._end_head()
         self._refused = True
         body = msgspec.json.encode(render(error))

@@ -1,11 +1,11 @@
 """Runs the gateway in this process: listen, serve, drain, end.
 
 uvicorn speaks HTTP; signals and draining are ours, because on SIGTERM uvicorn refuses connections at once, so
-that nobody could be told 503. Here the listener stays open until the last running request has ended.
+clients would not get a 503. Here the listener stays open until the last running request has ended.
 
-    first SIGTERM or SIGINT   readiness and new requests 503; running ones go on for `drain_s`, what is left
-                              then ends with an error; exit status 0
-    second one                the end, now; exit status 128 + signal
+    first SIGTERM or SIGINT   503 for readiness and new requests; running ones have `drain_s` to finish, the
+                              rest then ends with an error; exit status 0
+    second one                end at once; exit status 128 + signal
 """
 
 import asyncio
@@ -43,20 +43,20 @@ _log = logging.getLogger(__name__)
 
 
 class Server(uvicorn.Server):
-    """uvicorn without signal handlers of its own; `up` is set once it listens."""
+    """uvicorn without its own signal handlers; `up` is set once it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.up = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Start listening."""
         await super().startup(sockets)
         self.up.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Catch none."""
+        """Install no signal handlers."""
         yield
 
 
@@ -73,10 +73,10 @@ def run(
     Must be called on the main thread: signals are handled here for as long as it runs.
 
     Args:
-        settings: what to serve.
+        settings: of the gateway.
         upstream: serves the models; None: the Tritons of the settings.
-        listener: bound by `bind`, so that a taken port is known before anything else is started; closed in
-            the end. None: one for the settings' host and port.
+        listener: from `bind`, so that a taken port is noticed before anything else is started; closed at the
+            end. None: one for the settings' host and port.
         on_ready: called with the base URL once every model is ready.
         place: among the processes of this gateway; None: it is the only one.
 
@@ -98,10 +98,10 @@ def run(
 
 
 def _shorten_pauses() -> None:
-    """Keep what would hold up every stream at once short.
+    """Shorten the pauses that would stall every stream at once.
 
-    A full collection takes a tenth of a second with all modules in it, which never go. And the thread that
-    gRPC's events come by waits for the event loop's only as long as it must.
+    A full garbage collection over all modules, which never go away, takes a tenth of a second. And the thread
+    that delivers gRPC's events should not wait longer than necessary for the event loop's thread.
     """
     gc.collect()
     gc.freeze()
@@ -168,7 +168,7 @@ async def _announce(gateway: Gateway, url: str, on_ready: Callable[[str], None] 
 
 
 async def _drain(drain: Drain, drain_s: float) -> None:
-    """Let running requests end; tell those that do not within `drain_s` to."""
+    """Let running requests finish; end those that do not within `drain_s`."""
     _log.info("draining", extra={"drain_s": drain_s})
     drain.begin()
     if not await drain.idle(drain_s):

@@ -1,8 +1,8 @@
 """The part of `tritongate up` that runs Triton: a child process, its events, and its end.
 
-The child is `python -m triton_models.embedded`, in a session of its own, so that a terminal's Ctrl-C reaches
-this process alone and the gateway drains before Triton stops. It stops by itself when this process is gone:
-its standard input is a pipe from here. This module imports nothing of it; `wire.events` is what they share.
+The child is `python -m triton_models.embedded`, in its own session, so that a terminal's Ctrl-C reaches only
+this process, and the gateway drains before Triton stops. It stops by itself when this process is gone: its
+standard input is a pipe from here. This module imports nothing of it; they share only `wire.events`.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from wire.events import Event, Ready
 _STOP_TIMEOUT_S = 8.0
 """The child's own limit is some two seconds shorter."""
 _LOADING_EVERY_S = 10.0
-"""Between two lines about one model where the output is no terminal."""
+"""Between two lines about one model, if the output is not a terminal."""
 _SIGNALLED = 128
 _ENGINE_LIMITS = (
     "max_context",
@@ -37,12 +37,12 @@ _ENGINE_LIMITS = (
 
 
 class TritonFailedError(Exception):
-    """The embedded Triton did not start, or ended by itself; the message is one line for the terminal."""
+    """The embedded Triton did not start, or ended unexpectedly; the message is one line for the terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonOptions:
-    """What `tritongate up` passes on. Port 0 is any free one."""
+    """The options that `tritongate up` passes on. Port 0 is any free port."""
 
     models: tuple[str, ...] = ()
     """`[NAME=]DIR` of each; none: the built-in one."""
@@ -61,7 +61,7 @@ class TritonOptions:
     trace_endpoint: str | None = None
     """Where Triton and the models send their spans; None: there are none."""
     contracts: tuple[str, ...] = ()
-    """`[NAME=]CONTRACT`: what the entries for the field's clients speak; none: what fits the checkpoint."""
+    """`[NAME=]CONTRACT`: the contracts of entries `M`; none: the defaults of the checkpoints."""
 
     def command(self) -> list[str]:
         """Return the child's command line."""
@@ -83,7 +83,7 @@ class TritonOptions:
 
 
 class Report:
-    """Tells a person what the child does: in lines, one of them rewritten on a terminal while models load."""
+    """Shows the child's progress: in lines, on a terminal as one line rewritten while models load."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -133,7 +133,7 @@ class Report:
 
     def _write(self, text: str) -> None:
         erase = "\r\x1b[K" if self._open_line else ""
-        # A terminal that went away is no reason to stop serving.
+        # Go on serving when the terminal goes away.
         with contextlib.suppress(OSError):
             self._out.write(erase + text)
             self._out.flush()
@@ -148,7 +148,7 @@ class EmbeddedTriton:
 
     def __init__(self, options: TritonOptions, report: Callable[[Event], None]) -> None:
         self.failure: str | None = None
-        """Why the child ended, where it did so by itself."""
+        """Why the child ended, if it did so unexpectedly."""
         self._report = report
         self._ready: Ready | None = None
         self._decided = threading.Event()
@@ -171,7 +171,7 @@ class EmbeddedTriton:
         self.stop()
 
     def wait_ready(self) -> Ready:
-        """Wait, for as long as loading takes, until every model answers.
+        """Wait, however long loading takes, until every model answers.
 
         Raises:
             TritonFailedError: the child ended instead.
@@ -190,7 +190,7 @@ class EmbeddedTriton:
         try:
             self._process.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            # What is below it ends with it: the kernel sees to that.
+            # Its own children end with it: the kernel takes care of that.
             self._process.kill()
             self._process.wait()
         if self._process.stdin is not None:
@@ -223,7 +223,7 @@ class EmbeddedTriton:
         try:
             event = events.decode_event(line)
         except msgspec.MsgspecError:
-            # Not an event, but somebody thought it worth printing.
+            # Not an event, but worth showing.
             event = events.Notice(line.decode(errors="replace").rstrip())
         self._report(event)
         if isinstance(event, events.Failed):
@@ -236,8 +236,8 @@ class EmbeddedTriton:
 def run_up(options: TritonOptions, serve: Callable[[Ready], int], out: TextIO) -> int:
     """Run Triton and, once it is ready, `serve` in front of it; return the process's exit status.
 
-    SIGTERM and SIGINT stop a Triton that is still starting; while `serve` runs they are its own to handle.
-    One that comes while Triton stops ends this process at once, and Triton a little later.
+    SIGTERM and SIGINT stop a Triton that is still starting; while `serve` runs, it handles them. One that
+    comes while Triton stops ends this process at once, and Triton a little later.
 
     Args:
         options: what Triton serves.
