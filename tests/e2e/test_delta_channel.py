@@ -1,12 +1,8 @@
 """Delta channels on the real Triton: the wire itself, and whole gateways over it, by the official SDK."""
 
 import asyncio
-import contextlib
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,11 +11,10 @@ import pytest
 
 from tests.e2e.channel_client import open_channel
 from tests.e2e.meddling_proxy import MeddlingProxy
+from tests.e2e.serve_process import ServeProcess
 from tests.e2e.stream_client import StreamClient
 from tests.e2e.test_load import different, idle, streamed, until
-from tests.e2e.up_process import UpProcess, metric, wait_until
-from tests.ports import free_ports
-from tests.tied import tied
+from tests.e2e.up_process import UpProcess, wait_until
 from wire.channel import Frame
 from wire.meta import Meta
 
@@ -34,43 +29,12 @@ LONG: dict[str, Any] = {
 }
 
 
-class Worker:
-    """A `tritongate serve` of its own in front of the shared Triton."""
-
-    def __init__(self, up: UpProcess, *flags: str) -> None:
-        self.port = free_ports(1)[0]
-        self.base_url = f"http://127.0.0.1:{self.port}"
-        command = [str(Path(sys.executable).with_name("tritongate")), "serve"]
-        upstreams = [] if "--upstreams" in flags else ["--upstreams", up.triton_grpc]
-        self.process = subprocess.Popen(
-            tied(*command, *upstreams, *flags, "--port", self.port, "--log-level", "error")
-        )
-        wait_until(self.is_ready, 60)
-
-    def is_ready(self) -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return httpx.get(self.base_url + "/health/ready", timeout=20).status_code == 200
-        return False
-
-    def gauge(self, name: str, **labels: str) -> float:
-        return metric(httpx.get(self.base_url + "/metrics", timeout=20).text, name, **labels)
-
-    def sdk(self, **options: Any) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(
-            base_url=self.base_url + "/v1", api_key="unused", max_retries=0, timeout=100, **options
-        )
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
 @pytest.fixture
-def worker(up: UpProcess) -> Iterator[Callable[..., Worker]]:
+def worker(up: UpProcess) -> Iterator[Callable[..., ServeProcess]]:
     workers = []
 
-    def start(*flags: str) -> Worker:
-        workers.append(Worker(up, *flags))
+    def start(*flags: str, upstream: str = up.triton_grpc) -> ServeProcess:
+        workers.append(ServeProcess(upstream, *flags))
         return workers[-1]
 
     yield start
@@ -129,7 +93,7 @@ def end_of(own: Iterator[tuple[str, Meta]]) -> str | None:
     return last.finish_reason
 
 
-async def test_plain_and_channel_answer_alike(up: UpProcess, worker: Callable[..., Worker]) -> None:
+async def test_plain_and_channel_answer_alike(up: UpProcess, worker: Callable[..., ServeProcess]) -> None:
     by_channel, plainly = worker(), worker("--delta-channel", "off")
     asked = [different(number) for number in range(STREAMS)]
     answers = []
@@ -142,7 +106,7 @@ async def test_plain_and_channel_answer_alike(up: UpProcess, worker: Callable[..
 
 
 async def test_an_answer_that_is_not_streamed_comes_alike_beside_streams(
-    up: UpProcess, worker: Callable[..., Worker]
+    up: UpProcess, worker: Callable[..., ServeProcess]
 ) -> None:
     by_channel = worker()
     async with by_channel.sdk() as client:
@@ -174,13 +138,13 @@ async def proxy(up: UpProcess) -> AsyncIterator[MeddlingProxy]:
 
 
 @pytest.fixture
-async def meddled(proxy: MeddlingProxy, worker: Callable[..., Worker]) -> Worker:
+async def meddled(proxy: MeddlingProxy, worker: Callable[..., ServeProcess]) -> ServeProcess:
     """A gateway that reaches Triton through the proxy; awaited on a thread: the proxy needs the loop."""
-    return await asyncio.to_thread(worker, "--upstreams", proxy.address)
+    return await asyncio.to_thread(worker, upstream=proxy.address)
 
 
 async def test_a_channel_lost_under_load_leaves_no_stream_silent(
-    up: UpProcess, proxy: MeddlingProxy, meddled: Worker
+    up: UpProcess, proxy: MeddlingProxy, meddled: ServeProcess
 ) -> None:
     """The channel alone, again and again; each answer is whole, or ends with an error that says so."""
     async with meddled.sdk() as client:
@@ -205,7 +169,7 @@ async def test_a_channel_lost_under_load_leaves_no_stream_silent(
 
 
 async def test_a_missing_delta_is_noticed_by_the_count_in_the_last_response(
-    proxy: MeddlingProxy, meddled: Worker
+    proxy: MeddlingProxy, meddled: ServeProcess
 ) -> None:
     async with meddled.sdk() as client:
         assert (await lasting(client, max_tokens=60))[0] == "length"
@@ -221,7 +185,7 @@ async def test_a_missing_delta_is_noticed_by_the_count_in_the_last_response(
 
 
 async def test_a_killed_worker_frees_its_requests_and_harms_no_other(
-    up: UpProcess, worker: Callable[..., Worker]
+    up: UpProcess, worker: Callable[..., ServeProcess]
 ) -> None:
     doomed, other = worker(), worker()
     async with doomed.sdk() as dies, other.sdk() as lives:
@@ -240,7 +204,7 @@ async def test_a_killed_worker_frees_its_requests_and_harms_no_other(
 
 
 async def test_a_client_that_does_not_read_stalls_nobody(
-    up: UpProcess, worker: Callable[..., Worker]
+    up: UpProcess, worker: Callable[..., ServeProcess]
 ) -> None:
     served = worker()
     body = {**LONG, "stream": True, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}

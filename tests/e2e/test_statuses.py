@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from tritonclient.grpc import service_pb2
 
@@ -27,6 +28,7 @@ from gateway.triton.channel import Channel
 from gateway.triton.pool import TritonUpstream
 from gateway.triton.replicas import ReplicaState
 from gateway.triton.status import Fault, TritonError
+from tests.e2e.serve_process import ServeProcess
 from wire.events import Failed, Ready, decode_event
 from wire.refusal import RefusalCode
 from wire.strings import pack_strings
@@ -165,6 +167,20 @@ async def test_models_are_found_and_answer(upstream: TritonUpstream) -> None:
 )
 async def test_refusals(upstream: TritonUpstream, code: RefusalCode, error: type[GatewayError]) -> None:
     assert type(await failure(upstream, f"refuse {code}")) is error
+
+
+def test_what_clients_get_over_http(scripted: Scripted) -> None:
+    codes = {"invalid_request": 400, "context_length_exceeded": 400, "queue_full": 429}
+    codes |= {"internal": 502, "shutting_down": 503, "deadline_exceeded": 504}
+    scripts = {"hello": 200, "raise": 502} | {f"refuse {code}": status for code, status in codes.items()}
+    with contextlib.closing(ServeProcess(scripted.address)) as gateway:
+        for script, status in scripts.items():
+            body = {"model": "m", "messages": [{"role": "user", "content": script}], "stream": True}
+            answer = httpx.post(gateway.base_url + "/v1/chat/completions", json=body, timeout=60)
+            assert answer.status_code == status, script
+            assert ("retry-after" in answer.headers) == (status in {429, 503}), script
+            assert status == 200 or set(answer.json()["error"]) == {"message", "type", "param", "code"}
+            assert not any(secret in answer.text for secret in ("secret", "Traceback", "m-stream"))
 
 
 async def test_a_burst_of_refusals_leaves_the_server_alive(upstream: TritonUpstream) -> None:

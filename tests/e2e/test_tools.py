@@ -60,6 +60,23 @@ def test_a_question_is_a_call_streamed_and_not(
 
 
 @pytest.mark.parametrize("streamed", [False, True])
+def test_what_is_not_a_whole_literal_call_stays_text(streamed: bool, demo: openai.OpenAI) -> None:
+    """Its own call, without the end that would make it one."""
+    text, name, arguments = QUESTIONS[0]
+    answer = ask(demo, question(text), stop=arguments["city"][-1], stream=streamed)
+    if streamed:
+        deltas = [choice.delta for chunk in answer for choice in chunk.choices]
+        said, calls = "".join(each.content or "" for each in deltas), [each.tool_calls for each in deltas]
+    else:
+        (choice,) = answer.choices
+        assert choice.finish_reason == "stop"
+        said, calls = choice.message.content, [choice.message.tool_calls]
+    assert not any(calls)
+    assert said.startswith(name)
+    assert said.endswith(arguments["city"][:-1])
+
+
+@pytest.mark.parametrize("streamed", [False, True])
 def test_the_result_becomes_the_answer(streamed: bool, demo: openai.OpenAI) -> None:
     said = question("襄阳今天天气怎么样？")
     if streamed:
