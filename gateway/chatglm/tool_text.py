@@ -12,7 +12,7 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 
 from gateway.chatglm.call_readers import CallReader, OnPart, Verdict
-from gateway.chatglm.held_text import HeldText
+from gateway.chatglm.constrained_text import ConstrainedText
 from gateway.pieces import Piece, joined_pieces
 from wire.answer import AnswerText, by_segment
 from wire.meta import Segment
@@ -44,7 +44,7 @@ class ToolText:
         reader: Callable[[str, OnPart], CallReader],
         *,
         metadata: str | None = None,
-        text: AnswerText | HeldText | None = None,
+        text: AnswerText | ConstrainedText | None = None,
     ) -> None:
         self._offered = frozenset(offered)
         self._new_reader = reader

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import msgspec
 from tritonclient.grpc import service_pb2
 
+from gateway.chatglm.constrained_text import ConstrainedText
 from gateway.chatglm.formats import chat_form
-from gateway.chatglm.held_text import HeldText
 from gateway.chatglm.tool_offer import answer_metadata, call_rules, callable_names
 from gateway.chatglm.tool_text import ToolText
 from gateway.dialects.base import ModelReport
@@ -86,7 +86,7 @@ def _shown_text(generation: Generation, report: ModelReport) -> AnswerText | Con
         callable_names(offer),
         tools.read if rules is None else tools.read_enforced,
         metadata=answer_metadata(offer),
-        text=HeldText() if rules is not None and rules.text is not None else AnswerText(),
+        text=ConstrainedText() if rules is not None and rules.text is not None else AnswerText(),
     )
 
 

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from gateway.dialects.choice import choose
+from gateway.dialects.registry import choose
 from gateway.errors import UpstreamProtocolError
 from gateway.triton.backoff import Backoff
 from gateway.triton.channel import Channel

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
-from gateway.dialects.choice import choose
+from gateway.dialects.registry import choose
 from gateway.errors import (
     ConflictError,
     DeadlineError,

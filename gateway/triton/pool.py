@@ -14,7 +14,6 @@ from gateway.generation import Accepted, Delta, Event, Generation
 from gateway.prediction import Prediction, PredictionAnswer
 from gateway.tokenization import Tokenization, Tokens
 from gateway.triton.answering import answer_over_channel, answer_plainly
-from gateway.triton.calls import Calls
 from gateway.triton.channel import Channel
 from gateway.triton.discovery import Discovery
 from gateway.triton.failover import Tries
@@ -25,6 +24,7 @@ from gateway.triton.replicas import HealthPolicy, Replica, ReplicaReport, Replic
 from gateway.triton.resolver import Resolve, resolve
 from gateway.triton.status import Fault, TritonError
 from gateway.triton.tokenizing import tokenize as tokenize_on
+from gateway.triton.traced_calls import TracedCalls
 from gateway.upstream import EntriesChanged, ModelCard
 
 R = TypeVar("R", Prediction, Tokenization)
@@ -117,7 +117,7 @@ class TritonUpstream:
 
     async def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
         """Run `request`: see `gateway.upstream.Upstream.generate`."""
-        tries, calls = self._tries(request), Calls(request)
+        tries, calls = self._tries(request), TracedCalls(request)
         accepted = delivered = generated = False
         while True:
             replica = tries.next()
@@ -152,7 +152,7 @@ class TritonUpstream:
 
     async def _answer_whole(self, request: R, ask: Callable[[Replica, R], Awaitable[A]]) -> A:
         """Run `request`, which has a single response, on one replica after the other."""
-        tries, calls = self._tries(request), Calls(request)
+        tries, calls = self._tries(request), TracedCalls(request)
         while True:
             replica = tries.next()
             try:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.dialects.base import ChannelDialect, Dialect, ModelReport
-from gateway.dialects.choice import choose, choose_channels
+from gateway.dialects.registry import choose, choose_channels
 from gateway.errors import GatewayError
 from gateway.triton.backoff import Backoff
 from gateway.triton.channel import Channel

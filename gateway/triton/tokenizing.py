@@ -1,6 +1,6 @@
 """Tokenizations on one replica's tokenizer entry."""
 
-from gateway.dialects.choice import choose_tokenizer
+from gateway.dialects.registry import choose_tokenizer
 from gateway.errors import InvalidRequestError, UpstreamProtocolError
 from gateway.tokenization import Tokenization, Tokens
 from gateway.triton.replicas import Replica

@@ -7,7 +7,7 @@ from tritonclient.grpc import service_pb2
 from gateway.dialects.base import ModelReport
 from gateway.dialects.chatglm import ChatGLMDialect
 from gateway.dialects.chatglm_tokenizer import ChatGLMTokenizer
-from gateway.dialects.choice import choose_tokenizer
+from gateway.dialects.registry import choose_tokenizer
 from gateway.errors import InvalidRequestError, UpstreamProtocolError
 from gateway.generation import (
     Conversation,

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.openai.test_responses_course import TOOLS, last, run
+from tests.gateway.openai.test_response_builder import TOOLS, last, run
 
 
 def test_what_the_request_said_is_repeated() -> None:

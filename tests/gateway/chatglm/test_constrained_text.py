@@ -1,6 +1,6 @@
 import pytest
 
-from gateway.chatglm.held_text import HeldText
+from gateway.chatglm.constrained_text import ConstrainedText
 from wire.meta import Segment
 
 
@@ -16,13 +16,13 @@ from wire.meta import Segment
     ],
 )
 def test_text_is_shown_as_it_stands_and_nothing_else(raw: str, shown: str, size: int) -> None:
-    text = HeldText()
+    text = ConstrainedText()
     pieces = [raw[at : at + size] for at in range(0, len(raw), size)]
     assert "".join([*(text.push(piece) for piece in pieces), text.finish()]) == shown
 
 
 def test_each_segment_has_a_first_line() -> None:
-    text = HeldText()
+    text = ConstrainedText()
     assert text.push("\na\nbget\ncut", [Segment(4, "assistant")]) == "a\nb"
     assert text.push("", [Segment(0, "assistant")]) + text.push("\n x") == " x"
     with pytest.raises(ValueError, match="outside"):

@@ -2,7 +2,7 @@ import pytest
 
 from gateway.dialects.chatglm import ChatGLMDialect
 from gateway.dialects.chatglm_channel import ChatGLMChannels
-from gateway.dialects.choice import choose, choose_channels
+from gateway.dialects.registry import choose, choose_channels
 from gateway.errors import UpstreamProtocolError
 
 

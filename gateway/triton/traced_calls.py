@@ -17,7 +17,7 @@ R = TypeVar("R", Generation, Prediction, Tokenization)
 _NOWHERE = Part()
 
 
-class Calls(Generic[R]):
+class TracedCalls(Generic[R]):
     """Records the calls for one request in the trace of the current task's HTTP request.
 
     An HTTP request with several prompts has one of these per prompt.

@@ -1,6 +1,7 @@
-"""The course of a response: the events that the deltas of its answer make, and what it is at each point.
+"""Builds a response from the deltas of its answer, with the events for each step.
 
-A whole response is what stands at the end of the same course, so that it cannot differ from a streamed one.
+A response that is not streamed is the final state of the same builder, so it cannot differ from a streamed
+one.
 """
 
 import time
@@ -49,7 +50,7 @@ from gateway.openai.responses_events import (
 from gateway.openai.responses_request import ResponsesRequest
 
 _CONTENT_INDEX = 0
-"""Of a message's text, which is its only part."""
+"""The index of a message's text, its only part."""
 
 
 @dataclass(slots=True)
@@ -86,27 +87,27 @@ class _OpenCall:
         )
 
 
-class ResponseCourse:
-    """Follows one answer. Each method returns the events that it makes, in order.
+class ResponseBuilder:
+    """Follows one answer. Each method returns the resulting events, in order.
 
-    Text opens a message; a call ends it and is an item of its own; text after a call opens another message.
+    Text opens a message; a call closes it and is an item of its own; text after a call opens another message.
     """
 
     def __init__(self, asked: ResponsesRequest) -> None:
         self.response = begun(asked, int(time.time()))
-        """As it stands."""
+        """Its current state."""
         self._sequence_numbers = count()
         self._done: list[OutputItem] = []
         self._message: _OpenMessage | None = None
         self._call: _OpenCall | None = None
-        """At most one of the two is open."""
+        """At most one of message and call is open."""
         self._logprobs: list[TokenLogprob] = []
-        """Of tokens whose text was not shown yet."""
+        """Those of tokens whose text was not shown yet."""
         self._finish_reason: FinishReason | None = None
         self._usage: Usage | None = None
 
     def begin(self) -> list[ResponseEvent]:
-        """Say that the request was accepted."""
+        """The request was accepted."""
         return [
             ResponseCreated(sequence_number=self._number(), response=self.response),
             ResponseInProgress(sequence_number=self._number(), response=self.response),
@@ -130,7 +131,7 @@ class ResponseCourse:
         if delta.finish_reason is not None:
             self._finish_reason = delta.finish_reason
             if not self._done and self._call is None:
-                events += self._add_text("")  # an answer without a word is a message without text
+                events += self._add_text("")  # an empty answer is a message without text
             status: ItemStatus = "incomplete" if delta.finish_reason == "length" else "completed"
             events += self._close_message(status)
             events += self._close_call(status)
@@ -154,7 +155,7 @@ class ResponseCourse:
         return [ResponseCompleted(sequence_number=self._number(), response=self.response)]
 
     def fail(self, error: GatewayError) -> list[ResponseEvent]:
-        """End the response with what broke it."""
+        """End the response with an error."""
         cut = [each.item("incomplete") for each in (self._message, self._call) if each is not None]
         self.response = replace(
             self.response, status="failed", error=error_of(error), output=[*self._done, *cut]
@@ -196,7 +197,7 @@ class ResponseCourse:
             )
 
     def _close_message(self, status: ItemStatus) -> Iterator[ResponseEvent]:
-        """Close the one that is open, if one is."""
+        """Close the open message, if there is one."""
         if self._message is None:
             return
         if self._logprobs:
@@ -240,7 +241,7 @@ class ResponseCourse:
         )
 
     def _close_call(self, status: ItemStatus) -> Iterator[ResponseEvent]:
-        """Close the one that is open, if one is; arguments that were whole before the end are complete."""
+        """Close the open call, if there is one; arguments that were whole before the end are complete."""
         if self._call is None:
             return
         item, self._call = self._call.item(status), None

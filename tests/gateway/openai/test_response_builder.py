@@ -17,7 +17,7 @@ from gateway.errors import (
 )
 from gateway.generation import Delta, TokenLogprob, TopLogprob, Usage
 from gateway.openai.answer import encode
-from gateway.openai.responses_course import ResponseCourse
+from gateway.openai.response_builder import ResponseBuilder
 from gateway.openai.responses_events import ResponseEvent
 from gateway.openai.responses_request import read_responses_request
 from gateway.pieces import CallPart, Piece, joined_pieces
@@ -32,8 +32,10 @@ TOOLS = [
 WITH_LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
 
 
-def course(**asked: Any) -> ResponseCourse:
-    return ResponseCourse(read_responses_request(json.dumps({"model": "m", "input": "hi", **asked}).encode()))
+def build(**asked: Any) -> ResponseBuilder:
+    return ResponseBuilder(
+        read_responses_request(json.dumps({"model": "m", "input": "hi", **asked}).encode())
+    )
 
 
 def last(reason: Any = "stop", *pieces: Piece) -> Delta:
@@ -52,7 +54,7 @@ def documents(events: list[ResponseEvent]) -> list[dict[str, Any]]:
 
 def run(*deltas: Delta, **asked: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return all events and the last response, each checked against the SDK."""
-    way = course(**asked)
+    way = build(**asked)
     events = documents(way.begin())
     for delta in deltas:
         events += documents(way.take(delta))
@@ -224,7 +226,7 @@ def test_pieces_make_the_same_items_however_they_come(pieces: list[Piece], cuts:
 
 
 def test_a_failure_leaves_the_call_as_far_as_it_came() -> None:
-    way = course(tools=TOOLS)
+    way = build(tools=TOOLS)
     way.take(Delta(tokens=1, pieces=(CallPart("now", '{"zo'),)))
     way.fail(UpstreamProtocolError("x"))
     (item,) = msgspec.json.decode(encode(way.response))["output"]
@@ -267,7 +269,7 @@ def test_log_probabilities() -> None:
     ],
 )
 def test_an_error_ends_the_response_as_failed(error: GatewayError, code: str) -> None:
-    way = course()
+    way = build()
     way.begin()
     way.take(Delta(pieces=("Hel",), tokens=1))
     failed, ended = documents(way.fail(error))
@@ -287,7 +289,7 @@ def test_an_error_ends_the_response_as_failed(error: GatewayError, code: str) ->
     "deltas", [[], [Delta(pieces=("a",), tokens=1)], [Delta(tokens=1, finish_reason="stop")]]
 )
 def test_an_answer_without_an_end_is_the_upstreams_fault(deltas: list[Delta]) -> None:
-    way = course()
+    way = build()
     for delta in deltas:
         way.take(delta)
     with pytest.raises(UpstreamProtocolError):

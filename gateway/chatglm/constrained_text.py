@@ -16,7 +16,7 @@ class _At(enum.Enum):
     """After a first line that is not empty: the beginning of a call that was cut short."""
 
 
-class HeldText:
+class ConstrainedText:
     """Selects the text to be shown of segments that are not calls. Not thread-safe.
 
     Text that follows a grammar is shown unchanged, white space included. Nothing else is shown: the beginning
