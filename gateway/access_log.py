@@ -1,6 +1,6 @@
-"""What the log says of a finished request, in one line.
+"""The log line of a finished request.
 
-Prompts and answers only where `log_prompts` asks for the body; keys by their owner's name, never themselves.
+It holds prompts only if `log_prompts` asks for the body, and never a key, only its owner's name.
 """
 
 from typing import Any, Final
@@ -13,7 +13,7 @@ BODY_LIMIT_BYTES: Final = 16 * 1024
 
 
 def request_line(exchange: Exchange, route: str, duration_s: float) -> dict[str, Any]:
-    """Return the fields of a finished request's line; times are in milliseconds, `_ms` behind their names."""
+    """Return the fields of a finished request's line; times are in milliseconds, with names in `_ms`."""
     line: dict[str, Any] = {
         "request_id": exchange.request_id,
         "method": exchange.method,
@@ -48,18 +48,18 @@ def _generation(exchange: Exchange) -> dict[str, Any]:
     if exchange.first_token_at is not None:
         line["first_token_ms"] = _ms(exchange.first_token_at - exchange.arrived)
     if exchange.finish_reasons:
-        # Of several choices each reason once, in the order of the choices.
+        # Each reason once, in the order of the choices.
         reasons = dict.fromkeys(reason for _, reason in sorted(exchange.finish_reasons.items()))
         line["finish_reason"] = ",".join(reasons)
     return line
 
 
 def _upstreams(trace: Trace) -> dict[str, Any]:
-    """Return the Tritons that had the last word, and how many were tried for the prompt that needed most."""
+    """Return the Tritons that answered or failed last, and the most attempts that any prompt needed."""
     called = [calls for calls in trace.calls if calls]
     if not called:
         return {}
-    # Of several prompts each Triton once.
+    # Each Triton once, even with several prompts.
     last = dict.fromkeys(calls[-1] for calls in called)
     return {"upstream": ",".join(last), "attempts": max(map(len, called))}
 

@@ -1,7 +1,7 @@
 """A Prometheus histogram that takes many equal observations at once.
 
-`prometheus_client.Histogram` takes one observation a call. A delta of n tokens is n observations, and an
-answer that comes whole is thousands: they must cost one call.
+`prometheus_client.Histogram` takes one observation per call. A delta of n tokens is n observations, and an
+answer that comes whole is thousands: that must be a single call.
 """
 
 from bisect import bisect_left

@@ -52,7 +52,7 @@ Size = Annotated[int, BeforeValidator(_no_bool), Field(ge=-1, lt=2**31)]
 
 T = TypeVar("T")
 Items = Annotated[tuple[T, ...], Field(fail_fast=True)]
-"""Read up to its first fault: a body has room for millions, and only one is told."""
+"""Validated up to the first fault: a body has room for millions, and only one is reported."""
 
 
 class _Message(BaseModel):
@@ -60,14 +60,14 @@ class _Message(BaseModel):
 
 
 class TensorContents(_Message):
-    """The elements, in the field that the datatype asks for."""
+    """The elements, in the field for their datatype."""
 
     bytes_contents: Items[Base64] = Field((), description="of BYTES: each element in base64")
     int_contents: Items[Int16] = Field((), description="of INT16")
 
 
 class InputTensorMessage(_Message):
-    """One input. In `shape`, one size may be -1: the one that the number of elements gives."""
+    """One input. One size in `shape` may be -1; it follows from the number of elements."""
 
     name: str = Field(min_length=1)
     datatype: Literal["BYTES", "INT16"]
@@ -76,7 +76,7 @@ class InputTensorMessage(_Message):
 
 
 class OutputTensorMessage(_Message):
-    """An output that is asked for."""
+    """A requested output."""
 
     name: str = Field(min_length=1)
 
@@ -169,7 +169,7 @@ _PROTO_NAMES = {
 
 
 def _supported(message: dict[str, Any], path: str) -> dict[str, Any]:
-    """Refuse what reaches into the server, unless it is empty."""
+    """Refuse fields that reach into the server, unless they are empty."""
     return without_neutral(_by_proto_names(message), {"parameters": {}, "raw_input_contents": []}, path)
 
 
@@ -196,7 +196,7 @@ def _input(tensor: InputTensorMessage, path: str) -> InputTensor:
 
 
 def _whole_shape(shape: tuple[int, ...], count: int, path: str) -> tuple[int, ...]:
-    """Return `shape` with its one -1, if there is one, made the size that `count` elements need."""
+    """Return `shape` with its -1, if there is one, replaced by the size for `count` elements."""
     if shape.count(-1) > 1:
         raise InvalidRequestError(f"{path}: only one size may be -1.", param=path)
     known = math.prod(size for size in shape if size >= 0)

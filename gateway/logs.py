@@ -1,7 +1,7 @@
-"""Log lines on standard error, each with the ids of the request and the trace that it belongs to.
+"""Log lines on standard error, each with the ids of its request and its trace.
 
-Answers and keys are never logged, and prompts only where `log_prompts` is set (`gateway.access_log`): no
-other call in this package hands them to a logger.
+Answers and keys are never logged, and prompts only if `log_prompts` is set (`gateway.access_log`): no other
+code in this package passes them to a logger.
 """
 
 import logging
@@ -16,7 +16,7 @@ from gateway.tracing import current_trace
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Of the request that the current task serves."""
+"""The id of the request that the current task serves."""
 
 
 class _AddRequestId(logging.Filter):
@@ -58,5 +58,5 @@ def configure_logging(level: str, form: str = "json") -> None:
     handler.addFilter(_AddRequestId())
     handler.setFormatter(_json_formatter() if form == "json" else _TextFormatter(_TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # It repeats what we say ourselves.
+    # It repeats our own lines.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

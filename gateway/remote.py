@@ -1,4 +1,4 @@
-"""A running gateway, asked from the command line: one JSON request, one JSON answer."""
+"""A client of a running gateway, for the command line: one JSON request, one JSON answer."""
 
 import http.client
 import json
@@ -13,11 +13,11 @@ class RemoteError(Exception):
 
 
 class RemoteGateway:
-    """A gateway at `url`, which may have a path in front of the API's.
+    """A gateway at `url`, which may include a path prefix.
 
     Args:
         url: http or https.
-        key: sent as the bearer key; None where the gateway needs none.
+        key: sent as the bearer key; None if the gateway needs none.
 
     Raises:
         RemoteError: not such a URL.
@@ -32,7 +32,7 @@ class RemoteGateway:
         self._key = key
 
     def change_model(self, model: str, action: str, options: dict[str, Any]) -> dict[str, Any]:
-        """Ask for a model's `action`, `load` or `unload`, and wait as long as the gateway takes.
+        """Request a model's `action`, `load` or `unload`, and wait as long as the gateway takes.
 
         Raises:
             RemoteError: it was refused, or failed.

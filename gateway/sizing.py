@@ -1,7 +1,7 @@
-"""How much of a GPU a checkpoint takes, and how many sequences fit beside it: what `tritongate size` says.
+"""How much of a GPU a checkpoint takes, and how many sequences fit beside it, for `tritongate size`.
 
-From `config.json` alone: no weights are opened, and nothing of the models' side is imported. The engine does
-not estimate what its steps need, it measures that when it loads; this is for planning.
+Reads only `config.json`: no weights are opened, and nothing of the model side is imported. This is for
+planning; the engine itself does not estimate the memory of its steps, it measures it at load time.
 """
 
 import json
@@ -19,13 +19,13 @@ GPU_SHARE: Final = 0.95
 LOGITS_COPIES: Final = 10
 GRAPH_BYTES: Final = 2 * 2**20
 STEP_TOKENS: Final = 4096
-"""Of the largest captured step."""
+"""Tokens of the largest captured step."""
 
 _GRAPHS: Final = 100
-"""Captured steps: those of decodes only, and those with prompts in them."""
+"""Number of captured steps: those of decodes only, and those with prompts."""
 _FLOAT32: Final = 4
 _CONTEXT_BYTES: Final = GIB // 2
-"""What a driver and its libraries keep of a device for one process."""
+"""What the driver and its libraries take of a device for one process."""
 
 
 class SizingError(Exception):
@@ -44,11 +44,11 @@ class Shape:
     head: int
     vocabulary: int
     context: int
-    """Tokens of prompt and answer that it was made for."""
+    """Its longest context, prompt and answer together, in tokens."""
     bias: bool
 
     def weight_bytes(self, item_bytes: int) -> int:
-        """Return the bytes of all that the model allocates."""
+        """Return the bytes of the model's weights and buffers."""
         qkv = (self.query_heads + 2 * self.kv_heads) * self.head
         layer = self.hidden * (qkv + self.query_heads * self.head + 3 * self.ffn) + self.bias * qkv
         weights = 2 * self.vocabulary * self.hidden + self.layers * layer
@@ -61,26 +61,26 @@ class Shape:
         return 2 * self.layers * self.kv_heads * self.head * item_bytes
 
     def step_bytes(self, item_bytes: int, max_running: int) -> int:
-        """Return about what steps take beside weights and KV cache, with everything captured."""
+        """Return roughly what steps take besides weights and KV cache, with everything captured."""
         widest = 2 * self.ffn + 4 * self.hidden
         activations = STEP_TOKENS * widest * item_bytes + max_running * self.vocabulary * _FLOAT32
         sampling = LOGITS_COPIES * max_running * self.vocabulary * _FLOAT32
         counts = max_running * self.vocabulary * _FLOAT32
-        # Once kept by the allocator, once for the graphs' own pool; then what sampling by every rule may add.
+        # Once for the allocator, once for the graphs' own pool; then what sampling with every option may add.
         pools = 2 * activations + _GRAPHS * GRAPH_BYTES
         return _CONTEXT_BYTES + counts + pools + max(0, sampling - activations)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """What a GPU of some memory comes to. All in bytes but `blocks`."""
+    """How a GPU's memory is used. In bytes, except for `blocks`."""
 
     weights: int
     steps: int
     kv_cache: int
     kv_token: int
     blocks: int
-    """Of `BLOCK_TOKENS` tokens each; 0: nothing is left for them."""
+    """KV blocks of `BLOCK_TOKENS` tokens each; 0: no memory is left for them."""
 
     def sequences(self, tokens: int, max_running: int) -> int:
         """Return how many sequences of `tokens` tokens run at once."""
@@ -125,7 +125,7 @@ def _count(value: Any) -> int:
 
 
 def size(shape: Shape, *, gpu_bytes: int, item_bytes: int, max_running: int = MAX_RUNNING) -> Sizing:
-    """Return what `gpu_bytes` of memory come to for a model of `shape`."""
+    """Return how a model of `shape` uses `gpu_bytes` of memory."""
     weights, steps = shape.weight_bytes(item_bytes), shape.step_bytes(item_bytes, max_running)
     token = shape.kv_bytes(item_bytes)
     left = int(max(0, gpu_bytes - weights - steps) * GPU_SHARE)

@@ -1,11 +1,11 @@
-"""Records requests as OpenTelemetry spans: one for each, one for each part of its course, none for a chunk.
+"""Records requests as OpenTelemetry spans: one per request and one for each of its parts, none per chunk.
 
-    POST /v1/chat/completions     the request, a child of the client's `traceparent` where there is one
-    ├── admission                 waiting for a place
+    POST /v1/chat/completions     the request, a child of the client's `traceparent` if there is one
+    ├── admission                 waiting for admission
     └── call                      one for each Triton that was tried, with the events `accepted` and
                                   `first_token`; Triton's own spans are its children, the model's are theirs
 
-Names of attributes are those of OpenTelemetry's conventions where it has any, else begin with `tritongate.`.
+Attributes have the names of OpenTelemetry's conventions where there are any; others begin with `tritongate.`.
 """
 
 import asyncio
@@ -92,7 +92,7 @@ class Recorded(Trace):
 class _RecordedPart(Part):
     def __init__(self, span: Span) -> None:
         headers: dict[str, str] = {}
-        # Triton records whatever comes with a parent, whether that is recorded or not: it gets none then.
+        # Triton records every request that has a parent, so it gets one only if the parent is recorded.
         if span.is_recording():
             _w3c.inject(headers, trace.set_span_in_context(span))
         super().__init__(tuple(headers.items()))
@@ -116,7 +116,7 @@ class Recording:
 
     Args:
         endpoint: its URL for traces.
-        share: of the requests without a `traceparent` that are recorded, 0 to 1; with one, that says it.
+        share: of the requests without a `traceparent` to record, 0 to 1; a `traceparent` decides itself.
     """
 
     def __init__(self, endpoint: str, share: float) -> None:

@@ -1,8 +1,8 @@
-"""How long an entry `M` takes to answer, over gRPC and over HTTP: the measurement behind `tritongate bench`.
+"""Measures how long an entry `M` takes to answer, over gRPC and HTTP, for `tritongate bench`.
 
-Closed loop: so many clients at once, each with a connection of its own, asking again as soon as it was
-answered. What the requests look like is read from the entry's own metadata, so that every contract of the
-field is measured by the same words. Knows nothing of gateways: it asks Triton itself.
+Closed loop: a number of clients, each with its own connection, send the next request as soon as the last one
+is answered. The form of the requests is read from the entry's metadata, so that every contract is measured
+with the same prompt. Knows nothing of gateways: it talks to Triton directly.
 """
 
 import http.client
@@ -26,7 +26,7 @@ _MESSAGE_LIMIT_BYTES = 64 * 2**20
 _OPTIONS = (
     ("grpc.max_receive_message_length", _MESSAGE_LIMIT_BYTES),
     ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # a connection for each client, as on the HTTP side
+    ("grpc.use_local_subchannel_pool", 1),  # one connection per client, as with HTTP
 )
 
 
@@ -36,7 +36,7 @@ class TimingError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is asked: `count` times in all, by `concurrency` clients."""
+    """The requests to make: `count` in total, by `concurrency` clients."""
 
     model: str
     concurrency: int = 4
@@ -60,7 +60,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """What one protocol took; times of single requests, answered ones only, in milliseconds."""
+    """The times of one protocol's answered requests, in milliseconds."""
 
     protocol: str
     answered: int
@@ -83,7 +83,7 @@ class Client(Protocol):
         """Make one request and read its whole answer.
 
         Raises:
-            TimingError: it was not answered with a response.
+            TimingError: it failed.
         """
         ...
 
@@ -93,10 +93,10 @@ class Client(Protocol):
 
 
 def read_inputs(grpc_address: str, work: Work) -> list[Input]:
-    """Ask Triton what the entry takes, and return what every request will hold.
+    """Read the entry's metadata, and return the inputs of every request.
 
     Raises:
-        TimingError: Triton was not reached, has no such entry, or one that is not of the field's contracts.
+        TimingError: Triton was not reached, has no such entry, or one of an unknown contract.
     """
     with grpc.insecure_channel(grpc_address, options=_OPTIONS) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -135,8 +135,8 @@ class GrpcClient:
 
     Args:
         address: `host:port`.
-        work: what to ask.
-        inputs: its tensors.
+        work: the requests to make.
+        inputs: their tensors.
     """
 
     def __init__(self, address: str, work: Work, inputs: Sequence[Input]) -> None:
@@ -167,8 +167,8 @@ class HttpClient:
 
     Args:
         url: of Triton's HTTP endpoint.
-        work: what to ask.
-        inputs: its tensors.
+        work: the requests to make.
+        inputs: their tensors.
     """
 
     def __init__(self, url: str, work: Work, inputs: Sequence[Input]) -> None:
@@ -195,7 +195,7 @@ class HttpClient:
             response = self._connection.getresponse()
             document = json.loads(response.read())
         except (OSError, ValueError, http.client.HTTPException) as error:
-            self._connection.close()  # the next request opens it anew
+            self._connection.close()  # the next request reopens it
             raise TimingError(str(error) or type(error).__name__) from error
         if response.status != http.client.OK:
             raise TimingError(str(document.get("error", response.status)))
@@ -212,8 +212,8 @@ def measure(protocol: str, connect: Callable[[], Client], work: Work) -> Timing:
 
     Args:
         protocol: its name in the result.
-        connect: makes a client's connection; called once for each.
-        work: what to do.
+        connect: makes a client's connection; called once per client.
+        work: the requests to make.
 
     Raises:
         TimingError: no connection can be made.
@@ -246,12 +246,12 @@ def measure(protocol: str, connect: Callable[[], Client], work: Work) -> Timing:
 
 
 def percentile(ordered: Sequence[float], percent: int) -> float:
-    """Return the least of `ordered` that at least `percent` of them do not exceed; NaN of none."""
+    """Return the smallest of `ordered` that at least `percent` of them do not exceed; NaN if empty."""
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else math.nan
 
 
 class _Run:
-    """Requests to be made, shared by the threads that make them."""
+    """The requests still to be made, shared by the clients' threads."""
 
     def __init__(self, count: int) -> None:
         self.times_ms: list[float] = []

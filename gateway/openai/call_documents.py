@@ -1,4 +1,4 @@
-"""Calls of tools as chat completions write them: whole, in chunks, and in the older form with functions."""
+"""Tool calls in the format of chat completions: whole, in chunks, and in the older form with functions."""
 
 import secrets
 from typing import Literal
@@ -9,14 +9,14 @@ from gateway.pieces import Call, CallPart
 
 
 class CalledFunction(Struct, frozen=True):
-    """Which function is called with what; `arguments` is a JSON object, as text."""
+    """A function's name and arguments; `arguments` is a JSON object as text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Struct, frozen=True):
-    """One call of an answer. Its result names it by `id`."""
+    """One call of an answer. Its result refers to `id`."""
 
     id: str
     function: CalledFunction
@@ -24,7 +24,7 @@ class ToolCall(Struct, frozen=True):
 
 
 class CalledFunctionDelta(Struct, frozen=True):
-    """What a chunk adds to a call: first its name, whole, then arguments."""
+    """What a chunk adds to a call: first the whole name, then arguments."""
 
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
@@ -50,7 +50,7 @@ def function_call(call: Call) -> CalledFunction:
 
 
 def tool_call_deltas(part: CallPart, index: int) -> list[ToolCallDelta]:
-    """Write what came of the call `index`, for a chunk each: its head, with a new id, and arguments."""
+    """Write a part of the call `index`, one item per chunk: its head, with a new id, then arguments."""
     head, *more = function_call_deltas(part)
     if part.name is None:
         return [ToolCallDelta(index, function=head)]
@@ -59,11 +59,11 @@ def tool_call_deltas(part: CallPart, index: int) -> list[ToolCallDelta]:
 
 
 def function_call_deltas(part: CallPart) -> list[CalledFunctionDelta]:
-    """Write what came of a call, for a chunk each, in the older form."""
+    """Write a part of a call in the older form, one item per chunk."""
     more = CalledFunctionDelta(arguments=part.arguments)
     return [more] if part.name is None else [CalledFunctionDelta(name=part.name, arguments=""), more]
 
 
 def new_call_id() -> str:
-    """Make what a call's result names it by."""
+    """Make the id that a call's result refers to."""
     return f"call_{secrets.token_hex(12)}"

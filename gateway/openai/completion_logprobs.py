@@ -1,7 +1,7 @@
-"""Log-probabilities in the form that text completions have: lists side by side, an entry for each token.
+"""Log-probabilities in the format of text completions: parallel lists with one item per token.
 
-With `echo` the prompt's tokens come before the answer's, and the first of them, which follows nothing, has
-null for its log-probability and for the likely tokens.
+With `echo` the prompt's tokens come before the answer's. The very first token has null for its
+log-probability and its alternatives.
 """
 
 from collections.abc import Sequence
@@ -12,26 +12,26 @@ from gateway.generation import PromptLogprob, TokenLogprob
 
 
 class CompletionLogprobs(Struct, frozen=True):
-    """Of a choice's tokens, or of a chunk's: four lists of one length."""
+    """Those of a choice's tokens, or of a chunk's: four lists of equal length."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
-    """The most likely tokens at each place, and the token there whether it is among them or not."""
+    """The most likely tokens at each position, always including the actual one."""
     text_offset: list[int]
-    """Where each token begins in the choice's text, in code points."""
+    """The offset of each token in the choice's text, in code points."""
 
 
 class LogprobsWriter:
-    """Writes those of one choice, in one piece or in several, with the `top` most likely tokens of each."""
+    """Writes those of one choice, at once or in parts, with the `top` most likely tokens at each position."""
 
     def __init__(self, top: int) -> None:
         self._top = top
         self._characters = 0
-        """Begun so far."""
+        """Number of characters begun so far."""
 
     def write(self, tokens: Sequence[TokenLogprob | PromptLogprob]) -> CompletionLogprobs:
-        """Write what is reported of the next tokens, those of the prompt first."""
+        """Write the log-probabilities of the next tokens, those of the prompt first."""
         return CompletionLogprobs(
             [token.token for token in tokens],
             [token.logprob for token in tokens],
@@ -40,7 +40,7 @@ class LogprobsWriter:
         )
 
     def _place(self, utf8: bytes) -> int:
-        """Return the offset of the character that `utf8` begins or goes on with, and take it in."""
+        """Return the offset of the character that `utf8` begins or continues, and advance by it."""
         goes_on = bool(self._characters) and _continues(utf8[:1])
         place = self._characters - goes_on
         self._characters += sum(not _continues(utf8[at : at + 1]) for at in range(len(utf8)))
@@ -55,5 +55,5 @@ def _likely(token: TokenLogprob | PromptLogprob, top: int) -> dict[str, float] |
 
 
 def _continues(byte: bytes) -> bool:
-    """Tell whether `byte`, perhaps none, is inside of a character in UTF-8 and does not begin it."""
+    """Return whether `byte` (or nothing) continues a UTF-8 character instead of beginning one."""
     return b"\x80" <= byte < b"\xc0"

@@ -1,4 +1,4 @@
-"""JSON lists of a million items, written a piece at a time so that other requests go on meanwhile."""
+"""JSON lists of a million items, written in pieces so that other requests are served in between."""
 
 import asyncio
 from collections.abc import Iterable
@@ -9,14 +9,14 @@ from msgspec import Raw
 from gateway.openai.answer import encode
 
 _PIECE = 4096
-"""Items written at one go: a few milliseconds' work, where each has to be read from its own bytes."""
+"""Items per piece: a few milliseconds' work, when each has to be decoded from its own bytes."""
 
 
 async def long_list(items: Iterable[int] | Iterable[str]) -> Raw:
-    """Return `items`, which are read as they are written, as a JSON list.
+    """Return `items`, which are read piece by piece, as a JSON list.
 
     Raises:
-        GatewayError: whatever reading one raises.
+        GatewayError: reading an item failed.
     """
     left = iter(items)
     pieces = []

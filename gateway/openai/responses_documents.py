@@ -1,4 +1,4 @@
-"""A response as OpenAI writes it: its items, its counts, and what it repeats of the request."""
+"""A response in OpenAI's format: its items, its token counts, and what it repeats of the request."""
 
 import secrets
 from typing import Any, Literal
@@ -32,7 +32,7 @@ class OutputText(Struct, frozen=True, kw_only=True):
 
 
 class OutputMessage(Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
-    """An item with what the model says."""
+    """An item with text of the model."""
 
     id: str
     status: ItemStatus
@@ -41,7 +41,7 @@ class OutputMessage(Struct, frozen=True, kw_only=True, tag_field="type", tag="me
 
 
 class OutputCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
-    """An item with a call. `arguments` is a JSON object, as text; its result names it by `call_id`."""
+    """An item with a call. `arguments` is a JSON object as text; its result refers to `call_id`."""
 
     id: str
     status: ItemStatus
@@ -54,14 +54,14 @@ OutputItem = OutputMessage | OutputCall
 
 
 class InputTokensDetails(Struct, frozen=True, kw_only=True):
-    """What of the input was not computed again. No request asks for writes to a cache."""
+    """How much of the input was found in the prefix cache. No request asks for writes to it."""
 
     cache_write_tokens: int = 0
     cached_tokens: int
 
 
 class OutputTokensDetails(Struct, frozen=True, kw_only=True):
-    """These models do not reason apart from their answer."""
+    """Always zero: these models do not reason separately from their answer."""
 
     reasoning_tokens: int = 0
 
@@ -77,7 +77,7 @@ class ResponseUsage(Struct, frozen=True, kw_only=True):
 
 
 class ResponseError(Struct, frozen=True, kw_only=True):
-    """What broke a response that had begun."""
+    """The error that ended a response that had begun."""
 
     code: ErrorCode
     message: str
@@ -100,7 +100,7 @@ class RepeatedTool(Struct, frozen=True, kw_only=True):
 
 
 class RepeatedChoice(Struct, frozen=True, kw_only=True):
-    """The choice of one function, of the request."""
+    """The choice of one function in the request."""
 
     type: Literal["function"] = "function"
     name: str
@@ -115,7 +115,7 @@ class RepeatedObjectFormat(Struct, frozen=True, tag_field="type", tag="json_obje
 
 
 class RepeatedSchemaFormat(Struct, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
-    """JSON that obeys a schema, which it always does."""
+    """JSON that follows a schema; it is always enforced."""
 
     name: str
     description: str | None
@@ -124,20 +124,20 @@ class RepeatedSchemaFormat(Struct, frozen=True, kw_only=True, tag_field="type", 
 
 
 class RepeatedText(Struct, frozen=True):
-    """What the text had to be like."""
+    """The format of the text."""
 
     format: RepeatedTextFormat | RepeatedObjectFormat | RepeatedSchemaFormat
 
 
 class RepeatedReasoning(Struct, frozen=True, kw_only=True):
-    """How it was reasoned: not apart from the answer."""
+    """Reasoning options: none, since these models do not reason separately."""
 
     effort: None = None
     summary: None = None
 
 
 class ResponseDocument(Struct, frozen=True, kw_only=True):
-    """A response, at any point of its course. What the request left open has the value that was used."""
+    """A response in any state. Parameters that the request left open have the value that was used."""
 
     id: str
     object: Literal["response"] = "response"
@@ -172,7 +172,7 @@ class ResponseDocument(Struct, frozen=True, kw_only=True):
 
 
 def begun(asked: ResponsesRequest, created_at: int) -> ResponseDocument:
-    """Return the response to `asked` as it begins at `created_at`, Unix time in seconds."""
+    """Return the initial response to `asked`, created at `created_at`, Unix time in seconds."""
     choice = asked.tool_choice
     return ResponseDocument(
         id=new_id("resp"),
@@ -214,7 +214,7 @@ def usage_of(counts: Usage) -> ResponseUsage:
 
 
 def error_of(error: GatewayError) -> ResponseError:
-    """Write what broke a response, with the nearest of OpenAI's codes."""
+    """Write the error that ended a response, with the closest of OpenAI's codes."""
     code: ErrorCode = "server_error"
     if isinstance(error, RateLimitError):
         code = "rate_limit_exceeded"

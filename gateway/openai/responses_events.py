@@ -1,4 +1,4 @@
-"""The events of a streamed response, as OpenAI names them. Each has the next number of its stream."""
+"""The events of a streamed response, with OpenAI's names. They are numbered in order."""
 
 from collections.abc import Sequence
 
@@ -27,15 +27,15 @@ class ResponseInProgress(_OfResponse, frozen=True, kw_only=True, tag="response.i
 
 
 class ResponseCompleted(_OfResponse, frozen=True, kw_only=True, tag="response.completed"):
-    """The response is whole."""
+    """The response is complete."""
 
 
 class ResponseIncomplete(_OfResponse, frozen=True, kw_only=True, tag="response.incomplete"):
-    """The response ended at a bound."""
+    """The response ended at a limit."""
 
 
 class ResponseFailed(_OfResponse, frozen=True, kw_only=True, tag="response.failed"):
-    """The response broke; what there is of it stays."""
+    """The response failed; the output so far stays."""
 
 
 class StreamFailed(ResponseEvent, frozen=True, kw_only=True, tag="error"):
@@ -56,7 +56,7 @@ class OutputItemAdded(_OfItem, frozen=True, kw_only=True, tag="response.output_i
 
 
 class OutputItemDone(_OfItem, frozen=True, kw_only=True, tag="response.output_item.done"):
-    """An item is whole."""
+    """An item is complete."""
 
 
 class _WithinItem(ResponseEvent, frozen=True, kw_only=True):
@@ -77,18 +77,18 @@ class ContentPartAdded(_OfPart, frozen=True, kw_only=True, tag="response.content
 
 
 class ContentPartDone(_OfPart, frozen=True, kw_only=True, tag="response.content_part.done"):
-    """A message's text is whole."""
+    """A message's text is complete."""
 
 
 class EventTopLogprob(Struct, frozen=True):
-    """One of the most likely tokens at a position."""
+    """One of the most likely tokens at its position."""
 
     token: str
     logprob: float
 
 
 class EventLogprob(Struct, frozen=True):
-    """A sampled token's log-probability and the most likely ones beside it."""
+    """A sampled token's log-probability, and the most likely alternatives."""
 
     token: str
     logprob: float
@@ -142,7 +142,7 @@ StreamEvent = (
 
 
 def event_logprobs(tokens: Sequence[TokenLogprob]) -> list[EventLogprob]:
-    """Write log-probabilities; events have them without bytes."""
+    """Write log-probabilities; in events they come without bytes."""
     return [
         EventLogprob(
             token.token, token.logprob, [EventTopLogprob(top.token, top.logprob) for top in token.top]

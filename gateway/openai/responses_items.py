@@ -1,7 +1,7 @@
-"""The items of a Responses request's `input`: messages, calls of functions and their results.
+"""The items of a Responses request's `input`: messages, function calls and their results.
 
-Items lie side by side that are one message of the conversation: an assistant's text and the calls that it
-made with it. Ids and states of items are bookkeeping, since nothing is stored that they could refer to.
+Several adjacent items can form one message of the conversation: an assistant's text and its calls. Ids and
+states of items are bookkeeping, since nothing is stored that they could refer to.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ from gateway.openai.tools import FunctionCall
 ITEM_NOT_YET: Mapping[str, Any] = MappingProxyType(
     {"async": None, "caller": None, "namespace": None, "phase": None}
 )
-"""Real fields of items that are not supported yet, each with the value that asks for nothing."""
+"""Fields of the API's items that are not supported yet, each with the value that has no effect."""
 
 _ROLES: Mapping[str, MessageRole] = MappingProxyType(
     {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -36,14 +36,14 @@ ItemStatus = Annotated[
 
 
 class InputTextPart(Strict):
-    """A piece of a message's content, or of a result."""
+    """A part of a message's content, or of a result."""
 
     type: Literal["input_text"]
     text: str
 
 
 class OutputTextPart(Strict):
-    """A piece of an answer that is sent back."""
+    """A part of an earlier answer."""
 
     type: Literal["output_text"]
     text: str
@@ -57,7 +57,7 @@ def _type_of(value: Any) -> str | None:
 
 
 def _kind_of(value: Any) -> str | None:
-    """Return the item's type; messages need not have one."""
+    """Return the item's type, which messages may leave out."""
     return _type_of(value) or (_MESSAGE if isinstance(value, dict) and value.get("type") is None else None)
 
 
@@ -82,7 +82,7 @@ class MessageItem(Strict):
 
 
 class FunctionCallItem(FunctionCall):
-    """A call that the model made. Its result names it by `call_id`."""
+    """A call that the model made. Its result refers to `call_id`."""
 
     type: Literal["function_call"]
     call_id: NonEmpty
@@ -115,12 +115,12 @@ Item = Annotated[
 
 @dataclass(slots=True)
 class _Turn:
-    """A message of the conversation while its items are put together."""
+    """A message of the conversation, while its items are collected."""
 
     role: MessageRole
     path: str
     texts: list[list[str]] = field(default_factory=list)
-    """Pieces of text; a call parts the lists."""
+    """Parts of text; a call starts a new list."""
     calls: dict[str, PastCall] = field(default_factory=dict)
     """By id."""
     answers: str | None = None
@@ -136,14 +136,14 @@ class _Turn:
 
 
 def messages_of(items: Iterable[Item]) -> list[Message]:
-    """Return the conversation that `items` are.
+    """Return `items` as a conversation.
 
-    Calls belong to the assistant message that they follow, or to one without text; so does text that follows
-    a call without a result between them, which is how an answer of several parts comes back. A blank line
-    parts what was said before a call and after it.
+    Calls belong to the assistant message that they follow, or to one without text. So does text that follows
+    a call without a result in between, as in an earlier answer of several parts; a blank line separates the
+    text before a call from that after it.
 
     Raises:
-        InvalidRequestError: a call's arguments are not a JSON object, or its id is another's.
+        InvalidRequestError: a call's arguments are not a JSON object, or its id is used twice.
     """
     turns: list[_Turn] = []
     for at, item in enumerate(items):

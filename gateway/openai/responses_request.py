@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: the request as OpenAI defines it, of a server that keeps no responses."""
+"""`POST /v1/responses`: the request as OpenAI defines it, for a server that stores no responses."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -47,12 +47,12 @@ NOT_YET: Mapping[str, Any] = MappingProxyType(
         "truncation": "disabled",
     }
 )
-"""Real parameters that are not supported yet, each with the value that asks for nothing."""
+"""Parameters of the API that are not supported yet, each with the value that has no effect."""
 
 STORED: Mapping[str, Any] = MappingProxyType(
     {"background": False, "conversation": None, "previous_response_id": None, "store": False}
 )
-"""The same for parameters that would need a server that keeps responses."""
+"""The same for parameters that need stored responses."""
 
 REASONING_NOT_YET: Mapping[str, Any] = MappingProxyType(
     dict.fromkeys(("context", "effort", "generate_summary", "mode", "summary"))
@@ -78,20 +78,20 @@ class FlatFunctionTool(Function):
 
 
 class FlatNamedChoice(Strict):
-    """The choice of one of the tools."""
+    """The choice of one particular tool."""
 
     type: Literal["function"]
     name: ToolName
 
 
 class FlatJsonSchemaFormat(JsonSchema):
-    """JSON that obeys a schema."""
+    """JSON that follows a schema."""
 
     type: Literal["json_schema"]
     schema_: Annotated[Schema, Field(alias="schema")]
 
     def grammar(self, field: str) -> Grammar | None:
-        """Return what the answer is held to; `field` is what the request calls this object."""
+        """Return the answer's grammar; `field` is this object's name in the request."""
         return schema_grammar(self.schema_, f"{field}.schema")
 
 
@@ -104,13 +104,13 @@ FlatFormat = Annotated[
 
 
 class TextConfig(Strict):
-    """What the text is to be like."""
+    """The format of the text."""
 
     format: FlatFormat | None = None
 
 
 class Reasoning(Strict):
-    """How to reason: nothing that is supported yet."""
+    """Reasoning options: none is supported yet."""
 
 
 class ResponsesRequest(StructuredRequest):
@@ -136,7 +136,7 @@ class ResponsesRequest(StructuredRequest):
 
     @property
     def token_bound(self) -> int | None:
-        """The bound on new tokens that the client gave."""
+        """The client's limit on new tokens."""
         return self.max_output_tokens
 
     def prompt_asked(self) -> Conversation:
@@ -152,7 +152,7 @@ class ResponsesRequest(StructuredRequest):
 
     @cached_property
     def offer(self) -> ToolOffer | None:
-        """The tools that the model may use, and how.
+        """The tools offered to the model, and which of them it has to call.
 
         Raises:
             InvalidRequestError: the fields about them contradict each other.
@@ -166,10 +166,10 @@ class ResponsesRequest(StructuredRequest):
         )
 
     def grammar_asked(self) -> Grammar | None:
-        """Return what the answer's text is held to; None: it is free.
+        """Return the grammar of the answer's text; None: it is free.
 
         Raises:
-            InvalidRequestError: several fields say it.
+            InvalidRequestError: several fields define one.
         """
         text = self.text.format if self.text else None
         return one_grammar(
@@ -177,7 +177,7 @@ class ResponsesRequest(StructuredRequest):
         )
 
     def generation(self, *, request_id: str, deadline: float) -> Generation:
-        """Return what is asked of the upstream."""
+        """Return the generation to run."""
         asked = super().generation(request_id=request_id, deadline=deadline)
         return replace(asked, logprobs=(self.top_logprobs or 0) if self.include else None)
 
@@ -188,7 +188,7 @@ class ResponsesRequest(StructuredRequest):
                 'top_logprobs needs "message.output_text.logprobs" in include.', param="top_logprobs"
             )
         if self.include and self.offer is not None and self.offer.choice != "none":
-            # Which tokens a call took is not known, and they are none of a message's.
+            # It is not known which tokens belong to a call, and those must not appear in a message.
             raise InvalidRequestError(
                 "Log-probabilities of messages cannot be told from those of calls:"
                 ' leave the tools out, set tool_choice to "none", or ask /v1/chat/completions.',

@@ -1,4 +1,4 @@
-"""JSON schemas in a request: bounded here, understood by the model's side."""
+"""JSON schemas in a request: limited in depth here, interpreted by the model side."""
 
 from itertools import chain
 from typing import Annotated, Any
@@ -7,7 +7,7 @@ from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
 MAX_DEPTH = 64
-"""Of a schema, and of a call's arguments: objects and lists within each other."""
+"""Nesting of objects and lists in a schema, and in a call's arguments."""
 
 
 def shallow(value: Any) -> Any:

@@ -27,7 +27,7 @@ NOT_YET: Mapping[str, Any] = MappingProxyType(
         "mm_processor_kwargs": None,
     }
 )
-"""Real parameters that are not supported, each with the value that asks for nothing."""
+"""Parameters of the API that are not supported, each with the value that has no effect."""
 
 
 OF_MESSAGES: Final = (
@@ -40,7 +40,7 @@ OF_MESSAGES: Final = (
 
 
 class TokenizeRequest(Strict):
-    """A text, or a conversation as a chat request has it, with what decides how its answer begins.
+    """A text, or a conversation as in a chat request, with the parameters that decide how its answer begins.
 
     Null means absent everywhere.
     """
@@ -61,7 +61,7 @@ class TokenizeRequest(Strict):
     return_token_strs: Annotated[bool | None, Field(description="also tell how each token is shown")] = None
 
     def check_combinations(self) -> None:
-        """Refuse what is right by itself and wrong together.
+        """Refuse parameters that are valid alone but not together.
 
         Raises:
             InvalidRequestError: with the field in `param`.
@@ -83,7 +83,7 @@ class TokenizeRequest(Strict):
         _ = self._asked, self._grammar  # which refuse what is wrong with them
 
     def tokenization(self, *, request_id: str, deadline: float) -> Tokenization:
-        """Return what is asked of the upstream."""
+        """Return the tokenization to run."""
         return Tokenization(
             request_id=request_id,
             model=self.model,
@@ -97,7 +97,7 @@ class TokenizeRequest(Strict):
 
     @property
     def subject(self) -> str:
-        """The field that holds what is tokenised."""
+        """The name of the field to be tokenized."""
         return "messages" if self.prompt is None else "prompt"
 
     @cached_property
@@ -119,14 +119,14 @@ class DetokenizeRequest(Strict):
     tokens: Annotated[Items[TokenId], at_most(IDS_LIMIT)]
 
     def tokenization(self, *, request_id: str, deadline: float) -> Tokenization:
-        """Return what is asked of the upstream."""
+        """Return the tokenization to run."""
         return Tokenization(
             request_id=request_id, model=self.model, prompt=TokenIds(tuple(self.tokens)), deadline=deadline
         )
 
     @property
     def subject(self) -> str:
-        """The field that holds the ids."""
+        """The name of the field with the ids."""
         return "tokens"
 
 
@@ -153,7 +153,7 @@ async def tokenize_answer(tokens: Tokens, max_context: int | None) -> TokenizeAn
     """Write the ids of a prompt for a model with a context of `max_context` tokens.
 
     Raises:
-        UpstreamProtocolError: how they are shown cannot be understood.
+        UpstreamProtocolError: the upstream's `token_strs` cannot be understood.
     """
     return TokenizeAnswer(
         count=len(tokens.ids),
