@@ -264,26 +264,22 @@ def test_a_requests_id_is_echoed_logged_and_sent_to_the_model(
 
 
 def test_a_gateway_that_is_told_to_end_lets_streams_finish_and_takes_nothing_new(relay: Relay) -> None:
-    own = ServeProcess(relay.address)
-    try:
-        with httpx.Client(base_url=own.base_url, timeout=60) as client:
-            # Connections of before: the listening socket may close at once.
-            others = [httpx.Client(base_url=own.base_url, timeout=60) for _ in range(2)]
-            assert [each.get("/health").status_code for each in others] == [200, 200]
-            with client.stream("POST", CHAT, json=LONG) as answer:
-                events = answer.iter_lines()
-                next(events)
-                with relay.held():
-                    own.process.send_signal(signal.SIGTERM)
-                    wait_until(lambda: others[0].get("/health/ready").status_code == 503, 5)
-                    refused = others[1].post(CHAT, json=LONG)
-                    assert refused.status_code == 503
-                    assert int(refused.headers["retry-after"]) >= 1
-                data = [line for line in events if line.startswith("data: ")]
-            assert data[-1] == "data: [DONE]"
-            assert json.loads(data[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
-            assert own.process.wait(30) == 0
-            for each in others:
-                each.close()
-    finally:
-        own.close()
+    with contextlib.ExitStack() as stack:
+        own = stack.enter_context(contextlib.closing(ServeProcess(relay.address)))
+        # Connections of before: the listening socket may close at once.
+        reader, prober, late = (
+            stack.enter_context(httpx.Client(base_url=own.base_url, timeout=60)) for _ in range(3)
+        )
+        assert [each.get("/health").status_code for each in (prober, late)] == [200, 200]
+        events = stack.enter_context(reader.stream("POST", CHAT, json=LONG)).iter_lines()
+        next(events)
+        with relay.held():
+            own.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: prober.get("/health/ready").status_code == 503, 5)
+            refused = late.post(CHAT, json=LONG)
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+        data = [line.removeprefix("data: ") for line in events if line.startswith("data: ")]
+        assert data.pop() == "[DONE]"
+        assert json.loads(data[-1])["choices"][0]["finish_reason"] == "length"
+        assert own.process.wait(30) == 0
