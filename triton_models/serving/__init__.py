@@ -1,4 +1,4 @@
-"""Tensors to engine requests and back: what every repository entry's `model.py` is a few lines over.
+"""Tensors to engine requests and back: the implementation behind every repository entry's `model.py`.
 
 The threads of a stream entry, and what each may do:
 

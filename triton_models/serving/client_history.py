@@ -1,11 +1,11 @@
-"""The `history` of the field's clients: read in whatever shape they send it, given back in the same shape.
+"""The `history` of entry `M`'s clients: read in the form they send it, and returned in the same form.
 
-Clients send nothing, a JSON list, or what Python's `str` makes of such a list; its items are role objects or
+Clients send nothing, a JSON list, or the `str` of such a list in Python; its items are role objects or
 [question, answer] pairs. ChatGLM2's clients send a flat list of strings instead. What goes back is JSON whose
-values are strings only, so that a client may read it as JSON or as a Python literal.
+values are all strings, so that a client may read it as JSON or as a Python literal.
 
-Nothing is evaluated. A literal is parsed only after a look at its size, its nesting and every character
-outside its strings, so that a hostile one costs milliseconds and no stack.
+Nothing is evaluated. A literal is parsed only after its size, its nesting and every character outside strings
+were checked, so that a hostile one costs milliseconds and cannot exhaust the stack.
 """
 
 import ast
@@ -23,17 +23,17 @@ from wire.decoding import decode_bounded
 from wire.history import Role, Turn
 
 MAX_BYTES: Final = 2**20
-"""Of a whole history: far beyond any context."""
+"""Limit of a whole history: far beyond any context."""
 
 MAX_LITERAL_BYTES: Final = 2**17
-"""Of one in Python's notation, whose parser is some hundred times slower than JSON's."""
+"""Limit of one in Python's notation, whose parser is about a hundred times slower than JSON's."""
 
 MAX_DEPTH: Final = 16
-"""Brackets within brackets: a list of objects with tools and their JSON schemas."""
+"""Nesting of brackets: enough for a list of objects with tools and their JSON schemas."""
 
 
 class Shape(enum.Enum):
-    """How a client writes a conversation."""
+    """The form in which a client writes a conversation."""
 
     OBJECTS = enum.auto()
     """[{"role", "metadata", "content"}, ...]"""
@@ -45,7 +45,7 @@ class Shape(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ClientHistory:
-    """A conversation. An item is what the client counts: a message, or a round of question and answer."""
+    """A conversation. An item is the client's unit: a message, or a round of question and answer."""
 
     shape: Shape
     items: tuple[tuple[Turn, ...], ...] = ()
@@ -60,11 +60,11 @@ class ClientHistory:
         return replace(self, items=self.items[-count:] if count else ())
 
     def last_rounds(self, count: int) -> "ClientHistory":
-        """Return the newest `count` rounds, where role objects count two to a round."""
+        """Return the newest `count` rounds; two role objects count as one round."""
         return self.last_items(2 * count if self.shape is Shape.OBJECTS else count)
 
     def extended(self, question: Turn, answers: Sequence[Turn]) -> "ClientHistory":
-        """Return the conversation with one more round; a round of pairs has one answer."""
+        """Return the conversation with one more round; a pair has a single answer."""
         if self.shape is Shape.OBJECTS:
             return replace(self, items=(*self.items, (question,), *((answer,) for answer in answers)))
         return replace(self, items=(*self.items, (question, *answers)))
@@ -75,7 +75,7 @@ class _Object(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: str
     metadata: str | None = ""
     tools: list[dict[str, Any]] | str | None = None
-    """Given back as a string of JSON, and read as one too."""
+    """Returned as a string of JSON, and accepted as one too."""
 
 
 _Items = list[_Object | tuple[str, str]]
@@ -90,12 +90,12 @@ _LITERAL_TOKEN = re.compile(
     | [\s,:]+ | (?:None|True|False)\b | -?[0-9]+(?:\.[0-9]+)?""",
     re.VERBOSE | re.DOTALL,
 )
-"""All that `str` makes of lists, tuples and dicts of strings and plain values. Nothing in it can nest but
-brackets, and no alternative begins as another does, so that matching is linear."""
+"""Everything in the `str` of lists, tuples and dicts of strings and plain values. Only brackets can nest, and
+no two alternatives begin alike, so that matching is linear."""
 
 
 def parse_history(document: bytes, empty: Shape) -> ClientHistory:
-    """Read the contents of a `history` tensor; `empty` is the shape of one that holds nothing.
+    """Read the contents of a `history` tensor; `empty` is the form of an empty one.
 
     Raises:
         ClientInputError: too large, neither JSON nor a literal, or not a list of role objects or of pairs.
@@ -137,7 +137,7 @@ def parse_flat(values: Sequence[bytes]) -> ClientHistory:
 
 
 def encode_history(history: ClientHistory) -> list[bytes]:
-    """Return the elements of the `history` tensor that says the same in the client's own shape."""
+    """Return the conversation as the elements of a `history` tensor in the client's own form."""
     if history.shape is Shape.FLAT:
         return [turn.content.encode() for turn in history.turns]
     if history.shape is Shape.PAIRS:
@@ -164,7 +164,7 @@ def _parse_literal(document: bytes) -> _Items:
 
 
 def _look_over(text: str, neither: str) -> None:
-    """Refuse a text that is not made of strings, plain values and a few levels of brackets."""
+    """Refuse a text that has more than strings, plain values and a few levels of brackets."""
     depth = position = 0
     while position < len(text):
         token = _LITERAL_TOKEN.match(text, position)
@@ -198,7 +198,7 @@ def _round(question: str, answer: str) -> tuple[Turn, Turn]:
 
 
 def _text(value: str) -> str:
-    """Hold that `value` can be written as UTF-8: an escape can make half of a surrogate pair."""
+    """Check that `value` can be written as UTF-8: an escape can make half of a surrogate pair."""
     try:
         value.encode()
     except UnicodeEncodeError as error:

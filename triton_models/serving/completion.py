@@ -1,4 +1,4 @@
-"""Completes an entry's configuration from its kind's signature, so that a hand-written one can be short."""
+"""Completes an entry's configuration from its signature, so that a hand-written one can be short."""
 
 import json
 from typing import Any
@@ -38,7 +38,7 @@ def arguments_of(config: Any, pb_utils: Any) -> dict[str, str]:
 
 
 def check_configuration(model_config: str, signature: Signature) -> None:
-    """Hold that a configuration, which may be somebody's own, declares what the entry's kind takes.
+    """Check that a configuration, which may be hand-written, matches the signature of the entry's kind.
 
     Raises:
         EntryError: it does not; the message says what differs.

@@ -1,8 +1,8 @@
-"""What the field's clients ask for, read from the tensors of whichever contract an entry speaks.
+"""Reads requests to entry `M` from the tensors of its contract.
 
-The values come as text (or, in one contract, as INT16) and are read strictly: what is not plainly a number in
-range is refused by name, never guessed at. `max_token` bounds prompt and answer together, as `max_length` did
-in the original code; the context bounds it further, without an error.
+The values come as text (or, in one contract, as INT16) and are parsed strictly: anything but a number in
+range is refused by name, never guessed. `max_token` limits prompt and answer together, like `max_length` in
+the original code, and is itself cut to the context without an error.
 """
 
 import re
@@ -16,14 +16,14 @@ from triton_models.signatures import Contract
 from wire import names
 
 KEPT_ITEMS: Final = 10
-"""Items of history that count where the client does not say how many."""
+"""Items of history that are used if the client does not say how many."""
 
 HIGHEST_TEMPERATURE: Final = 2.0
 
 Row = Mapping[str, Sequence[bytes] | Sequence[int]]
 """One row's tensors by name, flat: strings as bytes, INT16 as int. Optional ones may be missing."""
 
-# What `str` and `repr` make of Python's numbers.
+# The output of `str` and `repr` for Python's numbers.
 _NUMBER = re.compile(rb"[0-9]{1,20}(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,2})?")
 _INTEGER = re.compile(rb"[0-9]{1,9}")
 
@@ -34,7 +34,7 @@ class Ask:
 
     prompt: str
     history: ClientHistory
-    """What counts of the conversation before, already cut to length."""
+    """The part of the earlier conversation that is used."""
     temperature: float
     max_total_tokens: int
 
@@ -43,9 +43,9 @@ def read_ask(contract: Contract, row: Row, chat_format: str) -> Ask:
     """Read one row.
 
     Args:
-        contract: what the entry speaks.
+        contract: of the entry.
         row: its tensors.
-        chat_format: of the checkpoint; ChatGLM2's conversations are pairs where the client does not say.
+        chat_format: of the checkpoint; with ChatGLM2, an empty history counts as one of pairs.
 
     Raises:
         ClientInputError: naming the field.

@@ -1,4 +1,4 @@
-"""One request of the field's, from its arrival to its one response."""
+"""One request to entry `M`, from its arrival to its one response."""
 
 import threading
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class FieldAnswer:
 
 
 class FieldResponder(Protocol):
-    """Sends a request's one response. Used by one thread at a time; afterwards not at all."""
+    """Sends a request's one response. Used by one thread at a time, and never after the response."""
 
     def send(self, answers: Sequence[FieldAnswer]) -> None:
         """Send one answer for each row."""
@@ -34,8 +34,8 @@ class FieldResponder(Protocol):
 class Exchange:
     """Collects the answers to a request's rows, and answers once: with all of them, or with the first error.
 
-    Whoever uses the responder holds the lock. Triton must not be asked about a request that was answered:
-    asking whether such a one was cancelled crashes the whole server.
+    The responder is used only under the lock: asking Triton whether a request was cancelled that was already
+    answered crashes the whole server.
     """
 
     def __init__(self, responder: FieldResponder, rows: int) -> None:
@@ -50,7 +50,7 @@ class Exchange:
         return self._closed
 
     def answer(self, row: int, answer: FieldAnswer) -> None:
-        """Note the answer to a row; the last one sends them all."""
+        """Store the answer to a row; the last one sends them all."""
         with self._lock:
             self._answers[row] = answer
             answers = [each for each in self._answers if each is not None]
@@ -60,7 +60,7 @@ class Exchange:
             self._closed = True
 
     def refuse(self, code: RefusalCode, message: str, *, row: int | None = None) -> None:
-        """Answer with an error, unless it was answered; it names the row where there are several."""
+        """Answer with an error, unless it was answered; with several rows, the error names the row."""
         with self._lock:
             if self._closed:
                 return

@@ -1,4 +1,7 @@
-"""The Python-backend model of an entry `M`: what the clients of the field call. Imports no torch."""
+"""The Python-backend model of an entry `M`, for the clients in the field that predate the gateway.
+
+Imports no torch.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -26,16 +29,16 @@ log = logging.getLogger(__name__)
 
 
 class TritonPythonModel:
-    """Triton calls these; everything is done in `FieldService`."""
+    """The methods that Triton calls; `FieldService` does the work."""
 
     @staticmethod
     def auto_complete_config(config: Any) -> Any:
-        """Fill in what a configuration leaves out; Triton calls this before `initialize`."""
+        """Complete a short configuration; Triton calls this before `initialize`."""
         parameters = read_parameters(arguments_of(config, pb_utils))
         return complete(config, field_signature(_contract(parameters)[0]))
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Find out what to speak. An error here is the load's error, shown to whoever asked."""
+        """Determine the contract. An error here fails the load, and is shown to whoever requested it."""
         start_stub()
         parameters = read_parameters(args)
         contract, chat_format = _contract(parameters)
@@ -56,7 +59,7 @@ class TritonPythonModel:
             try:
                 self._service.handle(responder, _rows(request, self._signature))
             except Exception:
-                # The boundary of one request: an exception out of `execute` would fail the whole batch and
+                # The boundary of one request: an exception leaving `execute` would fail the whole batch and
                 # send its traceback to every client.
                 log.exception("a request failed in execute")
                 responder.refuse(RefusalCode.INTERNAL, "the request could not be taken")
@@ -92,7 +95,7 @@ class TritonFieldResponder:
         try:
             self._respond(refusal_response(code, message, pb_utils))
         except Exception:
-            # The boundary to Triton: whoever refuses serves other requests too, and must go on to them.
+            # The boundary to Triton: the caller must go on to its other requests.
             log.exception("a refusal could not be sent")
 
     def cancelled(self) -> bool:
@@ -104,7 +107,7 @@ class TritonFieldResponder:
 
 
 def _contract(parameters: EntryParameters) -> tuple[Contract, str]:
-    """Return the contract to speak and the checkpoint's chat format."""
+    """Return the entry's contract and the checkpoint's chat format."""
     chat_format = parameters.format or detect_format(parameters.checkpoint)
     try:
         return choose_contract(parameters.contract, chat_format), chat_format

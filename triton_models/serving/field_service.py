@@ -1,7 +1,7 @@
-"""What entry `M` does with requests, apart from Triton: read, forward, answer, cancel.
+"""Entry `M` without Triton's interface: reads requests, forwards them to `M-stream`, answers, cancels.
 
-A thread per row, which mostly waits for `M-stream`; hundreds are nothing. One monitor thread looks after all
-of them.
+There is one thread per row, which mostly waits for `M-stream` and costs little. One monitor thread watches
+all of them.
 """
 
 import logging
@@ -25,26 +25,27 @@ from wire.sampling import Generation
 log = logging.getLogger(__name__)
 
 MAX_OPEN: Final = 1024
-"""Rows at once: each has a thread."""
+"""Rows at once; each has a thread."""
 
 MONITOR_INTERVAL_S: Final = 0.2
 
 IDLE_TIMEOUT_S: Final = 15.0
-"""Without a word of `M-stream`, whose heartbeats come every two seconds, its process is dead or stuck."""
+"""After this long without a response, `M-stream` counts as dead or stuck: its heartbeat interval is two
+seconds."""
 
 TOP_P: Final = 0.8
 """The default of the original `chat`, which its clients could not change here."""
 
 
 class _Call:
-    """One row under way."""
+    """One row in progress."""
 
     def __init__(self, exchange: Exchange, row: int) -> None:
         self.id = uuid.uuid4().hex
         self.exchange = exchange
         self.row = row
         self.heard: float | None = None
-        """When `M-stream` last said anything, in monotonic seconds; None: it was not asked yet."""
+        """Time of the last response from `M-stream`, in monotonic seconds; None: it was not called yet."""
         self.cancelling = False
 
 
@@ -74,7 +75,7 @@ class FieldService:
         self._monitor.start()
 
     def close(self) -> None:
-        """Refuse what is under way and whatever comes, and join the monitor."""
+        """Refuse all requests from now on, including those in progress, and join the monitor."""
         self._closing.set()
         self._monitor.join()
         for call in list(self._calls.values()):
@@ -102,7 +103,7 @@ class FieldService:
         except StreamRefusedError as error:
             call.exchange.refuse(RefusalCode(error.code), error.message, row=call.row)
         except Exception:
-            # The outermost frame of this thread: the client must be told something.
+            # The outermost frame of this thread: the client must get an answer.
             log.exception("a request failed")
             call.exchange.refuse(RefusalCode.INTERNAL, "the request failed", row=call.row)
         finally:
@@ -150,10 +151,10 @@ class FieldService:
             call.exchange.refuse(RefusalCode.CANCELLED, "the request was cancelled")
         if call.heard is not None and time.monotonic() - call.heard > self._idle_timeout_s:
             call.exchange.refuse(RefusalCode.UNAVAILABLE, "the model stopped answering", row=call.row)
-            # Its thread may wait for ever; nothing is left to be done about it.
+            # Its thread may wait for ever; nothing can be done about it.
             self._calls.pop(call.id, None)
         elif call.exchange.closed and call.heard is not None and not call.cancelling:
-            # Again and again until the row ends: a cancel can overtake the request that it is meant for.
+            # Repeated until the row ends: a cancel can overtake the request that it is meant for.
             call.cancelling = True
             threading.Thread(target=self._cancel, args=(call,), name=f"cancel-{call.id}", daemon=True).start()
 

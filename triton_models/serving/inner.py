@@ -1,11 +1,12 @@
-"""Entry `M` calls `M-stream` inside the server, by Triton's business logic scripting (BLS).
+"""Calls from entry `M` to `M-stream` inside the server, by Triton's business logic scripting (BLS).
 
 Every call blocks its thread. An inner request cannot be cancelled through BLS, only by a cancel request; and
-when the other entry's process dies its answers stop without an error. Whoever calls must reckon with both.
+if the other entry's process dies, its answers stop without an error. Callers must handle both.
 
-What BLS returns must outlive its use: Triton's own thread in this process, which holds no interpreter lock,
-keeps references to an iterator and its responses for a moment after their last use here, and if its were the
-last to go, it would destroy Python objects unlocked (tritonserver 2.51: 256 at once crashed within seconds).
+What BLS returns must outlive its use. A thread of Triton's in this process, which does not hold the
+interpreter lock, keeps references to an iterator and its responses for a moment after their last use here. If
+those were the last references, it would destroy Python objects without the lock (tritonserver 2.51: 256 at
+once crashed within seconds).
 """
 
 import logging
@@ -29,10 +30,10 @@ from wire.sampling import Cancel, Generation, encode_sampling
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 10.0
-"""How long a call may wait to begin behind others that hear nothing."""
+"""How long a call may wait to start behind others without a response."""
 
 KEEP_S = 5.0
-"""How long what BLS returned is kept after its use; Triton is done with it within a thread's turn or two."""
+"""How long the results of BLS are kept after their use; Triton needs them only for a moment."""
 
 LATEST = -1
 """As a version: the newest one that is loaded."""
@@ -42,7 +43,7 @@ _KNOWN_TEXTS = (
     ("Request timeout expired", RefusalCode.DEADLINE_EXCEEDED, "the request waited too long in its queue"),
     ("is not healthy", RefusalCode.UNAVAILABLE, "its process has died"),
 )
-"""Texts of Triton's own, which come without a code."""
+"""Triton's own error texts, which have no code."""
 
 
 class StreamCaller(Protocol):
@@ -51,17 +52,17 @@ class StreamCaller(Protocol):
     def generate(
         self, prompt: str, history: Sequence[Turn], generation: Generation
     ) -> Iterator[tuple[str, Meta]]:
-        """Ask; yields each response's text and document, heartbeats too.
+        """Run a generation; yield each response's text and document, including heartbeats.
 
         Raises:
             StreamRefusedError: it refused, failed, or is not there.
         """
 
     def give_up(self, silent_s: float) -> None:
-        """Forget calls that heard nothing at all for `silent_s` seconds; they never will."""
+        """Give up calls without any response for `silent_s` seconds; there will not be one."""
 
     def cancel(self, request_id: str) -> None:
-        """End the generation of this id.
+        """End the generation with this id.
 
         Raises:
             StreamRefusedError: it is not there.
@@ -121,7 +122,7 @@ class BlsCaller:
         try:
             with self._starts.place(START_TIMEOUT_S):
                 used.append(request.exec(decoupled=True))  # returns with the first response
-            # Always to the end, behind which Triton lets go of the request.
+            # Always read to the end: only then does Triton release the request.
             for response in used[0]:
                 used.append(response)
                 if response.has_error():
@@ -162,14 +163,14 @@ class BlsCaller:
 
 
 class _Kept:
-    """Keeps things for a while after their use. Thread-safe."""
+    """Keeps objects alive for a while after their use. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._things: deque[tuple[float, Any]] = deque()
 
     def add(self, thing: Any) -> None:
-        """Keep `thing` for KEEP_S seconds at least, and let go of what was kept that long."""
+        """Keep `thing` for at least KEEP_S seconds, and drop what was kept that long."""
         now = time.monotonic()
         with self._lock:
             self._things.append((now, thing))

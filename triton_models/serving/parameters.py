@@ -27,7 +27,7 @@ class EntryParameters:
     version: int = 1
     """Of the entry: the name of the folder that `model.py` is in."""
     own_version: bool = False
-    """Whether the checkpoint is this version's own: `{version}` stood in the parameter."""
+    """Whether the checkpoint belongs to this version: the parameter contained `{version}`."""
     format: str | None = None
     dtype: str = "auto"
     max_context: int | None = None
@@ -38,11 +38,11 @@ class EntryParameters:
     burst_tokens: int | None = None
     burst_steps: int | None = None
     heartbeat_s: float = 2.0
-    """Longest silence of a request at work; at most 10, since whoever waits takes more for a dead engine."""
+    """Longest silence of a running request; at most 10, since clients take more for a dead engine."""
     trace_endpoint: str | None = None
     """URL of an OTLP/HTTP collector, for the spans of what Triton traces; None: there are none."""
     contract: str | None = None
-    """What an entry `M` speaks; None: what clients of its checkpoint do."""
+    """The contract of an entry `M`; None: the default for its checkpoint."""
 
 
 _CONVERTERS: dict[str, Callable[[str], Any]] = {

@@ -1,4 +1,4 @@
-"""Which code a request is refused with, by what went wrong before it was queued."""
+"""The refusal code for each error that can happen before a request is queued."""
 
 import logging
 
@@ -28,7 +28,7 @@ _REFUSALS: tuple[tuple[type[Exception], RefusalCode], ...] = (
     (msgspec.MsgspecError, RefusalCode.INVALID_REQUEST),
     (UnicodeDecodeError, RefusalCode.INVALID_REQUEST),
 )
-"""The first class that fits decides; whatever is not here is a fault of ours."""
+"""The first matching class decides; anything else is an internal error."""
 
 
 def refusal(error: Exception) -> tuple[RefusalCode, str]:

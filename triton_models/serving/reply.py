@@ -1,4 +1,4 @@
-"""What the field's clients are told of an answer: the text, and the turns that their history gains.
+"""What entry `M` returns of an answer: the text, and the new turns of the client's history.
 
 The original code (`process_response` of the published `modeling_chatglm.py`) takes the answer apart at its
 segments, evaluates tool calls, and answers with the last segment. Here nothing is evaluated, and the first
@@ -18,7 +18,7 @@ from wire.history import Turn
 from wire.meta import Segment
 
 INTERPRETER: Final = "interpreter"
-"""What ChatGLM3 writes in a tool's place before code of its own."""
+"""What ChatGLM3 writes in place of a tool's name before its own code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Reply:
 
     response: str
     turns: tuple[Turn, ...]
-    """Of the assistant, one for each segment where tools are in play."""
+    """The assistant's; one per segment if a tool is called."""
 
 
 def read_reply(
@@ -53,7 +53,7 @@ def read_reply(
 
 
 def _callable_names(conversation: Sequence[Turn]) -> set[str]:
-    """Return what may stand on a segment's first line; without a system turn nothing may."""
+    """Return the names that a segment's first line may hold; without a system turn, none."""
     system = [turn for turn in conversation if turn.role == "system"]
     if not system:
         return set()

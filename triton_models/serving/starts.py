@@ -1,8 +1,8 @@
-"""Bounds how many calls to another entry are beginning at once.
+"""Limits how many calls to another entry are starting at once.
 
-From a BLS call's start to its first response a thread of Triton's pool waits for it, one of 32 that also send
-this entry's own responses. If the other entry's process dies just then, that thread waits for ever; were it
-all of them, this entry would be dead as well.
+From the start of a BLS call to its first response it occupies one of 32 threads of Triton's pool, which also
+send this entry's own responses. If the other entry's process dies in that time, the thread waits for ever; if
+all of them did, this entry would be dead as well.
 """
 
 import contextlib
@@ -12,18 +12,18 @@ from collections.abc import Iterator
 from typing import Final
 
 AT_ONCE: Final = 8
-"""The first response takes a millisecond or two, so that hundreds a second pass here."""
+"""The first response takes a millisecond or two, so this allows hundreds of calls per second."""
 
 LOSSES_BORNE: Final = 16
 """Threads of the pool that may be lost before too few are left."""
 
 
 class StartsLostError(Exception):
-    """So many calls never got a first response that only a new process of this entry helps."""
+    """Too many calls never got a first response: only a new process of this entry helps."""
 
 
 class Starts:
-    """A number of places; one that is held too long is lost, and replaced by another. Thread-safe."""
+    """A number of places; one that is held too long counts as lost and is replaced. Thread-safe."""
 
     def __init__(self) -> None:
         self._free = threading.Semaphore(AT_ONCE)
@@ -55,7 +55,7 @@ class Starts:
         """Replace the places that were held for `held_s` seconds.
 
         Raises:
-            StartsLostError: more were lost, in all, than can be borne.
+            StartsLostError: more were lost in total than the pool can bear.
         """
         before = time.monotonic() - held_s
         with self._lock:

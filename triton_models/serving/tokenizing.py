@@ -1,4 +1,4 @@
-"""What a tokenizer entry does, apart from Triton."""
+"""The work of a tokenizer entry, without Triton's interface."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,16 @@ from wire.tokenizing import Tokenizing
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """What a request comes to; of messages, the text without special tokens."""
+    """The result of a request; for messages, `text` is without special tokens."""
 
     ids: list[int]
     text: str
     strings: list[str] | None
-    """How each id is shown, where that was asked for."""
+    """How each id is displayed, if requested."""
 
 
 def tokenize(chat: ChatText, request: Tokenizing, vocabulary: int) -> Tokenized:
-    """Do what `request` asks for, with a model that has `vocabulary` ids.
+    """Process `request` for a model with `vocabulary` ids.
 
     Raises:
         TextError: the chat format cannot express the messages, there are too many ids, or the model has no
