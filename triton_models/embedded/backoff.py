@@ -8,14 +8,14 @@ _STABLE_S = 60.0
 
 
 class Backoff:
-    """Pauses that double, and begin anew after a minute without a failure."""
+    """Pauses that double, and start over after a minute without a failure."""
 
     def __init__(self) -> None:
         self._next = _FIRST_S
         self._failed_at = -_STABLE_S
 
     def failed(self) -> float:
-        """Note a failure; return the seconds to wait before the next attempt."""
+        """Record a failure; return the seconds to wait before the next attempt."""
         now = time.monotonic()
         if now - self._failed_at >= _STABLE_S + self._next:
             self._next = _FIRST_S

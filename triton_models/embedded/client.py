@@ -49,7 +49,7 @@ class EntryState:
 
     @property
     def unloaded(self) -> bool:
-        """Whether somebody asked for it to be unloaded."""
+        """Whether it was unloaded on purpose."""
         return self.gone and self.reason in {"", "unloaded"}
 
 
@@ -114,7 +114,7 @@ class TritonClient:
         return EntryState("", "")
 
     def probe(self, entry: str, timeout_s: float) -> ProbeReport:
-        """Ask the engine of the stream entry `entry` how it is, ahead of all waiting generations.
+        """Probe the engine of the stream entry `entry`, ahead of all waiting generations.
 
         Raises:
             CallError: an error, no answer in time, or an answer without a report.
@@ -138,7 +138,7 @@ class TritonClient:
     def _ask(
         self, entry: str, sampling: Generation | Probe, prompt: str, priority: int, timeout_s: float
     ) -> list[Meta]:
-        """Return what every response to one request says, once the stream has ended by itself.
+        """Return the `meta` of every response to one request, after the stream has ended by itself.
 
         A stream that is cancelled while its final response is on the way leaves a reference to the model in
         tritonserver 2.51: the entry could never be unloaded again.
@@ -167,7 +167,7 @@ class TritonClient:
             request.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
             request.raw_input_contents.append(strings.pack_strings([value]))
         request.parameters["priority"].uint64_param = priority
-        # Without the empty final the stream of a request that answers nothing would never end.
+        # Without the empty final response, the stream of a request without answers would never end.
         request.parameters["triton_enable_empty_final_response"].bool_param = True
         return self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
 
@@ -179,7 +179,7 @@ class PendingCall:
         self._future = future
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the answer; False where it is still to come.
+        """Wait for the answer; False if it has not come yet.
 
         Raises:
             CallError: the answer is an error, or the server is gone.

@@ -1,4 +1,4 @@
-"""Where models run when the choice is ours."""
+"""Chooses the device for `--device auto`."""
 
 import ctypes
 import subprocess
@@ -14,7 +14,7 @@ def choose_device(asked: str) -> tuple[str, str]:
     """Return the device, `cpu` or `cuda:N`, and the reason; `auto` is the first GPU that torch can use.
 
     Raises:
-        PlatformError: no device is called so, or the driver shows no GPU of that number.
+        PlatformError: there is no such device name, or the driver shows no GPU of that number.
     """
     gpus = _gpu_count()
     if asked == "auto":

@@ -1,8 +1,8 @@
-"""The `python_env_*` folders, one of each tritonserver, and which server's a new one is.
+"""The `python_env_*` folders, one per tritonserver, and which server owns a new one.
 
-The Python backend makes its folder when it is loaded, which is with a server's first entry; the folder's
-place is fixed and its name says nothing. So servers take turns: from before the request that makes a folder
-until that folder is there, which takes a moment, no other server is asked for its own.
+The Python backend makes its folder when it is loaded, with a server's first entry; the folder's place is
+fixed and its name says nothing. So servers take turns: from before the request that makes a folder until the
+folder exists, which takes a moment, no other server is asked to load its first entry.
 """
 
 import contextlib

@@ -1,11 +1,11 @@
-"""Why the embedded server could not do what it was asked.
+"""The errors of the embedded server.
 
 EmbeddedError
 ├── OptionsError     a model argument that cannot be served
-├── PlatformError    something of the machine or the environment is missing, or of the wrong version
-├── PortInUseError   somebody listens there already
+├── PlatformError    something on the machine or in the environment is missing, or of the wrong version
+├── PortInUseError   another process listens there already
 ├── ServerError      tritonserver did not start, died or hangs
-├── LoadError        a model could not be loaded, unloaded or asked
+├── LoadError        a model could not be loaded or unloaded, or does not answer
 └── StoppedError     no fault: the stop came while waiting
 
 The message of each is one line for the person at the terminal.

@@ -1,6 +1,6 @@
-"""The flags that say how models are served, for every program that starts a tritonserver for them.
+"""The command-line flags for served models, shared by all programs that start a tritonserver.
 
-Imports nothing of the engine: whoever shows these flags may yet have to say that it is not installed.
+Imports nothing of the engine: a program with these flags must be able to report that it is not installed.
 """
 
 from collections.abc import Callable

@@ -25,7 +25,7 @@ class Served:
     name: str
     stream: str
     others: tuple[str, ...]
-    """Entries beside the engine's that load by themselves: the tokeniser."""
+    """Entries that load independently of the engine's: the tokenizer."""
     dependents: tuple[str, ...] = ()
     """Entries that must load after the engine's: the request/response entries `M`."""
 
@@ -48,9 +48,9 @@ class ModelOptions:
     burst_steps: int | None = None
     kv_memory_gib: float | None = None
     trace_endpoint: str | None = None
-    """URL that Triton's spans and the models' go to by OTLP/HTTP."""
+    """URL for the spans of Triton and the models, by OTLP/HTTP."""
     contracts: tuple[str, ...] = ()
-    """`[NAME=]CONTRACT` of entries `M`; without a name it holds for all that are not named."""
+    """`[NAME=]CONTRACT` of entries `M`; without a name, for all models that are not named."""
 
 
 def read_model_argument(argument: str) -> tuple[str, Path]:

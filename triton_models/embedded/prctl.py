@@ -1,4 +1,4 @@
-"""Two process attributes of Linux that Python's library does not offer (prctl(2))."""
+"""Two process attributes of Linux that Python's standard library lacks (prctl(2))."""
 
 import ctypes
 import os

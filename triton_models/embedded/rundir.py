@@ -1,4 +1,4 @@
-"""One server's folder of temporary files, and everything else that it could leave on the machine.
+"""One server's run folder, and everything else that it could leave behind on the machine.
 
 Abnormal ends leave processes, shared-memory regions and `/tmp/python_env_*` folders. Each is recognised as
 ours: processes by this folder's backends in their command line, regions by a prefix made of this folder's
@@ -45,7 +45,7 @@ class RunDirectory:
         """
         parent = Path(tempfile.gettempdir()) / f"tritongate-{os.getuid()}"
         parent.mkdir(mode=0o700, exist_ok=True)
-        # Not through a link: whoever put one here would choose which of our user's folders is emptied below.
+        # Not through a link: whoever made it would choose which of this user's folders is emptied below.
         if parent.is_symlink() or parent.stat().st_uid != os.getuid():
             raise PermissionError(f"{parent} belongs to another user")
         for stale in parent.iterdir():

@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 _INTERVAL_S = 0.5
 _LIVE_TIMEOUT_S = 5.0
 _LIVE_MISSES = 6
-"""Half a minute in which the server's own front end says nothing: it hangs."""
+"""Half a minute without an answer from the server's own front end: it hangs."""
 _PORT_ATTEMPTS = 3
 _JOIN_S = 1.0
 
 
 class Supervisor:
-    """Starts the server and its models, and starts again what dies.
+    """Starts the server and its models, and restarts whatever dies.
 
     The first start must succeed as a whole; from `Ready` on, every failure is repaired.
     """

@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
 _NEEDED_INTERVAL_S = 0.25
-"""Between two looks whether the entry that another one waits for is loaded."""
+"""Between two checks whether the entry that another one waits for is loaded."""
 _CALL_TIMEOUT_S = 5.0
 _MISSES = 3
 """Probes in a row without an answer in time: a full engine answers them at once, a busy machine later."""
 _LONGEST_HEARTBEAT_AGE_S = 60.0
 """Far beyond any step: the longest is a chunk of prefill on a busy CPU."""
 _ABSENT_LIMIT = 10
-"""Looks in a row, one a second, that find no process of an entry being loaded."""
+"""Checks in a row, one per second, that find no process of an entry being loaded."""
 _FIRST_TOKEN_TIMEOUT_S = 300.0
 _UNLOAD_TIMEOUT_S = 2.0
 _SERVER_DEATH_S = 1.5
@@ -38,14 +38,14 @@ _SERVER_DEATH_S = 1.5
 
 
 class EntryState(enum.Enum):
-    """Where an entry is in its life."""
+    """The state of an entry."""
 
     LOADING = enum.auto()
     UP = enum.auto()
     DOWN = enum.auto()
     """It failed and is being repaired."""
     UNLOADED = enum.auto()
-    """Somebody unloaded it through Triton's API; it is left alone until somebody loads it."""
+    """It was unloaded through Triton's API, and is left alone until it is loaded that way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What the watchers of one server's life share."""
+    """State shared by the watchers during one life of the server."""
 
     server: TritonServer
     client: TritonClient
@@ -142,10 +142,10 @@ class EntryWatcher:
         self._around.emit(ModelDown(self._entry.model, f"{self._entry.name}: {fault}"))
 
     def _end_needed(self) -> None:
-        """End the process that this entry, whose own died, had asked: its watcher then loads it anew.
+        """End the process of the entry that this one, whose process died, calls: its watcher reloads it.
 
-        Triton waits for the dead process to take each answer that was on its way to it, and holds the other
-        one's sending threads meanwhile, for ever: nobody gets an answer of that one any more.
+        Triton waits for ever for the dead process to take each answer on its way to it, and so blocks the
+        other entry's sender threads: that entry can answer nobody any more.
         """
         if self._entry.needs is not None:
             self._kill_stubs(self._entry.needs)
@@ -178,7 +178,7 @@ class EntryWatcher:
             self._around.client.generate(self._entry.name, _FIRST_TOKEN_TIMEOUT_S)
         except CallError as error:
             refusal = parse_refusal(str(error))
-            # Full already: clients were quicker, and an engine at work for them needs no repair.
+            # Full already: clients were quicker, and an engine that works for them needs no repair.
             if refusal is None or refusal[0] is not RefusalCode.QUEUE_FULL:
                 raise
 
@@ -226,7 +226,7 @@ class EntryWatcher:
                 return fault
 
     def _examine(self) -> tuple[str | None, bool]:
-        """Return what is wrong, None for nothing, and whether one look is enough to tell."""
+        """Return what is wrong, None for nothing, and whether one check is proof enough."""
         name = self._entry.name
         if not any(runs(stub) for stub in self._stubs):
             # Triton restarts the stub of an entry that is not decoupled by itself, on its next request.
@@ -272,7 +272,7 @@ class EntryWatcher:
                 return
 
     def _clear(self) -> None:
-        """Have Triton let go of an entry that failed: a load would do nothing while it is called ready.
+        """Unload an entry that failed: a load would do nothing while Triton calls it ready.
 
         Streams that were running on a dead stub never end, and its instance then stays unloading until the
         server stops. It holds no model any more, and a load puts a new instance in its place, so the wait is
