@@ -65,6 +65,13 @@ class Exchange:
         if self.error is None:
             self.error = error
 
+    def forget_error(self) -> None:
+        """Let go of the error when all has been said: its traceback leads to frames that have this exchange.
+
+        Such a circle, with the request's body in it, is not freed before the next full garbage collection.
+        """
+        self.error = None
+
     def observe(self, event: Event) -> None:
         """Count an event's tokens and the time between them."""
         if type(event) is Delta:

@@ -129,6 +129,7 @@ class Flight(AsyncIterator[Event]):
         exchange, gateway = self._exchange, self._gateway
         admission = admission or gateway.admission
         exchange.generates = admission is gateway.admission
+        exchange.resources.callback(self._forget_error)
         gateway.drain.register(self.end)
         exchange.resources.callback(gateway.drain.unregister, self.end)
         deadline = self._loop.call_at(exchange.deadline, self.end, _too_late())
@@ -186,6 +187,10 @@ class Flight(AsyncIterator[Event]):
         """Raise if the race was decided while nothing was being waited for."""
         if self._error is not None:
             raise self._error
+
+    def _forget_error(self) -> None:
+        """Let go of the error, whose traceback leads back here: see `Exchange.forget_error`."""
+        self._over, self._error = True, None
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -70,6 +70,7 @@ class ExchangeMiddleware:
             )
             _while_it_lasts(resources, current_request_id, exchange.request_id)
             _while_it_lasts(resources, current_trace, exchange.trace)
+            resources.callback(exchange.forget_error)
             resources.callback(self._finish, exchange, scope)
             scope.setdefault("state", {})["exchange"] = exchange
             await self._serve(exchange, scope, receive, send)

@@ -78,6 +78,7 @@ async def answer_over_channel(
         finally:
             own.cancel()
             await asyncio.wait({own})
+            inbox.close()
 
 
 class _Answer:

@@ -202,10 +202,19 @@ class _Call:
             raise classify(error.details() or "", error.code()) from error
         except asyncio.CancelledError:
             # grpc raises the same error for a call cancelled by `end` and for a cancelled task.
-            task = asyncio.current_task()
-            if self._end is not None and task is not None and not task.cancelling():
+            if self._end is not None and not _task_is_cancelled():
                 raise TritonError(*self._end) from None
             raise
+
+
+def _task_is_cancelled() -> bool:
+    """Tell whether the running task was asked to end.
+
+    Not where the question comes up: a frame with both the task and its CancelledError is freed by no one but
+    the garbage collector.
+    """
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 async def _send(call: grpc.aio.StreamStreamCall, request: service_pb2.ModelInferRequest) -> None:

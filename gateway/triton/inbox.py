@@ -76,6 +76,10 @@ class Inbox:
             self._error = error
             self.wake()
 
+    def close(self) -> None:
+        """Let go of who would be told to give up: the traceback of its end leads here."""
+        self._give_up = _nobody
+
     def take_deltas(self) -> list[AnswerDelta]:
         """Return the deltas that came since the last call, in order; perhaps none."""
         deltas, self._deltas = self._deltas, []
@@ -115,3 +119,7 @@ class Inbox:
         """Let whoever waits look again."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _nobody() -> None:
+    """Nobody is left to give up."""
