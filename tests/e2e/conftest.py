@@ -19,6 +19,16 @@ def up() -> Iterator[UpProcess]:
         process.close()
 
 
+@pytest.fixture
+def own_up() -> Iterator[UpProcess]:
+    """One that a test may break."""
+    process = UpProcess("--model", str(GOLDEN / "chatglm3"))
+    try:
+        yield process.wait_ready()
+    finally:
+        process.close()
+
+
 @pytest.fixture(scope="session")
 def triton(up: UpProcess) -> Iterator[StreamClient]:
     client = StreamClient(up.triton_grpc)

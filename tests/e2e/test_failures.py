@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -24,16 +23,6 @@ FAILS_WITHIN_S = 60.0
 RECOVER_WITHIN_S = 60.0
 STREAMS = 8
 HELLO = [{"role": "user", "content": "你好"}]
-
-
-@pytest.fixture
-def own_up() -> Iterator[UpProcess]:
-    """One that a test may break."""
-    process = UpProcess("--model", str(GOLDEN / "chatglm3"))
-    try:
-        yield process.wait_ready()
-    finally:
-        process.close()
 
 
 def client(up: UpProcess) -> openai.AsyncOpenAI:

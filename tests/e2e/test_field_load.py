@@ -2,7 +2,6 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -12,7 +11,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from tests.e2e.field_client import FieldError, ask_batched, ask_chatglm2, conversation
-from tests.e2e.up_process import GOLDEN, UpProcess, wait_until
+from tests.e2e.up_process import UpProcess, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -67,16 +66,6 @@ def test_a_client_that_gives_up_frees_the_engine(up: UpProcess) -> None:
     with ThreadPoolExecutor(48) as threads:
         list(threads.map(give_up, range(48)))
     wait_until(lambda: idle(up, "chatglm2") and cancelled() > before)
-
-
-@pytest.fixture
-def own_up() -> Iterator[UpProcess]:
-    """One that a test may break."""
-    process = UpProcess("--model", str(GOLDEN / "chatglm3"))
-    try:
-        yield process.wait_ready()
-    finally:
-        process.close()
 
 
 def answers(up: UpProcess) -> bool:
