@@ -66,9 +66,9 @@ def _render(value: Any) -> str:
 
 
 def unknown_variables() -> list[str]:
-    """Return the environment variables with our prefix that set nothing, most likely misspelt.
+    """Return the environment variables with our prefix that set nothing; they are probably misspelt.
 
-    Not an error: Kubernetes adds such of its own to every container beside a service of our name.
+    Not an error: Kubernetes adds such variables to every container beside a service with our name.
     """
     known = {row.env for row in settings_table()} | {CONFIG_VARIABLE, *OTHER_VARIABLES}
     return sorted(
@@ -81,7 +81,7 @@ def load_settings(flags: Mapping[str, Any] | None = None, config: Path | None = 
 
     Args:
         flags: values given on the command line, by field name; absent ones are left out.
-        config: the YAML file; None: the one that TRITONGATE_CONFIG names, or none at all.
+        config: the YAML file; None: the one named by TRITONGATE_CONFIG, if any.
 
     Raises:
         ConfigurationError: an unreadable file, an unknown key, or a value that is not allowed.
@@ -111,8 +111,8 @@ def load_settings(flags: Mapping[str, Any] | None = None, config: Path | None = 
             "\n".join(_explain(detail, given, path) for detail in error.errors(include_input=False))
         ) from None
     except SettingsError as error:
-        # Raised for an environment variable that is not JSON where a list of objects is wanted; the cause
-        # may quote a key, so only the field's name, which is in the library's own text, is told.
+        # Raised for an environment variable that is not JSON where a list of objects is expected. The cause
+        # may quote a key, so only the field's name, which is in the library's own text, is reported.
         field = next((name for name in Settings.model_fields if f'"{name}"' in str(error)), "?")
         raise ConfigurationError(
             f"{field}: not valid JSON (from environment variable {ENV_PREFIX}{field.upper()})"
@@ -139,7 +139,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _explain(detail: Any, flags: Mapping[str, Any], path: Path | None) -> str:
-    """Word one validation error: field, reason, source."""
+    """Describe one validation error: field, reason, source."""
     location = detail["loc"]
     if not location:
         return str(detail["msg"]).removeprefix("Value error, ")

@@ -1,7 +1,7 @@
-"""The processes of one gateway: whichever is asked for metrics tells those of all.
+"""Metrics of a gateway with several processes: each process reports those of all.
 
-The series of each have a label `worker`, its number. Added up, they would fall when a process is replaced,
-and Prometheus would count what the others have once more.
+Each process's series have a label `worker`, its number. A sum over the processes would fall when one of them
+is replaced, and Prometheus would take that for a reset and count the others' values again.
 """
 
 import asyncio
@@ -21,17 +21,17 @@ _LABEL = "worker"
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Which process of a gateway this is."""
+    """A process's place among those of its gateway."""
 
     number: int
     """From 0."""
     count: int
-    """Of all of them."""
+    """Number of processes."""
     folder: Path
-    """Of the sockets by which they ask each other; nobody else may enter it."""
+    """The folder of the sockets between them; private to this user."""
 
     def socket(self, number: int) -> Path:
-        """Return where the process of that number is asked."""
+        """Return the socket of the process with that number."""
         return self.folder / str(number)
 
 
@@ -48,7 +48,7 @@ _decode = msgspec.msgpack.Decoder(list[_Family]).decode
 
 
 class Fleet:
-    """Answers the other processes, and asks them.
+    """Answers the other processes' questions for metrics, and asks them.
 
     Args:
         place: of this process.
@@ -61,19 +61,19 @@ class Fleet:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Begin to answer."""
+        """Start answering."""
         path = self._place.socket(self._place.number)
-        path.unlink(missing_ok=True)  # of the process that this one replaces
+        path.unlink(missing_ok=True)  # left by the process that this one replaces
         self._server = await asyncio.start_unix_server(self._answer, path)
 
     async def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
 
     async def render(self) -> bytes:
-        """Return the exposition of all processes; one that does not answer is told to be down."""
+        """Return the exposition of all processes; one that does not answer is reported as down."""
         answers = await asyncio.gather(*map(self._ask, range(self._place.count)))
         registry = CollectorRegistry()
         registry.register(_Joined(answers))
@@ -94,11 +94,11 @@ class Fleet:
                 with contextlib.closing(writer):
                     return _decode(await reader.read())
         except (TimeoutError, OSError, msgspec.MsgspecError):
-            return None  # It ended, or has not begun.
+            return None  # It ended, or has not started yet.
 
 
 class _Joined(Collector):
-    """The families of several processes, those of a name together, as the text format wants them."""
+    """The families of several processes, grouped by name as the text format requires."""
 
     def __init__(self, answers: list[list[_Family] | None]) -> None:
         self._answers = answers

@@ -1,4 +1,4 @@
-"""Sockets that a gateway listens on."""
+"""The sockets that a gateway listens on."""
 
 import socket
 
@@ -8,23 +8,23 @@ class ListenError(Exception):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take an address, without answering there yet; port 0 takes a free one.
+    """Bind an address without listening yet; port 0 takes a free port.
 
     Raises:
-        ListenError: taken, not permitted, or no such address.
+        ListenError: it is taken or not permitted, or there is no such address.
     """
     return _bound(host, port, shared=False)
 
 
 def bind_all(host: str, port: int, count: int) -> list[socket.socket]:
-    """Take an address for `count` sockets, as `bind` for one.
+    """Bind an address for `count` sockets, as `bind` does for one.
 
-    The kernel parts the connections among those of them that listen.
+    The kernel distributes the connections among those that listen.
     """
     first = bind(host, port)
     if count == 1:
         return [first]
-    # A shared address can be shared with a stranger as well; but nobody has this one, or `bind` had failed.
+    # An address could be shared with another program too; but then `bind` would have failed.
     port = first.getsockname()[1]
     first.close()
     listeners: list[socket.socket] = []
@@ -39,7 +39,7 @@ def bind_all(host: str, port: int, count: int) -> list[socket.socket]:
 
 
 def base_url(listener: socket.socket) -> str:
-    """Return where clients on this machine reach `listener`."""
+    """Return the URL at which clients on this machine reach `listener`."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
         host = "127.0.0.1"

@@ -1,6 +1,6 @@
-"""One of several processes of a gateway: `python -m gateway.worker`, which only `gateway.workers` runs.
+"""One of several processes of a gateway: `python -m gateway.worker`, started only by `gateway.workers`.
 
-Standard input brings an order, one line of JSON; when it ends, as it does with the parent, that is a SIGTERM.
+Standard input brings an order, one line of JSON; its end, as when the parent dies, acts as a SIGTERM.
 A line on standard output says that every model is ready.
 """
 
@@ -22,12 +22,12 @@ from gateway.settings import Settings
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What to serve, where, and beside whom."""
+    """The settings of a worker, its listener, and its place among the workers."""
 
     settings: dict[str, Any]
-    """Every one that has a value, secrets in clear: nothing to be logged, nor put on a command line."""
+    """All settings with a value, secrets in clear: never to be logged or put on a command line."""
     listener: int
-    """Descriptor of the socket, inherited."""
+    """The inherited descriptor of the socket."""
     place: Place
 
 
@@ -35,7 +35,7 @@ _decoder = msgspec.json.Decoder(Order, dec_hook=lambda kind, text: kind(text))  
 
 
 def encode_order(settings: Settings, listener: int, place: Place) -> bytes:
-    """Return an order as the line that its process reads."""
+    """Return an order as the line that the worker reads."""
     given = {name: value for name, value in settings.model_dump().items() if value is not None}
     order = Order(settings=given, listener=listener, place=place)
     return msgspec.json.encode(order, enc_hook=_plain) + b"\n"
@@ -45,17 +45,17 @@ def decode_order(line: bytes) -> Order:
     """Read what `encode_order` wrote.
 
     Raises:
-        msgspec.MsgspecError: it is no order.
+        msgspec.MsgspecError: it is not an order.
     """
     return _decoder.decode(line)
 
 
 def main() -> int:
-    """Carry out the order on standard input; return the exit status, as of `gateway.server.run`."""
+    """Carry out the order on standard input; return the exit status of `gateway.server.run`."""
     order = decode_order(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_input, name="parent", daemon=True).start()
     return run(
-        # As flags, they go before whatever environment and files say.
+        # As flags, they override environment and files.
         load_settings(order.settings),
         listener=socket.socket(fileno=order.listener),
         on_ready=lambda _url: print("ready", flush=True),  # noqa: T201 - read by the parent

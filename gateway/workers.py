@@ -1,11 +1,11 @@
-"""Runs the gateway as several processes on one port, for more streams than one interpreter can write.
+"""Runs the gateway as several processes on one port, for more streams than one interpreter can handle.
 
     this process ──order──▶ worker 0, worker 1, …    each a whole gateway, with a listener of its own
 
-The kernel parts connections among the listeners. This process holds them too: clients that one of them has
-accepted for a worker that died are served by the one that replaces it. It serves nothing itself.
+The kernel distributes connections among the listeners. This process holds the listeners too, so that
+connections waiting for a worker that died are served by its replacement. It serves nothing itself.
 
-Signals are those of `gateway.server`, passed on; no worker is replaced after the first.
+Signals work as in `gateway.server` and are passed on; after the first, no worker is replaced.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from gateway.triton.backoff import Backoff
 from gateway.worker import encode_order
 
 _STEADY_S = 60.0
-"""A worker that lived for longer is replaced without a pause."""
+"""A worker that lived longer than this is replaced without a pause."""
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _SHARED_BOUNDS = ("max_in_flight", "max_waiting")
@@ -48,8 +48,8 @@ def run(
     Must be called on the main thread.
 
     Args:
-        settings: what to serve; bounds of requests are of all workers together.
-        listeners: bound by `bind_all`, one for each worker; closed in the end. None: made here.
+        settings: of the gateway; limits on requests are for all workers together.
+        listeners: from `bind_all`, one per worker; closed at the end. None: made here.
         on_ready: called with the base URL once every model is ready in every worker.
 
     Raises:
@@ -64,7 +64,7 @@ def run(
 
 
 def _share(settings: Settings) -> Settings:
-    """Return the settings of one worker: what it may take is its part of what all may."""
+    """Return the settings of one worker, with its share of the limits."""
     parts = {name: -(-getattr(settings, name) // settings.workers) for name in _SHARED_BOUNDS}
     return settings.model_copy(update=parts)
 
@@ -113,13 +113,13 @@ class _Worker:
 
     Args:
         settings: its own.
-        listener: its own; closed here once it needs no other process to take it over.
+        listener: its own; closed here when no further process will need it.
         place: its number among the workers.
     """
 
     def __init__(self, settings: Settings, listener: socket.socket, place: Place) -> None:
         self.ready = asyncio.Event()
-        """Set once its models were all ready for the first time."""
+        """Set when all its models were ready for the first time."""
         self._listener = listener
         self._number = place.number
         self._order = encode_order(settings, listener.fileno(), place)
@@ -127,7 +127,7 @@ class _Worker:
         self._ending = asyncio.Event()
 
     async def keep(self) -> None:
-        """Run the process, and another one when it ends, until `end`."""
+        """Run the process, and replace it when it ends, until `end`."""
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         loop = asyncio.get_running_loop()
         while not self._ending.is_set():
@@ -147,7 +147,7 @@ class _Worker:
                     await self._ending.wait()
 
     def end(self) -> None:
-        """Pass a signal on: the first has it drain, a second end at once. It is not replaced any more."""
+        """Pass a signal on: the first makes it drain, a second end at once. It is no longer replaced."""
         self._ending.set()
         self._listener.close()
         if self._process is not None and self._process.returncode is None:
@@ -163,9 +163,9 @@ class _Worker:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 pass_fds=(self._listener.fileno(),),
-                start_new_session=True,  # a terminal's Ctrl-C comes from here, once
+                start_new_session=True,  # a terminal's Ctrl-C is passed on from here, once
             )
-        except OSError:  # no memory for one more process, say
+        except OSError:  # for example, no memory for another process
             _log.exception("a worker could not be started")
             return -1
         self._process = process
