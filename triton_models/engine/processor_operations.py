@@ -4,6 +4,8 @@ So there are fewer of them than in plain torch: a rotation is one product of com
 operation that another could do along the way, and what is added to a product is added by it.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -23,11 +25,10 @@ class ProcessorOperations(PlainOperations):
 
     def norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """See `Operations`."""
-        width = hidden.shape[-1]
         numbers = hidden.float()
         length: Tensor = torch.linalg.vector_norm(numbers, dim=-1, keepdim=True)
-        # 1 / sqrt(mean square + epsilon), with the root of the width taken out of it.
-        scale = length.square_().add_(width * epsilon).rsqrt_().mul_(width**0.5)
+        # The mean square is the length's, over the width.
+        scale = torch.addcmul(_scalar(epsilon), length, length, value=1 / hidden.shape[-1]).rsqrt_()
         return (numbers * scale).mul_(weight).to(hidden.dtype)
 
     def add_linear(self, hidden: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -46,3 +47,8 @@ class ProcessorOperations(PlainOperations):
         torch.view_as_complex(numbers).mul_(self._turns)
         if numbers is not pairs:
             pairs.copy_(numbers)
+
+
+@cache
+def _scalar(number: float) -> Tensor:
+    return torch.tensor(number)

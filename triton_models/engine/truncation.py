@@ -4,17 +4,12 @@ What is kept is the head of a row in order of falling logits, equal ones in orde
 alone tell how many stay, and the last of them is the threshold for the row as it lies.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
-FIRST_LOOK = 128
-"""Largest values that a CPU looks at before it sorts a whole row: they decide most rows of a trained model,
-and every top_k up to it."""
-
 
 def truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Take away what min_p, then top_k, then top_p do not keep.
+    """Take away what min_p, then top_k, then top_p do not keep, without waiting for the device.
 
     min_p keeps what is at least that share as likely as the most likely token (Nguyen et al., "Turning up the
     heat", 2024). Of these top_k keeps the k most likely, and of those top_p the fewest that make up that
@@ -30,54 +25,12 @@ def truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
     Returns:
         `scaled`, with -inf where a token is taken away. A row of NaN means nothing before and after.
     """
-    if scaled.device.type == "cpu":
-        return _truncate_on_cpu(scaled, top_k, top_p, min_p)
-    return _truncate_on_device(scaled, top_k, top_p, min_p)
-
-
-def _truncate_on_device(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Treat every row alike: no operation needs a value on the host, so none waits for the device."""
     scaled.masked_fill_(_below_min_p(scaled, min_p), -torch.inf)
     ordered = scaled.sort(dim=-1, descending=True).values
     threshold, equals = _threshold(ordered, _kept(ordered, _mass(scaled), top_k, top_p))
     equal = scaled == threshold
     surplus = equal & (equal.cumsum(dim=-1) > equals)
     return scaled.masked_fill_((scaled < threshold) | surplus, -torch.inf)
-
-
-def _truncate_on_cpu(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Do for each row what it needs: most are decided by their largest values."""
-    if min_p.any():
-        scaled.masked_fill_(_below_min_p(scaled, min_p), -torch.inf)
-    cut = ((top_k > 0) | (top_p < 1)).nonzero().squeeze(1)
-    if not len(cut):
-        return scaled
-    rows, top_k, top_p = scaled[cut], top_k[cut], top_p[cut]
-    mass = _mass(rows)
-    look = min(FIRST_LOOK, rows.shape[1])
-    ordered = rows.topk(look, dim=-1).values
-    kept = _kept(ordered, mass, top_k, top_p)
-    threshold, equals = _threshold(ordered, kept)
-    # A longer top_k's mass is unknown here, and what is kept up to the end of the look may go on behind it.
-    undecided = ((top_k > look) | ((kept == look) & (top_k != look))).nonzero().squeeze(1)
-    if len(undecided) and look < rows.shape[1]:
-        # NumPy's sort of bare values uses wide registers where there are any; torch's moves ids along.
-        ordered = torch.from_numpy(np.sort(rows[undecided].numpy(), axis=-1)).flip(-1)
-        kept = _kept(ordered, mass[undecided], top_k[undecided], top_p[undecided])
-        threshold[undecided], equals[undecided] = _threshold(ordered, kept)
-    scaled[cut] = _drop(rows, threshold, equals)
-    return scaled
-
-
-def _drop(rows: Tensor, threshold: Tensor, equals: Tensor) -> Tensor:
-    """Take away what lies under the threshold, and what equals it beyond the first `equals`; on a CPU."""
-    equal = rows == threshold
-    rows.masked_fill_(rows < threshold, -torch.inf)
-    crowded = (equal.sum(dim=-1, keepdim=True) > equals).squeeze(1).nonzero().squeeze(1)
-    if len(crowded):
-        surplus = equal[crowded] & (equal[crowded].cumsum(dim=-1) > equals[crowded])
-        rows[crowded] = rows[crowded].masked_fill(surplus, -torch.inf)
-    return rows
 
 
 def _below_min_p(scaled: Tensor, min_p: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from triton_models.engine.penalties import GENERATED, IN_PROMPT, PenalisedRows, PenaltyTable
-from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, sample
+from triton_models.engine.sampler import Chooser, SamplerInputs, SamplerOutputs, choose, sample
 
 VOCABULARY = 40
 
@@ -56,12 +56,17 @@ def inputs(rows: list[dict[str, Any]]) -> SamplerInputs:
     )
 
 
-def run(logits: Tensor, *rows: dict[str, Any]) -> SamplerOutputs:
-    return sample(logits.clone(), inputs(list(rows)))
+class Sampler:
+    """Samples for such rows with one make of the last part."""
 
+    def __init__(self, choose: Chooser = choose) -> None:
+        self._choose = choose
 
-def tokens(logits: Tensor, *rows: dict[str, Any]) -> list[int]:
-    return run(logits, *rows).status[0].tolist()
+    def run(self, logits: Tensor, *rows: dict[str, Any]) -> SamplerOutputs:
+        return sample(logits.clone(), inputs(list(rows)), self._choose)
+
+    def tokens(self, logits: Tensor, *rows: dict[str, Any]) -> list[int]:
+        return self.run(logits, *rows).status[0].tolist()
 
 
 def some_logits(rows: int = 1, seed: int = 0) -> Tensor:

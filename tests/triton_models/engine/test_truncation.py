@@ -1,15 +1,17 @@
-from collections.abc import Callable
-
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from triton_models.engine import truncation
-from triton_models.engine.truncation import FIRST_LOOK, truncate
+from triton_models.engine import processor_sampling
+from triton_models.engine.processor_sampling import Truncation, kept
+from triton_models.engine.truncation import truncate
 
-VOCABULARY = 5 * FIRST_LOOK
+FEW = 80
+VOCABULARY = 8 * FEW
+"""A top_k of FEW is looked for, of more the row is sorted."""
 
 
 def rows(kind: str, count: int = 4) -> Tensor:
@@ -36,19 +38,20 @@ def by_definition(row: Tensor, top_k: int, top_p: float, min_p: float) -> list[i
 
 
 def cut(scaled: Tensor, top_k: list[int], top_p: list[float], min_p: list[float]) -> list[list[int]]:
-    cuts = []
-    for function in (truncate, truncation._truncate_on_device):
-        result = function(
-            scaled.clone(),
-            torch.tensor(top_k),
-            torch.tensor(top_p, dtype=torch.float64),
-            torch.tensor(min_p, dtype=torch.float64),
-        )
-        kept = result > -torch.inf
-        assert torch.equal(result[kept], scaled[kept])
-        cuts.append([row.nonzero().flatten().tolist() for row in kept])
-    assert cuts[0] == cuts[1]
-    return cuts[0]
+    """What stays by `truncate`, and the same by the processor's own way."""
+    result = truncate(
+        scaled.clone(),
+        torch.tensor(top_k),
+        torch.tensor(top_p, dtype=torch.float64),
+        torch.tensor(min_p, dtype=torch.float64),
+    )
+    stays = result > -torch.inf
+    assert torch.equal(result[stays], scaled[stays])
+    found = [row.nonzero().flatten().tolist() for row in stays]
+    rules = [Truncation(*each) for each in zip(top_k, top_p, min_p, strict=True)]
+    for row, rule, ids in zip(scaled, rules, found, strict=True):
+        assert kept(row.numpy(), row.exp().numpy(), rule).tolist() == ids
+    return found
 
 
 @pytest.mark.parametrize("kind", ["spread", "peaked", "stepped", "level"])
@@ -57,11 +60,11 @@ def cut(scaled: Tensor, top_k: list[int], top_p: list[float], min_p: list[float]
     [
         (0, 1.0, 0.0),
         (1, 1.0, 0.0),
-        (FIRST_LOOK - 1, 1.0, 0.0),
-        (FIRST_LOOK, 1.0, 0.0),
-        (FIRST_LOOK, 0.999, 0.0),
-        (FIRST_LOOK + 1, 1.0, 0.0),
-        (FIRST_LOOK + 1, 0.3, 0.0),
+        (FEW - 1, 1.0, 0.0),
+        (FEW, 1.0, 0.0),
+        (FEW, 0.999, 0.0),
+        (FEW + 1, 1.0, 0.0),
+        (FEW + 1, 0.3, 0.0),
         (VOCABULARY, 0.5, 0.0),
         (2**31 - 1, 1.0, 0.0),
         (0, 1e-9, 0.0),
@@ -99,24 +102,21 @@ def test_each_row_has_its_own_rules_in_any_company(mix: list[tuple[tuple[int, fl
         assert cut(scaled[place : place + 1], *([value] for value in rules)) == [together[place]]
 
 
-def test_most_rows_are_not_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
-    sorted_rows: list[int] = []
+def test_of_most_rows_only_few_logits_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    sort = np.sort
 
-    def counting(sort: Callable[..., object]) -> Callable[..., object]:
-        def count(values: Tensor, axis: int) -> object:
-            sorted_rows.append(len(values))
-            return sort(values, axis=axis)
+    def counting(values: np.ndarray) -> np.ndarray:
+        lengths.append(len(values))
+        return sort(values)
 
-        return count
-
-    monkeypatch.setattr(truncation.np, "sort", counting(truncation.np.sort))
-    scaled = torch.cat([rows("peaked"), rows("level", 3)])
-    ones, none = torch.ones(7, dtype=torch.float64), torch.zeros(7, dtype=torch.float64)
-    truncate(scaled.clone(), torch.zeros(7, dtype=torch.int64), 0.8 * ones, none)
-    assert sorted_rows == [3]
-    truncate(scaled.clone(), torch.full((7,), FIRST_LOOK), ones, 0.1 * ones)
-    truncate(scaled.clone(), torch.zeros(7, dtype=torch.int64), ones, 0.1 * ones)
-    assert sorted_rows == [3]
+    monkeypatch.setattr(processor_sampling.np, "sort", counting)
+    for row in rows("peaked"):
+        kept(row.numpy(), row.exp().numpy(), Truncation(top_k=0, top_p=0.8, min_p=0.0))
+    assert max(lengths) < FEW
+    kept(row.numpy(), row.exp().numpy(), Truncation(top_k=FEW, top_p=0.8, min_p=0.0))
+    kept(row.numpy(), row.exp().numpy(), Truncation(top_k=0, top_p=1.0, min_p=0.1))
+    assert len(lengths) == 4
 
 
 def test_rows_without_numbers_touch_no_other() -> None:
@@ -125,8 +125,7 @@ def test_rows_without_numbers_touch_no_other() -> None:
     broken = scaled.clone()
     broken[1] = torch.nan
     broken[2, 5] = torch.nan
-    for function in (truncate, truncation._truncate_on_device):
-        halves = torch.full((4,), 0.5, dtype=torch.float64)
-        result = function(broken.clone(), torch.zeros(4, dtype=torch.int64), halves, halves / 50)
-        for row in (0, 3):
-            assert (result[row] > -torch.inf).nonzero().flatten().tolist() == wanted[row]
+    halves = torch.full((4,), 0.5, dtype=torch.float64)
+    result = truncate(broken.clone(), torch.zeros(4, dtype=torch.int64), halves, halves / 50)
+    for row in (0, 3):
+        assert (result[row] > -torch.inf).nonzero().flatten().tolist() == wanted[row]

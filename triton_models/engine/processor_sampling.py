@@ -1,0 +1,126 @@
+"""The last part of sampling on a processor: row by row, and of most rows only the few tokens that matter.
+
+Operators over whole tables take their time in temporary memory, and sort whole rows where a trained model
+leaves a hundred tokens to choose from.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from triton_models.engine.random_numbers import uniform
+from triton_models.engine.sampler import SamplerInputs
+from triton_models.engine.sampling import GREEDY_BELOW
+
+Row = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.intp]
+
+_SHORT = 8
+"""A top_k of at most this part of the vocabulary is looked for; beyond it the row is sorted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """What one row takes away; see `truncation.truncate`."""
+
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+def choose(logits: Tensor, inputs: SamplerInputs) -> Tensor:
+    """Choose as `sampler.choose` does; a `Chooser`."""
+    logits = logits.float()
+    rows = logits.numpy()
+    best = rows.argmax(axis=-1)
+    finite = np.isfinite(rows).all(axis=-1)
+    highest = logits.gather(1, torch.from_numpy(best)[:, None])
+    if inputs.random:
+        _draw_rows(logits, highest, inputs, best)
+    status = np.stack([best, finite, highest.numpy()[:, 0] > -np.inf])
+    return torch.from_numpy(status.astype(np.int64, copy=False))
+
+
+def _draw_rows(logits: Tensor, highest: Tensor, inputs: SamplerInputs, tokens: Ids) -> None:
+    """Replace the most likely tokens of rows that are not greedy by drawn ones."""
+    # With the largest at 0, no temperature can overflow.
+    scaled = (logits - highest).div_(inputs.temperatures.clamp(min=GREEDY_BELOW)[:, None])
+    weights = scaled.exp().numpy()
+    truncations = _truncations(inputs)
+    numbers = uniform(inputs.seeds, inputs.counters).tolist()
+    temperatures, tops = inputs.temperatures.tolist(), highest[:, 0].tolist()
+    for row, number in enumerate(numbers):
+        if temperatures[row] >= GREEDY_BELOW and math.isfinite(tops[row]):
+            tokens[row] = _draw(scaled[row].numpy(), weights[row], truncations.get(row), number)
+
+
+def _truncations(inputs: SamplerInputs) -> dict[int, Truncation]:
+    rows = inputs.truncated.tolist()
+    rules = (each[inputs.truncated].tolist() for each in (inputs.top_k, inputs.top_p, inputs.min_p))
+    return {row: Truncation(*values) for row, *values in zip(rows, *rules, strict=True)}
+
+
+def _draw(scaled: Row, weights: Row, truncation: Truncation | None, number: float) -> int:
+    """Draw by the inverse of the cumulative distribution, in the vocabulary's order; sums are float64."""
+    if truncation is None:
+        return _place(weights, number)
+    ids = kept(scaled, weights, truncation)
+    return int(ids[_place(weights[ids], number)])
+
+
+def _place(weights: Row, number: float) -> int:
+    # NumPy's cumulative sum takes five times as long.
+    cumulative = torch.from_numpy(weights).cumsum(0, dtype=torch.float64).numpy()
+    # The first id whose sum is over the target; ids of no weight leave the sum as it was and are never it.
+    place = int(cumulative.searchsorted(number * cumulative[-1], side="right"))
+    return min(place, len(weights) - 1)
+
+
+def kept(scaled: Row, weights: Row, rules: Truncation) -> Ids:
+    """Return the ids that min_p, then top_k, then top_p leave, in rising order.
+
+    Args:
+        scaled: [vocabulary] logits over the temperature, the largest 0.
+        weights: [vocabulary] their exponentials.
+        rules: what is taken away.
+    """
+    if rules.min_p:
+        # The largest is 0, so a probability relative to its is the exponential of a logit.
+        likely = np.flatnonzero(scaled >= np.float32(math.log(rules.min_p)))
+        rest = Truncation(rules.top_k, rules.top_p, min_p=0.0)
+        return likely[kept(scaled[likely], weights[likely], rest)]
+    if rules.top_p == 1 and not 0 < rules.top_k < len(scaled):
+        return np.arange(len(scaled))
+    ordered = _head(scaled, weights, rules)
+    count = len(ordered)
+    if rules.top_p < 1:
+        cumulative = torch.from_numpy(ordered).exp().cumsum(0, dtype=torch.float64).numpy()
+        whole = cumulative[-1] if 0 < rules.top_k < len(scaled) else _sum(weights)
+        # One more than those whose sum falls short of the target.
+        count = min(count, int(cumulative.searchsorted(rules.top_p * whole)) + 1)
+    threshold = ordered[count - 1]
+    ids = np.flatnonzero(scaled >= threshold)
+    if len(ids) > count:  # Of equal ones the first stay.
+        equal = scaled[ids] == threshold
+        ids = ids[~equal | (equal.cumsum() <= count - (len(ids) - np.count_nonzero(equal)))]
+    return ids
+
+
+def _head(scaled: Row, weights: Row, rules: Truncation) -> Row:
+    """Return the logits that may stay, in falling order."""
+    length = len(scaled)
+    if not 0 < rules.top_k < length:
+        # All that weighs less than this comes to less than half of what top_p leaves out.
+        least = (1 - rules.top_p) * _sum(weights) / length / 2
+        return np.sort(scaled[weights >= least])[::-1].copy()
+    if rules.top_k * _SHORT <= length:
+        return torch.from_numpy(scaled).topk(rules.top_k).values.numpy()
+    return np.sort(scaled)[: -rules.top_k - 1 : -1].copy()
+
+
+def _sum(weights: Row) -> float:
+    return float(weights.sum(dtype=np.float64))
