@@ -23,6 +23,10 @@ __all__ = ["TritonPythonModel"]
 """
 _TOKENIZER_QUEUE = 64
 """Requests that may wait for the tokenizer, which handles one at a time: at worst about a second."""
+_PRIORITIES = {
+    "priority_levels": names.PRIORITY_LEVELS,
+    "default_priority_level": names.DEFAULT_PRIORITY,
+}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _DEVICE = re.compile(r"cpu|cuda:([0-9]+)")
 
@@ -112,9 +116,7 @@ def write_entries(repository: Path, *, model: ModelEntry) -> None:
 def stream_config(model: ModelEntry) -> Any:
     """Return the `ModelConfig` message of `M-stream`: decoupled, batched, warmed up."""
     config = _config(names.stream_entry(model.name), signatures.STREAM, model.device)
-    config.dynamic_batching.CopyFrom(
-        _batching(model, priority_levels=names.PRIORITY_LEVELS, default_priority_level=names.DEFAULT_PRIORITY)
-    )
+    config.dynamic_batching.CopyFrom(_batching(model, **_PRIORITIES))
     config.model_warmup.append(_warmup(signatures.STREAM, warmup.stream_tensors()))
     values = {name: getattr(model, name) for name in sorted(_ENGINE_PARAMETERS)}
     _set_parameters(config, _common_parameters(model) | values)
@@ -124,7 +126,7 @@ def stream_config(model: ModelEntry) -> Any:
 def tokenizer_config(model: ModelEntry) -> Any:
     """Return the `ModelConfig` message of `M-tokenizer`: one request, one answer, on the CPU."""
     config = _config(names.tokenizer_entry(model.name), signatures.TOKENIZER, "cpu")
-    config.dynamic_batching.CopyFrom(_batching(model, max_queue_size=_TOKENIZER_QUEUE))
+    config.dynamic_batching.CopyFrom(_batching(model, max_queue_size=_TOKENIZER_QUEUE, **_PRIORITIES))
     _set_parameters(config, _common_parameters(model))
     return config
 

@@ -159,3 +159,18 @@ class TokenizerDialect(Protocol):
             UpstreamProtocolError: it cannot be understood; for `strings`, while they are iterated.
         """
         ...
+
+
+class NudgeDialect(Protocol):
+    """The part of a tensor contract about nudges: requests that cost a model next to nothing.
+
+    They have their own places in Triton's queue, so that they never take one of another request.
+    """
+
+    def streamed(self, model: str) -> service_pb2.ModelInferRequest:
+        """Return one for the entry of generations, to be sent on a stream."""
+        ...
+
+    def whole(self, model: str) -> service_pb2.ModelInferRequest:
+        """Return one for the tokenizer entry, which is answered by one response."""
+        ...

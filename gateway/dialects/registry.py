@@ -1,8 +1,9 @@
 """Selects the dialect of a model by the names of its inputs, and that dialect's optional parts."""
 
-from gateway.dialects.base import ChannelDialect, Dialect, TokenizerDialect
+from gateway.dialects.base import ChannelDialect, Dialect, NudgeDialect, TokenizerDialect
 from gateway.dialects.chatglm import ChatGLMDialect
 from gateway.dialects.chatglm_channel import ChatGLMChannels
+from gateway.dialects.chatglm_nudges import ChatGLMNudges
 from gateway.dialects.chatglm_tokenizer import ChatGLMTokenizer
 from gateway.errors import UpstreamProtocolError
 
@@ -11,6 +12,8 @@ _DIALECTS: tuple[Dialect, ...] = (ChatGLMDialect(),)
 _CHANNELS: dict[type[Dialect], ChannelDialect] = {ChatGLMDialect: ChatGLMChannels()}
 
 _TOKENIZERS: dict[type[Dialect], TokenizerDialect] = {ChatGLMDialect: ChatGLMTokenizer()}
+
+_NUDGES: dict[type[Dialect], NudgeDialect] = {ChatGLMDialect: ChatGLMNudges()}
 
 
 def choose(entry: str, inputs: frozenset[str]) -> Dialect:
@@ -36,3 +39,8 @@ def choose_channels(dialect: Dialect) -> ChannelDialect | None:
 def choose_tokenizer(dialect: Dialect) -> TokenizerDialect | None:
     """Return the part of `dialect` for tokenizers; None: it has none."""
     return _TOKENIZERS.get(type(dialect))
+
+
+def choose_nudges(dialect: Dialect) -> NudgeDialect | None:
+    """Return the part of `dialect` for nudges; None: it has no request that costs next to nothing."""
+    return _NUDGES.get(type(dialect))

@@ -136,6 +136,11 @@ class Member:
         if self._observer is not None:
             self._observer.upstream_error(model, upstream, code)
 
+    def upstream_nudge(self, model: str, upstream: str) -> None:
+        """Pass on a nudge."""
+        if self._observer is not None:
+            self._observer.upstream_nudge(model, upstream)
+
     def _new_link(self, model: str) -> DeltaLink | None:
         if self._idle_timeout_s is None:
             return None

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.dialects.base import ChannelDialect, Dialect, ModelReport
-from gateway.dialects.registry import choose, choose_channels
+from gateway.dialects.registry import choose, choose_channels, choose_nudges
 from gateway.errors import GatewayError
 from gateway.triton.backoff import Backoff
 from gateway.triton.channel import Channel
 from gateway.triton.control import Control, EntryState
 from gateway.triton.delta_link import DeltaLink
+from gateway.triton.nudging import nudge_when_unheard
 from gateway.triton.status import Fault, TritonError
 from wire.names import stream_entry
 
@@ -52,6 +53,8 @@ class HealthPolicy:
     probe_timeout_s: float = 5.0
     stuck_after_s: float = 60.0
     """An engine whose last loop iteration is older than this is stuck; on a slow CPU a step takes seconds."""
+    nudge_after_s: float = 0.03
+    """A request without any response for longer may have been forgotten in Triton's queue."""
     backoff_first_s: float = 0.25
     backoff_limit_s: float = 5.0
 
@@ -77,6 +80,10 @@ class UpstreamObserver(Protocol):
 
     def upstream_error(self, model: str, upstream: str, code: str) -> None:
         """A generation failed on `upstream`; `code` is a value of `gateway.triton.status.Fault`."""
+        ...
+
+    def upstream_nudge(self, model: str, upstream: str) -> None:
+        """A nudge is sent to `upstream`: a request to `model` got no response for a while."""
         ...
 
 
@@ -134,6 +141,7 @@ class Replica:
         self._idle = asyncio.Event()
         self._idle.set()
         self._dialect: Dialect | None = None
+        self._nudged = False
         self.control = Control(channel, timeout_s=policy.probe_timeout_s)
         self._policy = policy
         self._observer = observer
@@ -282,6 +290,17 @@ class Replica:
         async with contextlib.aclosing(responses):
             report = dialect.read_probe([response async for response in responses])
         self._dialect = dialect  # `suspect` may have removed it meanwhile
+        nudges = choose_nudges(dialect)
+        if nudges is not None and not self._nudged:
+            self._nudged = True
+            nudge_when_unheard(
+                self.channel,
+                self.model,
+                nudges,
+                after_s=self._policy.nudge_after_s,
+                timeout_s=timeout_s,
+                note=self._tell_nudge,
+            )
         return report
 
     async def _judge(self, error: TritonError) -> tuple[ReplicaState, str]:
@@ -344,6 +363,10 @@ class Replica:
             extra={"model": self.model, "upstream": self.upstream, "detail": reason},
         )
         self._tell_observer()
+
+    def _tell_nudge(self) -> None:
+        if self._observer is not None:
+            self._observer.upstream_nudge(self.model, self.upstream)
 
     def _tell_observer(self) -> None:
         if self._observer is not None:

@@ -76,7 +76,12 @@ def test_tokenizer_entry(tmp_path: Path) -> None:
     config = read(tmp_path / "m-tokenizer")
     assert config.max_batch_size == 0
     assert not config.model_transaction_policy.decoupled
-    assert config.dynamic_batching.default_queue_policy.max_queue_size == 64
+    batching = config.dynamic_batching
+    assert batching.default_queue_policy.max_queue_size == 64
+    assert (batching.priority_levels, batching.default_priority_level) == (
+        2,
+        2,
+    )  # nudges have their own places
     assert [(i.name, i.data_type, list(i.dims)) for i in config.input] == [("request", pb.TYPE_STRING, [1])]
     assert [(o.name, o.data_type, list(o.dims)) for o in config.output] == [
         ("input_ids", pb.TYPE_INT64, [-1]),

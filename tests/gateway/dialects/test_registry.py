@@ -2,7 +2,8 @@ import pytest
 
 from gateway.dialects.chatglm import ChatGLMDialect
 from gateway.dialects.chatglm_channel import ChatGLMChannels
-from gateway.dialects.registry import choose, choose_channels
+from gateway.dialects.chatglm_nudges import ChatGLMNudges
+from gateway.dialects.registry import choose, choose_channels, choose_nudges
 from gateway.errors import UpstreamProtocolError
 
 
@@ -34,3 +35,8 @@ def test_a_model_without_inputs_is_an_error_too() -> None:
 def test_our_own_contract_has_delta_channels_and_one_not_known_has_none() -> None:
     assert isinstance(choose_channels(ChatGLMDialect()), ChatGLMChannels)
     assert choose_channels(object()) is None
+
+
+def test_our_own_contract_has_requests_that_cost_nothing_and_one_not_known_has_none() -> None:
+    assert isinstance(choose_nudges(ChatGLMDialect()), ChatGLMNudges)
+    assert choose_nudges(object()) is None

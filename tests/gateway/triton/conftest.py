@@ -53,6 +53,7 @@ class Observer:
         self.healthy: dict[tuple[str, str], bool] = {}
         self.errors: list[tuple[str, str, str]] = []
         self.forgotten: list[str] = []
+        self.nudges: Counter[tuple[str, str]] = Counter()
         self.lookups: Counter[tuple[str, str]] = Counter()
 
     def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
@@ -60,6 +61,9 @@ class Observer:
 
     def upstream_error(self, model: str, upstream: str, code: str) -> None:
         self.errors.append((model, upstream, code))
+
+    def upstream_nudge(self, model: str, upstream: str) -> None:
+        self.nudges[model, upstream] += 1
 
     def upstream_left(self, upstream: str) -> None:
         for model, left in list(self.healthy):

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from gateway.triton.channel import Channel
 from gateway.triton.replicas import HealthPolicy, Replica, ReplicaState
 from gateway.triton.status import Fault, TritonError
 from tests.gateway.triton.fake_triton import reply, until
+from tests.gateway.triton.test_replicas import becomes, watched
 from wire.meta import Meta
 
 
@@ -25,6 +27,9 @@ class Asking:
 
     def upstream_error(self, model: str, upstream: str, code: str) -> None:
         raise AssertionError("no generation was made")
+
+    def upstream_nudge(self, model: str, upstream: str) -> None:
+        """Of no matter here."""
 
 
 async def test_a_probe_that_was_asked_before_a_suspicion_and_answered_after_it(
@@ -54,3 +59,13 @@ async def test_a_probe_that_was_asked_before_a_suspicion_and_answered_after_it(
     with contextlib.suppress(asyncio.CancelledError):
         await watching
     await channel.close()
+
+
+async def test_a_suspicion_is_looked_into_at_once(triton: Any, fast: HealthPolicy) -> None:
+    async with watched(triton, replace(fast, interval_s=3600)) as replica:
+        await becomes(replica, ReplicaState.READY)
+        replica.suspect(TritonError(Fault.SILENT, "nothing came"))
+        assert replica.state is ReplicaState.STUCK
+        await becomes(replica, ReplicaState.READY)
+        replica.suspect(TritonError(Fault.INVALID_REQUEST, "the client's own"))
+        assert replica.state is ReplicaState.READY
