@@ -1,4 +1,4 @@
-"""Answers of text and calls, as grammars in the notation of each chat format (see `wire.calls`)."""
+"""Grammars for answers of text and tool calls, in the notation of each chat format (see `wire.calls`)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,10 +31,10 @@ class _Notation:
     """How a chat format writes calls."""
 
     write: Callable[[CallableTool, str], tuple[str, str]]
-    """Returns the body of a tool's call behind the opening, and the rules behind it."""
+    """Returns the body of a tool's call after the opening, and the rules that it uses."""
     opening: str = ""
     rules: str = ""
-    """Of all tools."""
+    """Rules shared by all tools."""
 
 
 def _fenced(tool: CallableTool, name: str) -> tuple[str, str]:
@@ -64,10 +64,10 @@ _NOTATIONS: Final[Mapping[str, _Notation]] = MappingProxyType(
 def call_document(
     text: str, *, prefix: str, metadata: str | None, call_format: str | None, segment_id: int | None
 ) -> Document:
-    """Return what is compiled for a grammar of kind `tool_calls`.
+    """Return the document to compile for a grammar of kind `tool_calls`.
 
-    A segment is the hidden prefix, a tool's name or nothing, a newline, and a call or text. Of a call that
-    begins in the prompt the name is there, and the segment goes on behind it.
+    A segment is the hidden prefix, a tool's name or nothing, a newline, and a call or text. If a call begins
+    in the prompt, its name is there, and the segment continues after it.
 
     Raises:
         InvalidGrammarError: it is broken, asks for what cannot be enforced, or the format has no calls.
@@ -114,10 +114,10 @@ def call_document(
 
 
 def _check_size(tools: Sequence[CallableTool]) -> None:
-    """Hold that the schemas are such, and no more than can be enforced.
+    """Check that the schemas are valid, and not too large to be enforced.
 
     Raises:
-        InvalidGrammarError: one is not, or they are too large together.
+        InvalidGrammarError: one is not, or together they are too large.
     """
     properties = values = 0
     for tool in tools:
@@ -139,7 +139,7 @@ def _blaming(part: Part) -> Iterator[None]:
 
 
 def _start(calls: ToolCalls, begun: str, boundary: str, *, only_calls: bool) -> str:
-    """Return the rules for the segments; `begun` is the rest of a call that begins in the prompt."""
+    """Return the rules for the segments; `begun` is the rest of a call that began in the prompt."""
     call = " | ".join(f"call{at}" for at in range(len(calls.tools)))
     more = "" if calls.single else f"({boundary} call)*"
     rules = f"call: {call}\ncalls: {begun or 'call'} {more}\n"

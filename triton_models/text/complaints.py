@@ -1,4 +1,4 @@
-"""What llguidance says of a grammar, in words for whoever sent it.
+"""Turns llguidance's errors about a grammar into messages for the client that sent it.
 
 Its errors about a grammar quote the document that it was given, which we wrote. Those out of its inside, of
 panics and of its bounds, are for the log alone.
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 _LIMIT: Final = 300
 _PANIC: Final = "panic:"
 _BACKTRACE: Final = "<backtrace>"
-"""Of addresses without names, in the library as published."""
+"""Only addresses without names, in the published library."""
 _PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
 _QUOTED = re.compile(r"^ *(\d+) \| ([^\n]*)", re.MULTILINE)
 _NOTHING_FOLLOWS: Final = "NoExtension"
@@ -52,7 +52,7 @@ def about_schema(error: str) -> str:
 
 
 def about_mask(error: str) -> str:
-    """Return the words about an answer that cannot go on."""
+    """Return the message about an answer that cannot continue."""
     if _panicked(error):
         return FAILED
     if not error or error.startswith(_NOTHING_FOLLOWS):
@@ -62,7 +62,7 @@ def about_mask(error: str) -> str:
 
 
 def _panicked(error: str) -> bool:
-    """Tell whether an error is a panic's, which is logged."""
+    """Return whether an error comes from a panic, which is logged."""
     said, traced, _ = error.partition(_BACKTRACE)
     panicked = bool(traced) or _PANIC in said
     if panicked:

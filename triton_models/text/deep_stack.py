@@ -1,4 +1,4 @@
-"""Running foreign code that recurses as deeply as a client's document says."""
+"""Runs foreign code whose recursion depth depends on a client's document."""
 
 import threading
 from collections.abc import Callable

@@ -1,11 +1,11 @@
-"""Whether the branches of a `oneOf` exclude each other, as far as that is plain to see."""
+"""Whether the branches of a `oneOf` exclude each other, as far as that is easy to determine."""
 
 import json
 from typing import Any
 
 
 def disjoint(branches: list[Any]) -> bool:
-    """Tell whether no value can be of two branches: by their types, or by a constant of theirs."""
+    """Return whether no value fits two branches, judging by their types or by constants in them."""
     kinds = [each.get("type") if isinstance(each, dict) else None for each in branches]
     if all(isinstance(kind, str) for kind in kinds):
         told = ["number" if kind == "integer" else kind for kind in kinds]

@@ -1,8 +1,8 @@
 """Grammars of the wire, written as llguidance reads them.
 
-Everything is Lark in the end, with JSON schemas inline. The options: nothing is forced, since only the model
-may choose how a text is cut into tokens; white space within JSON is a space, or a newline and an indentation,
-so that no answer can go astray in it.
+Everything becomes Lark, with JSON schemas inline. The options: no token is forced, since only the model may
+choose how a text is split into tokens; white space within JSON is a space, or a newline and an indentation,
+so that no answer can get lost in white space.
 """
 
 import json
@@ -25,30 +25,30 @@ _JSON_OPTIONS: Final = {"whitespace_pattern": r"( |\n {0,20})?"}
 _NOT_NAMES = re.compile(
     r"""  "(?:\\.|[^"\\\n])*+"?  |  /(?:\\.|[^/\\\n])++/?  |  //[^\n]*  |  \#[^\n]*  """, re.VERBOSE
 )
-"""Strings, regular expressions and comments of a grammar. What is not closed goes on to the line's end, so
-that no search begins within it again: every character is looked at once."""
+"""Strings, regular expressions and comments of a grammar. An unclosed one extends to the end of the line, so
+that no search starts within it again: every character is examined once."""
 _BLANKED = '""'
-"""What stands for them: neither a name nor a line's beginning."""
+"""Their replacement: neither a name nor the beginning of a line."""
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _UNREADABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")
-"""What JSON leaves as it is within a string, and Lark does not read there."""
+"""Characters that JSON does not escape within a string, and Lark does not accept there."""
 _SPECIAL_TOKEN = re.compile(r"<[^<>\s][^<>\n]*>")
 _USER_GRAMMAR = "answer"
 
 ANSWER_RULE: Final = "ANSWER"
-"""The name of the rule of a text that needs one of its own."""
+"""The name of the rule for a text that needs its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextRule:
-    """A grammar of texts, as part of a larger one."""
+    """The grammar of a text, as part of a larger one."""
 
     body: str
-    """What matches the texts, within a rule."""
+    """The expression that matches the text, for use within a rule."""
     rules: str = ""
     """The rules that `body` refers to."""
     nested: str | None = None
-    """The grammar by itself that `body` refers to: a client's, whose rules keep their names."""
+    """The separate grammar that `body` refers to: a client's, whose rules keep their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,11 @@ class Document:
 
 
 def text_document(grammar: Grammar, *, prefix: str) -> Document:
-    """Return what is compiled for a grammar of any kind but `tool_calls`.
+    """Return the document to compile for a grammar of any kind but `tool_calls`.
 
     Args:
-        grammar: as the wire has it.
-        prefix: what stands before every text, and is not shown.
+        grammar: in the wire's form.
+        prefix: hidden text before the answer.
 
     Raises:
         InvalidGrammarError: it is broken, or asks for what cannot be enforced.
@@ -98,7 +98,7 @@ def text_document(grammar: Grammar, *, prefix: str) -> Document:
 
 
 def text_rule(grammar: Grammar) -> TextRule:
-    """Return what matches the texts of a grammar of any kind but `tool_calls`.
+    """Return the rule for a text of a grammar of any kind but `tool_calls`.
 
     Raises:
         InvalidGrammarError: it is broken, or asks for what cannot be enforced.
@@ -122,12 +122,12 @@ def text_rule(grammar: Grammar) -> TextRule:
 
 
 def literal(text: str) -> str:
-    """Return `text`, not empty, as a string of Lark's."""
+    """Return `text`, which is not empty, as a string in Lark."""
     return _UNREADABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 
 def json_rule(schema: Any, **options: Any) -> str:
-    """Return what matches the JSON values that obey `schema`; only our own options count."""
+    """Return the expression for JSON values that follow `schema`; only our own options count."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS | options}, ensure_ascii=False)}"
@@ -143,7 +143,7 @@ def _checked(text: str) -> str:
     if _GBNF_RULE.search(names):
         try:
             text = llguidance.gbnf_to_lark.gbnf_to_lark(text)
-        except Exception as error:  # noqa: BLE001 - whatever a foreign parser stumbles over is the text's fault
+        except Exception as error:  # noqa: BLE001 - any failure of a foreign parser is the text's fault
             raise InvalidGrammarError(f"not a grammar in GBNF: {error}") from None
         names = _NOT_NAMES.sub(_BLANKED, text)
     found = _SPECIAL_TOKEN.search(names)

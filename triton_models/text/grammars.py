@@ -1,8 +1,8 @@
-"""Grammars over a tokenizer's ids: compiled once, then asked before every token which ones may come next.
+"""Grammars over a tokenizer's ids: compiled once, then asked before every token which ids may come next.
 
-llguidance does the parsing, over the bytes that ids add to a text (`Vocabulary`). Every token that a text of
-the grammar can go on with is allowed, however the tokenizer itself would have cut that text: the model
-chooses. The ids that end an answer are allowed where the grammar can end, and no other special id ever is.
+llguidance does the parsing, over the bytes that ids add to a text (`Vocabulary`). Every token with which some
+text of the grammar can continue is allowed, however the tokenizer would have split that text: the model
+chooses. The ids that end an answer are allowed where the grammar can end; no other special id is.
 """
 
 import threading
@@ -28,7 +28,7 @@ CACHED: Final = 64
 """Compiled grammars that are kept."""
 
 CACHED_CHARACTERS: Final = 2_000_000
-"""Of the texts of those kept: compiled, the largest were measured to take 200 bytes for each character."""
+"""Total length of their texts: compiled, the largest were measured to take 200 bytes per character."""
 
 LIMITS: Final = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -42,19 +42,19 @@ LIMITS: Final = llguidance.LLParserLimits(
 masks of a step."""
 
 SPENT_AFTER: Final = 5_000
-"""Tokens after which a compiled grammar is compiled anew for answers to come. All its answers share what its
-lexer has learnt, which adds up to `max_lexer_states` after 50 000 tokens at the fastest that was measured."""
+"""Tokens after which a grammar is recompiled for later answers. All its answers share its lexer's states, which
+reached `max_lexer_states` after 50 000 tokens in the worst case measured."""
 
 TRIED: Final = 8
-"""Tokens that are tried behind each opening of a grammar while it is compiled: the first masks of an object
-of thousands of properties are where its size shows."""
+"""Tokens that are tried after each opening of a grammar while it is compiled: an object with thousands of
+properties is most expensive in its first masks."""
 
 _LIBRARY = "llguidance"
 _WORD_BITS = 32
 
 
 class Words(Protocol):
-    """A row of a bit mask, as `engine.sampling.TokenMask` gets it: an int32 tensor on the CPU."""
+    """A row of a bit mask, as passed to `engine.sampling.TokenMask`: an int32 tensor on the CPU."""
 
     def numpy(self) -> NDArray[np.int32]:
         """Return the row's own memory."""
@@ -62,10 +62,10 @@ class Words(Protocol):
 
 
 class CompiledGrammar:
-    """A grammar that any number of answers can be held to, one after the other or at once.
+    """A compiled grammar, for any number of answers, in sequence or at the same time.
 
-    A mask copies the parser, but all masks share one lexer, behind a lock of llguidance's own: states that it
-    makes for one answer are there for all, count for all, and are never let go. So a grammar wears out.
+    A mask copies the parser, but all masks share one lexer, under a lock of llguidance's: states that it
+    makes for one answer exist for all, count for all, and are never freed. So a grammar wears out.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, allowed: NDArray[np.int32]) -> None:
@@ -76,7 +76,7 @@ class CompiledGrammar:
 
     @property
     def spent(self) -> bool:
-        """Whether answers to come need the grammar compiled anew."""
+        """Whether the grammar must be recompiled for later answers."""
         return self._failed or self._tokens >= SPENT_AFTER
 
     def mask(self) -> "GrammarMask":
@@ -85,14 +85,14 @@ class CompiledGrammar:
             return GrammarMask(self, self._matcher.deep_copy(), self._allowed)
 
     def note_token(self) -> None:
-        """Count a token of an answer; that threads may count two as one does no harm."""
+        """Count a token of an answer; it does no harm if threads occasionally count two as one."""
         self._tokens += 1
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
-        """Hand this grammar to no further answer if the block fails: that may be in what they share.
+        """Use this grammar for no further answer if the block fails: the fault may be in the shared state.
 
-        Whatever it raises counts, a panic too, of which no `Exception` tells.
+        Every exception counts, including panics, which are not an `Exception`.
         """
         try:
             yield
@@ -102,7 +102,7 @@ class CompiledGrammar:
 
 
 class GrammarMask:
-    """Which tokens one answer may go on with. Used by one thread at a time."""
+    """The tokens with which one answer may continue. Used by one thread at a time."""
 
     def __init__(
         self, grammar: CompiledGrammar, matcher: llguidance.LLMatcher, allowed: NDArray[np.int32]
@@ -140,13 +140,13 @@ class GrammarMask:
 
 
 class Grammars:
-    """Compiles grammars for one model, and keeps those that were used last. Thread-safe.
+    """Compiles grammars for one model, and caches the most recently used. Thread-safe.
 
     Args:
         vocabulary: of the model's tokenizer.
         stop_ids: the ids by which the model ends an answer.
-        segment_id: the id by which it begins another segment, where its format has one.
-        call_format: name of the format that calls of tools are written in; None: the model knows no tools.
+        segment_id: the id by which it begins another segment, if its format has one.
+        call_format: name of the format of its tool calls; None: the model has no tools.
     """
 
     def __init__(
@@ -175,12 +175,12 @@ class Grammars:
     ) -> CompiledGrammar:
         """Return `grammar`, compiled.
 
-        Milliseconds as a rule, and a second for a very large one, most of it without the interpreter's lock.
+        Usually takes milliseconds; a very large one takes a second, mostly without the interpreter lock.
 
         Args:
-            grammar: as the wire has it.
-            continues: the answer goes on from other text, instead of being a text of its own.
-            metadata: the answer's first line, where it is part of the prompt.
+            grammar: in the wire's form.
+            continues: the answer continues other text.
+            metadata: the answer's first line, if it is part of the prompt.
 
         Raises:
             InvalidGrammarError: it is broken, too large, or asks for what cannot be enforced.
@@ -225,7 +225,7 @@ class Grammars:
         if grammar.kind == "tool_calls" and self._segment_id is not None:
             special.append(self._segment_id)
         compiled = CompiledGrammar(matcher, self._allowed(special))
-        # Whatever is compiled on first use is compiled here, and an answer can begin.
+        # Everything that is compiled on first use is compiled here, and an answer can begin.
         for opening, part in document.openings.items():
             try:
                 self._try(compiled.mask(), opening)
@@ -235,10 +235,10 @@ class Grammars:
         return compiled
 
     def _try(self, mask: GrammarMask, opening: str) -> None:
-        """Begin an answer with `opening`, and go on in the smallest steps that show.
+        """Begin an answer with `opening`, and continue with the shortest visible tokens.
 
         Raises:
-            TokenMaskError: that cannot be.
+            TokenMaskError: no answer can begin so.
         """
         row = np.zeros(self._word_count, dtype=np.int32)
         for token_id in self.prepare().greedy_tokenize(opening):
@@ -251,7 +251,7 @@ class Grammars:
             mask.accept(int(self._smallest_first[allowed.argmax()]))
 
     def prepare(self) -> llguidance.LLTokenizer:
-        """Return llguidance's view of the vocabulary; making it takes tenths of a second, once."""
+        """Return llguidance's form of the vocabulary; making it takes tenths of a second, once."""
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = llguidance.LLTokenizer(
@@ -264,7 +264,7 @@ class Grammars:
         return -(-len(self._vocabulary.pieces) // _WORD_BITS)
 
     def _allowed(self, special: Collection[int]) -> NDArray[np.int32]:
-        """Return the bits of all ids that are text, and of some that are none."""
+        """Return the bits of all ids that are text, and of some that are not."""
         bits = np.zeros(self._word_count * _WORD_BITS, dtype=np.uint8)
         text = [token_id for token_id, piece in enumerate(self._vocabulary.pieces) if piece is not None]
         bits[[*text, *special]] = 1
@@ -282,7 +282,7 @@ class _Row:
 
 
 class _Wrapper(llguidance.TokenizerWrapper):
-    """A vocabulary as llguidance reads it. It never asks for the ids of a text: see `no_forcing`."""
+    """A vocabulary in llguidance's interface. It never asks for the ids of a text: see `no_forcing`."""
 
     is_tokenizer_wrapper = True
 

@@ -1,8 +1,8 @@
-"""JSON schemas as grammars of Python literals, which is what ChatGLM3 writes its arguments in.
+"""JSON schemas as grammars of Python literals, the form of ChatGLM3's arguments.
 
-A grammar here may allow less than its schema, never more: properties come in the schema's order, and none
-that the schema does not name; numbers have at most 18 digits before the point. What JSON and Python write
-alike (strings by a pattern or a format, numbers within bounds) is left to llguidance's own JSON schemas.
+A grammar here may allow less than its schema, never more: properties come in the schema's order, and only
+those that the schema names; numbers have at most 18 digits before the point. What JSON and Python write the
+same way (strings by a pattern or a format, numbers within bounds) is left to llguidance's own JSON schemas.
 """
 
 import json
@@ -44,7 +44,7 @@ class LiteralGrammar:
 
     Args:
         tool: its schema is an object's.
-        name: what the rules' names begin with.
+        name: prefix of the rules' names.
     """
 
     def __init__(self, tool: CallableTool, name: str) -> None:
@@ -55,7 +55,7 @@ class LiteralGrammar:
         self.rules: list[str] = []
 
     def arguments(self) -> str:
-        """Return what matches `k=v, ...`, and add to `rules`.
+        """Return the expression for `k=v, ...`, and add its rules to `rules`.
 
         Raises:
             InvalidGrammarError: the tool is strict, and its schema cannot be expressed in full.
@@ -75,7 +75,7 @@ class LiteralGrammar:
 
     def _argument(self, entry: Entry) -> Entry:
         name = entry.name
-        # Python reads names in a normal form, which would change others.
+        # Python normalises identifiers, which would change other names.
         if name.isidentifier() and unicodedata.normalize("NFKC", name) == name:
             return Entry(name, f"{literal(name + '=')} {entry.body}", entry.required)
         return Entry(name, f'"**{{" {key(name)} COLON {entry.body} "}}"', entry.required)
@@ -130,11 +130,11 @@ class LiteralGrammar:
         return '"{}"' if more is False else self._map(schema, more, path)
 
     def _map(self, schema: dict[str, Any], more: Any, path: str) -> str:
-        """Return what matches a dictionary of any keys."""
+        """Return the expression for a dictionary with any keys."""
         value = self._value(more, f"{path}.additionalProperties")
         least = schema.get("minProperties", 0)
         if least > 1:
-            self._cannot(path, "minProperties over 1")  # A key may come twice, and counts once.
+            self._cannot(path, "minProperties over 1")  # A key may occur twice, and counts once.
         items = repeated(f"STR COLON {value}", min(least, 1), schema.get("maxProperties"))
         return self._rule(f'"{{" {items} "}}"')
 
@@ -204,7 +204,7 @@ class LiteralGrammar:
         upper = [asked[name] for name in ("maximum", "exclusiveMaximum") if name in asked]
         if not all(type(value) in (int, float) for value in asked.values()):
             raise InvalidGrammarError(f"{path} has a bound that is no number")
-        # Bounded on both sides, so that no number is too long for a reader.
+        # Bounded on both sides, so that no number is too long to be parsed.
         if not lower:
             asked["minimum"] = min(-_LARGEST, *(int(value) - _LARGEST for value in upper), 0)
         if not upper:
@@ -264,7 +264,7 @@ class LiteralGrammar:
             self._cannot(path, keyword)
 
     def _fits(self, path: str, keyword: str, schema: dict[str, Any]) -> bool:
-        """Tell whether llguidance can express `schema`."""
+        """Return whether llguidance can express `schema`."""
         grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
         broken, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
         if broken:
@@ -272,7 +272,7 @@ class LiteralGrammar:
         return not broken
 
     def _cannot(self, path: str, what: str) -> None:
-        """Leave `what` out.
+        """Skip `what`, which cannot be expressed.
 
         Raises:
             InvalidGrammarError: the tool is strict.

@@ -17,16 +17,16 @@ any: STR | NUM | "True" | "False" | "None" | any_list | any_dict
 any_list: "[]" | "[" any (SEP any)* "]"
 any_dict: "{}" | "{" STR COLON any (SEP STR COLON any)* "}"
 """
-"""What every grammar of literals is made of."""
+"""The rules shared by all grammars of literals."""
 
 LONGEST: Final = 10_000
-"""Characters and items, where a schema bounds them by more."""
+"""Largest bound on characters and items; a schema's larger bounds are cut to it."""
 
 _PLAIN = re.compile(r"[^'\"\\\x00-\x1f\x7f]*")
 
 
 def either(parts: Iterable[str]) -> str:
-    """Return what matches any of `parts`, at least one."""
+    """Return the alternation of `parts`, at least one."""
     each = list(dict.fromkeys(parts))
     return each[0] if len(each) == 1 else f"({' | '.join(each)})"
 
@@ -49,14 +49,14 @@ def times(least: int, most: int | None) -> str:
 
 
 def shared_json(schema: dict[str, Any]) -> str:
-    """Return what matches a string or number as JSON and Python write it alike."""
+    """Return the expression for a string or number that JSON and Python write the same way."""
     return json_rule(
         schema, whitespace_pattern=None, whitespace_flexible=False, json_allowed_escapes='nrbtf\\"'
     )
 
 
 def key(name: str) -> str:
-    """Return what matches the key `name`, in quotes."""
+    """Return the expression for the key `name`, in quotes."""
     return either(_quoted(name))
 
 
@@ -66,7 +66,7 @@ def _quoted(text: str) -> list[str]:
 
 
 def written(value: Any) -> str:
-    """Return what matches `value` as a literal."""
+    """Return the expression for `value` as a literal."""
     if isinstance(value, str):
         return either(_quoted(value))
     return literal(repr(value) if isinstance(value, bool) or value is None else _in_python(value))
@@ -83,7 +83,7 @@ def _in_python(value: Any) -> str:
 
 
 def is_of(value: Any, kinds: list[str]) -> bool:
-    """Tell whether a JSON value is of one of JSON Schema's types."""
+    """Return whether a JSON value is of one of JSON Schema's types."""
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
     kind = "null" if value is None else names[type(value)]
     return kind in kinds or (kind == "integer" and "number" in kinds)

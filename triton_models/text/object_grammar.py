@@ -17,10 +17,10 @@ class Entry:
 
 
 def in_order(entries: Sequence[Entry], new_rule: Callable[[str], str]) -> str:
-    """Return what matches `entries` in their order, `SEP` between; optional ones may be left out.
+    """Return the expression for `entries` in order, separated by `SEP`; optional ones may be left out.
 
-    Two rules for each entry: what may follow when nothing is written yet, and when something is. Built from
-    the last, so that a grammar grows with the number of entries and not with that of their combinations.
+    Two rules per entry: one if nothing was written before it, one if something was. They are built from the
+    last entry, so that the grammar grows with the number of entries, not with that of their combinations.
 
     Args:
         entries: at least one.

@@ -1,4 +1,4 @@
-"""How a report shows the tokens of a prompt: as the pieces of its text."""
+"""How log-probability reports show the tokens of a prompt: as the pieces of its text."""
 
 from collections.abc import Iterable, Iterator
 
@@ -8,16 +8,16 @@ from triton_models.text.tokenizers import Tokenizer
 def shown_tokens(
     tokenizer: Tokenizer, ids: Iterable[int], *, special: bool = False
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield what each of a prompt's ids shows as, and the UTF-8 bytes that it adds to the prompt's text.
+    """Yield how each of a prompt's ids is shown, and the UTF-8 bytes that it adds to the prompt's text.
 
-    The bytes, joined, are the text that a `Detokenizer` makes of the ids, and so is what is shown, but for
-    the names of special tokens and for characters that several tokens share. That a text's first space does
-    not count is the only difference to `Tokenizer.display`.
+    The joined bytes are the text that a `Detokenizer` makes of the ids. The joined shown strings are the
+    same, except for the names of special tokens and for characters that several tokens share. The only
+    difference to `Tokenizer.display` is that a text's first space does not count.
 
     Args:
         tokenizer: of the model.
         ids: all of the prompt's.
-        special: ids that are no text are in it, by their names.
+        special: include ids that are not text, by name.
     """
     at_start = True
     for token_id in ids:

@@ -1,7 +1,7 @@
-"""What of JSON Schema would be passed over in silence, found before a schema is compiled.
+"""Finds keywords of JSON Schema that would be silently ignored, before a schema is compiled.
 
-llguidance refuses by name the keywords of today's drafts that it cannot enforce. The ones here it does not
-know, since they are older, or does not enforce in full.
+llguidance refuses by name the keywords of current drafts that it cannot enforce. The ones here it does not
+know, because they are older, or does not enforce in full.
 """
 
 from typing import Any, Final
@@ -13,10 +13,10 @@ _UNKNOWN: Final = ("additionalItems", "extends", "disallow", "divisibleBy")
 
 
 def check_schema(schema: Any, path: str = "$") -> None:
-    """Hold that a schema means nothing which would be ignored.
+    """Check that no part of a schema would be ignored.
 
     Raises:
-        InvalidGrammarError: it does, or is broken; the message names the keyword and where it stands.
+        InvalidGrammarError: one would, or the schema is broken; the message names the keyword and its place.
     """
     check_keywords(schema, path)
     for where, each in subschemas(schema, path):
@@ -24,5 +24,5 @@ def check_schema(schema: Any, path: str = "$") -> None:
             if keyword in each:
                 raise InvalidGrammarError(f"{where}: the keyword {keyword} cannot be enforced")
         if each.get("minProperties", 0) > 1:
-            # A key may come twice among those that `properties` does not name, and counts once.
+            # A key that `properties` does not name may occur twice, and counts once.
             raise InvalidGrammarError(f"{where}: minProperties over 1 cannot be enforced")

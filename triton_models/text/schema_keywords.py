@@ -1,7 +1,7 @@
-"""Whether the keywords of a JSON schema have values that they can have, found before anything is compiled.
+"""Checks that the keywords of a JSON schema have valid values, before anything is compiled.
 
-As much of JSON Schema's own schema as our grammars read: 2020-12, and `items` as a list from before it. What
-is only told to people is not looked at.
+Covers as much of JSON Schema as our grammars use: 2020-12, and the older `items` as a list. Keywords that are
+only annotations are not checked.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,15 +13,15 @@ from triton_models.errors import InvalidGrammarError
 TYPES: Final = frozenset({"object", "array", "string", "integer", "number", "boolean", "null"})
 
 OPTIONAL: Final = 500
-"""Properties of one object that may be left out. Before any of them all that follow are possible, which is
-more than a mask may cost by a few hundred more."""
+"""Optional properties of one object. Before each of them all following ones are possible, which makes masks
+too expensive with a few hundred more."""
 
 PROPERTIES: Final = 5_000
-"""Of a whole schema, and of the schemas of all tools together: the time to compile them grows with more than
-their number."""
+"""Properties of a whole schema, and of the schemas of all tools together: the time to compile them grows
+faster than their number."""
 
 VALUES: Final = 10_000
-"""Values that enumerations of tools' schemas have, together: half a second where arguments are Python's."""
+"""Total number of enumerated values in tools' schemas: half a second for arguments in Python's notation."""
 
 _IN_PLACE: Final = ("anyOf", "oneOf", "allOf")
 _OF_ONE: Final = ("additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames")
@@ -90,14 +90,14 @@ _RULES: Final[MappingProxyType[str, _Rule]] = MappingProxyType(
 
 
 class SchemaSize(NamedTuple):
-    """How much there is to compile."""
+    """The size of what is to be compiled."""
 
     properties: int = 0
     values: int = 0
-    """Of enumerations."""
+    """In enumerations."""
 
     def check(self, what: str) -> None:
-        """Hold that it is no more than can be enforced, of `what`.
+        """Check that it is not too large to be enforced; `what` is named in the error.
 
         Raises:
             InvalidGrammarError: it is.
@@ -111,13 +111,13 @@ class SchemaSize(NamedTuple):
 
 
 def check_keywords(schema: Any, path: str = "$") -> SchemaSize:
-    """Hold that every keyword has a value that it can have, in bounds, and no schema is only itself again.
+    """Check that every keyword has a valid value within bounds, and that no schema refers only to itself.
 
     Returns:
-        How much there is of it, within the bound on properties.
+        Its size, within the limit on properties.
 
     Raises:
-        InvalidGrammarError: one is not; the message names the keyword and where it stands.
+        InvalidGrammarError: it does not hold; the message names the keyword and its place.
     """
     if not _is_schema(schema):
         raise InvalidGrammarError("a JSON schema is an object")
@@ -143,7 +143,7 @@ def check_keywords(schema: Any, path: str = "$") -> SchemaSize:
 
 
 def subschemas(schema: Any, path: str = "$") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield `schema` and all that it holds, those that are objects, each with its path."""
+    """Yield `schema` and all schemas in it that are objects, each with its path."""
     pending = [(path, schema)]
     while pending:
         path, each = pending.pop()
@@ -199,17 +199,17 @@ def _referred(schema: Any, each: dict[str, Any]) -> list[Any]:
     try:
         return [target(schema, each["$ref"])] if "$ref" in each else []
     except LookupError:
-        return []  # Refused where it is compiled.
+        return []  # Refused when it is compiled.
 
 
 def _in_place(schema: Any, each: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the schemas that a value is held to where it is held to `each`."""
+    """Return the schemas that apply to a value if `each` does."""
     parts = [*_referred(schema, each), *(part for keyword in _IN_PLACE for part in each.get(keyword, ()))]
     return [part for part in parts if isinstance(part, dict)]
 
 
 def _has_cycle(edges: dict[int, list[int]]) -> bool:
-    """Tell whether a way leads back to where it began: what is left when all ends are taken away."""
+    """Return whether there is a cycle: something is left after removing all ends."""
     before: dict[int, list[int]] = {node: [] for node in edges}
     left = {node: len(targets) for node, targets in edges.items()}
     for node, targets in edges.items():

@@ -1,4 +1,4 @@
-"""What each token id adds to a text, in bytes: all that a grammar has to know of a tokenizer."""
+"""The bytes that each token id adds to a text: all that a grammar needs to know of a tokenizer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from triton_models.text.tokenizers import Tokenizer
 class Vocabulary:
     """The ids of one tokenizer.
 
-    `pieces` has the bytes that each id adds to a text, None for those that are no text (special and control
-    ids, the unknown one). Where `hides_space` is set, a text of its own, as an answer in a conversation is,
+    `pieces` has the bytes that each id adds to a text, None for those that are not text (special and control
+    ids, the unknown one). If `hides_space` is set, a separate text, such as an answer in a conversation,
     begins with a space that is not shown: SentencePiece's dummy prefix, which every text had in training.
     """
 
@@ -22,8 +22,8 @@ class Vocabulary:
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
     """Return the vocabulary of `tokenizer`.
 
-    Pieces that are strings may lose a space at a text's beginning, and bytes never do. So in a vocabulary
-    with both, the byte of a space is left out: it would be shown where the piece of a space is not.
+    Pieces that are strings may lose a leading space at the beginning of a text, bytes never do. So in a
+    vocabulary with both, the byte of a space is left out: it would be visible where the piece is not.
     """
     pieces = [tokenizer.piece(token_id) for token_id in range(tokenizer.size)]
     hides_space = " " in pieces

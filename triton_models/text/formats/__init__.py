@@ -15,8 +15,8 @@ def chat_format(name: str, tokenizer: Tokenizer, template: str | None = None) ->
 
     Args:
         name: as settings and the wire spell it.
-        tokenizer: it writes with this one, which must be of the same name.
-        template: the checkpoint's own `chat_template`, for what revisions of a format word differently.
+        tokenizer: encodes the text; of the same chat format.
+        template: the checkpoint's own `chat_template`, for wording that differs between revisions.
 
     Raises:
         TextError: there is none of that name.

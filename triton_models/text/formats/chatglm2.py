@@ -1,7 +1,7 @@
 """ChatGLM2's prompt: numbered rounds of question and answer in plain text.
 
-Format: `build_prompt` of the published `modeling_chatglm.py`. It is text through and through, so a user who
-types `[Round 2]` cannot be told from one: that is the format's, and no rendering helps.
+Format: `build_prompt` of the published `modeling_chatglm.py`. It is plain text throughout, so a `[Round 2]`
+typed by a user looks like a real one: a weakness of the format that no rendering can fix.
 """
 
 from collections.abc import Sequence
@@ -21,18 +21,18 @@ _BLANK_LINE = "\n\n"
 
 @dataclass(slots=True)
 class _Round:
-    """What was asked and what was answered, each in one or more turns."""
+    """A question and its answer, each in one or more turns."""
 
     questions: list[str] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
 
 
 class ChatGLM2Format(ChatFormat):
-    """Rounds of `[Round i]`, question and answer, a blank line between.
+    """Rounds of `[Round i]`, question and answer, separated by blank lines.
 
-    A system turn, which only the first can be, stands before the first question. Turns of one role in a row
-    are one question or one answer, a blank line between. An answer that nobody asked for, as a greeting, is
-    the answer to an empty question.
+    A system turn, which must be the first, comes before the first question. Consecutive turns of one role
+    form one question or answer, joined by blank lines. An answer without a question, such as a greeting,
+    answers an empty question.
     """
 
     name: Final = "chatglm2"

@@ -1,7 +1,7 @@
-"""GLM-4's prompt: tagged turns; tools have a system turn of their own, worded by the format.
+"""GLM-4's prompt: tagged turns; tools have a system turn of their own, with the format's wording.
 
-Format: `chat_template` of the published `tokenizer_config.json`. The system's own text, where there is any,
-is the turn after the one with the tools.
+Format: `chat_template` of the published `tokenizer_config.json`. The system's own text, if there is any, is
+the turn after the one with the tools.
 """
 
 from typing import Any, Final
@@ -13,7 +13,7 @@ INTRODUCTION: Final = (
     "你是一个名为 ChatGLM 的人工智能助手。你是基于智谱AI训练的语言模型 GLM-4 模型开发的，"
     "你的任务是针对用户的问题和要求提供适当的答复和支持。"
 )
-"""What the model reads before its tools, where its template does not say."""
+"""The text before the tools, unless the template has its own."""
 
 _TITLE: Final = "\n\n# 可用工具"
 _AFTER_TOOL: Final = "\n在调用上述函数时，请使用 Json 格式表示调用的参数。"
@@ -24,8 +24,8 @@ class GLM4Format(TaggedTurnsFormat):
 
     Args:
         tokenizer: writes the turns.
-        template: the checkpoint's `chat_template`. Its revisions introduce the model differently, which
-            is taken from it; nothing of it is run.
+        template: the checkpoint's `chat_template`. The model's introduction, which differs between its
+            revisions, is taken from it; nothing of it is run.
     """
 
     name: Final = "glm4"

@@ -1,7 +1,7 @@
-"""Prompts of turns that special ids open, so that no text can pass for another role's.
+"""Prompts of turns that begin with special ids, so that no text can pass for another role's.
 
-Format: `build_single_message` of the published `tokenization_chatglm.py`, ChatGLM3's and GLM-4's alike. A
-turn is its role's id, then the metadata and a newline, then the content, these two tokenised apart.
+Format: `build_single_message` of the published `tokenization_chatglm.py`, the same for ChatGLM3 and GLM-4. A
+turn is its role's id, then the metadata and a newline, then the content; these two are tokenized separately.
 """
 
 import json
@@ -16,8 +16,8 @@ from triton_models.text.tokenizers import Tokenizer
 from wire.history import Role, Turn
 
 LONGEST_TOOLS: Final = 2**20
-"""Characters of tools as they stand in the prompt, more than any context holds. Indenting makes thousands of
-characters of a few nested brackets, so that no bound on what the client sent would do."""
+"""Limit on the characters of tools in the prompt, more than any context holds. Indenting turns a few nested
+brackets into thousands of characters, so a limit on what the client sent would not be enough."""
 
 _TOOLS_ENCODER = json.JSONEncoder(indent=4, ensure_ascii=False)
 
@@ -76,7 +76,7 @@ class TaggedTurnsFormat(ChatFormat):
 
     @abstractmethod
     def _with_tools(self, content: str, tools: list[dict[str, Any]]) -> Iterable[str]:
-        """Return the contents of the turns that a system turn of `content` is where it offers `tools`.
+        """Return the contents of the turns for a system turn of `content` that offers `tools`.
 
         Raises:
             TextError: the tools are too long.
@@ -87,7 +87,7 @@ class TaggedTurnsFormat(ChatFormat):
 
 
 def indented(document: Any, *, longest: int = LONGEST_TOOLS) -> str:
-    """Return tools, or one, as JSON as it stands in the prompt.
+    """Return one or all tools as JSON in the prompt's form.
 
     Raises:
         TextError: it is longer than `longest` characters.

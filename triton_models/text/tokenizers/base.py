@@ -1,4 +1,4 @@
-"""What every tokenizer offers."""
+"""The interface of all tokenizers."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -7,19 +7,19 @@ from typing import Final, Protocol
 from triton_models.errors import CheckpointError, TextError
 
 TOKENIZER_FILE: Final = "tokenizer.model"
-"""Of every checkpoint of the family, whatever is in it."""
+"""The file's name in every checkpoint of the family, whatever its format."""
 
 
 class Tokenizer(Protocol):
     """Text <-> ids. Immutable once made, so any number of threads may share one.
 
-    A special id exists only as a number. `<|user|>` typed by somebody stays ordinary pieces, and that is what
-    keeps a user's text from passing for another role's.
+    A special id exists only as a number. `<|user|>` in a text becomes ordinary pieces, which keeps a user's
+    text from passing for another role's.
     """
 
     @property
     def special_ids(self) -> Mapping[str, int]:
-        """Id of each special token by its name; they follow the ordinary ones."""
+        """The id of each special token by name; they follow the ordinary ones."""
         ...
 
     @property
@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
 
     @property
     def size(self) -> int:
-        """Number of ids that mean something; a checkpoint's padded vocabulary is larger."""
+        """Number of ids with a meaning; a checkpoint's padded vocabulary is larger."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -41,27 +41,27 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`, decoded at one go.
+        """Return the text of `ids`, decoded all at once.
 
         Special and control ids, the unknown token (ChatGLM's padding) and ids beyond the vocabulary have no
-        text, and separate what stands on either side of them: bytes across one never join to a character.
-        Bytes that are not UTF-8 become U+FFFD each.
+        text, and separate their neighbours: bytes on both sides of one never form a character. Bytes that are
+        not UTF-8 become U+FFFD each.
         """
         ...
 
     def piece(self, token_id: int) -> str | bytes:
-        """Return what a token adds to the text, empty for none.
+        """Return what a token adds to the text; empty if nothing.
 
-        Bytes join with those beside them to characters. A string is whole, and where a text begins with one
-        its leading space does not count.
+        Bytes join with their neighbours to form characters. A string is complete, and loses its leading space
+        at the beginning of a text.
         """
         ...
 
     def display(self, token_id: int) -> tuple[str, bytes]:
         r"""Return how a log-probability report shows `token_id` (any number), and its UTF-8 bytes.
 
-        Tokens that are no text go by their name and have no bytes. The bytes of others may be a part of a
-        character; an escape such as ``\xe4`` then shows each, as in OpenAI's own reports.
+        Tokens that are not text are shown by name and have no bytes. The bytes of others may be part of a
+        character; each is then shown as an escape such as ``\xe4``, as in OpenAI's own reports.
         """
         ...
 
@@ -81,7 +81,7 @@ def to_utf8(text: str) -> bytes:
 
 
 def read_tokenizer(file: Path) -> bytes:
-    """Return what is in `file`.
+    """Return the contents of `file`.
 
     Raises:
         CheckpointError: it cannot be read, or is empty.
@@ -96,7 +96,7 @@ def read_tokenizer(file: Path) -> bytes:
 
 
 def display_piece(piece: str | bytes) -> tuple[str, bytes]:
-    """Return what `Tokenizer.display` does of a token that is text."""
+    """Return the result of `Tokenizer.display` for a token that is text."""
     if isinstance(piece, bytes):
         return piece.decode("utf-8", "backslashreplace"), piece
     return piece, piece.encode()

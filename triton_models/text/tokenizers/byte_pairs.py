@@ -1,6 +1,6 @@
 """The tokenizer of GLM-4: pairs of bytes merged by rank, then special ids that text never encodes to.
 
-`tokenizer.model` is text, a line for each token: its bytes in base64, a space, its rank, which is its id.
+`tokenizer.model` is text with one line per token: its bytes in base64, a space, its rank, which is its id.
 Special ids follow the ranks. Pattern, names and order are those of `ChatGLM4Tokenizer` in the published
 `tokenization_chatglm.py`; the merging is tiktoken's, as there.
 """
@@ -30,11 +30,11 @@ PATTERN: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Cuts text into the words within which bytes are merged."""
+"""Splits text into the words within which bytes are merged."""
 
 LONGEST_BLANK: Final = 2**16
-"""Characters of white space that are cut at one go: some ten times as many are more than the matching of
-`PATTERN` can look ahead over, and far more than a context holds once they are merged."""
+"""Longest run of white space that is not split. About ten times as many characters exceed the lookahead of
+`PATTERN`'s matching, and merged they exceed any context."""
 
 _BLANK = re.compile(r"\s+")
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # where "surrogateescape" leaves invalid bytes, one for each
@@ -43,7 +43,7 @@ _BYTES: Final = 256
 
 
 class BytePairTokenizer:
-    """See the module, and `Tokenizer`. Every token is bytes; a text's first keeps its leading space."""
+    """See the module, and `Tokenizer`. Every token is bytes; a text's first one keeps its leading space."""
 
     def __init__(self, directory: Path) -> None:
         """Read `tokenizer.model`.
@@ -94,10 +94,10 @@ class BytePairTokenizer:
 
 
 def parts(text: str) -> Iterator[str]:
-    """Yield `text`, cut behind every `LONGEST_BLANK` characters of white space that has more of it.
+    """Yield `text`, split after every `LONGEST_BLANK` characters of a longer run of white space.
 
-    Each run is matched once and cut afterwards: a pattern of that many characters is tried anew at each
-    character of a run that falls short of it.
+    Each run is matched once and split afterwards: a pattern for that many characters would be retried at each
+    character of a shorter run.
     """
     start = 0
     for blank in _BLANK.finditer(text):
@@ -111,7 +111,7 @@ def _ranks(file: Path) -> dict[bytes, int]:
     """Return the rank of each token, lowest first.
 
     Raises:
-        CheckpointError: the file cannot be read, a line is no token with its rank, or one is missing.
+        CheckpointError: the file cannot be read, a line is not a token with its rank, or a rank is missing.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(read_tokenizer(file).splitlines(), start=1):

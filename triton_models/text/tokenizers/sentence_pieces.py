@@ -75,7 +75,7 @@ class SentencePieceTokenizer:
         return self._names[token_id].replace(_SPACE, " ")
 
     def _check_leading_space(self, file: Path) -> None:
-        """Make sure that exactly one leading space is dropped: incremental detokenising builds on it."""
+        """Check that exactly one leading space is dropped: incremental detokenizing relies on it."""
         if _SPACE not in self._names or self._processor.decode([_SPACE, _SPACE]) != " ":
             raise CheckpointError(f"{file}: not a ChatGLM tokenizer: it treats leading spaces differently")
 
