@@ -42,8 +42,8 @@ LIMITS: Final = llguidance.LLParserLimits(
 masks of a step."""
 
 SPENT_AFTER: Final = 5_000
-"""Tokens after which a grammar is recompiled for later answers. All its answers share its lexer's states, which
-reached `max_lexer_states` after 50 000 tokens in the worst case measured."""
+"""Tokens after which a grammar is recompiled for later answers. All its answers share its lexer's states,
+which reached `max_lexer_states` after 50 000 tokens in the worst case measured."""
 
 TRIED: Final = 8
 """Tokens that are tried after each opening of a grammar while it is compiled: an object with thousands of
