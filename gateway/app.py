@@ -13,6 +13,7 @@ from gateway.auth import Keyring
 from gateway.body_limit import BodyLimitMiddleware
 from gateway.drain import Drain
 from gateway.fleet import Fleet, Place
+from gateway.key_limits import KeyLimits
 from gateway.metrics import Metrics
 from gateway.middleware import ExchangeMiddleware
 from gateway.resources import Gateway
@@ -46,6 +47,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
             max_in_flight=_TOKENIZED_AT_ONCE, max_waiting=settings.max_waiting, work="tokenizations"
         ),
         keyring=Keyring(settings.api_keys),
+        key_limits=KeyLimits(settings.api_keys),
         drain=Drain(),
         tracing=make_tracing(settings),
         fleet=None if place is None else Fleet(place, metrics),

@@ -137,7 +137,7 @@ class UnsupportedMediaTypeError(GatewayError):
 
 
 class RateLimitError(GatewayError):
-    """A queue is full: the gateway's, Triton's or the engine's."""
+    """A queue is full (the gateway's, Triton's or the engine's), or a key is at one of its bounds."""
 
     status = 429
     type = "rate_limit_error"

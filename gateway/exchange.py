@@ -60,6 +60,11 @@ class Exchange:
             return self.error.status
         return self.status if self.status is not None else ClientGoneError.status
 
+    @property
+    def tokens(self) -> int:
+        """Of prompts and answers."""
+        return self.prompt_tokens + self.generated_tokens
+
     def fail(self, error: GatewayError) -> None:
         """Record what went wrong; the first error counts."""
         if self.error is None:

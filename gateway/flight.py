@@ -136,7 +136,21 @@ class Flight(AsyncIterator[Event]):
         exchange.resources.callback(deadline.cancel)
         self._watcher = self._loop.create_task(self._watch(receive))
         exchange.resources.push_async_callback(self.stop_watching)
+        self._charge_key(permits)
         await self._admit(admission, permits)
+
+    def _charge_key(self, answers: int) -> None:
+        """Count the request among those of its key, which may be at one of its bounds."""
+        exchange = self._exchange
+        use = self._gateway.key_limits.use_of(exchange.key_name)
+        if use is None:
+            return
+        try:
+            taken = use.begin(answers)
+        except RateLimitError:
+            exchange.metrics.rejected.labels(exchange.model, "key_limit").inc()
+            raise
+        exchange.resources.callback(lambda: use.end(taken, exchange.tokens))
 
     async def _admit(self, admission: Admission, permits: int) -> None:
         metrics, model = self._gateway.metrics, self._exchange.model

@@ -1,7 +1,8 @@
 """The gateway's Prometheus metrics. Their names are part of the public contract.
 
-Every app has its own registry. `model` is a served model or `unknown`, `route` is a template or `unknown`:
-clients cannot create label values. Knows nothing of where the numbers come from.
+Every app has its own registry. `model` is a served model or `unknown`, `route` is a template or `unknown`,
+`key` is a name from the configuration: clients cannot create label values. Knows nothing of
+where the numbers come from.
 """
 
 from prometheus_client import (
@@ -100,7 +101,8 @@ class Metrics:
         )
         self.rejected = Counter(
             _PREFIX + "requests_rejected",
-            "Requests turned away before any work: queue_full, deadline (passed in the queue) or draining.",
+            "Requests turned away before any work: queue_full, key_limit, deadline (passed in the queue) or "
+            "draining.",
             ["model", "reason"],
             registry=registry,
         )
@@ -115,6 +117,18 @@ class Metrics:
         )
         self.generated_tokens = Counter(
             _PREFIX + "generated_tokens", "Tokens received from Triton.", ["model"], registry=registry
+        )
+        self.key_requests = Counter(
+            _PREFIX + "key_requests",
+            "Answered requests that came with a key, by its owner's name and the status they deserved.",
+            ["key", "model", "status"],
+            registry=registry,
+        )
+        self.key_tokens = Counter(
+            _PREFIX + "key_tokens",
+            "Tokens of ended requests that came with a key: of kind prompt or generated.",
+            ["key", "model", "kind"],
+            registry=registry,
         )
         self.upstream_errors = Counter(
             _PREFIX + "upstream_errors",
@@ -141,6 +155,13 @@ class Metrics:
             ["upstream", "outcome"],
             registry=registry,
         )
+
+    def key_used(self, key: str, model: str, status: int, *, prompt: int, generated: int) -> None:
+        """Count a request that came with the key of the owner `key`, and its tokens."""
+        self.key_requests.labels(key, model, str(status)).inc()
+        if prompt or generated:
+            self.key_tokens.labels(key, model, "prompt").inc(prompt)
+            self.key_tokens.labels(key, model, "generated").inc(generated)
 
     def upstream_error(self, model: str, upstream: str, code: str) -> None:
         """Count a generation that failed on `upstream`."""

@@ -114,6 +114,14 @@ class ExchangeMiddleware:
             metrics.overhead.labels(model).observe(max(duration - exchange.waited_s, 0.0))
             if status == ClientGoneError.status:
                 metrics.client_cancels.labels(model).inc()
+        if exchange.key_name is not None:
+            metrics.key_used(
+                exchange.key_name,
+                model,
+                status,
+                prompt=exchange.prompt_tokens,
+                generated=exchange.generated_tokens,
+            )
         exchange.trace.end(exchange, route)
         if exchange.error is None and status < HTTPStatus.BAD_REQUEST and not self._sampled():
             return

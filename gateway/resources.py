@@ -6,6 +6,7 @@ from gateway.admission import Admission
 from gateway.auth import Keyring
 from gateway.drain import Drain, Phase
 from gateway.fleet import Fleet
+from gateway.key_limits import KeyLimits
 from gateway.metrics import Metrics
 from gateway.settings import Settings
 from gateway.tracing import Tracing
@@ -24,6 +25,7 @@ class Gateway:
     tokenizing: Admission
     """Limits tokenizations, which work while the engines are full."""
     keyring: Keyring
+    key_limits: KeyLimits
     drain: Drain
     tracing: Tracing
     fleet: Fleet | None

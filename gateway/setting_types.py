@@ -42,6 +42,9 @@ class ApiKey(BaseModel):
     key: SecretStr | None = None
     sha256: str | None = Field(default=None, pattern=r"^[0-9a-fA-F]{64}$")
     scopes: frozenset[Scope] = frozenset({Scope.INFERENCE})
+    max_in_flight: int | None = Field(default=None, ge=1, description="answers at work or waiting at once")
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1, description="of prompts and answers")
 
     @model_validator(mode="after")
     def _one_secret(self) -> Self:

@@ -49,7 +49,8 @@ class Settings(BaseSettings):
     # Who may ask.
     api_keys: tuple[ApiKey, ...] = Field(
         (),
-        description="keys of clients, a list of {name, key or sha256, scopes: [inference, admin]}; no flag, "
+        description="keys of clients, a list of {name, key or sha256, scopes: [inference, admin], "
+        "max_in_flight, requests_per_minute, tokens_per_minute}; no flag, "
         "since a command line is visible to every process",
         json_schema_extra={"flag": False},
     )

@@ -11,7 +11,7 @@ _FAILED = per_second("tritongate_requests_total", f'{_ANSWERS},status=~"5.."')
 
 
 def service() -> Dashboard:
-    """Return the dashboard. The gateway's metrics have no label for keys: clients cannot make series."""
+    """Return the dashboard."""
     numbers = [
         number("Requests", Query(_ALL, "requests"), unit="reqps"),
         number(
@@ -116,6 +116,32 @@ def service() -> Dashboard:
         distribution("Inter-token latency", heat("tritongate_inter_token_latency_seconds", _MODEL), unit="s"),
         distribution("Duration", heat("tritongate_request_duration_seconds", _ANSWERS), unit="s"),
     ]
+    keys = [
+        lines(
+            "Requests by key",
+            Query(per_second("tritongate_key_requests_total", _MODEL, "key"), "{{key}}"),
+            unit="reqps",
+            text="By the name that the configuration gives a key.",
+        ),
+        lines(
+            "Tokens by key",
+            Query(
+                per_second("tritongate_key_tokens_total", f'{_MODEL},kind="generated"', "key"), "{{key}} out"
+            ),
+            Query(per_second("tritongate_key_tokens_total", f'{_MODEL},kind="prompt"', "key"), "{{key}} in"),
+            unit="short",
+            text="A second, counted when a request ends.",
+        ),
+        lines(
+            "Failed and refused requests by key",
+            Query(
+                per_second("tritongate_key_requests_total", f'{_MODEL},status=~"[45].."', "key, status"),
+                "{{key}} {{status}}",
+            ),
+            unit="reqps",
+            text="A 429 may be the key's own bound.",
+        ),
+    ]
     objectives = [
         lines(
             f"{title}: share of the last hour, beside its budget",
@@ -134,5 +160,11 @@ def service() -> Dashboard:
         "tritongate-service",
         "What clients see: traffic, statuses, latencies, tokens.",
         "tritongate_requests_total",
-        [("Now", numbers), ("Traffic", traffic), ("Latency", times), ("Objectives", objectives)],
+        [
+            ("Now", numbers),
+            ("Traffic", traffic),
+            ("Keys", keys),
+            ("Latency", times),
+            ("Objectives", objectives),
+        ],
     )

@@ -20,7 +20,11 @@ from tests.e2e.up_process import UpProcess, wait_until
 pytestmark = pytest.mark.e2e
 
 CHAT = "/v1/chat/completions"
-KEYS = {"client": "sk-client-0123456789", "operator": "sk-operator-0123456789"}
+KEYS = {
+    "client": "sk-client-0123456789",
+    "operator": "sk-operator-0123456789",
+    "limited": "sk-limited-67d1c2",
+}
 WRONG = [
     "sk-client-012345678",
     "sk-client-01234567890",
@@ -55,6 +59,7 @@ def narrow(relay: Relay) -> Iterator[ServeProcess]:
     """A gateway with keys and little room, which can be kept from hearing of its Triton."""
     keys = [{"name": "client", "key": KEYS["client"]}]
     keys += [{"name": "operator", "key": KEYS["operator"], "scopes": ["admin"]}]
+    keys += [{"name": "limited", "key": KEYS["limited"], "requests_per_minute": 1}]
     settings = {
         "api_keys": json.dumps(keys),
         "models": "chatglm3",
@@ -85,6 +90,16 @@ def bearer(key: str) -> dict[str, bytes]:
 def lines_of(process: ServeProcess, request_id: str) -> list[dict[str, Any]]:
     logged = [json.loads(line) for line in process.output.splitlines() if line.startswith("{")]
     return [line for line in logged if line.get("request_id") == request_id]
+
+
+def test_a_key_over_its_limit_is_told_when_to_come_again(narrow: ServeProcess, http: httpx.Client) -> None:
+    body = {"model": "chatglm3", "messages": [{"role": "user", "content": "你好"}], "max_tokens": 1}
+    limited = bearer(KEYS["limited"])
+    assert http.post(CHAT, json=body, headers=limited).status_code == 200
+    refused = http.post(CHAT, json=body, headers=limited)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert http.post(CHAT, json=body).status_code == 200, "another key's requests are not its own"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ CONTRACT = {
     "client_cancels": {"model"},
     "prompt_tokens": {"model"},
     "generated_tokens": {"model"},
+    "key_requests": {"key", "model", "status"},
+    "key_tokens": {"key", "model", "kind"},
     "upstream_errors": {"model", "upstream", "code"},
     "upstream_healthy": {"model", "upstream"},
     "upstream_nudges": {"model", "upstream"},

@@ -1,0 +1,100 @@
+"""What each client's key may use: so many answers at once, so many requests and tokens a minute.
+
+Counted in this process alone: the bounds of several gateways, or of several workers, add up. Knows nothing of
+HTTP, and of a key only the name of its owner.
+"""
+
+import math
+from collections.abc import Iterable
+from time import monotonic
+
+from gateway.errors import RateLimitError
+from gateway.setting_types import ApiKey
+
+_MINUTE_S = 60.0
+_RETRY_AFTER_S = 1
+
+
+class KeyLimits:
+    """The bounds of all keys. Belongs to one event loop."""
+
+    def __init__(self, keys: Iterable[ApiKey]) -> None:
+        self._uses = {key.name: KeyUse(key) for key in keys}
+
+    def use_of(self, name: str | None) -> "KeyUse | None":
+        """Return what that owner uses; None: there are no keys."""
+        return None if name is None else self._uses[name]
+
+
+class KeyUse:
+    """What one key uses of its bounds."""
+
+    def __init__(self, key: ApiKey) -> None:
+        self._max_in_flight = key.max_in_flight
+        self._in_flight = 0
+        self._requests = _Bucket("requests", key.requests_per_minute)
+        self._tokens = _Bucket("tokens", key.tokens_per_minute)
+
+    def begin(self, answers: int) -> int:
+        """Count a request that will make so many answers.
+
+        As in `gateway.admission`, one that wants more than there may be takes all.
+
+        Returns:
+            For how many answers it counts; as many are given back by `end`.
+
+        Raises:
+            RateLimitError: a bound is reached; nothing was counted.
+        """
+        most = self._max_in_flight
+        taken = answers if most is None else min(answers, most)
+        if most is not None and self._in_flight + taken > most:
+            raise RateLimitError(
+                f"This API key has {self._in_flight} answers at work or waiting, of {most} that it may have.",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._tokens.check()
+        self._requests.check()
+        self._requests.take(1)
+        self._in_flight += taken
+        return taken
+
+    def end(self, taken: int, tokens: int) -> None:
+        """Give back what `begin` returned, and count the tokens of prompt and answers.
+
+        They are known only now, so that the last request before the bound may exceed it; the next ones wait
+        for longer then.
+        """
+        self._in_flight -= taken
+        self._tokens.take(tokens)
+
+
+class _Bucket:
+    """A minute's worth of something, refilled steadily; without a bound it is never empty."""
+
+    def __init__(self, what: str, per_minute: int | None) -> None:
+        self._what = what
+        self._per_minute = math.inf if per_minute is None else float(per_minute)
+        self._level = self._per_minute
+        self._at = monotonic()
+
+    def check(self) -> None:
+        """Hold that there is at least one.
+
+        Raises:
+            RateLimitError: there is none; says when there will be.
+        """
+        if math.isinf(self._per_minute):
+            return
+        now = monotonic()
+        gained = (now - self._at) * self._per_minute / _MINUTE_S
+        self._level, self._at = min(self._level + gained, self._per_minute), now
+        if self._level < 1:
+            raise RateLimitError(
+                f"This API key has used its {self._per_minute:.0f} {self._what} a minute.",
+                retry_after_s=math.ceil((1 - self._level) * _MINUTE_S / self._per_minute),
+            )
+
+    def take(self, count: int) -> None:
+        """Take so many, also more than there are."""
+        self._level -= count

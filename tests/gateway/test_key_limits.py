@@ -1,0 +1,146 @@
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gateway import key_limits
+from gateway.errors import RateLimitError
+from gateway.key_limits import KeyUse
+from gateway.setting_types import ApiKey
+from tests.gateway.fake_upstream import FakeUpstream, say
+from tests.gateway.serving import CHAT, MESSAGES, on_socket, until
+
+KEYS = [{"name": "narrow", "key": "one", "max_in_flight": 2}, {"name": "wide", "key": "two"}]
+
+
+@pytest.fixture
+def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    now = [1000.0]
+    monkeypatch.setattr(key_limits, "monotonic", lambda: now[0])
+
+    def go_on(seconds: float) -> None:
+        now[0] += seconds
+
+    return go_on
+
+
+def use(**bounds: int) -> KeyUse:
+    return KeyUse(ApiKey.model_validate({"name": "k", "key": "secret", **bounds}))
+
+
+def test_answers_at_once_are_bounded_and_given_back() -> None:
+    key = use(max_in_flight=3)
+    assert key.begin(2) == 2
+    assert key.begin(1) == 1
+    with pytest.raises(RateLimitError, match="has 3 answers at work or waiting, of 3") as raised:
+        key.begin(1)
+    assert raised.value.retry_after_s == 1
+    key.end(1, 0)
+    assert key.begin(1) == 1
+
+
+def test_one_that_wants_more_than_there_may_be_takes_all() -> None:
+    key = use(max_in_flight=3)
+    assert key.begin(8) == 3
+    with pytest.raises(RateLimitError):
+        key.begin(1)
+    key.end(3, 0)
+    assert key.begin(8) == 3
+
+
+def test_requests_a_minute_come_back_steadily(pass_time: Callable[[float], None]) -> None:
+    key = use(requests_per_minute=3)
+    for _ in range(3):
+        key.begin(1)
+    with pytest.raises(RateLimitError, match="3 requests a minute") as raised:
+        key.begin(1)
+    assert raised.value.retry_after_s == 20
+    pass_time(19.5)
+    with pytest.raises(RateLimitError) as raised:
+        key.begin(1)
+    assert raised.value.retry_after_s == 1
+    pass_time(0.5)
+    key.begin(1)
+    pass_time(3600)
+    for _ in range(3):
+        key.begin(1)
+    with pytest.raises(RateLimitError):
+        key.begin(1)
+
+
+def test_tokens_are_charged_at_the_end_with_any_excess(
+    pass_time: Callable[[float], None],
+) -> None:
+    key = use(tokens_per_minute=600)
+    key.end(key.begin(1), 599)
+    key.end(key.begin(1), 301)
+    with pytest.raises(RateLimitError, match="600 tokens a minute") as raised:
+        key.begin(1)
+    assert raised.value.retry_after_s == 31
+    pass_time(31)
+    key.begin(1)
+
+
+def test_a_refused_request_costs_nothing(pass_time: Callable[[float], None]) -> None:
+    key = use(max_in_flight=1, requests_per_minute=2, tokens_per_minute=10)
+    taken = key.begin(1)
+    for _ in range(5):
+        with pytest.raises(RateLimitError, match="at work"):
+            key.begin(1)
+    key.end(taken, 10)
+    for _ in range(5):
+        with pytest.raises(RateLimitError, match="tokens"):
+            key.begin(1)
+    pass_time(30)
+    key.begin(1)
+
+
+def test_a_key_without_bounds_has_none() -> None:
+    key = use()
+    for _ in range(1000):
+        key.begin(100)
+    key.end(100, 10**9)
+    key.begin(1)
+
+
+@pytest.mark.parametrize("bound", ["max_in_flight", "requests_per_minute", "tokens_per_minute"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "many"])
+def test_bounds_that_are_none(bound: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=bound):
+        use(**{bound: value})
+
+
+async def test_over_http_one_keys_bound_is_not_anothers() -> None:
+    go_on = asyncio.Event()
+
+    async def answer(_request: Any) -> Any:
+        async for event in say("a", "b"):
+            yield event
+            await go_on.wait()
+
+    async with on_socket(FakeUpstream(answer), api_keys=KEYS) as served:
+
+        async def ask(key: str) -> Any:
+            body = {"model": "glm", "messages": MESSAGES}
+            return await served.http.post(CHAT, json=body, headers={"Authorization": f"Bearer {key}"})
+
+        waiting = [asyncio.create_task(ask(key)) for key in ("one", "one", "two")]
+        await until(lambda: served.upstream.running == 3)
+        refused = await ask("one")
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert "This API key has 2 answers" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        other = asyncio.create_task(ask("two"))
+        await until(lambda: served.upstream.running == 4)
+        go_on.set()
+        assert [(await each).status_code for each in (*waiting, other)] == [200] * 4
+        await served.until_idle()
+        assert (await ask("one")).status_code == 200
+        assert served.metric("requests_rejected_total", model="glm", reason="key_limit") == 1
+        assert served.metric("key_requests_total", key="narrow", model="glm", status="200") == 3
+        assert served.metric("key_requests_total", key="narrow", model="glm", status="429") == 1
+        assert served.metric("key_requests_total", key="wide", model="glm", status="200") == 2
+        assert served.metric("key_tokens_total", key="wide", model="glm", kind="generated") > 0
+        assert served.metric("key_tokens_total", key="wide", model="glm", kind="prompt") > 0
