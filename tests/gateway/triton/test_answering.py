@@ -1,6 +1,8 @@
 """Answers over a delta channel, through the pool; plain ones are what `test_pool.py` is about."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +10,9 @@ import pytest
 
 from gateway.errors import UpstreamProtocolError
 from gateway.generation import Accepted, Heartbeat
-from tests.gateway.triton.asking import Asked, asked
+from gateway.triton import answering
+from gateway.triton.inbox import Inbox
+from tests.gateway.triton.asking import Asked, asked, begun
 from tests.gateway.triton.fake_channel import FakeChannels
 from tests.gateway.triton.fake_triton import FakeTriton, refusing, reply, until
 from wire.meta import Meta, Segment, TokenLogprob
@@ -149,3 +153,28 @@ async def test_what_is_not_streamed_or_tells_of_its_prompt_or_is_not_offered_or_
     )
     await Asked(await serve(triton)).task
     assert (fake.plain, fake.ids) == (4, [])
+
+
+async def test_an_answer_that_was_given_up_is_freed_without_a_collection(
+    triton: FakeTriton, fake: FakeChannels, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    living: weakref.WeakSet[Inbox] = weakref.WeakSet()
+
+    class Watched(Inbox):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            living.add(self)
+
+    monkeypatch.setattr(answering, "Inbox", Watched)
+    pool = await serve(triton)
+    gc.disable()
+    try:
+        events = await begun(pool, fake)
+        fake.frame((0, "He"))
+        await anext(events)
+        assert len(living) == 1
+        await events.aclose()
+        del events
+        await until(lambda: not living)
+    finally:
+        gc.enable()
