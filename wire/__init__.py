@@ -4,5 +4,5 @@ Both sides import this package and neither imports the other, so that a field ha
 range and one spelling. It knows nothing of HTTP, of Triton's client or of the engine: only names, JSON
 documents (as typed structs) and the byte layout of string tensors.
 
-``ARCHITECTURE.md`` ("Wire contract") holds the same documents as tables; a test compares the two.
+``README.md`` beside this file holds the same documents as tables; a test compares the two.
 """

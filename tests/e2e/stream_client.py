@@ -1,4 +1,4 @@
-"""A plain gRPC client of the stream and tokenizer entries, as anybody could write from ARCHITECTURE.md."""
+"""A plain gRPC client of the stream and tokenizer entries, as anybody could write from wire/README.md."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md names every room there is, and no file that is gone."""
+"""ARCHITECTURE.md names every room there is; it and the contract name no file or heading that is gone."""
 
 import re
 from fnmatch import fnmatch
@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+DOCUMENTS = ("ARCHITECTURE.md", "wire/README.md")
 SIDES = {"gateway": "Gateway", "triton_models": "Model side"}
 TREES = (*SIDES, "wire", "deploy", "tests", "bench", "demo")
 ELSEWHERE = {"errors.py", "version.py"}
@@ -25,7 +26,26 @@ def test_every_room_is_in_its_table(package: str) -> None:
     assert {name for name in named if not list((ROOT / package).glob(name.rstrip("/")))} == set()
 
 
-def test_every_file_named_exists() -> None:
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_file_named_exists(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
     files = {path.relative_to(ROOT).as_posix() for tree in TREES for path in (ROOT / tree).rglob("*.*")}
-    named = set(re.findall(r"`([\w/]+\.(?:py|md))`", TEXT))
+    named = set(re.findall(r"`([\w/]+\.(?:py|md))`", text))
     assert {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)} == set()
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, "deploy/README.md"])
+def test_every_link_leads_to_a_heading(document: str) -> None:
+    path = ROOT / document
+    links = re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", path.read_text(encoding="utf-8"))
+    assert {
+        link for link in links if not leads_somewhere(path.parent / link[0] if link[0] else path, link[1])
+    } == set()
+
+
+def leads_somewhere(path: Path, anchor: str) -> bool:
+    """Return whether `path` exists and has a heading that GitHub calls `anchor`."""
+    if not path.exists() or not anchor:
+        return path.exists()
+    headings = re.findall(r"(?m)^#+ (.*)", path.read_text(encoding="utf-8"))
+    return anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}

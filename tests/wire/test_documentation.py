@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md's tables of the wire contract name exactly the keys that the code accepts."""
+"""The tables in wire/README.md name exactly the keys that the code accepts."""
 
 import re
 from pathlib import Path
@@ -15,8 +15,7 @@ from wire.meta import Meta
 from wire.refusal import RefusalCode
 from wire.sampling import Generation
 
-TEXT = (Path(__file__).parents[2] / "ARCHITECTURE.md").read_text(encoding="utf-8")
-CONTRACT = TEXT.split("## Wire contract")[1].split("\n## ")[0]
+CONTRACT = (Path(__file__).parents[2] / "wire" / "README.md").read_text(encoding="utf-8")
 
 
 def table_after(words: str) -> list[str]:
