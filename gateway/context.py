@@ -1,10 +1,16 @@
-"""Checks prompts of token ids against the model's context; other prompts need a tokenizer."""
+"""Checks what depends on a prompt's length: whether it fits the context, and how much is to be told of it.
+
+Only prompts of token ids can be checked against the context here; other prompts need a tokenizer.
+"""
 
 from collections.abc import Sequence
 
-from gateway.errors import ContextLengthError
-from gateway.generation import Generation, TokenIds
+from gateway.errors import ContextLengthError, InvalidRequestError
+from gateway.generation import Accepted, Generation, TokenIds
 from gateway.upstream import ModelCard
+
+PROMPT_LOGPROBS_LIMIT = 2**20
+"""Log-probabilities of prompts in one answer: up to some 64 MiB of JSON, and several times that in memory."""
 
 
 def check_context(generations: Sequence[Generation], card: ModelCard) -> None:
@@ -20,6 +26,28 @@ def check_context(generations: Sequence[Generation], card: ModelCard) -> None:
     for generation in generations:
         if isinstance(generation.prompt, TokenIds):
             _check(len(generation.prompt.ids), generation, card.max_context)
+
+
+def check_prompt_logprobs(generations: Sequence[Generation], accepted: Accepted) -> None:
+    """Refuse to report more of the prompts than an answer can have: each choice repeats its prompt's report.
+
+    Args:
+        generations: alike except for their prompts.
+        accepted: says how many tokens these have.
+
+    Raises:
+        InvalidRequestError: it would be more than PROMPT_LOGPROBS_LIMIT.
+    """
+    asked = generations[0]
+    if asked.prompt_logprobs is None:
+        return
+    reported = accepted.prompt_tokens * asked.n * (1 + asked.prompt_logprobs)
+    if reported > PROMPT_LOGPROBS_LIMIT:
+        raise InvalidRequestError(
+            f"This answer would report {reported} log-probabilities of prompts (tokens, times choices, "
+            f"times alternatives and one), and one answer may report {PROMPT_LOGPROBS_LIMIT}.",
+            param="prompt_logprobs" if asked.prompt_ranks else "logprobs",
+        )
 
 
 def _check(length: int, generation: Generation, max_context: int) -> None:

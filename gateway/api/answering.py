@@ -8,7 +8,7 @@ from fastapi import Depends, Request
 from starlette.responses import Response
 
 from gateway.api.deps import ExchangeDep, FlightDep, GatewayDep
-from gateway.context import check_context
+from gateway.context import check_context, check_prompt_logprobs
 from gateway.errors import ClientGoneError, GatewayError, InternalError
 from gateway.exchange import Exchange
 from gateway.flight import Flight
@@ -43,6 +43,7 @@ class Answering:
         generations = asked.generations(request_id=exchange.request_id, deadline=exchange.deadline)
         check_context(generations, card)
         accepted = await flight.start(generations, self._request.receive)
+        check_prompt_logprobs(generations, accepted)
         if not asked.stream:
             document = await answer.whole(accepted, flight)
             return Response(encode(document), media_type="application/json")

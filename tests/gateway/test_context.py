@@ -1,10 +1,11 @@
 import re
+from dataclasses import replace
 
 import pytest
 
-from gateway.context import check_context
-from gateway.errors import ContextLengthError
-from gateway.generation import Generation, PlainText, Prompt, TokenIds
+from gateway.context import PROMPT_LOGPROBS_LIMIT, check_context, check_prompt_logprobs
+from gateway.errors import ContextLengthError, InvalidRequestError
+from gateway.generation import Accepted, Generation, PlainText, Prompt, TokenIds
 from gateway.upstream import ModelCard
 
 
@@ -55,3 +56,14 @@ def test_what_fits_or_cannot_be_known_is_the_models_to_judge(
     prompt: Prompt, max_tokens: int | None, of: ModelCard
 ) -> None:
     check_context([asked(prompt, max_tokens)], of)
+
+
+@pytest.mark.parametrize(("ranks", "param"), [(True, "prompt_logprobs"), (False, "logprobs")])
+def test_no_answer_reports_more_of_its_prompts_than_it_can_have(ranks: bool, param: str) -> None:
+    one = replace(asked(PlainText("x")), n=4, prompt_logprobs=7, prompt_ranks=ranks)
+    most = PROMPT_LOGPROBS_LIMIT // (4 * 8)
+    check_prompt_logprobs([one, one], Accepted(prompt_tokens=most))
+    with pytest.raises(InvalidRequestError, match=f"{most * 32 + 32} log-probabilities") as raised:
+        check_prompt_logprobs([one, one], Accepted(prompt_tokens=most + 1))
+    assert raised.value.param == param
+    check_prompt_logprobs([replace(one, prompt_logprobs=None)], Accepted(prompt_tokens=10 * most))

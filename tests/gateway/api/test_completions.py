@@ -7,7 +7,7 @@ import pytest
 
 from gateway.errors import ContextLengthError
 from gateway.generation import Accepted, Delta, Event, Generation, PlainText, TokenIds, Usage
-from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.serving import Served, in_process, on_socket
 
 COMPLETIONS = "/v1/completions"
@@ -115,6 +115,19 @@ async def test_ids_beyond_the_context_cost_nothing(served: Served) -> None:
             assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", param)
     assert not served.upstream.requests
     await served.sdk.completions.create(model="glm", prompt=[5] * 63)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_report_on_prompts_too_large_for_an_answer_is_refused_and_cancelled(
+    served: Served, stream: bool
+) -> None:
+    served.upstream.script = lambda _request: say("a", "b", prompt_tokens=30_000, gap_s=60)
+    asked = {"model": "glm", "prompt": "a", "echo": True, "logprobs": 5, "n": 6, "stream": stream}
+    answer = await served.http.post(COMPLETIONS, json=asked)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
+    assert "1080000 log-probabilities" in answer.json()["error"]["message"]
+    await served.until_idle()
+    assert served.upstream.cancelled == 1
 
 
 async def test_requests_count_under_their_own_route() -> None:
