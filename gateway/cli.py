@@ -37,7 +37,7 @@ _LATER_DTYPES = ("int8", "int4")
 
 
 class _Misconfigured(click.ClickException):
-    """Told like a wrong flag: message, status 2, no traceback."""
+    """Reported like a wrong flag: a message and status 2, no traceback."""
 
     exit_code = 2
 
@@ -45,7 +45,7 @@ class _Misconfigured(click.ClickException):
 def settings_options(*, without: frozenset[str] = frozenset()) -> Callable[[F], F]:
     """Add `--config` and a flag for every setting but those in `without`.
 
-    Flags are text here: one place, `gateway.configuration`, knows types and bounds for every source.
+    Flags are plain text here: `gateway.configuration` alone knows the types and bounds, for every source.
     """
 
     def decorate(command: F) -> F:
@@ -84,14 +84,14 @@ for _command in (load, unload, bench, size):
     "checkpoints",
     multiple=True,
     metavar="[NAME=]DIR",
-    help="checkpoint directory to serve, under its folder's name or NAME; repeatable; none: the built-in one",
+    help="checkpoint directory to serve, as NAME or its folder's name; repeatable; none: the built-in model",
 )
 @click.option(
     "--contract",
     "contracts",
     multiple=True,
     metavar="[NAME=]CONTRACT",
-    help="what Triton clients of a model find under its name: batched, unbatched or chatglm2; repeatable",
+    help="contract of a model's entry M for Triton clients: batched, unbatched or chatglm2; repeatable",
 )
 @click.option("--triton-http-port", type=click.IntRange(0, 65535), default=8000, show_default=True)
 @click.option("--triton-grpc-port", type=click.IntRange(0, 65535), default=8001, show_default=True)
@@ -102,15 +102,15 @@ for _command in (load, unload, bench, size):
 @click.option("--max-running", type=click.IntRange(1), help="sequences in one step of an engine")
 @click.option("--max-batched-tokens", type=click.IntRange(1), help="tokens in one step of an engine")
 @click.option(
-    "--burst-tokens", type=click.IntRange(1), help="tokens in one step while prompts wait that fill it"
+    "--burst-tokens", type=click.IntRange(1), help="tokens in one step while enough prompts wait to fill it"
 )
 @click.option(
     "--burst-steps",
     type=click.IntRange(0),
-    help="such steps in a row that a burst of prompts may take from decodes",
+    help="consecutive steps in which a burst of prompts may run without decodes",
 )
 @click.option(
-    "--kv-memory-gib", type=click.FloatRange(0, min_open=True), help="an engine's memory for its KV cache"
+    "--kv-memory-gib", type=click.FloatRange(0, min_open=True), help="memory of an engine's KV cache"
 )
 @settings_options(without=frozenset({"upstreams", "resolve_interval_s", "models"}))
 def up(
@@ -133,7 +133,7 @@ def up(
 ) -> None:
     """Start a Triton on this machine and serve its models.
 
-    Ctrl-C lets running requests end for at most 5 s; a second one ends at once. Triton's ports are open to
+    Ctrl-C gives running requests at most 5 s to finish; a second one ends at once. Triton's ports are open to
     this machine only; port 0 takes a free one.
     """
     if dtype in _LATER_DTYPES:
@@ -158,7 +158,7 @@ def up(
         contracts=contracts,
     )
     try:
-        # Before Triton takes its time to start.
+        # First, so that a taken port is reported before Triton's slow start.
         listeners = bind_all(settings.host, settings.port, settings.workers)
 
         def serve_models(ready: Ready) -> int:
@@ -179,7 +179,7 @@ def up(
 
 
 def greeting(url: str, models: Sequence[str], *, keyed: bool) -> str:
-    """Say where the gateway is, with a command that works as it stands (given a key, where one is needed)."""
+    """Say where the gateway is, with a command to copy; where keys are needed it reads one from $KEY."""
     body = json.dumps(
         {"model": models[0], "messages": [{"role": "user", "content": "你好"}]}, ensure_ascii=False
     )
@@ -195,7 +195,7 @@ def greeting(url: str, models: Sequence[str], *, keyed: bool) -> str:
 def serve(config: Path | None, **flags: Any) -> None:
     """Serve the models of one or many running Tritons.
 
-    A setting comes from its flag, else its environment variable, else the YAML file.
+    A flag overrides an environment variable, which overrides the YAML file.
     """
     settings = _load(config, flags)
     try:
@@ -212,10 +212,10 @@ def serve(config: Path | None, **flags: Any) -> None:
     type=click.FloatRange(min=0, min_open=True),
     default=5.0,
     show_default=True,
-    help="how long to look",
+    help="seconds for each of looking up, connecting and probing",
 )
 def check(config: Path | None, timeout_s: float, **flags: Any) -> None:
-    """Read the configuration, connect to every upstream, say what is there; status 1 unless all is well."""
+    """Check the configuration, connect to every upstream and report; status 1 unless all is well."""
     settings = _load(config, flags)
     click.echo("configuration: ok")
     findings = asyncio.run(check_upstreams(settings, timeout_s=timeout_s))
@@ -226,7 +226,7 @@ def check(config: Path | None, timeout_s: float, **flags: Any) -> None:
 
 def _load(config: Path | None, flags: dict[str, Any]) -> Settings:
     for name in unknown_variables():
-        click.echo(f"Warning: the environment variable {name} is no setting; it is ignored", err=True)
+        click.echo(f"Warning: the environment variable {name} is not a setting; it is ignored", err=True)
     try:
         return load_settings({name: value for name, value in flags.items() if value is not None}, config)
     except ConfigurationError as error:

@@ -1,4 +1,4 @@
-"""The commands that are clients of what already runs: `load`, `unload` and `bench`."""
+"""The commands that are clients of something already running: `load`, `unload` and `bench`."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -36,10 +36,10 @@ def _gateway_options(command: F) -> F:
 
 @click.command()
 @click.argument("model")
-@click.option("--reload", is_flag=True, help="unload first what is loaded")
+@click.option("--reload", is_flag=True, help="unload it first if it is loaded")
 @_gateway_options
 def load(*, model: str, reload: bool, url: str, key: str | None, upstream: str | None) -> None:
-    """Have a running gateway load MODEL, and wait until it answers."""
+    """Have a running gateway load MODEL, and wait until it is ready."""
     _change(url, key, model, "load", {"reload": reload, "upstream": upstream})
 
 
@@ -65,7 +65,7 @@ def _change(url: str, key: str | None, model: str, action: str, options: dict[st
 
 
 @click.command()
-@click.option("--model", required=True, help="the entry to ask, a model's own name")
+@click.option("--model", required=True, help="model to ask: the name of its request/response entry")
 @click.option("--grpc", "grpc_address", default="127.0.0.1:8001", show_default=True, help="of Triton")
 @click.option("--http", "http_url", default="http://127.0.0.1:8000", show_default=True, help="of Triton")
 @click.option("--protocol", type=click.Choice(["both", "grpc", "http"]), default="both", show_default=True)
@@ -82,7 +82,7 @@ def _change(url: str, key: str | None, model: str, action: str, options: dict[st
     type=click.IntRange(1, 2**15 - 1),
     default=128,
     show_default=True,
-    help="as the entry counts it",
+    help="as the entry counts it: ours limits prompt and answer together",
 )
 @click.option(
     "--history-len", type=click.IntRange(0, 2**15 - 1), default=10, show_default=True, help="in rounds"
@@ -90,7 +90,7 @@ def _change(url: str, key: str | None, model: str, action: str, options: dict[st
 def bench(*, grpc_address: str, http_url: str, protocol: str, **work: Any) -> None:
     """Time a model's request/response entry on a running Triton, over gRPC and HTTP side by side.
 
-    Every client asks again as soon as it was answered. Status 1 when a request failed.
+    Each client sends its next request as soon as it has an answer. Status 1 if a request failed.
     """
     asked = Work(**work)
     try:
@@ -115,7 +115,7 @@ def bench(*, grpc_address: str, http_url: str, protocol: str, **work: Any) -> No
 
 
 def table(timings: Sequence[Timing]) -> str:
-    """Lay the timings out side by side, a row for each measure."""
+    """Format the timings side by side, one row per measure."""
     rows = [[name, *(_show(getattr(timing, name)) for timing in timings)] for name in _SHOWN]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = []

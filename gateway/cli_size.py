@@ -39,7 +39,7 @@ _CONTEXTS = (1024, 2048, 4096, 8192, 32768, 131072)
 @click.option("--dtype", type=click.Choice(list(ITEM_BYTES)), default="bfloat16", show_default=True)
 @click.option("--max-running", type=click.IntRange(1), default=MAX_RUNNING, show_default=True)
 def size(directory: Path, gpu_memory: float, dtype: str, max_running: int) -> None:
-    """Say what of a GPU a checkpoint takes, and how many sequences fit beside it; status 1 if none does."""
+    """Estimate how much of a GPU a checkpoint takes and how many sequences fit; status 1 if none does."""
     try:
         shape = read_shape(directory)
     except SizingError as error:
@@ -61,6 +61,6 @@ def size(directory: Path, gpu_memory: float, dtype: str, max_running: int) -> No
 
 
 def _contexts(shape: Shape, sizing: Sizing) -> list[int]:
-    """Return the lengths worth a line; the longest is what the model, and the cache, allow."""
+    """Return the lengths to show; the longest is what both the model and the cache allow."""
     longest = min(shape.context, sizing.blocks * BLOCK_TOKENS)
     return [*(tokens for tokens in _CONTEXTS if tokens < longest), longest]

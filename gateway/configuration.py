@@ -1,7 +1,7 @@
 """Where settings come from, and how they are described.
 
-A value comes from, in this order: a command-line flag, a `TRITONGATE_*` environment variable, the YAML file,
-the default. The name is the same everywhere: field `max_in_flight` is `--max-in-flight`,
+A command-line flag overrides a `TRITONGATE_*` environment variable, which overrides the YAML file, which
+overrides the default. The name is the same everywhere: field `max_in_flight` is `--max-in-flight`,
 `TRITONGATE_MAX_IN_FLIGHT` and the YAML key `max_in_flight`. Knows no setting by name.
 """
 
@@ -25,7 +25,7 @@ from gateway.settings import ENV_PREFIX, Settings
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 
 OTHER_VARIABLES = frozenset({ENV_PREFIX + "KEY"})
-"""Read by the commands that are clients of a gateway."""
+"""Variables read by the commands that are clients of a gateway; they are not settings."""
 
 
 class ConfigurationError(Exception):
@@ -34,7 +34,7 @@ class ConfigurationError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SettingRow:
-    """One line of the table of settings. `flag` is None where there is none on purpose."""
+    """One row of the table of settings. `flag` is None for settings that deliberately have none."""
 
     name: str
     flag: str | None
@@ -44,7 +44,7 @@ class SettingRow:
 
 
 def settings_table() -> Iterator[SettingRow]:
-    """Describe every setting, in order; README, `--help` and deployments are written or tested from it."""
+    """Describe every setting, in order; `--help`, README and deployments are made from it or tested by it."""
     for name, field in Settings.model_fields.items():
         extra = field.json_schema_extra
         hidden = isinstance(extra, dict) and extra.get("flag") is False
@@ -80,7 +80,7 @@ def load_settings(flags: Mapping[str, Any] | None = None, config: Path | None = 
     """Read the settings from every source.
 
     Args:
-        flags: values given on the command line, by field name; absent ones are left out.
+        flags: the values given on the command line, by field name.
         config: the YAML file; None: the one named by TRITONGATE_CONFIG, if any.
 
     Raises:

@@ -1,7 +1,7 @@
 """The record of one HTTP request, from which its metrics and its log line are made.
 
-`arrived` and the other instants are `time.perf_counter` values, in seconds; `deadline` is of the event loop's
-clock.
+`deadline` is on the event loop's clock; `arrived` and all other times are `time.perf_counter` values. All are
+in seconds.
 """
 
 from contextlib import AsyncExitStack
@@ -18,8 +18,8 @@ from gateway.tracing import Trace
 class Exchange:
     """One request and its answer. The layers fill it in as they go; it is read when the request is over.
 
-    The outermost frame of the request releases `resources`, however it ends: answered, failed, cancelled, or
-    never begun.
+    The request's outermost frame releases `resources`, however the request ends: answered, failed, cancelled,
+    or never begun.
     """
 
     request_id: str
@@ -30,10 +30,10 @@ class Exchange:
     resources: AsyncExitStack
     trace: Trace = field(default_factory=Trace)
     model: str = UNKNOWN
-    """A served model, else `unknown`."""
+    """The served model asked for, or `unknown`."""
     key_name: str | None = None
     generates: bool = False
-    """True once it asks for admission to the engines: it then counts in the metrics of generations."""
+    """True once it has asked for admission to the engines; metrics of generations then count it."""
     stream: bool = False
     status: int | None = None
     """As sent; None until then."""
@@ -42,7 +42,7 @@ class Exchange:
     waited_s: float = 0.0
     """Time spent waiting for the client's body, for admission and for the upstream."""
     queued_s: float | None = None
-    """The part of it spent waiting for admission; None: it needed none, or did not get that far."""
+    """The part of `waited_s` spent waiting for admission; None: it needed none, or did not get that far."""
     body: bytes | None = None
     """As the client sent it; kept only if it is to be logged."""
     prompt_tokens: int = 0
@@ -55,25 +55,25 @@ class Exchange:
 
     @property
     def outcome(self) -> int:
-        """The effective status: that of the error, if there was one, even after 200 had been sent."""
+        """The effective status: the error's, if there was one, even if 200 had already been sent."""
         if self.error is not None:
             return self.error.status
         return self.status if self.status is not None else ClientGoneError.status
 
     @property
     def tokens(self) -> int:
-        """Of prompts and answers."""
+        """Tokens of prompts and answers together."""
         return self.prompt_tokens + self.generated_tokens
 
     def fail(self, error: GatewayError) -> None:
-        """Record what went wrong; the first error counts."""
+        """Record an error, unless there is one already."""
         if self.error is None:
             self.error = error
 
     def forget_error(self) -> None:
-        """Let go of the error when all has been said: its traceback leads to frames that have this exchange.
+        """Drop the error once it was reported, since its traceback refers to frames that hold this exchange.
 
-        Such a circle, with the request's body in it, is not freed before the next full garbage collection.
+        Otherwise only the next full garbage collection would free that cycle, and the request's body with it.
         """
         self.error = None
 

@@ -48,11 +48,11 @@ _decode = msgspec.msgpack.Decoder(list[_Family]).decode
 
 
 class Fleet:
-    """Answers the other processes' questions for metrics, and asks them.
+    """Answers the other processes' requests for metrics, and requests theirs.
 
     Args:
-        place: of this process.
-        metrics: its own.
+        place: this process's place.
+        metrics: this process's metrics.
     """
 
     def __init__(self, place: Place, metrics: Metrics) -> None:

@@ -1,7 +1,7 @@
 """One request for text between its client and the upstream.
 
-A running generation is a race: the upstream's next word against the client's hang-up, the deadline and the
-end of a drain. Whichever comes first ends the others. Knows nothing of JSON or server-sent events.
+A running generation is a race of the upstream's next event against the client's hang-up, the deadline and
+the end of a drain; the first to happen ends the others. Knows nothing of JSON or server-sent events.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _REJECTED = {RateLimitError: "queue_full", DeadlineError: "deadline", Unavailabl
 
 
 class Flight(AsyncIterator[Event]):
-    """Runs generations: `start`, then iterate over what follows `Accepted`; or `call`, for one answer.
+    """Runs generations (`start`, then iterate over the events after `Accepted`), or one call (`call`).
 
     Everything it holds (permit, upstream call, watcher) is released with the exchange's resources.
     """
@@ -46,9 +46,9 @@ class Flight(AsyncIterator[Event]):
         self._watcher: asyncio.Task[None] | None = None
 
     def end(self, error: GatewayError) -> None:
-        """End the flight with `error`: what it waits for is cancelled. The first caller wins.
+        """End the flight with `error`, cancelling whatever it waits for; only the first call has an effect.
 
-        Nothing happens once the last event was taken: servers report a hang-up after every whole answer.
+        Does nothing once the last event was taken, since servers report a hang-up after every whole answer.
         """
         if self._over or self._error is not None:
             return
@@ -58,18 +58,19 @@ class Flight(AsyncIterator[Event]):
             self._waiting.cancel()
 
     async def start(self, generations: Sequence[Generation], receive: Receive) -> Accepted:
-        """Wait for admission and for the upstream's acceptance: from here the client may be told 200.
+        """Wait for admission and for the upstream to accept; once it has, status 200 may be sent.
 
         Args:
-            generations: what to run, one for each prompt; told as one (see `gateway.batch`).
-            receive: the request's ASGI channel, its body read: the client's hang-up comes from there.
+            generations: one for each prompt; their events come as one stream (see `gateway.batch`).
+            receive: the request's ASGI channel, which reports the client's hang-up; the body was read.
 
         Raises:
-            GatewayError: full, late, hung up, shutting down, or refused by the upstream.
+            GatewayError: a queue is full, the deadline passed, the client hung up, the gateway is shutting
+                down, or the upstream refused.
         """
         # A choice costs the upstream as much as a request.
         await self._enter(receive, permits=sum(generation.n for generation in generations))
-        self._check()  # what was over while it waited never goes upstream
+        self._check()  # a flight that ended while it waited is not sent upstream
         generate, first, *more = self._gateway.upstream.generate, *map(self._bounded, generations)
         self._source = together(generate, [first, *more]) if more else generate(first)
         self._exchange.resources.push_async_callback(self._source.aclose)
@@ -88,12 +89,12 @@ class Flight(AsyncIterator[Event]):
         *,
         admission: Admission | None = None,
     ) -> T:
-        """Wait for admission and then for `work`, which answers as a whole; what ends the race cancels it.
+        """Wait for admission, then for `work`, which returns the whole answer; ending the flight cancels it.
 
         Args:
-            work: asks the upstream.
+            work: makes the call to the upstream.
             receive: as for `start`.
-            admission: who lets it in; None: whoever lets generations in.
+            admission: grants the permit; None: the one for generations.
 
         Raises:
             GatewayError: as for `start`.
@@ -118,14 +119,14 @@ class Flight(AsyncIterator[Event]):
         return event
 
     async def stop_watching(self) -> None:
-        """Leave the watch for the client's hang-up to whoever streams the answer."""
+        """Stop watching for the client's hang-up: from now on, whoever streams the answer notices it."""
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait({self._watcher})
             self._watcher = None
 
     async def _enter(self, receive: Receive, *, permits: int, admission: Admission | None = None) -> None:
-        """Begin the race, and wait for a place in it."""
+        """Start everything that can end the flight, and wait for admission."""
         exchange, gateway = self._exchange, self._gateway
         admission = admission or gateway.admission
         exchange.generates = admission is gateway.admission
@@ -140,7 +141,11 @@ class Flight(AsyncIterator[Event]):
         await self._admit(admission, permits)
 
     def _charge_key(self, answers: int) -> None:
-        """Count the request among those of its key, which may be at one of its bounds."""
+        """Count the request against the limits of its key.
+
+        Raises:
+            RateLimitError: the key is at one of them.
+        """
         exchange = self._exchange
         use = self._gateway.key_limits.use_of(exchange.key_name)
         if use is None:
@@ -154,7 +159,7 @@ class Flight(AsyncIterator[Event]):
 
     async def _admit(self, admission: Admission, permits: int) -> None:
         metrics, model = self._gateway.metrics, self._exchange.model
-        # The gauges are of generations, and of their places: tokenizations have others.
+        # The gauges count generations only, not tokenizations, which have an admission of their own.
         counts = self._exchange.generates
         metrics.waiting.labels(model).inc(counts)
         began = perf_counter()
@@ -172,14 +177,14 @@ class Flight(AsyncIterator[Event]):
         self._exchange.resources.callback(metrics.in_flight.labels(model).dec, taken * counts)
 
     def _bounded(self, generation: Generation) -> Generation:
-        """Return `generation` with our own bound on new tokens, where its client set none."""
+        """Return `generation` with the configured limit on new tokens if its client set none."""
         bound = self._gateway.settings.default_max_tokens
         if generation.max_tokens is not None or bound is None:
             return generation
         return replace(generation, max_tokens=max(bound, generation.min_tokens), max_tokens_yields=True)
 
     async def _race(self, step: Awaitable[T]) -> T:
-        """Wait for `step`, unless `end` comes first: then it is cancelled, and the end's error raised."""
+        """Await `step`; if `end` is called first, cancel it and raise the error given to `end`."""
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("a flight waits inside a task")
@@ -189,7 +194,7 @@ class Flight(AsyncIterator[Event]):
         try:
             return await step
         except asyncio.CancelledError:
-            # Ours only if `end` asked for it and nobody else did at the same time.
+            # Caused by `end` only if nobody else cancelled the task at the same time.
             if self._error is not None and task.uncancel() <= others:
                 raise self._error from None
             raise
@@ -198,12 +203,12 @@ class Flight(AsyncIterator[Event]):
             self._exchange.waited_s += perf_counter() - began
 
     def _check(self) -> None:
-        """Raise if the race was decided while nothing was being waited for."""
+        """Raise if the flight was ended while it was not waiting for anything."""
         if self._error is not None:
             raise self._error
 
     def _forget_error(self) -> None:
-        """Let go of the error, whose traceback leads back here: see `Exchange.forget_error`."""
+        """Drop the error, whose traceback refers back to this object; see `Exchange.forget_error`."""
         self._over, self._error = True, None
 
     async def _watch(self, receive: Receive) -> None:

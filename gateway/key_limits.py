@@ -1,7 +1,7 @@
-"""What each client's key may use: so many answers at once, so many requests and tokens a minute.
+"""Limits per client key: answers in progress, and requests and tokens per minute.
 
-Counted in this process alone: the bounds of several gateways, or of several workers, add up. Knows nothing of
-HTTP, and of a key only the name of its owner.
+Each process counts by itself, so the limits of several gateways or workers add up. Knows nothing of HTTP, and
+of a key only its owner's name.
 """
 
 import math
@@ -16,18 +16,18 @@ _RETRY_AFTER_S = 1
 
 
 class KeyLimits:
-    """The bounds of all keys. Belongs to one event loop."""
+    """The limits of all keys. Belongs to one event loop."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self._uses = {key.name: KeyUse(key) for key in keys}
 
     def use_of(self, name: str | None) -> "KeyUse | None":
-        """Return what that owner uses; None: there are no keys."""
+        """Return what the key of that owner uses; None for None, as when no keys are configured."""
         return None if name is None else self._uses[name]
 
 
 class KeyUse:
-    """What one key uses of its bounds."""
+    """How much of its limits one key uses at present."""
 
     def __init__(self, key: ApiKey) -> None:
         self._max_in_flight = key.max_in_flight
@@ -36,15 +36,15 @@ class KeyUse:
         self._tokens = _Bucket("tokens", key.tokens_per_minute)
 
     def begin(self, answers: int) -> int:
-        """Count a request that will make so many answers.
+        """Count a request that asks for `answers` answers.
 
-        As in `gateway.admission`, one that wants more than there may be takes all.
+        As in `gateway.admission`, a request for more answers than the limit takes the whole limit.
 
         Returns:
-            For how many answers it counts; as many are given back by `end`.
+            The number of answers that it counts as, to be passed to `end`.
 
         Raises:
-            RateLimitError: a bound is reached; nothing was counted.
+            RateLimitError: a limit is reached; nothing was counted.
         """
         most = self._max_in_flight
         taken = answers if most is None else min(answers, most)
@@ -60,17 +60,17 @@ class KeyUse:
         return taken
 
     def end(self, taken: int, tokens: int) -> None:
-        """Give back what `begin` returned, and count the tokens of prompt and answers.
+        """Release what `begin` returned, and count the tokens of prompt and answers.
 
-        They are known only now, so that the last request before the bound may exceed it; the next ones wait
-        for longer then.
+        These are known only now, so the last request within the limit may exceed it; the next request then
+        has to wait longer.
         """
         self._in_flight -= taken
         self._tokens.take(tokens)
 
 
 class _Bucket:
-    """A minute's worth of something, refilled steadily; without a bound it is never empty."""
+    """A bucket of one minute's worth, refilled steadily; without a limit it is never empty."""
 
     def __init__(self, what: str, per_minute: int | None) -> None:
         self._what = what
@@ -79,10 +79,10 @@ class _Bucket:
         self._at = monotonic()
 
     def check(self) -> None:
-        """Hold that there is at least one.
+        """Check that the bucket holds at least one.
 
         Raises:
-            RateLimitError: there is none; says when there will be.
+            RateLimitError: it does not; the error says when it will.
         """
         if math.isinf(self._per_minute):
             return
@@ -96,5 +96,5 @@ class _Bucket:
             )
 
     def take(self, count: int) -> None:
-        """Take so many, also more than there are."""
+        """Take `count`, even if the bucket holds fewer."""
         self._level -= count

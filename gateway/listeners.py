@@ -11,20 +11,23 @@ def bind(host: str, port: int) -> socket.socket:
     """Bind an address without listening yet; port 0 takes a free port.
 
     Raises:
-        ListenError: it is taken or not permitted, or there is no such address.
+        ListenError: the address is in use, not permitted, or does not exist.
     """
     return _bound(host, port, shared=False)
 
 
 def bind_all(host: str, port: int, count: int) -> list[socket.socket]:
-    """Bind an address for `count` sockets, as `bind` does for one.
+    """Bind `count` sockets to one address, each as `bind` does.
 
-    The kernel distributes the connections among those that listen.
+    The kernel distributes connections among those that listen.
+
+    Raises:
+        ListenError: as for `bind`.
     """
     first = bind(host, port)
     if count == 1:
         return [first]
-    # An address could be shared with another program too; but then `bind` would have failed.
+    # SO_REUSEPORT would also share the address with another program, but then `bind` would have failed.
     port = first.getsockname()[1]
     first.close()
     listeners: list[socket.socket] = []

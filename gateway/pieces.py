@@ -1,4 +1,4 @@
-"""What answers are made of: text and calls of tools, in pieces, in the order that the model wrote them."""
+"""The pieces of an answer, text and tool calls, in the order in which the model wrote them."""
 
 from collections.abc import Iterable
 
@@ -6,21 +6,21 @@ from msgspec import Struct
 
 
 class Call(Struct, frozen=True):
-    """The model calls a tool. `arguments` is meant to be a JSON object, as text."""
+    """A call of a tool. `arguments` is text that should be a JSON object; the model may write other text."""
 
     name: str
     arguments: str
 
 
 class CallPart(Struct, frozen=True):
-    """A call as it comes: one with a name begins the next call, one without goes on with its arguments."""
+    """Part of a call. One with a name begins a call; one without continues the last call's arguments."""
 
     name: str | None
     arguments: str
 
 
 def joined_calls(parts: Iterable[CallPart]) -> list[Call]:
-    """Return the calls that `parts` are, the first of which has a name."""
+    """Join `parts` into whole calls; the first part must have a name."""
     calls: list[Call] = []
     for part in parts:
         if part.name is not None:
@@ -31,11 +31,11 @@ def joined_calls(parts: Iterable[CallPart]) -> list[Call]:
 
 
 Piece = str | CallPart
-"""Of an answer, in its order: text, which is final in format, or what came of a call."""
+"""Text, with everything that belongs to the chat format removed, or part of a call."""
 
 
 def joined_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """Return the same answer in as few pieces as there can be, none of them empty text."""
+    """Return the same answer in as few pieces as possible, without empty texts."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None

@@ -1,6 +1,6 @@
-"""The types of settings that are more than a number or a text, and how each is read from text.
+"""The types of settings that are not just a number or a string, and how each is read from text.
 
-Knows nothing of where a value came from, nor what it is used for.
+Knows neither where a value came from nor what it is used for.
 """
 
 import enum
@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_settings import NoDecode
 
 _HEADER = re.compile(r"[a-z0-9_.-]+(?<!-bin)=[!-~]([ -~]*[!-~])?")
-"""What HTTP/2 carries as a header's name and value; names that end in -bin are for other values."""
+"""KEY=VALUE that HTTP/2 can carry as a header; names that end in -bin are for binary values."""
 
 
 class Scope(enum.StrEnum):
@@ -34,7 +34,7 @@ class Scope(enum.StrEnum):
 
 
 class ApiKey(BaseModel):
-    """A client's key, given in clear or as the SHA-256 of it in hexadecimal."""
+    """A client's key, given in clear text or as its SHA-256 in hexadecimal."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -42,7 +42,9 @@ class ApiKey(BaseModel):
     key: SecretStr | None = None
     sha256: str | None = Field(default=None, pattern=r"^[0-9a-fA-F]{64}$")
     scopes: frozenset[Scope] = frozenset({Scope.INFERENCE})
-    max_in_flight: int | None = Field(default=None, ge=1, description="answers at work or waiting at once")
+    max_in_flight: int | None = Field(
+        default=None, ge=1, description="answers in progress or waiting at once"
+    )
     requests_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1, description="of prompts and answers")
 
@@ -56,7 +58,7 @@ class ApiKey(BaseModel):
 
 
 def _split(value: Any) -> Any:
-    """Read a list from one string: `a,b` or a JSON list, as environment variables carry it."""
+    """Read a list from a string, as in an environment variable: `a,b` or a JSON list."""
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("["):
@@ -68,7 +70,7 @@ def _split(value: Any) -> Any:
 
 
 def _upstream(value: str) -> str:
-    """Check `host:port`, or a name as gRPC spells it: `dns:///host:port`, which `dns:host:port` becomes."""
+    """Check `host:port`, or a name as gRPC writes it: `dns:///host:port`; `dns:host:port` becomes that."""
     scheme, _, name = value.partition(":")
     if scheme != "dns" or name.isdigit():
         return _address(value)
@@ -120,7 +122,7 @@ Header = Annotated[SecretStr, AfterValidator(_header)]
 
 
 def revealed(secret: SecretStr | None) -> str | None:
-    """Return what `secret` holds, for the one place that needs it."""
+    """Return the value of `secret` in clear text; only for the place that uses it."""
     return None if secret is None else secret.get_secret_value()
 
 

@@ -1,7 +1,7 @@
-"""The gateway's settings: one frozen object, read once and handed inward.
+"""The gateway's settings: one frozen object, read once and passed inward.
 
-A field here is all that makes a setting: its name, type, bounds, default and help. Units are in the names.
-`gateway.configuration` reads them; nothing here knows what the values are used for.
+A field is the whole definition of a setting: name, type, bounds, default and help text. Names include units.
+`gateway.configuration` reads the values; nothing here knows what they are used for.
 """
 
 from typing import Literal, Self
@@ -26,30 +26,29 @@ class Settings(BaseSettings):
         hide_input_in_errors=True,
     )
 
-    # Where it listens, and to which Tritons it speaks.
+    # Where it listens, and which Tritons it talks to.
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     upstreams: Upstreams = Field(
         ("127.0.0.1:8001",),
-        description="gRPC addresses of the Tritons, host:port, comma-separated; dns:///host:port is a Triton "
-        "at each address that the name has, for as long as it has it",
+        description="gRPC addresses of the Tritons, host:port, comma-separated; dns:///host:port stands for "
+        "a Triton at each address of that name, looked up again and again",
     )
-    resolve_interval_s: float = Field(
-        10.0, gt=0, description="seconds between two looks at the addresses of such a name"
-    )
+    resolve_interval_s: float = Field(10.0, gt=0, description="seconds between two lookups of such a name")
     repository_key: Header | None = Field(
         None,
-        description="what the Tritons ask of who lists, loads or unloads models: KEY=VALUE, as at the end of "
-        "their --grpc-restricted-protocol; no flag, since a command line is visible to every process",
+        description="key that the Tritons require for listing, loading and unloading models: KEY=VALUE, as "
+        "at the end of their --grpc-restricted-protocol; no flag, since a command line is visible to every "
+        "process",
         json_schema_extra={"flag": False},
     )
     models: Names = Field(
         (), description="ids of the models to serve; empty serves every entry whose name ends in -stream"
     )
-    # Who may ask.
+    # Who may use it.
     api_keys: tuple[ApiKey, ...] = Field(
         (),
-        description="keys of clients, a list of {name, key or sha256, scopes: [inference, admin], "
+        description="clients' keys: a list of {name, key or sha256, scopes: [inference, admin], "
         "max_in_flight, requests_per_minute, tokens_per_minute}; no flag, "
         "since a command line is visible to every process",
         json_schema_extra={"flag": False},
@@ -57,19 +56,19 @@ class Settings(BaseSettings):
     allow_anonymous: bool = Field(
         default=False, description="serve without keys even when bound to more than the loopback interface"
     )
-    metrics_need_key: bool = Field(default=False, description="ask for a key, of any scope, at /metrics too")
+    metrics_need_key: bool = Field(default=False, description="require a key, of any scope, for /metrics too")
     # How much at once.
     workers: int = Field(
         1,
         ge=1,
         le=64,
-        description="processes that serve; bounds of requests are those of all together, and metrics get a "
-        "label `worker`",
+        description="number of gateway processes; limits on requests apply to all of them together, and "
+        "metrics get a label `worker`",
     )
     max_in_flight: int = Field(
         512,
         ge=1,
-        description="answers at work at once, a request counting once for each of its choices; more wait",
+        description="answers in progress at once; a request counts once for each of its choices; more wait",
     )
     max_waiting: int = Field(512, ge=0, description="requests that may wait; more are refused with a 429")
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="largest request body in bytes")
@@ -89,7 +88,7 @@ class Settings(BaseSettings):
         description="seconds a client may leave a piece of a stream unread before it counts as gone",
     )
     idle_timeout_s: float = Field(
-        10.0, gt=0, description="seconds without any sign of life from Triton before a request gives it up"
+        10.0, gt=0, description="seconds without any sign of life from Triton before a request gives up on it"
     )
     delta_channel: Literal["auto", "off"] = Field(
         "auto",
@@ -102,12 +101,12 @@ class Settings(BaseSettings):
         gt=0,
         description="seconds that an admin's load may take, or an unload wait for requests in flight",
     )
-    drain_s: float = Field(30.0, ge=0, description="seconds that running requests get to end at shutdown")
+    drain_s: float = Field(30.0, ge=0, description="seconds that running requests have to finish at shutdown")
     # What one request gets.
     default_max_tokens: int | None = Field(
         None,
         ge=1,
-        description="most new tokens when a request gives no bound; unset is the rest of the context",
+        description="limit on new tokens when a request sets none; unset: the rest of the context",
     )
     max_choices: int = Field(
         32,
@@ -115,10 +114,10 @@ class Settings(BaseSettings):
         le=128,
         description="answers that one request may ask for: n times the number of its prompts",
     )
-    # What is told: logs and traces.
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
+    # What it reports: logs and traces.
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level logged")
     log_format: Literal["json", "text"] = Field(
-        "json", description="json: an object a line; text: the same for people, as name=value"
+        "json", description="json: one object per line; text: the same for people, as name=value"
     )
     log_sample: float = Field(
         1.0,
@@ -132,14 +131,14 @@ class Settings(BaseSettings):
     )
     trace_endpoint: Endpoint | None = Field(
         None,
-        description="URL that traces go to by OTLP/HTTP, such as http://127.0.0.1:4318/v1/traces; unset "
-        "records none; needs the extra `tracing`",
+        description="URL to which traces are sent by OTLP/HTTP, such as http://127.0.0.1:4318/v1/traces; "
+        "unset: none are recorded; needs the extra `tracing`",
     )
     trace_sample: float = Field(
         1.0,
         ge=0,
         le=1,
-        description="share of requests recorded; one with a traceparent is if that says so",
+        description="share of requests recorded; a traceparent's own sampled flag decides instead",
     )
 
     @model_validator(mode="after")

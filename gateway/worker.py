@@ -1,7 +1,7 @@
 """One of several processes of a gateway: `python -m gateway.worker`, started only by `gateway.workers`.
 
-Standard input brings an order, one line of JSON; its end, as when the parent dies, acts as a SIGTERM.
-A line on standard output says that every model is ready.
+It reads an order, one line of JSON, from standard input. When standard input ends, because the parent died or
+closed it, the worker stops as on SIGTERM. It writes one line to standard output when every model is ready.
 """
 
 import os
@@ -25,7 +25,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a worker, its listener, and its place among the workers."""
 
     settings: dict[str, Any]
-    """All settings with a value, secrets in clear: never to be logged or put on a command line."""
+    """All settings that have a value, secrets in clear text: never log them or put them on a command line."""
     listener: int
     """The inherited descriptor of the socket."""
     place: Place

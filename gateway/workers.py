@@ -29,7 +29,7 @@ from gateway.triton.backoff import Backoff
 from gateway.worker import encode_order
 
 _STEADY_S = 60.0
-"""A worker that lived longer than this is replaced without a pause."""
+"""A worker that lived longer than this is replaced after the shortest pause."""
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _SHARED_BOUNDS = ("max_in_flight", "max_waiting")
@@ -48,8 +48,8 @@ def run(
     Must be called on the main thread.
 
     Args:
-        settings: of the gateway; limits on requests are for all workers together.
-        listeners: from `bind_all`, one per worker; closed at the end. None: made here.
+        settings: the gateway's; limits on requests apply to all workers together.
+        listeners: from `bind_all`, one per worker; closed at the end. Empty: they are made here.
         on_ready: called with the base URL once every model is ready in every worker.
 
     Raises:
@@ -112,14 +112,14 @@ class _Worker:
     """Keeps one process running.
 
     Args:
-        settings: its own.
-        listener: its own; closed here when no further process will need it.
+        settings: the worker's own.
+        listener: the worker's own; closed here when no further process will need it.
         place: its number among the workers.
     """
 
     def __init__(self, settings: Settings, listener: socket.socket, place: Place) -> None:
         self.ready = asyncio.Event()
-        """Set when all its models were ready for the first time."""
+        """Set once all its models have been ready."""
         self._listener = listener
         self._number = place.number
         self._order = encode_order(settings, listener.fileno(), place)
@@ -147,14 +147,14 @@ class _Worker:
                     await self._ending.wait()
 
     def end(self) -> None:
-        """Pass a signal on: the first makes it drain, a second end at once. It is no longer replaced."""
+        """Pass a signal on, and replace the process no more: the first makes it drain, the second end."""
         self._ending.set()
         self._listener.close()
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGTERM)
 
     async def _run(self) -> int:
-        """Run one process to its end; return its status, negative the number of the signal that killed it."""
+        """Run one process until it ends; return its status, which is negative if a signal killed it."""
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
