@@ -2,7 +2,7 @@
 
 Without one, every response comes on the request's own stream. With one, that stream carries `accepted`,
 heartbeats and the last response of each choice, and the channel carries the deltas; the last response says
-how many there were. Knows nothing of how replicas are chosen, nor of what follows a failure.
+how many there were. Knows neither how replicas are chosen nor what happens after a failure.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ async def answer_over_channel(
     address = ChannelStream(id=link.id, stream=numbers.start)
     request = dialect.request(generation, report, remaining_s=_remaining_s(generation), channel=address)
     now = asyncio.get_running_loop().time()
-    inbox = Inbox(numbers, now, lambda: own.cancel())  # noqa: PLW0108 - not begun
+    inbox = Inbox(numbers, now, lambda: own.cancel())  # noqa: PLW0108 - `own` does not exist yet
     with link.deliver(inbox):
         own = asyncio.create_task(_read_own_stream(channel, request, generation, inbox))
         answer = _Answer(link, inbox, dialect.decoder(generation, report))
@@ -113,7 +113,7 @@ class _Answer:
         decoder.end()
 
     async def _all_delivered(self, index: int, delivered: Delivered) -> None:
-        """Wait for every delta of a choice: its last response may overtake some.
+        """Wait for all deltas of a choice, since its last response may overtake some.
 
         Raises:
             TritonError: one was lost.
@@ -149,10 +149,10 @@ async def _read_own_stream(
 
 
 def _remaining_s(generation: Generation) -> float:
-    """Return the seconds left.
+    """Return the seconds left until the deadline.
 
     Raises:
-        GatewayError: there are none; the request was not sent.
+        GatewayError: none are left; the request was not sent.
     """
     remaining_s = generation.deadline - asyncio.get_running_loop().time()
     if remaining_s <= 0:

@@ -2,7 +2,7 @@
 
 The raw stub is used because `tritonclient.grpc.aio` drops `triton_enable_empty_final_response` on streams
 and answers reserved parameters with a bare CancelledError. This module knows Triton's stream protocol (final
-flag, `error_message`, deadlines, cancelling) and nothing of tensors, models' health or our events.
+flag, `error_message`, deadlines, cancelling) but nothing of tensors, models' health or our events.
 """
 
 import asyncio
@@ -239,8 +239,8 @@ class _Call:
 def _task_is_cancelled() -> bool:
     """Tell whether the running task was asked to end.
 
-    Not where the question comes up: a frame with both the task and its CancelledError is freed by no one but
-    the garbage collector.
+    A function of its own, because a frame that holds both the task and its CancelledError is part of a cycle,
+    which only the garbage collector frees.
     """
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0

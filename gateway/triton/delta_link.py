@@ -1,9 +1,9 @@
-"""One replica's delta channel: opened when first needed, kept, opened again after a loss.
+"""One replica's delta channel: opened when first needed, kept open, and reopened after a loss.
 
-Reads the frames and puts each delta where its generation waits. Whatever ends the channel ends what waits on
-it: a generation never hangs on a channel that is gone. Knows nothing of prompts, nor why a replica is chosen.
+Reads the frames and puts each delta into its generation's inbox. When the channel ends, so does every
+generation on it: none waits for a channel that is gone. Knows neither prompts nor why a replica is chosen.
 
-    closed ──wanted──▶ opening ──frame 0──▶ open ──lost, or retired and idle──▶ closed, for a while at least
+    closed ──wanted──▶ opening ──frame 0──▶ open ──lost, or retired and idle──▶ closed (a loss: for a while)
 """
 
 import asyncio
@@ -25,13 +25,13 @@ from wire.channel import Frame
 _log = logging.getLogger(__name__)
 
 OPEN_WAIT_S = 1.0
-"""How long a generation waits for the channel to open before it goes without."""
+"""How long a generation waits for the channel to open before it does without."""
 
 _STEADY_S = 5.0
-"""A channel that was open for longer was no failed attempt."""
+"""The loss of a channel that was open for longer does not count as another failed attempt."""
 
 _KEPT_FAULTS = {Fault.CLOSED, Fault.STUB_DEAD}
-"""They say more than that the channel was lost."""
+"""Faults passed on as they are, because they say more than `CHANNEL_LOST`."""
 
 
 class DeltaLink:
@@ -39,10 +39,10 @@ class DeltaLink:
 
     Args:
         model: its id.
-        channel: to the Triton.
-        idle_timeout_s: seconds without any frame after which the channel counts as lost, and without any word
-            of a generation after which that one does.
-        backoff: pauses before it is opened again after a loss.
+        channel: the connection to the Triton.
+        idle_timeout_s: after so many seconds without a frame the channel counts as lost; after so many
+            without anything for a generation, that generation fails.
+        backoff: the pauses before it is opened again after a loss.
     """
 
     def __init__(self, model: str, channel: Channel, *, idle_timeout_s: float, backoff: Backoff) -> None:
@@ -57,26 +57,26 @@ class DeltaLink:
         self._task: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._settled = asyncio.Event()
-        """Set once an attempt to open came to something."""
+        """Set once an attempt to open has succeeded or failed."""
         self._opened_at = 0.0
         self._closed_until = -math.inf
         self._retired = False
         self._next_check = 0.0
         self.is_open = False
         self.id = ""
-        """Of the channel as it is open now; each time another."""
+        """The id of the channel that is open now, new at each opening."""
         self.last_frame = -1
-        """Number of the newest frame that came."""
+        """Number of the newest frame received."""
 
     async def open(self, dialect: ChannelDialect) -> bool:
-        """Open it if it is not, and if it was not lost just now; tell whether it is open."""
+        """Open the channel unless it is open or was lost a short time ago; return whether it is open."""
         self._retired = False
         if self._task is None and self._loop.time() >= self._closed_until:
             self._settled.clear()
             self._task = asyncio.create_task(
                 self._keep(dialect),
                 name=f"delta channel of {self._model}",
-                context=contextvars.Context(),  # not that of the request that happened to be the first
+                context=contextvars.Context(),  # not the context of the request that happened to come first
             )
             self._tasks.add(self._task)
             self._task.add_done_callback(self._tasks.discard)
@@ -87,14 +87,14 @@ class DeltaLink:
         return self.is_open
 
     def next_numbers(self, count: int) -> range:
-        """Return numbers for the choices of a generation, no other's on this channel."""
+        """Return numbers for a generation's choices that no other generation has on this channel."""
         first = self._next_number
         self._next_number += count
         return range(first, self._next_number)
 
     @contextlib.contextmanager
     def deliver(self, inbox: Inbox) -> Iterator[None]:
-        """Meanwhile, put the deltas of the generation with the inbox's numbers into `inbox`."""
+        """During the block, put deltas with the inbox's numbers into `inbox`."""
         self._inboxes |= dict.fromkeys(inbox.numbers, inbox)
         try:
             yield
@@ -105,16 +105,16 @@ class DeltaLink:
             self._close_if_retired()
 
     def wake_after(self, frame: int, inbox: Inbox) -> None:
-        """Wake the inbox when that frame has come."""
+        """Wake `inbox` once frame `frame` was received."""
         self._finishing[inbox] = frame
 
     def lose(self, channel_id: str, error: TritonError) -> None:
-        """Give the channel up, if it is still that one: the model says that it is not open."""
+        """Give up the channel if it still has this id: the model says that it is not open."""
         if channel_id == self.id and self._task is not None:
             self._lost(error)
 
     def retire(self) -> None:
-        """Close it as soon as no generation is on it: an open one keeps its model from being unloaded."""
+        """Close it as soon as no generation uses it: an open channel keeps its model from being unloaded."""
         self._retired = True
         self._close_if_retired()
 
@@ -135,12 +135,12 @@ class DeltaLink:
             self._lost(error)
         except UpstreamProtocolError as error:
             self._lost(TritonError(Fault.PROTOCOL, error.message))
-        except Exception as error:  # noqa: BLE001 - the task's outermost frame: what waits for frames must end
+        except Exception as error:  # noqa: BLE001 - the task's outermost frame: whoever waits must be told
             _log.exception("the delta channel failed", extra=self._extra())
             self._lost(TritonError(Fault.INTERNAL, f"the gateway failed: {type(error).__name__}"))
 
     def _lost(self, error: TritonError) -> None:
-        """Note a loss: what waits for frames ends, and for a while no new channel is opened."""
+        """Record a loss: generations on the channel end, and no new channel is opened for a while."""
         _log.warning("delta channel lost", extra=self._extra() | {"detail": error.detail})
         now = self._loop.time()
         if self.is_open and now - self._opened_at > _STEADY_S:
@@ -179,7 +179,7 @@ class DeltaLink:
             zip(frame.streams, frame.texts, frame.tokens, strict=True)
         ):
             inbox = inboxes.get(stream)
-            if inbox is not None:  # its client may have left
+            if inbox is not None:  # None if its client has left
                 document = metas.get(place) if metas else None
                 inbox.put(stream, text, tokens, None if document is None else bytes(document), now)
         for inbox, number in self._finishing.items():
@@ -193,7 +193,7 @@ class DeltaLink:
             self._give_up_silent(now)
 
     def _give_up_silent(self, now: float) -> None:
-        """End generations of which nothing was heard for too long; looked at a few times per timeout."""
+        """End generations for which nothing has come for too long; checked four times per timeout."""
         self._next_check = now + self._idle_timeout_s / 4
         for inbox in self._inboxes.values():
             if now - inbox.heard > self._idle_timeout_s:

@@ -1,6 +1,6 @@
-"""Where one answer's two sources meet: its deltas from a delta channel, and the request's own stream.
+"""Joins an answer's two sources: deltas from a delta channel, and responses on the request's own stream.
 
-Both put things in without waiting; one generation takes them out, at its client's pace.
+Both are put in without waiting; the generation takes them out at its client's pace.
 """
 
 import asyncio
@@ -13,20 +13,20 @@ from gateway.dialects.base import AnswerDelta
 from gateway.triton.status import Fault, TritonError
 
 LIMIT_BYTES = 2**20
-"""About what may lie here unread of each choice, some ten thousand deltas of text; with more, the answer is
-given up."""
+"""Limit of what may lie here unread, per choice: some ten thousand deltas. Beyond it the answer is given
+up."""
 
 _DELTA_BYTES = 100
-"""Roughly what a delta takes in memory beside its text and its document."""
+"""Roughly the memory that a delta takes in addition to its text and its document."""
 
 
 class Inbox:
-    """Belongs to the event loop's thread; one task takes, anybody puts.
+    """Belongs to the event loop's thread; one task takes, any task may put.
 
     Args:
-        numbers: of its choices on the channel, in order.
-        now: of the event loop's clock, in seconds.
-        give_up: called when the limit is passed, since whoever takes may be stuck with its client.
+        numbers: the numbers of its choices on the channel, in order.
+        now: the time on the event loop's clock, in seconds.
+        give_up: called when the limit is exceeded, because the task that takes may be waiting for its client.
     """
 
     def __init__(self, numbers: range, now: float, give_up: Callable[[], object]) -> None:
@@ -34,9 +34,9 @@ class Inbox:
         self._limit_bytes = LIMIT_BYTES * len(numbers)
         self._give_up = give_up
         self.heard = now
-        """When something last came."""
+        """When something was last put in."""
         self.received = [0] * len(numbers)
-        """Deltas that came of each choice, taken or not."""
+        """Number of deltas received for each choice, whether taken or not."""
         self._deltas: list[AnswerDelta] = []
         self._bytes = 0
         self._responses: deque[service_pb2.ModelInferResponse] = deque()
@@ -45,7 +45,7 @@ class Inbox:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, number: int, text: str, tokens: int, document: bytes | None, now: float) -> None:
-        """Take in a choice's delta from the channel; after a failure there is nobody to take it."""
+        """Put in a choice's delta from the channel; ignored after a failure, when nobody would take it."""
         if self._error is not None:
             return
         index = number - self.numbers.start
@@ -60,28 +60,28 @@ class Inbox:
         self.wake()
 
     def put_response(self, response: service_pb2.ModelInferResponse, now: float) -> None:
-        """Take in a response of the request's own stream."""
+        """Put in a response from the request's own stream."""
         self.heard = now
         self._responses.append(response)
         self.wake()
 
     def end(self) -> None:
-        """Note that no response follows on the request's own stream."""
+        """Note that the request's own stream has ended."""
         self._ended = True
         self.wake()
 
     def fail(self, error: Exception) -> None:
-        """End the answer: whoever takes gets `error` after what came before it; the first one counts."""
+        """End the answer: whoever takes gets `error` after everything before it. The first error counts."""
         if self._error is None:
             self._error = error
             self.wake()
 
     def close(self) -> None:
-        """Let go of who would be told to give up: the traceback of its end leads here."""
+        """Drop the reference to `give_up`: the traceback of its task's end refers back to this object."""
         self._give_up = _nobody
 
     def take_deltas(self) -> list[AnswerDelta]:
-        """Return the deltas that came since the last call, in order; perhaps none."""
+        """Return the deltas received since the last call, in order; perhaps none."""
         deltas, self._deltas = self._deltas, []
         self._bytes = 0
         return deltas
@@ -91,7 +91,7 @@ class Inbox:
         return self._responses.popleft() if self._responses else None
 
     async def more(self) -> bool:
-        """Wait until something is put in; False when nothing comes any more. To be called when all is taken.
+        """Wait until something is put in; False if nothing will be. Call it only when everything was taken.
 
         Raises:
             TritonError: the answer failed.
@@ -116,7 +116,7 @@ class Inbox:
             self._waiter = None
 
     def wake(self) -> None:
-        """Let whoever waits look again."""
+        """Make the waiting task, if any, look again."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

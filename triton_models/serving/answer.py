@@ -1,4 +1,4 @@
-"""One answer on its way out: engine tokens in, response documents out."""
+"""One answer: engine tokens in, response documents out."""
 
 from collections.abc import Iterator
 
@@ -18,11 +18,11 @@ _WIRE_REASONS: dict[FinishReason | None, wire.FinishReason] = {
 class Answer:
     """Collects the tokens of one choice into the next response.
 
-    A stop string ends the answer here, at the token that completed it: the engine may be a few tokens ahead
-    by then, and those are dropped, so that counts and text do not depend on how fast anything was delivered.
+    A stop string ends the answer here, at the token that completed it. The engine may be a few tokens ahead
+    by then; those are dropped, so counts and text do not depend on the speed of delivery.
 
-    `take` and `next_delta` run for every token of every request, beside the engine's own thread and in turn
-    with it: each microsecond here is one that the engine waits.
+    `take` and `next_delta` run for every token of every request and compete with the engine's thread for the
+    interpreter lock: the engine waits for every microsecond spent here.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Answer:
         *,
         prompt: PromptReport | None = None,
     ) -> None:
-        """Begin choice `index` of `generation`, with `echo` in front of its text and `prompt` beside it."""
+        """Begin choice `index` of `generation`, with `echo` before its text and `prompt` beside it."""
         self._generation = generation
         self._tokenizer = tokenizer
         self._stream = stream
@@ -49,14 +49,14 @@ class Answer:
         self.cached_tokens = 0
         self.finish: FinishReason | None = None
         self.error: str | None = None
-        """What the engine said of an end that is not the answer's own."""
+        """The engine's message, if an error ended the answer."""
         self._text = echo
         self._tokens = 0
         self._begin_details()
 
     @property
     def complete(self) -> bool:
-        """True when the answer ended as an answer, not by an error."""
+        """True when the answer has ended, and not with an error."""
         return self.finish in _WIRE_REASONS
 
     @property
@@ -66,7 +66,7 @@ class Answer:
 
     @property
     def tells_prompt(self) -> bool:
-        """True when there are log-probabilities of the prompt to be sent, streamed or not."""
+        """True when log-probabilities of the prompt are to be sent, whether the answer is streamed or not."""
         return self._prompt is not None and self._prompt.waits
 
     def take(self, output: TokenOutput) -> None:
@@ -77,14 +77,14 @@ class Answer:
         if self._prompt is not None:
             self._prompt.take(output.prompt_logprobs)
         if self._wants_no_tokens and token_id is not None:
-            reason, token_id = FinishReason.LENGTH, None  # The engine samples one all the same.
+            reason, token_id = FinishReason.LENGTH, None  # the engine samples a token even then
         if token_id is not None:
             self.completion_tokens += 1
             self._tokens += 1
             if self._wants_ids:
                 self._token_ids.append(token_id)
             if reason is FinishReason.STOP:
-                # The token that stops is counted and reported by id; it is no text, unless asked for.
+                # The stop token is counted and its id reported; its text is shown only on request.
                 if token_id in self._generation.stop_token_ids:
                     self._stop_reason = token_id
                 if self._stop_shows(token_id):
@@ -98,7 +98,7 @@ class Answer:
         self.cached_tokens = output.cached_tokens
 
     def next_delta(self) -> tuple[str, int, wire.Meta | None]:
-        """Return what piled up and begin anew: text, number of tokens, and whatever else there is to say."""
+        """Return and clear what has piled up: text, number of tokens, and details if there are any."""
         text, tokens = self._text, self._tokens
         self._text, self._tokens = "", 0
         if not (self._segments or self._wants_ids or self._wants_logprobs or self.tells_prompt):
@@ -113,18 +113,18 @@ class Answer:
         return text, tokens, meta
 
     def prompt_parts(self) -> Iterator[tuple[str, wire.Meta]]:
-        """Yield responses until the next one has room for all that is left to tell of the prompt."""
+        """Yield responses until the rest of the prompt's log-probabilities fits into the next one."""
         while self._prompt is not None and self._prompt.overflows:
             yield "", wire.Meta(index=self._index, prompt_logprobs=self._prompt.tell())
 
     def next_response(
         self, usage: wire.Usage | None = None, delivered: wire.Delivered | None = None
     ) -> tuple[str, wire.Meta]:
-        """Return what piled up as a response; a complete answer's last has `finish_reason`.
+        """Return and clear what has piled up as a response; a complete answer's last one has `finish_reason`.
 
         Args:
-            usage: of the whole request, for its final response.
-            delivered: what went through a delta channel, for the last response of such an answer.
+            usage: the whole request's usage; for its final response.
+            delivered: what was sent over a delta channel; for the last response of such an answer.
         """
         text, tokens, details = self.next_delta()
         details = details or wire.Meta()

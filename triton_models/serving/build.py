@@ -1,4 +1,4 @@
-"""From an entry's parameters to a running service."""
+"""Builds a stream entry's service from its parameters."""
 
 import gc
 import logging
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SWITCH_S: Final = 0.0005
-"""Seconds after which a thread that computes must let another have the interpreter, where there is a GPU."""
+"""Interval at which a running thread must offer the interpreter lock to others, where there is a GPU."""
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -43,20 +43,20 @@ _GPU_DEFAULTS: Final = {
     "burst_tokens": 4096,
     "burst_steps": 4,
 }
-"""A GPU computes many more tokens in the time that it takes to read the weights once. Steps of four times as
-many prompt tokens take 7 % less time for each, and stall the decodes beside them four times as long
-(bench/LOG.md): that pays where many prompts wait for each other."""
+"""A GPU computes many more tokens in the time it takes to read the weights once. With four times as many
+prompt tokens in a step, each takes 7 % less time, but the decodes in it stall four times as long
+(bench/LOG.md): worth it only while many prompts wait."""
 
 
 def build_service(parameters: EntryParameters, pb_utils: Any) -> StreamService:
-    """Load the checkpoint and put the engine together; nothing runs yet.
+    """Load the checkpoint and build the engine; nothing runs yet.
 
     Raises:
         ModelError: the checkpoint cannot be served as asked.
     """
-    # The text first: it takes milliseconds, and fails before gigabytes were read.
+    # Text first: it takes milliseconds, and so fails before gigabytes are read.
     text = load_text(parameters)
-    text.grammars.prepare()  # Else the first request with a grammar would wait for it.
+    text.grammars.prepare()  # or the first request with a grammar would wait for it
     spans = make_spans(parameters)
     device = torch.device(parameters.device)
     dtype, reason = choose_dtype(parameters.dtype, device)
@@ -72,19 +72,19 @@ def build_service(parameters: EntryParameters, pb_utils: Any) -> StreamService:
     metrics = EngineMetrics(parameters.model, parameters.version, pb_utils)
     engine = Engine(model, settings)
     if device.type == "cuda":
-        # Kernels are compiled and libraries loaded on first use, which must not be a client's.
+        # Kernels are compiled and libraries loaded at their first use, which must not be a client's request.
         warm_up(engine)
-        # A full collection takes over a hundred milliseconds with torch's objects in it, which never go.
+        # A full collection that visits torch's objects, which live forever, takes over a hundred ms.
         gc.collect()
         gc.freeze()
-        # Nearly every call of torch's gives the interpreter lock up. While another thread reads a burst's
-        # requests, the engine's would get it back only after this time, 5 ms by default, and a step is 4 ms.
+        # Nearly every torch call releases the interpreter lock. While another thread reads the requests of a
+        # burst, the engine's gets it back only after this interval: 5 ms by default, while a step takes 4 ms.
         sys.setswitchinterval(_SWITCH_S)
     return StreamService(engine, text, metrics, heartbeat_s=parameters.heartbeat_s, spans=spans)
 
 
 def make_spans(parameters: EntryParameters) -> "ModelSpans | None":
-    """Make what sends the model's own spans; None: the entry does not ask for it.
+    """Return what sends the model's own spans; None if the entry does not ask for them.
 
     Raises:
         EntryError: the extra `tracing` is not installed.
@@ -99,7 +99,7 @@ def make_spans(parameters: EntryParameters) -> "ModelSpans | None":
 
 
 def engine_settings(parameters: EntryParameters, device: torch.device) -> EngineSettings:
-    """Return what the entry asks of the engine; for what it does not ask, what fits the device.
+    """Return the engine's settings: the entry's where it gives them, else what suits the device.
 
     Raises:
         SettingsError: a value out of range.

@@ -1,7 +1,7 @@
 """Delta channels: the deltas of many generations in one response per engine step.
 
-A response of Triton's costs the same whether it holds one delta or hundreds, here and in the gateway. See
-`wire.channel` for what goes over the wire.
+A Triton response costs the same whether it holds one delta or hundreds, here and in the gateway. The frames
+are defined in `wire.channel`.
 """
 
 import threading
@@ -15,14 +15,14 @@ from wire.channel import Frame
 from wire.refusal import RefusalCode
 
 OPEN_LIMIT = 256
-"""Channels open at once: a gateway process has one, and each is asked every 100 ms if its client is there."""
+"""Most channels open at once. A gateway process has one; each is checked for a hang-up every 100 ms."""
 
 
 class DeltaChannel:
-    """One client's open channel. Deltas are added by one thread; everything else may come from any.
+    """One client's open channel. One thread adds and flushes deltas; any thread may do the rest.
 
     Attributes:
-        lost: true once nothing more goes out: its generations end with an error, each on its own stream.
+        lost: true once nothing more is sent; its generations end with an error, each on its own stream.
     """
 
     def __init__(self, channel_id: str, responder: Responder) -> None:
@@ -32,7 +32,7 @@ class DeltaChannel:
         self._responder = responder
         self._streams: dict[int, str] = {}
         self._sent = 0
-        """Responses so far; also the next frame's number."""
+        """Number of frames sent, which is the next frame's number."""
         self._last_sent = 0.0
         self._sending_since: float | None = None
         self._begin_frame()
@@ -44,7 +44,7 @@ class DeltaChannel:
 
     @property
     def requests(self) -> set[str]:
-        """The keys of the generations whose deltas come here."""
+        """The keys of the requests whose deltas are sent here."""
         return set(self._streams.values())
 
     def open(self) -> None:
@@ -53,7 +53,7 @@ class DeltaChannel:
             self._send(Frame(frame=0))
 
     def attach(self, streams: range, key: str) -> None:
-        """Let the open request `key` send the deltas of its choices as `streams`.
+        """Reserve the numbers `streams` for the choices of the open request `key`.
 
         Raises:
             ChannelLostError: the channel is not open any more.
@@ -68,14 +68,14 @@ class DeltaChannel:
             self._streams |= dict.fromkeys(streams, key)
 
     def detach(self, streams: range, key: str) -> None:
-        """Free the numbers, once nothing more comes of that request."""
+        """Free the numbers that request `key` has reserved."""
         with self.lock:
             for stream in streams:
                 if self._streams.get(stream) == key:
                     del self._streams[stream]
 
     def add(self, stream: int, text: str, tokens: int, meta: bytes | None) -> None:
-        """Put a delta into the next frame: one of each stream at most."""
+        """Put a delta into the next frame, which holds at most one of each stream."""
         if meta is not None:
             self._metas[len(self._numbers)] = msgspec.Raw(meta)
         self._numbers.append(stream)
@@ -83,7 +83,7 @@ class DeltaChannel:
         self._texts.append(text)
 
     def flush(self) -> None:
-        """Send what was added, in one frame; whoever lost the channel meanwhile gets nothing."""
+        """Send everything added as one frame; if the channel was lost meanwhile, drop it."""
         with self.lock:
             frame = Frame(
                 frame=self._sent,
@@ -106,14 +106,14 @@ class DeltaChannel:
         return not self.lost and self._responder.cancelled()
 
     def end(self, code: RefusalCode, message: str) -> None:
-        """Close the channel, if it is open."""
+        """Close the channel with a refusal, if it is open."""
         with self.lock:
             if not self.lost:
                 self.lost = True
                 self._responder.refuse(code, message)
 
     def sending_s(self, now: float) -> float:
-        """Return for how many seconds a frame has been on its way to Triton, 0 if none is."""
+        """Return for how many seconds a frame has been on its way to Triton; 0 if none is."""
         since = self._sending_since
         return 0.0 if since is None else now - since
 
@@ -133,7 +133,7 @@ class DeltaChannel:
 
 
 class Channels:
-    """The open channels by their ids. Thread-safe."""
+    """The open channels, by id. Thread-safe."""
 
     def __init__(self) -> None:
         self._open: dict[str, DeltaChannel] = {}
@@ -142,8 +142,8 @@ class Channels:
         """Open a channel.
 
         Raises:
-            InvalidRequestError: one of this id is open.
-            QueueFullError: as many as may be are open.
+            InvalidRequestError: a channel with this id is open already.
+            QueueFullError: `OPEN_LIMIT` channels are open.
         """
         if len(self._open) >= OPEN_LIMIT:
             raise QueueFullError(f"{len(self._open)} delta channels are open already")
@@ -161,7 +161,7 @@ class Channels:
         """Return an open channel.
 
         Raises:
-            ChannelLostError: there is none of this id.
+            ChannelLostError: none with this id is open.
         """
         channel = self._open.get(channel_id)
         if channel is None:
@@ -169,7 +169,7 @@ class Channels:
         return channel
 
     def all(self) -> list[DeltaChannel]:
-        """Return those that are open."""
+        """Return all open channels."""
         return list(self._open.values())
 
     def remove(self, channel: DeltaChannel) -> None:

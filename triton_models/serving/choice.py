@@ -1,4 +1,4 @@
-"""One of the answers that a request asks for: to the engine, a request by itself."""
+"""One of the answers that a request asks for; for the engine, a separate request."""
 
 from collections import deque
 
@@ -7,15 +7,15 @@ from triton_models.serving.answer import Answer
 
 
 class Choice:
-    """An answer, and how far it has come. The request that it belongs to sends what there is of it.
+    """An answer and its progress. The request that it belongs to sends it.
 
     Attributes:
-        key: the engine's name for it, unique in this process.
+        key: its id in the engine, unique in this process.
         index: its place among the request's choices.
         first_token: seconds from the waiting list to its first step, and to its first token.
         closed_at: when its last response was sent, in monotonic seconds.
-        pending: outputs that were not taken yet, where there is no delta channel.
-        deltas: how many went into the frames of a delta channel.
+        pending: outputs not taken yet; only used without a delta channel.
+        deltas: how many deltas went into the frames of a delta channel.
     """
 
     __slots__ = ("answer", "closed_at", "deltas", "first_token", "index", "key", "pending")
@@ -36,19 +36,19 @@ class Choice:
 
     @property
     def ended(self) -> bool:
-        """Whether the answer is over, and at most its last response is missing."""
+        """Whether the answer has ended; at most its last response is still to be sent."""
         return self.answer.finish is not None
 
     def take(self, output: TokenOutput) -> bool:
-        """Take an output; True if there is something to send, or to end."""
+        """Take an output; return whether there is something to send or the answer has ended."""
         self.answer.take(output)
         return self.answer.sendable or self.ended
 
     def take_pending(self) -> None:
-        """Take the outputs that wait."""
+        """Take all pending outputs."""
         while self.pending:
             self.answer.take(self.pending.popleft())
 
     def fail(self) -> None:
-        """Give the answer up: its request then ends with an error."""
+        """Give up the answer; its request then ends with an error."""
         self.answer.finish = FinishReason.ERROR

@@ -1,4 +1,4 @@
-"""Sender threads: what goes out on requests' own streams."""
+"""The sender threads, which send everything on requests' own streams."""
 
 import logging
 import queue
@@ -13,20 +13,20 @@ from wire.refusal import RefusalCode
 log = logging.getLogger(__name__)
 
 SENDERS = 2
-"""Sends spend most of their time in Triton's shared memory, off the interpreter lock; two keep it busy."""
+"""A send spends most of its time in Triton's shared memory, without the interpreter lock: two suffice."""
 
 
 class Delivery:
-    """Turns outputs into responses off the engine's thread, joining what piled up behind a slow send.
+    """Turns outputs into responses on threads of its own, joining what piled up during a slow send.
 
     Args:
-        on_end: told of each choice whose last response was sent, or that ended its request.
+        on_end: called for each choice whose last response was sent, or that ended its request.
     """
 
     def __init__(self, on_end: Callable[[OpenRequest, Choice], None]) -> None:
         self._on_end = on_end
-        # A choice is put here once per output; whoever gets it first sends all of its outputs, and the later
-        # entries find nothing left. That needs no bookkeeping of who is queued.
+        # A choice is put here once per output. The first thread to get it sends all its outputs, and later
+        # entries find nothing left, so nobody needs to keep track of who is queued.
         self._queue: queue.SimpleQueue[tuple[OpenRequest, Choice] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"sender-{number}", daemon=True)
@@ -66,7 +66,7 @@ class Delivery:
         try:
             return request.deliver(choice)
         except Exception:
-            # The boundary of one request on this thread: its failure must not take the other streams along.
+            # Confined to one request: its failure must not fail the other streams on this thread.
             log.exception("could not deliver request %s", request.key)
             choice.fail()
             request.refuse(RefusalCode.INTERNAL, "the answer could not be delivered")

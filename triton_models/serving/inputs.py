@@ -1,4 +1,4 @@
-"""What a request to a stream entry holds."""
+"""The inputs of a request to a stream entry."""
 
 from dataclasses import dataclass
 

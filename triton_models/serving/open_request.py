@@ -37,18 +37,18 @@ class Phase(enum.Enum):
 
 
 class OpenRequest:
-    """Owns the responder: whoever sends holds `lock`, so they keep their order and none follows the last.
+    """Owns the responder: whoever sends holds `lock`, so responses stay in order and none follows the last.
 
     `key` is unique in this process; the client's `request_id` need not be.
 
-    The deltas of its choices come from one of two sources. Without a channel, outputs wait in a choice's
-    `pending` until a sender thread joins them in `deliver`. With one, the thread of the steps alone lets the
-    choice take them and calls `fill_frame`, and a sender thread sends the end, in `deliver` too.
+    Deltas are sent in one of two ways. Without a channel, outputs wait in a choice's `pending` until a sender
+    thread joins them in `deliver`. With one, only the step-delivery thread lets the choice take them and
+    calls `fill_frame`; a sender thread sends the last response, also in `deliver`.
 
-    The first choice that does not end as an answer ends the request, with its error.
+    The first choice that ends with an error ends the request with that error.
 
-    `received` and `queued` are in monotonic seconds, the latter None while the engine does not have it.
-    `on_end` is told of the end, with the code of a refusal.
+    `received` and `queued` are in monotonic seconds; `queued` is None until the request is in the engine.
+    `on_end` is called at the end, with the code of the refusal if there was one.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class OpenRequest:
         self.phase = Phase.PREPARING
         self.cancelled = False
         self.choices: Sequence[Choice] = ()
-        """None until the request was validated."""
+        """Empty until the request was validated."""
         self.channel: DeltaChannel | None = None
         self.received = time.monotonic()
         self.queued: float | None = None
@@ -73,12 +73,12 @@ class OpenRequest:
 
     @property
     def deadline(self) -> float | None:
-        """Monotonic seconds until when an answer is of use; None: always."""
+        """When the request is given up, in monotonic seconds; None: never."""
         limit_ms = self.generation.deadline_ms
         return None if limit_ms is None else self.received + limit_ms / 1000
 
     def given_up(self) -> tuple[RefusalCode, str] | None:
-        """Return how a request is refused that was cancelled, or came past its deadline."""
+        """Return the refusal if the request was cancelled or its deadline has passed, else None."""
         if self.cancelled:
             return _REFUSALS[FinishReason.CANCELLED]
         if self.deadline is not None and time.monotonic() >= self.deadline:
@@ -86,12 +86,12 @@ class OpenRequest:
         return None
 
     def sending_s(self, now: float) -> float:
-        """Return for how many seconds a response has been on its way to Triton, 0 if none is."""
+        """Return for how many seconds a response has been on its way to Triton; 0 if none is."""
         since = self._sending_since
         return 0.0 if since is None else now - since
 
     def attach(self, channel: DeltaChannel, streams: range) -> None:
-        """Send the deltas to `channel`, each choice's as one of `streams`.
+        """Send the deltas over `channel`, those of each choice under one of the numbers `streams`.
 
         Raises:
             ChannelLostError: the channel is not open any more.
@@ -101,12 +101,12 @@ class OpenRequest:
         self.channel, self._streams = channel, streams
 
     def detach(self) -> None:
-        """Free the numbers on the channel, where there is one; nothing more comes of the request."""
+        """Free the numbers on the channel, if there is one, after the request's last delta."""
         if self.channel is not None:
             self.channel.detach(self._streams, self.key)
 
     def expect(self, choices: Sequence[Choice], prompt_tokens: int) -> None:
-        """Note what the engine will be asked for."""
+        """Set the choices that the engine will be asked for."""
         self.choices, self.prompt_tokens = choices, prompt_tokens
 
     def accept(self, accepted: Accepted) -> None:
@@ -122,7 +122,7 @@ class OpenRequest:
         self._close(code)
 
     def deliver(self, choice: Choice) -> bool:
-        """Send what a choice has gained since the last call, in one response. The caller holds `lock`.
+        """Send what a choice has gained since the last call as one response. The caller holds `lock`.
 
         Returns:
             True on the call that sent the choice's last response, or ended the request.
@@ -142,19 +142,19 @@ class OpenRequest:
         return True
 
     def fill_frame(self, choice: Choice, now: float) -> DeltaChannel | None:
-        """Put a choice's text since the last call into the next frame of the channel, which is returned.
+        """Put a choice's text since the last call into the channel's next frame, and return the channel.
 
-        None: there is nothing to show, or nobody to show it to.
+        Returns None if there is nothing to send, or nobody to send it to.
 
         Args:
             choice: one that has gained something.
-            now: monotonic seconds; until when the client has heard of this request.
+            now: monotonic seconds; counts as the time of the last response to this request.
         """
         answer, channel = choice.answer, self.channel
         if channel is None or channel.lost or answer.complete or not answer.sendable:
-            return None  # What is left of a complete answer goes with its last response.
+            return None  # a complete answer's remaining text goes with its last response
         if self.phase is Phase.CLOSED:
-            return None  # by another choice
+            return None  # ended by another choice
         text, tokens, meta = answer.next_delta()
         number = self._streams.start + choice.index
         channel.add(number, text, tokens, None if meta is None else encode_meta(meta))
@@ -202,7 +202,7 @@ class OpenRequest:
         return Usage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=sum(answer.completion_tokens for answer in answers),
-            # What the other choices found, the first one has computed.
+            # The other choices found in the cache what the first one computed.
             cached_tokens=min(answer.cached_tokens for answer in answers),
         )
 
@@ -220,4 +220,4 @@ class OpenRequest:
 
 
 OnEnd = Callable[[OpenRequest, RefusalCode | None], None]
-"""Told of a request's end; the code of its refusal, None of an answer."""
+"""Called at a request's end with the code of its refusal; None if it was answered."""

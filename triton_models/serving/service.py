@@ -1,4 +1,4 @@
-"""What a stream entry does with requests, apart from Triton: validate, queue, deliver, cancel, report."""
+"""A stream entry's work, without Triton: validate, queue, deliver and cancel requests, and report."""
 
 import itertools
 import logging
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_BYTES_PER_TOKEN = 128
-"""No vocabulary has pieces near this long: text beyond it times the context is refused without tokenising."""
+"""More than the longest piece of any vocabulary: a longer prompt is refused without tokenizing it."""
 
 
 class StreamService:
     """Serves generations, delta channels, cancels and probes of one engine.
 
-    `handle` never waits, so all but generations pass however full the engine is.
+    `handle` never waits, so everything but generations gets through however full the engine is.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class StreamService:
         self._text = text
         self._metrics = metrics
         self._max_context = engine.max_context
-        # The engine bounds its waiting list exactly; this only keeps the intake from piling up before it.
+        # The engine limits its waiting list exactly; this only keeps requests from piling up before it.
         self._max_open = 2 * (settings.max_running + settings.max_waiting)
         self._requests: dict[str, OpenRequest] = {}
         self._choices: dict[str, tuple[OpenRequest, Choice]] = {}
-        """By their keys, those that the engine may still be at."""
+        """The choices that the engine may still be working on, by their keys."""
         self._keys = itertools.count()
         self._closing = threading.Event()
         self._channels = Channels()
@@ -91,7 +91,7 @@ class StreamService:
         self._metrics.start(self._loop)
 
     def close(self) -> None:
-        """Refuse what still waits or runs, answer every open request, and join every thread."""
+        """Refuse every request that still waits or runs, so that all are answered, and join every thread."""
         self._closing.set()
         self._preparing.close()
         self._loop.stop()
@@ -104,7 +104,7 @@ class StreamService:
             self._spans.close()
 
     def handle(self, responder: Responder, inputs: Inputs) -> None:
-        """Take one request; its responses follow through `responder`, from other threads."""
+        """Accept one request; its responses follow through `responder`, from other threads."""
         try:
             sampling = decode_sampling(inputs.sampling)
         except msgspec.MsgspecError as error:
@@ -112,7 +112,7 @@ class StreamService:
             return
         match sampling:
             case Probe() if not self._loop.alive:
-                # A report would look like health; refused, whoever watches has the model loaded anew.
+                # A report would look healthy; after a refusal, whoever watches reloads the model.
                 responder.refuse(RefusalCode.INTERNAL, "the engine has stopped")
             case Probe():
                 responder.send("", Meta(probe=self._report()), final=True)
@@ -150,7 +150,7 @@ class StreamService:
             responder.refuse(*refusal(error))
 
     def _lose(self, channel: DeltaChannel) -> None:
-        """Close a channel whose client is gone; its generations are cancelled, and say that it was lost."""
+        """Close a channel whose client is gone, and cancel its generations, which report it as lost."""
         self._channels.remove(channel)
         channel.end(RefusalCode.CANCELLED, "the channel was closed")
         for key in channel.requests:
@@ -162,22 +162,22 @@ class StreamService:
         with request.lock:
             try:
                 self._admit(request, inputs, compiled)
-            except Exception as error:  # noqa: BLE001 - the boundary of one request: its client alone is told
+            except Exception as error:  # noqa: BLE001 - confined to one request: only its client is told
                 request.refuse(*refusal(error))
             refused = request.phase is Phase.CLOSED
         if refused:
             self._requests.pop(request.key, None)
             request.detach()
         for choice in request.choices if refused or request.cancelled else ():
-            # The engine may have it: `accepted` could not be sent, or the cancel came just before.
+            # The engine may have it: sending `accepted` failed, or a cancel came just before it was queued.
             self._loop.cancel(choice.key)
             if refused:
                 self._choices.pop(choice.key, None)
 
     def _admit(self, request: OpenRequest, inputs: Inputs, compiled: Compiled | None) -> None:
-        """Validate, tokenise, queue, accept. The caller holds the lock, so no response overtakes `accepted`.
+        """Validate, tokenize, queue, accept. The caller holds the lock, so no response overtakes `accepted`.
 
-        A channel's frames may: outputs of a request with one are taken as soon as it is queued.
+        Frames of a delta channel may overtake it, as outputs go there as soon as the request is queued.
         """
         generation = request.generation
         if (given_up := request.given_up()) is not None:
@@ -233,7 +233,7 @@ class StreamService:
         return self._text.prompt_ids(generation, prompt, history)
 
     def _on_end(self, request: OpenRequest, choice: Choice) -> None:
-        """Forget a choice whose last response was sent, or a request that is over; on a sender thread."""
+        """Forget a choice whose last response was sent, or a request that has ended; on a sender thread."""
         if request.phase is not Phase.CLOSED:
             self._forget(choice)
             return
@@ -245,7 +245,7 @@ class StreamService:
     def _forget(self, choice: Choice) -> None:
         if self._choices.pop(choice.key, None) is None:
             return  # Another sender thread was first.
-        # After a stop string, a failed delivery or another choice's error, the engine is still at it.
+        # After a stop string, a failed delivery or another choice's error, the engine still works on it.
         self._loop.cancel(choice.key)
         answer = choice.answer
         reason = answer.finish or FinishReason.CANCELLED
@@ -258,7 +258,7 @@ class StreamService:
         return [*self._requests.values(), *self._channels.all()]
 
     def _on_gone(self, stream: OpenRequest | DeltaChannel) -> None:
-        """Act on a client's hang-up; runs on the monitor's thread."""
+        """Handle a client's hang-up; runs on the monitor's thread."""
         if isinstance(stream, DeltaChannel):
             self._lose(stream)
         else:
@@ -279,7 +279,7 @@ class StreamService:
     def _report(self) -> ProbeReport:
         stats = self._loop.stats()
         now = time.monotonic()
-        # A response that Triton does not take holds its thread; soon none is left to answer anybody.
+        # A response that Triton does not take blocks its thread; soon none is left to answer anyone.
         stuck_s = max((stream.sending_s(now) for stream in self._streams()), default=0.0)
         return ProbeReport(
             heartbeat_age_s=round(max(now - self._loop.heartbeat, stuck_s), 3),

@@ -1,8 +1,8 @@
-"""From the engine's steps to the streams: one thread takes each step's outputs as a whole.
+"""From the engine's steps to the streams: one thread handles each step's outputs together.
 
-The engine's thread hands over a list and goes on. What is done here for every token runs in turn with that
-thread, under one interpreter lock, so it is little: plain requests are passed on to the sender threads, and
-those of a delta channel become a row of its next frame.
+The engine's thread hands over a list and continues. Both threads compete for the interpreter lock, so little
+is done here per token: outputs of plain requests go to the sender threads, and those of requests with a delta
+channel become a row in its next frame.
 """
 
 import logging
@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 
 
 class StepDelivery:
-    """Sends the frames of delta channels, and passes on what goes out on requests' own streams.
+    """Sends the frames of delta channels, and passes on what is sent on requests' own streams.
 
     Args:
-        find: returns the choice that the engine calls so, and its open request; None if it has ended.
+        find: returns the choice with the engine's key, and its open request; None if it has ended.
         delivery: sends on requests' own streams; started and stopped here.
-        on_first_token: told of each choice's first token: seconds in the queue, seconds since its arrival.
-        on_lost: told of a channel that a frame could not be sent on.
+        on_first_token: called for each choice's first token, with seconds in the queue and since arrival.
+        on_lost: called with a channel on which a frame could not be sent.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class StepDelivery:
         stopping = False
         while not stopping:
             steps = [self._queue.get()]
-            # Steps that piled up behind a slow send are joined.
+            # Steps that piled up during a slow send are joined.
             while not self._queue.empty():
                 steps.append(self._queue.get())
             stopping = steps[-1] is None
@@ -77,7 +77,7 @@ class StepDelivery:
     def _take(self, output: TokenOutput, rows: dict[Choice, OpenRequest]) -> None:
         found = self._find(output.request_id)
         if found is None:
-            return  # Its answer ended with a stop string while this step ran.
+            return  # its answer ended at a stop string while this step ran
         request, choice = found
         if output.time_to_first_token is not None:
             choice.first_token = output.queue_seconds or 0.0, output.time_to_first_token
@@ -89,13 +89,13 @@ class StepDelivery:
             if choice.take(output):
                 rows[choice] = request
         except Exception:
-            # The boundary of one request on this thread: its failure must not take the others along.
+            # Confined to one request: its failure must not fail the others on this thread.
             log.exception("could not deliver request %s", request.key)
             choice.fail()
             rows[choice] = request
 
     def _send(self, rows: dict[Choice, OpenRequest]) -> None:
-        """Send one frame to each channel, and then let the choices that ended be told by their requests."""
+        """Send one frame to each channel, then have the last responses of choices that ended sent."""
         now = time.monotonic()
         filled = {request.fill_frame(choice, now) for choice, request in rows.items()}
         for channel in filled:
@@ -109,6 +109,6 @@ class StepDelivery:
         try:
             channel.flush()
         except Exception:
-            # The boundary of one channel on this thread: the others' frames must go out.
+            # Confined to one channel: the others' frames must still be sent.
             log.exception("could not send a frame of channel %s", channel.key)
             self._on_lost(channel)

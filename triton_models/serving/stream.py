@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class TritonPythonModel:
-    """Triton calls these; everything is done in `StreamService`."""
+    """The methods that Triton calls; `StreamService` does the work."""
 
     @staticmethod
     def auto_complete_config(config: Any) -> Any:
@@ -26,8 +26,8 @@ class TritonPythonModel:
         return complete(config, STREAM)
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the model and start its engine. An error here is the load's error, shown to whoever asked."""
-        # Not above: Triton completes a configuration in a process of its own, which needs no torch.
+        """Load the model and start its engine. An error fails the load, and whoever asked for it sees it."""
+        # Imported here, since Triton completes configurations in a separate process, which needs no torch.
         from triton_models.serving.build import build_service  # noqa: PLC0415
 
         start_stub()
@@ -35,7 +35,7 @@ class TritonPythonModel:
         self._service.start()
 
     def execute(self, requests: list[Any]) -> None:
-        """Take a batch and return at once; answers follow through the requests' own response senders."""
+        """Accept a batch and return at once; answers follow through each request's own response sender."""
         for request in requests:
             responder = TritonResponder(request, pb_utils)
             try:
@@ -45,13 +45,13 @@ class TritonPythonModel:
                 else:
                     self._service.handle(responder, Inputs(*(values[0] for values in tensors)))
             except Exception:
-                # The boundary of one request: an exception out of `execute` would fail the whole batch and
+                # Confined to one request: an exception from `execute` would fail the whole batch and
                 # send its traceback to every client.
                 log.exception("a request failed in execute")
                 responder.refuse(RefusalCode.INTERNAL, "the request could not be taken")
 
     def finalize(self) -> None:
-        """Answer what is open and stop."""
+        """Answer every open request and stop."""
         self._service.close()
 
 
