@@ -84,11 +84,7 @@ class _Bucket:
         Raises:
             RateLimitError: it does not; the error says when it will.
         """
-        if math.isinf(self._per_minute):
-            return
-        now = monotonic()
-        gained = (now - self._at) * self._per_minute / _MINUTE_S
-        self._level, self._at = min(self._level + gained, self._per_minute), now
+        self._refill()
         if self._level < 1:
             raise RateLimitError(
                 f"This API key has used its {self._per_minute:.0f} {self._what} a minute.",
@@ -97,4 +93,12 @@ class _Bucket:
 
     def take(self, count: int) -> None:
         """Take `count`, even if the bucket holds fewer."""
+        self._refill()  # first: a full one gains nothing, however long ago it was looked at
         self._level -= count
+
+    def _refill(self) -> None:
+        if math.isinf(self._per_minute):
+            return
+        now = monotonic()
+        gained = (now - self._at) * self._per_minute / _MINUTE_S
+        self._level, self._at = min(self._level + gained, self._per_minute), now

@@ -82,6 +82,16 @@ def test_tokens_are_charged_at_the_end_with_any_excess(
     key.begin(1)
 
 
+def test_a_long_answer_saves_no_tokens_up(pass_time: Callable[[float], None]) -> None:
+    key = use(tokens_per_minute=600)
+    taken = key.begin(1)
+    pass_time(60)
+    key.end(taken, 600)
+    with pytest.raises(RateLimitError, match="tokens") as raised:
+        key.begin(1)
+    assert raised.value.retry_after_s == 1
+
+
 def test_a_refused_request_costs_nothing(pass_time: Callable[[float], None]) -> None:
     key = use(max_in_flight=1, requests_per_minute=2, tokens_per_minute=10)
     taken = key.begin(1)
