@@ -119,6 +119,30 @@ def load_settings(flags: Mapping[str, Any] | None = None, config: Path | None = 
         ) from None
 
 
+def restore_settings(values: Mapping[str, Any]) -> Settings:
+    """Return settings with exactly these values, whatever the environment and the file say by now.
+
+    Raises:
+        pydantic.ValidationError: they are not those of settings.
+    """
+
+    class FromValues(Settings):
+        """The settings without any other source."""
+
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],  # noqa: ARG003 - the signature is the library's
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+            dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+            file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return (init_settings,)
+
+    return FromValues(**values)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))

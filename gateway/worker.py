@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from pydantic import SecretStr
 
-from gateway.configuration import load_settings
+from gateway.configuration import restore_settings
 from gateway.fleet import Place
 from gateway.server import run
 from gateway.setting_types import revealed
@@ -25,7 +25,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a worker, its listener, and its place among the workers."""
 
     settings: dict[str, Any]
-    """All settings that have a value, secrets in clear text: never log them or put them on a command line."""
+    """All settings, secrets in clear text: never log them or put them on a command line."""
     listener: int
     """The inherited descriptor of the socket."""
     place: Place
@@ -36,8 +36,7 @@ _decoder = msgspec.json.Decoder(Order, dec_hook=lambda kind, text: kind(text))  
 
 def encode_order(settings: Settings, listener: int, place: Place) -> bytes:
     """Return an order as the line that the worker reads."""
-    given = {name: value for name, value in settings.model_dump().items() if value is not None}
-    order = Order(settings=given, listener=listener, place=place)
+    order = Order(settings=settings.model_dump(), listener=listener, place=place)
     return msgspec.json.encode(order, enc_hook=_plain) + b"\n"
 
 
@@ -55,8 +54,7 @@ def main() -> int:
     order = decode_order(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_input, name="parent", daemon=True).start()
     return run(
-        # As flags, they override environment and files.
-        load_settings(order.settings),
+        restore_settings(order.settings),
         listener=socket.socket(fileno=order.listener),
         on_ready=lambda _url: print("ready", flush=True),  # noqa: T201 - read by the parent
         place=order.place,
