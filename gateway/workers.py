@@ -32,6 +32,8 @@ _STEADY_S = 60.0
 """A worker that lived longer than this is replaced after the shortest pause."""
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
+_STUCK_S = 5.0
+"""How much longer than it should a worker may take to end, before it is killed."""
 _SHARED_BOUNDS = ("max_in_flight", "max_waiting")
 
 _log = logging.getLogger(__name__)
@@ -91,12 +93,17 @@ async def _run(
         for worker in workers:
             worker.end()
         second: asyncio.Future[Any] = asyncio.create_task(signals.get())
-        await asyncio.wait([second, ended], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            [second, ended], timeout=settings.drain_s + _STUCK_S, return_when=asyncio.FIRST_COMPLETED
+        )
         status = 128 + second.result() if second.done() else 0
         if status:
             for worker in workers:
                 worker.end()
+            await asyncio.wait([ended], timeout=_STUCK_S)
         second.cancel()
+        for worker in workers:
+            worker.kill()
         await ended
         return status
 
@@ -153,11 +160,18 @@ class _Worker:
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGTERM)
 
+    def kill(self) -> None:
+        """Kill the process if it has not ended: it is stuck. After `end`."""
+        if self._process is not None and self._process.returncode is None:
+            _log.error("a worker did not end; it is killed", extra={"worker": self._number})
+            self._process.kill()
+
     async def _run(self) -> int:
         """Run one process until it ends; return its status, which is negative if a signal killed it."""
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",  # no modules from the working directory, which may be anyone's
                 "-m",
                 "gateway.worker",
                 stdin=asyncio.subprocess.PIPE,
@@ -169,6 +183,8 @@ class _Worker:
             _log.exception("a worker could not be started")
             return -1
         self._process = process
+        if self._ending.is_set():  # `end` was called while the process started
+            process.terminate()
         assert process.stdin is not None  # noqa: S101 - pipes were asked for
         assert process.stdout is not None  # noqa: S101
         process.stdin.write(self._order)

@@ -69,6 +69,7 @@ async def triton() -> AsyncIterator[FakeTriton]:
 async def gateway(triton: FakeTriton) -> AsyncIterator[Gateway]:
     (port,) = free_ports(1)
     flags = {"--port": port, "--workers": 2, "--upstreams": triton.address, "--max-in-flight": 100}
+    flags["--drain-s"] = 5
     process = await asyncio.create_subprocess_exec(
         *tied(TRITONGATE, "serve", *(str(word) for flag in flags.items() for word in flag)),
         stderr=asyncio.subprocess.DEVNULL,
@@ -184,6 +185,46 @@ async def test_a_second_signal_ends_all_at_once(gateway: Gateway, triton: FakeTr
     async with asyncio.timeout(20):
         assert await gateway.process.wait() == 128 + signal.SIGTERM
     assert not any(map(is_whole, await asyncio.gather(*streams)))
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_a_stuck_worker_does_not_keep_the_others_from_ending(gateway: Gateway, signals: int) -> None:
+    next(iter(gateway.workers().values())).suspend()
+    for _ in range(signals):
+        gateway.process.terminate()
+        await asyncio.sleep(0.3)
+    async with asyncio.timeout(30):
+        assert await gateway.process.wait() == (128 + signal.SIGTERM if signals > 1 else 0)
+
+
+async def test_a_signal_while_workers_start_ends_them() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *tied(TRITONGATE, "serve", "--port", "0", "--workers", "4", "--upstreams", "127.0.0.1:1"),
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    parent = psutil.Process(process.pid)
+    while not parent.children():  # noqa: ASYNC110 - another process's
+        await asyncio.sleep(0)
+    process.terminate()
+    children = parent.children()
+    async with asyncio.timeout(20):
+        assert await process.wait() == 0
+    assert not psutil.wait_procs(children, 20)[1]
+
+
+async def test_workers_take_no_modules_from_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('not mine')")
+    process = await asyncio.create_subprocess_exec(
+        *tied(TRITONGATE, "serve", "--port", "0", "--workers", "2", "--upstreams", "127.0.0.1:1"),
+        stderr=asyncio.subprocess.PIPE,
+        cwd=tmp_path,
+    )
+    async with asyncio.timeout(STARTED_S):
+        line = await process.stderr.readline()
+    process.terminate()
+    async with asyncio.timeout(20):
+        await process.communicate()
+    assert b"listening" in line
 
 
 async def test_workers_end_with_a_killed_parent(gateway: Gateway) -> None:
