@@ -80,10 +80,13 @@ class Fleet:
         return generate_latest(registry)
 
     async def _answer(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            writer.write(msgspec.msgpack.encode(_families(self._metrics.registry)))
-            await writer.drain()
-        writer.close()
+        try:
+            async with asyncio.timeout(_ANSWER_WITHIN_S):
+                writer.write(msgspec.msgpack.encode(_families(self._metrics.registry)))
+                await writer.drain()
+            writer.close()
+        except (TimeoutError, ConnectionError):
+            writer.transport.abort()  # Whoever does not read must not keep this process from ending.
 
     async def _ask(self, number: int) -> list[_Family] | None:
         if number == self._place.number:

@@ -1,6 +1,9 @@
 """The sockets that a gateway listens on."""
 
 import socket
+from collections.abc import Sequence
+
+BACKLOG = 2048
 
 
 class ListenError(Exception):
@@ -39,6 +42,18 @@ def bind_all(host: str, port: int, count: int) -> list[socket.socket]:
             listener.close()
         raise
     return listeners
+
+
+def listen_all(listeners: Sequence[socket.socket]) -> None:
+    """Listen on what `bind_all` returned for several.
+
+    Raises:
+        ListenError: another program listens there by now. Until someone does, the kernel lets other gateways
+            of this user bind the address too, and would share the connections out among all of them.
+    """
+    bind(*listeners[0].getsockname()[:2]).close()
+    for listener in listeners:
+        listener.listen(BACKLOG)
 
 
 def base_url(listener: socket.socket) -> str:

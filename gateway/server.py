@@ -24,7 +24,7 @@ from fastapi import FastAPI
 from gateway.app import create_app
 from gateway.drain import Drain
 from gateway.fleet import Place
-from gateway.listeners import ListenError, base_url, bind
+from gateway.listeners import BACKLOG, ListenError, base_url, bind
 from gateway.logs import configure_logging
 from gateway.protocol import BoundedHttpProtocol
 from gateway.resources import Gateway
@@ -34,7 +34,6 @@ from gateway.upstream import Upstream
 _LAST_WORDS_S = 1.0
 """How long ended requests get to write their error to the client."""
 
-_BACKLOG = 2048
 _SWITCH_S = 0.0005
 """Seconds after which a thread that computes lets another have the interpreter; Python's own are 5 ms."""
 _FULL_COLLECTION_EVERY = 100
@@ -89,7 +88,7 @@ def run(
     if listener is None:
         listener = bind(settings.host, settings.port)
     try:
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError as error:  # taken between `bind` and now
         listener.close()
         raise ListenError(f"cannot listen on port {settings.port}: {error.strerror}") from None

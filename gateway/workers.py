@@ -3,7 +3,8 @@
     this process ──order──▶ worker 0, worker 1, …    each a whole gateway, with a listener of its own
 
 The kernel distributes connections among the listeners. This process holds the listeners too, so that
-connections waiting for a worker that died are served by its replacement. It serves nothing itself.
+connections waiting for a worker that died are served by its replacement; if that dies soon as well, they are
+reset, and new ones go to the other workers. It serves nothing itself.
 
 Signals work as in `gateway.server` and are passed on; after the first, no worker is replaced.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.fleet import Place
-from gateway.listeners import base_url, bind_all
+from gateway.listeners import base_url, bind_all, listen_all
 from gateway.logs import configure_logging
 from gateway.server import caught_signals
 from gateway.server import run as run_alone
@@ -61,6 +62,7 @@ def run(
     if len(listeners) == 1:
         return run_alone(settings, listener=listeners[0], on_ready=on_ready)
     configure_logging(settings.log_level, settings.log_format)
+    listen_all(listeners)
     with tempfile.TemporaryDirectory(prefix="tritongate-") as folder:
         return asyncio.run(_run(_share(settings), listeners, Path(folder), on_ready))
 
@@ -145,6 +147,8 @@ class _Worker:
             if loop.time() - began > _STEADY_S:
                 backoff.reset()
             pause_s = backoff.next()
+            if pause_s > _FIRST_PAUSE_S:
+                self._turn_away()
             _log.error(
                 "a worker ended; it is replaced",
                 extra={"worker": self._number, "status": status, "pause_s": pause_s},
@@ -152,6 +156,11 @@ class _Worker:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._ending.wait()
+
+    def _turn_away(self) -> None:
+        """Stop listening until the next process does: nobody should wait for one that may not come."""
+        with contextlib.suppress(OSError):  # it did not listen
+            self._listener.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
         """Pass a signal on, and replace the process no more: the first makes it drain, the second end."""

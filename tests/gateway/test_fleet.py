@@ -1,11 +1,16 @@
+import asyncio
+import contextlib
 import re
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway import fleet
 from gateway.fleet import Fleet, Place
 from gateway.metrics import Metrics
 
@@ -70,3 +75,40 @@ async def test_a_metric_of_several_processes_is_described_once(processes: list[P
     assert len(names) == len(set(names))
     alone = re.findall(r"^# TYPE (\S+)", processes[2].metrics.render().decode(), re.MULTILINE)
     assert set(names) == {"tritongate_worker_up", *alone}
+
+
+async def test_one_that_hangs_is_told_to_be_down(
+    processes: list[Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "_ANSWER_WITHIN_S", 0.2)
+    await processes[1].fleet.close()
+    (tmp_path / "1").unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as stuck:
+        stuck.bind(str(tmp_path / "1"))
+        stuck.listen()
+        assert await processes[0].samples("tritongate_worker_up") == {"0": 1, "1": 0, "2": 1}
+
+
+async def test_one_that_asks_and_does_not_read_is_given_up(
+    processes: list[Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "_ANSWER_WITHIN_S", 0.2)
+    size = 2**20
+    answered = fleet.Fleet._answer  # when it is over cannot be seen from outside
+    over = asyncio.Event()
+
+    async def answer(*arguments: Any) -> None:
+        await answered(*arguments)
+        over.set()
+
+    monkeypatch.setattr(fleet.Fleet, "_answer", answer)
+    replacement = Process(1, tmp_path)
+    replacement.metrics.generated_tokens.labels("m" * size).inc()
+    await replacement.fleet.start()
+    reader, writer = await asyncio.open_unix_connection(tmp_path / "1", limit=1024)
+    async with asyncio.timeout(20):
+        await over.wait()
+        with contextlib.suppress(ConnectionError):
+            assert len(await reader.read()) < size
+    writer.close()
+    await replacement.fleet.close()

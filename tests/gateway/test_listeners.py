@@ -3,7 +3,7 @@ import socket
 
 import pytest
 
-from gateway.listeners import ListenError, base_url, bind, bind_all
+from gateway.listeners import ListenError, base_url, bind, bind_all, listen_all
 
 
 def test_a_taken_port_is_told() -> None:
@@ -64,3 +64,13 @@ def test_an_address_is_never_shared_with_a_stranger(others: int) -> None:
             address = each.getsockname()
         with pytest.raises(ListenError, match="Address already in use"):
             bind_all(*address, 2)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_who_comes_second_to_a_bound_address_may_not_listen(host: str) -> None:
+    with contextlib.ExitStack() as stack:
+        first = [stack.enter_context(each) for each in bind_all(host, 0, 2)]
+        second = [stack.enter_context(each) for each in bind_all(*first[0].getsockname()[:2], 2)]
+        listen_all(first)
+        with pytest.raises(ListenError, match="Address already in use"):
+            listen_all(second)

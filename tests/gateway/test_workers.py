@@ -1,6 +1,7 @@
 """Several processes on one port, before a scripted Triton."""
 
 import asyncio
+import os
 import re
 import signal
 import sys
@@ -66,15 +67,17 @@ async def triton() -> AsyncIterator[FakeTriton]:
 
 
 @pytest.fixture
-async def gateway(triton: FakeTriton) -> AsyncIterator[Gateway]:
+async def gateway(triton: FakeTriton, tmp_path: Path) -> AsyncIterator[Gateway]:
     (port,) = free_ports(1)
     flags = {"--port": port, "--workers": 2, "--upstreams": triton.address, "--max-in-flight": 100}
     flags["--drain-s"] = 5
-    process = await asyncio.create_subprocess_exec(
-        *tied(TRITONGATE, "serve", *(str(word) for flag in flags.items() for word in flag)),
-        stderr=asyncio.subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    with (tmp_path / "log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *tied(TRITONGATE, "serve", *(str(word) for flag in flags.items() for word in flag)),
+            stderr=log,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        )
     gateway = Gateway(process, f"http://127.0.0.1:{port}")
     await gateway.wait_ready()
     children = gateway.workers().values()
@@ -140,6 +143,17 @@ async def test_a_killed_worker_takes_its_own_streams_along_and_is_replaced(
     assert len(gateway.workers()) == 2
     assert victim not in gateway.workers()
     assert all(map(is_whole, await asyncio.gather(*(stream(gateway.url) for _ in range(CLIENTS)))))
+
+
+async def test_one_that_cannot_be_replaced_leaves_all_connections_to_the_others(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('broken by now')")
+    next(iter(gateway.workers().values())).kill()
+    await until(lambda: (tmp_path / "log").read_text().count("a worker ended") == 2, within_s=STARTED_S)
+    async with asyncio.timeout(STARTED_S):
+        answers = await asyncio.gather(*(stream(gateway.url) for _ in range(CLIENTS)))
+    assert all(map(is_whole, answers))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
