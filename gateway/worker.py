@@ -5,6 +5,7 @@ closed it, the worker stops as on SIGTERM. It writes one line to standard output
 """
 
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -52,17 +53,22 @@ def decode_order(line: bytes) -> Order:
 def main() -> int:
     """Carry out the order on standard input; return the exit status of `gateway.server.run`."""
     order = decode_order(sys.stdin.buffer.readline())
-    threading.Thread(target=_end_with_input, name="parent", daemon=True).start()
-    return run(
+    orphaned = threading.Event()
+    threading.Thread(target=_end_with_input, args=(orphaned,), name="parent", daemon=True).start()
+    status = run(
         restore_settings(order.settings),
         listener=socket.socket(fileno=order.listener),
         on_ready=lambda _url: print("ready", flush=True),  # noqa: T201 - read by the parent
         place=order.place,
     )
+    if orphaned.is_set():  # else the parent removes it
+        shutil.rmtree(order.place.folder, ignore_errors=True)
+    return status
 
 
-def _end_with_input() -> None:
+def _end_with_input(orphaned: threading.Event) -> None:
     sys.stdin.buffer.read()
+    orphaned.set()
     os.kill(os.getpid(), signal.SIGTERM)
 
 

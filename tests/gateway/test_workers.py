@@ -243,6 +243,15 @@ async def test_workers_take_no_modules_from_the_working_directory(tmp_path: Path
 
 async def test_workers_end_with_a_killed_parent(gateway: Gateway) -> None:
     workers = gateway.workers().values()
+    folders = {
+        Path(each.laddr).parent
+        for worker in workers
+        for each in worker.net_connections("unix")
+        if "tritongate-" in str(each.laddr)
+    }
+    (folder,) = folders
+    assert folder.is_dir()
     gateway.process.kill()
     await gateway.process.wait()
     assert not (await asyncio.to_thread(psutil.wait_procs, workers, 30))[1]
+    assert not folder.exists()
