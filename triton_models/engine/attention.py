@@ -1,4 +1,4 @@
-"""Paged attention for the flattened tokens of a step, in plain torch: the same code on CPU and CUDA."""
+"""Paged attention over the flattened tokens of a step, in plain torch: the same code for CPU and CUDA."""
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from triton_models.engine.operations import PlainMath, Rotary, rotate_in_place, 
 class PlainOperations(PlainMath):
     """One step's `Operations`.
 
-    What all layers share (rotations, masks, block tables) is built once. Query heads that share a KV head
-    become one batch of SDPA, so that keys and values are never repeated in memory.
+    What all layers share (rotations, masks, block tables) is built once per step. Query heads that share a KV
+    head form one SDPA batch, so keys and values are never repeated in memory.
     """
 
     def __init__(self, cache: KVCache, layout: StepLayout) -> None:
@@ -69,7 +69,7 @@ class PlainOperations(PlainMath):
         blocks = self._decode_blocks.flatten()
         keys = cached_keys.index_select(0, blocks).view(shape).transpose(1, 2)
         values = cached_values.index_select(0, blocks).view(shape).transpose(1, 2)
-        # The heads that share a KV head stand where a sequence of queries would: [D, KV heads, shared,
+        # The heads that share a KV head take the place of a sequence of queries: [D, KV heads, shared,
         # head_dim].
         grouped = queries.reshape(rows, kv_heads, heads // kv_heads, head_dim)
         return scaled_dot_product_attention(grouped, keys, values, attn_mask=self._decode_mask).reshape(
@@ -84,7 +84,7 @@ class PlainOperations(PlainMath):
         return self._additive(beyond)[:, None, None, :]
 
     def _build_chunk_mask(self, chunk: ChunkRows) -> Tensor | None:
-        """Return the additive mask [new tokens, tokens so far]; None where plain causal attention does."""
+        """Return the additive mask [new tokens, tokens so far]; None if plain causal attention suffices."""
         if chunk.offset == 0:
             return None
         device = self.positions.device
@@ -104,7 +104,7 @@ def _prefill(queries: Tensor, length: int, mask: Tensor | None, keys: Tensor, va
         length: tokens of the sequence.
         mask: additive, [new tokens, length]; None for causal.
         keys: [blocks, block_size, KV heads, head_dim], copied from the sequence's blocks.
-        values: likewise.
+        values: the same shape as `keys`.
 
     Returns:
         [new tokens, heads, head_dim].
@@ -117,7 +117,7 @@ def _prefill(queries: Tensor, length: int, mask: Tensor | None, keys: Tensor, va
         flat = cached.flatten(0, 1)[:length]
         return flat.transpose(0, 1)[:, None].expand(kv_heads, shared, length, head_dim)
 
-    # KV heads are the batch, the query heads of each its heads: [KV heads, shared, tokens, head_dim].
+    # The batch is the KV heads, each with the query heads it serves: [KV heads, shared, tokens, head_dim].
     grouped = queries.reshape(count, kv_heads, shared, head_dim).permute(1, 2, 0, 3)
     attended = scaled_dot_product_attention(
         grouped, expand(keys), expand(values), attn_mask=mask, is_causal=mask is None

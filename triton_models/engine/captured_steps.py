@@ -1,4 +1,4 @@
-"""The steps of an engine as CUDA graphs: decodes alone, and prompts with decodes beside them."""
+"""An engine's steps as CUDA graphs: steps with decodes only, and steps with prompts and decodes."""
 
 import logging
 import time
@@ -16,19 +16,19 @@ from triton_models.engine.step_inputs import StepInputs
 log = logging.getLogger(__name__)
 
 LARGEST_PROMPTS = 4096
-"""Rows of the largest captured step with prompts: more take the device longer than the host."""
+"""Rows of the largest captured step with prompts: beyond it, the device takes longer than the host anyway."""
 
 _CHUNKS = 64
-"""A captured step has room for the tiles of so many chunks, however its rows are shared out among them."""
+"""A captured step has room for the tiles of this many chunks, however its rows are divided among them."""
 
 MostTiles = Callable[[int, int], int]
 """See `StepOperations.most_tiles`."""
 
 
 def decode_sizes(largest: int) -> list[int]:
-    """Return the batch sizes that get a graph: a step of any other size is padded to the next.
+    """Return the batch sizes that get a graph; a step of any other size is padded to the next.
 
-    Closer together where a row costs more of the step's time.
+    They are closer together where one row is a larger share of the step's time.
     """
     sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, largest, 32)]
     return [*(size for size in sizes if size < largest), largest]
@@ -37,7 +37,7 @@ def decode_sizes(largest: int) -> list[int]:
 def prompt_sizes(largest: int) -> list[int]:
     """Return the numbers of rows that get a graph for steps with prompts.
 
-    The largest is a full step's, so that the steps of a busy engine are among them.
+    The largest is that of a full step, so that a busy engine's steps are captured.
     """
     sizes = [*range(32, 512, 32), *range(512, 1024, 64), *range(1024, 2048, 128)]
     sizes += range(2048, LARGEST_PROMPTS, 256)
@@ -46,7 +46,7 @@ def prompt_sizes(largest: int) -> list[int]:
 
 
 class CapturedDecodes:
-    """Steps of decodes only, in two graphs each: what asks for something special is sampled otherwise."""
+    """Steps with decodes only, in two graphs each; the second samples, unless a row needs more than that."""
 
     def __init__(self, step: DeviceStep, slots: SlotTable, *, longest: int) -> None:
         self._step = step
@@ -59,11 +59,11 @@ class CapturedDecodes:
         self._finish = SizedGraphs(decode_sizes(largest))
 
     def padding(self, decodes: int) -> int:
-        """Return how many rows of the spare slot fill a step of so many decodes up."""
+        """Return how many rows of the spare slot pad a step of `decodes` decodes."""
         return (self._forward.size_for(decodes) or decodes) - decodes
 
     def rehearse(self) -> int:
-        """Do the largest size's work; returns how many graphs there will be."""
+        """Run the work of the largest size once; return how many graphs there will be."""
         self.compute(self._forward.largest)
         self.sample(self._finish.largest)
         return len(self._forward) + len(self._finish)
@@ -74,31 +74,31 @@ class CapturedDecodes:
         self._finish.capture(self.sample, pool)
 
     def forward(self, slots: Tensor) -> Tensor:
-        """Return the logits of `slots`, [D] int64 with padding; the next call overwrites them."""
+        """Return the logits of `slots`, [D] int64 including padding; the next call overwrites the result."""
         size = len(slots)
         self._slots[:size].copy_(slots)
         self._forward.replay(size)
         return self._logits[:size]
 
     def finish(self, size: int) -> Tensor:
-        """Sample for the slots of the last `forward`; returns their status, overwritten by the next."""
+        """Sample for the slots of the last `forward`; return their status, which the next call overwrites."""
         self._finish.replay(size)
         return self._status[:, :size]
 
     def compute(self, size: int) -> None:
-        """Do the work of `forward` on what the tensors hold."""
+        """Do the work of `forward` on what the tensors hold now."""
         logits = self._step.decode(self._slots[:size], self._longest)
         if not self._logits.numel():
             self._logits = torch.empty_like(logits)
         self._logits[:size].copy_(logits)
 
     def sample(self, size: int) -> None:
-        """Do the work of `finish` on what the tensors hold."""
+        """Do the work of `finish` on what the tensors hold now."""
         self._status[:, :size].copy_(self._step.finish(self._slots[:size], self._logits[:size]))
 
 
 class CapturedPrompts:
-    """Steps with prompts in them, up to their last layer."""
+    """Steps with prompts, up to and including the last layer."""
 
     def __init__(
         self, step: DeviceStep, slots: SlotTable, *, longest: int, largest: int, most_tiles: MostTiles
@@ -118,12 +118,12 @@ class CapturedPrompts:
         self._graphs = SizedGraphs(sizes)
 
     def size_for(self, rows: int, tiles: int) -> int | None:
-        """Return the size that holds a step of so many rows and tiles; None if none does."""
+        """Return the smallest size that holds so many rows and tiles; None if there is none."""
         size = self._graphs.size_for(rows)
         return size if size is not None and tiles <= self._tiles_in(size) else None
 
     def rehearse(self) -> int:
-        """Do the largest size's work; returns how many graphs there will be."""
+        """Run the work of the largest size once; return how many graphs there will be."""
         self.compute(self._graphs.largest)
         return len(self._graphs)
 
@@ -132,7 +132,7 @@ class CapturedPrompts:
         self._graphs.capture(self.compute, pool)
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        """Return [T, width] of a step that was padded to a captured T; the next call overwrites it."""
+        """Return [T, width] for a step padded to a captured T; the next call overwrites the result."""
         size, decodes, tiles = len(inputs.tokens), len(inputs.decode_lengths), len(inputs.tiles)
         self._tokens[:size].copy_(inputs.tokens)
         self._slots[:size].copy_(inputs.slots)
@@ -145,7 +145,7 @@ class CapturedPrompts:
         return self._hidden[:size]
 
     def compute(self, size: int) -> None:
-        """Do the work of `forward` on what the tensors hold."""
+        """Do the work of `forward` on what the tensors hold now."""
         layout = StepLayout(
             tables=self._tables,
             slots=self._slots[:size],
@@ -164,7 +164,7 @@ class CapturedPrompts:
 
 
 class CapturedSteps:
-    """Both, in one memory pool."""
+    """Both kinds of captured steps, in one memory pool."""
 
     def __init__(
         self, step: DeviceStep, slots: SlotTable, *, longest: int, largest: int, most_tiles: MostTiles
@@ -173,7 +173,7 @@ class CapturedSteps:
         self.prompts = CapturedPrompts(step, slots, longest=longest, largest=largest, most_tiles=most_tiles)
 
     def rehearse(self) -> int:
-        """Do the largest of each, for once; returns how many graphs there will be."""
+        """Run the largest of each once; return how many graphs there will be."""
         return self.prompts.rehearse() + self.decodes.rehearse()
 
     def capture(self) -> None:

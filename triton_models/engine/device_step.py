@@ -1,4 +1,4 @@
-"""The parts of a step that are the same whatever it holds, and so can be captured."""
+"""The parts of a step that do not depend on what it holds, and so can be captured."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from triton_models.engine.slots import SlotTable
 
 
 class DeviceStep:
-    """All that its parts read but their arguments has its place on the device."""
+    """The parts of a step. Besides their arguments, they only read tensors at fixed places on the device."""
 
     def __init__(
         self, model: CausalModel, backend: Backend, operations: StepOperations, slots: SlotTable
@@ -21,11 +21,11 @@ class DeviceStep:
         self._slots = slots
 
     def forward(self, tokens: Tensor, layout: StepLayout) -> Tensor:
-        """Return [T, width], what a step leaves behind the last layer."""
+        """Return the output of the last layer for all rows of a step, [T, width]."""
         return self._model.forward(tokens, self._operations(layout))
 
     def logits(self, hidden: Tensor, layout: StepLayout) -> Tensor:
-        """Return the [S, vocabulary] logits of some rows of what `forward` gave, [S, width]."""
+        """Return the logits [S, vocabulary] of some rows of the result of `forward`, [S, width]."""
         return self._model.logits(hidden, self._operations(layout))
 
     def decode(self, slots: Tensor, longest: int) -> Tensor:
@@ -42,7 +42,7 @@ class DeviceStep:
         return self._model.logits(self._model.forward(self._slots.tokens[slots], operations), operations)
 
     def finish(self, slots: Tensor, logits: Tensor) -> Tensor:
-        """Sample for decodes that ask for nothing special, note it in their slots, return [3, D] status."""
+        """Sample for plain decodes, record the tokens in their slots, and return the status [3, D]."""
         status = self._sample(logits, plain_inputs(self._slots, slots)).status
         self._slots.advance(slots, slots, status[0])
         return status

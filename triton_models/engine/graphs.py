@@ -1,4 +1,4 @@
-"""CUDA graphs of one piece of work at several sizes: its hundreds of launches become one."""
+"""CUDA graphs of the same work at several sizes: hundreds of launches become one."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 PoolHandle = Any
-"""What `torch.cuda.graph_pool_handle` gives; torch has no public name for its type."""
+"""The result of `torch.cuda.graph_pool_handle`; torch has no public name for its type."""
 
 
 class SizedGraphs:
-    """Captures `work(size)` for each of some sizes, and does not keep the work itself.
+    """Captures `work(size)` for each of several sizes; does not keep a reference to `work`.
 
-    The work reads and writes tensors that keep their places; what a graph allocates beside them comes from
-    one pool, for graphs that are replayed one after the other.
+    The work reads and writes tensors at fixed addresses. Whatever else a graph allocates comes from one pool,
+    so graphs must be replayed one after the other.
     """
 
     def __init__(self, sizes: Iterable[int]) -> None:
@@ -31,14 +31,14 @@ class SizedGraphs:
         return self._sizes[-1]
 
     def size_for(self, count: int) -> int | None:
-        """Return the smallest size that holds `count`; None if it is over the largest."""
+        """Return the smallest size that holds `count`; None if `count` exceeds the largest."""
         place = bisect_left(self._sizes, count)
         return self._sizes[place] if place < len(self._sizes) else None
 
     def capture(self, work: Callable[[int], None], pool: PoolHandle) -> None:
-        """Compile and capture, the largest first: the smaller ones find room in its memory."""
+        """Compile and capture, the largest first, so that smaller graphs reuse its memory."""
         for size in reversed(self._sizes):
-            # Compiles kernels and lets libraries set themselves up, neither of which a capture may do.
+            # Compiles kernels and initialises libraries, neither of which may happen during a capture.
             work(size)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -47,5 +47,5 @@ class SizedGraphs:
             self._graphs[size] = graph
 
     def replay(self, size: int) -> None:
-        """Do the work again, with what the tensors hold now."""
+        """Do the work again, on what the tensors hold now."""
         self._graphs[size].replay()

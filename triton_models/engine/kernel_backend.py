@@ -1,4 +1,4 @@
-"""The backend for CUDA: our own kernels, steps as graphs, host and device overlapped."""
+"""The backend for CUDA: our own kernels, captured steps, and host and device working in parallel."""
 
 import torch
 from torch import Tensor

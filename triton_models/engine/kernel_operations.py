@@ -1,4 +1,4 @@
-"""A step's operations by our own GPU kernels; needs the `triton` package, which torch for CUDA brings."""
+"""A step's operations with our own GPU kernels; needs the `triton` package, which torch for CUDA installs."""
 
 from collections.abc import Sequence
 
@@ -25,11 +25,11 @@ from triton_models.engine.model import CausalModel
 from triton_models.engine.operations import Rotary
 
 _SPLITS_BESIDE_PROMPTS = 4
-"""A captured step of prompts has room for as many decodes as may be; those that there are may be long."""
+"""The fewest splits in steps with prompts: most decode rows of a captured one may be empty, others long."""
 
 
 class KernelSteps:
-    """Makes the operations of a model's steps, which run one after the other on one stream."""
+    """Makes the operations for a model's steps, which run one after the other on one stream."""
 
     def __init__(self, model: CausalModel, cache: KVCache, rows: int) -> None:
         kv = model.kv_shape
@@ -62,7 +62,7 @@ class KernelSteps:
         return make_tiles(ranges, self._tile)
 
     def most_tiles(self, rows: int, chunks: int) -> int:
-        """See `StepOperations`: each chunk has one tile at most that it does not fill."""
+        """See `StepOperations`: each chunk has at most one tile that it does not fill."""
         return rows // self._tile + chunks
 
     def reset(self) -> None:
@@ -115,7 +115,7 @@ class KernelOperations:
                 workspace=steps.decode,
             )
         if layout.tiles is not None:
-            # After the decodes: where their rows are none, zeros were written to rows of prompts.
+            # After the decodes, whose padding has written zeros to rows of prompts.
             prefill_attention(queries, keys, values, tables, layout.tiles, attended)
         return attended.flatten(1)
 

@@ -1,4 +1,4 @@
-"""Asking token masks: the boundary to foreign code, whose every fault is its own request's alone."""
+"""Calls token masks, which are foreign code: a fault in one fails only its own request."""
 
 import logging
 from collections.abc import Callable
@@ -13,19 +13,19 @@ from triton_models.foreign import panics_are_errors
 log = logging.getLogger(__name__)
 
 MaskFault = tuple[FinishReason, str]
-"""How the request ends, and what its client is told."""
+"""How the request ends, and the message for its client."""
 
 _MASK = "a token mask"
 _FAULT = "the request's token mask failed"
 
 
 def fill_mask(sequence: Sequence, words: Tensor) -> MaskFault | None:
-    """Have the mask of `sequence`, if it has one, write the allowed tokens; returns what went wrong."""
+    """Let the mask of `sequence`, if any, write the allowed tokens to `words`; return the fault, if any."""
     return _ask(sequence, lambda mask: mask.fill(words))
 
 
 def tell_mask(sequence: Sequence, token_id: int) -> MaskFault | None:
-    """Tell the mask of `sequence`, if it has one, of a token to go on behind; returns what went wrong."""
+    """Tell the mask of `sequence`, if any, which token comes next; return the fault, if any."""
     return _ask(sequence, lambda mask: mask.accept(token_id))
 
 

@@ -1,4 +1,4 @@
-"""How much memory a device has: of a GPU its own, of the processor what the machine or the container has."""
+"""How much memory a device has: a GPU's own, or for a CPU that of the machine or container."""
 
 from pathlib import Path
 from typing import Final
@@ -8,11 +8,11 @@ import torch
 GIB: Final = 2**30
 
 _CGROUP = Path("/sys/fs/cgroup")
-"""Of this process, as a container sees it (cgroup v2)."""
+"""This process's cgroup as seen in a container (cgroup v2)."""
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that this process may still take on `device`."""
+    """Return how many bytes this process can still allocate on `device`."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     machine = _meminfo("MemAvailable")
@@ -23,7 +23,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Return the bytes that `device` has, swap space included, whoever holds them at present."""
+    """Return the total bytes of `device`, swap space included, whether in use or free."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     machine = _meminfo("MemTotal") + _meminfo("SwapTotal")

@@ -1,8 +1,8 @@
-"""Matrices laid out once for a processor's products, instead of anew in every product.
+"""Weight matrices rearranged once for a CPU's matrix products, instead of in every product.
 
-What torch multiplies with (oneDNN; MKL for float32) takes a matrix as the checkpoint has it, and rearranges
-it on the way into registers: with the few rows of a decode that costs more than the product itself. A matrix
-that already lies as they take it is only read. The arithmetic is the same but for the order of sums.
+The libraries that torch multiplies with (oneDNN; MKL for float32) take a matrix as the checkpoint has it and
+rearrange it on the way into registers. With the few rows of a decode, that costs more than the product
+itself; a prepacked matrix is only read. The arithmetic is the same except for the order of sums.
 """
 
 from typing import Any
@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 _OUT, _IN = 80, 48
-"""Of the matrix that is tried: small, and no multiple of a large tile."""
+"""Shape of the matrix for the trial: small, and not a multiple of a large tile."""
 
 _TOLERANCE = 0.05
-"""Of a product's largest number: bfloat16 has 0.01, and a matrix that was misread over 1."""
+"""Largest error, relative to the largest result. bfloat16 has 0.01; a misread matrix has over 1."""
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Return `weight`, [N, K], as `packed_linear` takes it: opaque, and hardly larger."""
+    """Return `weight`, [N, K], in the form that `packed_linear` takes: opaque, and hardly larger."""
     if weight.is_mkldnn:
         return weight
     packed: Tensor = _mkldnn()._reorder_linear_weight(weight, None)  # noqa: SLF001 - its only name
@@ -27,22 +27,22 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def packed_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `inputs @ weight.T + bias`, of a packed weight."""
+    """Return `inputs @ weight.T + bias` for a packed weight."""
     product: Tensor = _products().default(inputs, weight, bias, "none", [], "")
     return product
 
 
 def add_packed_linear(hidden: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
-    """Return `hidden + inputs @ weight.T`, of a packed weight; in 16 bits it is rounded once only."""
+    """Return `hidden + inputs @ weight.T` for a packed weight; in 16 bits the sum is rounded only once."""
     total: Tensor = _products().binary(inputs, hidden, weight, None, "add")
     return total
 
 
 def why_not_packed(dtype: torch.dtype) -> str | None:
-    """Try the products here and now; returns what is in the way, None if nothing is.
+    """Try the products on this machine; return the obstacle, or None if they work.
 
-    Which processors do it in which dtype is known to the library alone, and its operators are of those that
-    torch uses itself but does not promise.
+    Only the library knows which CPUs support which dtype, and torch uses these operators itself but does not
+    document them.
     """
     generator = torch.Generator().manual_seed(0)
     weight, inputs, hidden = (

@@ -1,4 +1,4 @@
-"""Which tokens the running sequences have had, on the device, and what that does to the next ones' logits."""
+"""Counts of the running sequences' tokens, on the device, and the penalties that follow from them."""
 
 from dataclasses import dataclass
 
@@ -17,16 +17,16 @@ GENERATED = 2
 
 
 class PenaltyTable:
-    """A row of counts for every slot; only sequences that ask for penalties ever touch theirs.
+    """A row of counts for every slot; only sequences with penalties use theirs.
 
-    The host rebuilds a row from the known tokens in the step that ends a prompt, which is the first to sample
-    after an admission or a preemption, and the only way into a slot. From then on the steps that sample
-    count by themselves: the host may be a token behind. Nothing here waits for the device.
+    The host rebuilds a row from the known tokens in the step that ends a prompt: the first step that samples
+    after an admission or a preemption. After that, each step that samples updates the counts on the device,
+    since the host may be a token behind. Nothing here waits for the device.
     """
 
     def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
         self.seen = torch.zeros((slots, vocabulary), dtype=torch.int32, device=device)
-        """[slots, vocabulary] int32: `IN_PROMPT`, and how often generated times `GENERATED`."""
+        """[slots, vocabulary] int32: `IN_PROMPT`, plus `GENERATED` for each time the token was generated."""
         self.repetition = torch.ones(slots, dtype=torch.float32, device=device)
         self.presence = torch.zeros(slots, dtype=torch.float32, device=device)
         self.frequency = torch.zeros(slots, dtype=torch.float32, device=device)
@@ -37,7 +37,7 @@ class PenaltyTable:
         return self.seen.nbytes
 
     def load(self, views: dict[str, Tensor]) -> None:
-        """Take over what `stage_penalties` has put into an uploaded step, if anything."""
+        """Load what `stage_penalties` has put into an uploaded step, if anything."""
         if "penalty_slots" not in views:
             return
         slots = views["penalty_slots"]
@@ -54,14 +54,14 @@ class PenaltyTable:
 
 @dataclass(frozen=True, slots=True)
 class PenalisedRows:
-    """The rows of a step that have penalties, P of its S. `rows`, `slots`: [P] int64."""
+    """The P of a step's S rows that have penalties. `rows`, `slots`: [P] int64."""
 
     table: PenaltyTable
     rows: Tensor
     slots: Tensor
 
     def apply(self, logits: Tensor) -> None:
-        """Lower the logits of what was there before, in place: repetition, then frequency, then presence.
+        """Apply the penalties in place: repetition, then frequency, then presence.
 
         Repetition divides positive logits and multiplies negative ones, of prompt and answer alike (Keskar et
         al., "CTRL", 2019, with the sign of transformers and vLLM). Frequency is subtracted for each time a
@@ -80,12 +80,12 @@ class PenalisedRows:
         logits[self.rows] = values
 
     def count(self, tokens: Tensor) -> None:
-        """Count what was sampled: [S] int64, a valid id even in a row that failed."""
+        """Count the sampled tokens: [S] int64, valid ids even in rows that failed."""
         self.table.seen[self.slots, tokens[self.rows]] += GENERATED
 
 
 def stage_penalties(staging: Staging, loaded: list[Sequence]) -> None:
-    """Stage what sequences with penalties have had so far, all of it known; nothing if there are none."""
+    """Stage the parameters and all tokens so far of the sequences in `loaded`; nothing if there are none."""
     if not loaded:
         return
     prompts: list[tuple[int, int]] = []

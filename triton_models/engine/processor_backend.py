@@ -1,4 +1,4 @@
-"""The backend for the processor: few operators, and matrices laid out for its products."""
+"""The backend for CPUs: few operators, and prepacked matrices."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, sample
 
 
 def processor_backend(dtype: torch.dtype) -> Backend:
-    """Return the backend for this processor."""
+    """Return the backend for this CPU."""
     obstacle = why_not_packed(dtype)
     matrices = "packed matrices" if obstacle is None else f"matrices as they are ({obstacle})"
     return Backend(

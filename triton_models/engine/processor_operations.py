@@ -1,7 +1,7 @@
-"""A step's operations on a processor, where each call of an operator costs as much as a small product.
+"""A step's operations on a CPU, where each call of an operator costs as much as a small product.
 
-So there are fewer of them than in plain torch: a rotation is one product of complex numbers, a norm has no
-operation that another could do along the way, and what is added to a product is added by it.
+So there are fewer calls than in plain torch: a rotation is one product of complex numbers, a norm combines
+its operations as far as possible, and a residual is added within the product.
 """
 
 from functools import cache
@@ -27,7 +27,7 @@ class ProcessorOperations(PlainOperations):
         """See `Operations`."""
         numbers = hidden.float()
         length: Tensor = torch.linalg.vector_norm(numbers, dim=-1, keepdim=True)
-        # The mean square is the length's, over the width.
+        # The mean square is the squared length over the width.
         scale = torch.addcmul(_scalar(epsilon), length, length, value=1 / hidden.shape[-1]).rsqrt_()
         return (numbers * scale).mul_(weight).to(hidden.dtype)
 
@@ -38,7 +38,7 @@ class ProcessorOperations(PlainOperations):
         return super().add_linear(hidden, inputs, weight)
 
     def _rotate(self, heads: Tensor, rotary: Rotary) -> None:
-        """Turn each pair of numbers as the complex number that it is."""
+        """Rotate each pair of numbers as one complex number."""
         if self._turns is None:
             self._turns = torch.complex(*rotation(rotary, self.positions))
         count = self._turns.shape[-1]

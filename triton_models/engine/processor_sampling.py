@@ -1,6 +1,6 @@
-"""The last part of sampling on a processor: row by row, and of most rows only the few tokens that matter.
+"""The last part of sampling on a CPU: row by row, looking only at the few tokens that matter in most rows.
 
-Operators over whole tables take their time in temporary memory, and sort whole rows where a trained model
+Operators over whole tables spend their time in temporary memory, and sort whole rows where a trained model
 leaves a hundred tokens to choose from.
 """
 
@@ -20,12 +20,12 @@ Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.intp]
 
 _SHORT = 8
-"""A top_k of at most this part of the vocabulary is looked for; beyond it the row is sorted."""
+"""A top_k of at most 1/8 of the vocabulary is found by selection; for a larger one the row is sorted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """What one row takes away; see `truncation.truncate`."""
+    """One row's limits; see `truncation.truncate`."""
 
     top_k: int
     top_p: float
@@ -46,7 +46,7 @@ def choose(logits: Tensor, inputs: SamplerInputs) -> Tensor:
 
 
 def _draw_rows(logits: Tensor, highest: Tensor, inputs: SamplerInputs, tokens: Ids) -> None:
-    """Replace the most likely tokens of rows that are not greedy by drawn ones."""
+    """Replace the most likely token by a drawn one in rows that are not greedy."""
     # With the largest at 0, no temperature can overflow.
     scaled = (logits - highest).div_(inputs.temperatures.clamp(min=GREEDY_BELOW)[:, None])
     weights = scaled.exp().numpy()
@@ -65,7 +65,7 @@ def _truncations(inputs: SamplerInputs) -> dict[int, Truncation]:
 
 
 def _draw(scaled: Row, weights: Row, truncation: Truncation | None, number: float) -> int:
-    """Draw by the inverse of the cumulative distribution, in the vocabulary's order; sums are float64."""
+    """Draw by inverting the cumulative distribution, in vocabulary order; sums are float64."""
     if truncation is None:
         return _place(weights, number)
     ids = kept(scaled, weights, truncation)
@@ -73,23 +73,23 @@ def _draw(scaled: Row, weights: Row, truncation: Truncation | None, number: floa
 
 
 def _place(weights: Row, number: float) -> int:
-    # NumPy's cumulative sum takes five times as long.
+    # NumPy's cumulative sum takes five times as long as torch's.
     cumulative = torch.from_numpy(weights).cumsum(0, dtype=torch.float64).numpy()
-    # The first id whose sum is over the target; ids of no weight leave the sum as it was and are never it.
+    # The first id whose sum exceeds the target: never one of weight zero, which leaves the sum unchanged.
     place = int(cumulative.searchsorted(number * cumulative[-1], side="right"))
     return min(place, len(weights) - 1)
 
 
 def kept(scaled: Row, weights: Row, rules: Truncation) -> Ids:
-    """Return the ids that min_p, then top_k, then top_p leave, in rising order.
+    """Return the ids that remain after min_p, then top_k, then top_p, in ascending order.
 
     Args:
-        scaled: [vocabulary] logits over the temperature, the largest 0.
+        scaled: [vocabulary] logits divided by the temperature, the largest 0.
         weights: [vocabulary] their exponentials.
-        rules: what is taken away.
+        rules: the limits.
     """
     if rules.min_p:
-        # The largest is 0, so a probability relative to its is the exponential of a logit.
+        # The largest is 0, so exponentials are probabilities relative to the largest one.
         likely = np.flatnonzero(scaled >= np.float32(math.log(rules.min_p)))
         rest = Truncation(rules.top_k, rules.top_p, min_p=0.0)
         return likely[kept(scaled[likely], weights[likely], rest)]
@@ -100,21 +100,21 @@ def kept(scaled: Row, weights: Row, rules: Truncation) -> Ids:
     if rules.top_p < 1:
         cumulative = torch.from_numpy(ordered).exp().cumsum(0, dtype=torch.float64).numpy()
         whole = cumulative[-1] if 0 < rules.top_k < len(scaled) else _sum(weights)
-        # One more than those whose sum falls short of the target.
+        # One more than the number of tokens whose sum falls short of the target.
         count = min(count, int(cumulative.searchsorted(rules.top_p * whole)) + 1)
     threshold = ordered[count - 1]
     ids = np.flatnonzero(scaled >= threshold)
-    if len(ids) > count:  # Of equal ones the first stay.
+    if len(ids) > count:  # of equal ones the first stay
         equal = scaled[ids] == threshold
         ids = ids[~equal | (equal.cumsum() <= count - (len(ids) - np.count_nonzero(equal)))]
     return ids
 
 
 def _head(scaled: Row, weights: Row, rules: Truncation) -> Row:
-    """Return the logits that may stay, in falling order."""
+    """Return the logits that may remain, in descending order."""
     length = len(scaled)
     if not 0 < rules.top_k < length:
-        # All that weighs less than this comes to less than half of what top_p leaves out.
+        # All tokens that weigh less than this together weigh less than half of what top_p leaves out.
         least = (1 - rules.top_p) * _sum(weights) / length / 2
         return np.sort(scaled[weights >= least])[::-1].copy()
     if rules.top_k * _SHORT <= length:

@@ -1,8 +1,8 @@
-"""Log-probabilities of prompts: how likely the model found each token that it was given.
+"""Log-probabilities of prompts: how likely each of a prompt's tokens was to the model.
 
-A prompt's hidden rows go through the head in the step that computes them, a slice at a time, so that the
-memory for it is bounded whatever the step holds. Every slice is as large as the others, filled up where the
-rows give out: whatever is asked, a device computes one shape. Steps in which nobody asks do none of this.
+A prompt's hidden rows go through the head in the step that computes them, one slice at a time, which bounds
+the memory needed. All slices have the same size (the last one is padded), so that a device computes only one
+shape. Steps without such requests do none of this.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ from triton_models.engine.sequence import Sequence, TokenLogprobs
 from triton_models.engine.staging import Staging
 
 SLICE_ROWS = 64
-"""Rows that go through the head together. More would read its weights less often, and need more memory."""
+"""Rows that go through the head together: more would read its weights less often but need more memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredChunk:
-    """`count` tokens of a prompt from `first` on, each judged by the row before its own: from `row` on."""
+    """`count` tokens of a prompt from `first` on, each scored by the row before its own, from `row` on."""
 
     sequence: Sequence
     first: int
@@ -34,16 +34,16 @@ class ScoredChunk:
 
     @property
     def top(self) -> int:
-        """Number of the most likely tokens that are wanted beside each."""
+        """Number of the most likely tokens to report beside each."""
         return self.sequence.request.prompt_logprobs or 0
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What is known of R tokens of `chunks`.
+    """The scores of the R tokens of `chunks`.
 
     `logprobs`: [R, 1 + top] float32, the token's own first; `top_ids`: [R, top] int64; `ranks`: [R] int64,
-    how many tokens are at least as likely as its own.
+    the number of tokens that are at least as likely as the token itself.
     """
 
     chunks: list[ScoredChunk]
@@ -52,7 +52,7 @@ class Scores:
     ranks: Tensor
 
     def to_host(self) -> "Scores":
-        """Start copying to pinned host memory; whoever reads the copies waits for the device first."""
+        """Start copying to pinned host memory; whoever reads the copies must first wait for the device."""
         return replace(
             self,
             logprobs=self.logprobs.to("cpu", non_blocking=True),
@@ -62,7 +62,7 @@ class Scores:
 
 
 def scored_chunks(batch: Batch, rows: tuple[ChunkRows, ...]) -> list[ScoredChunk]:
-    """Return what of a step's prompts is asked for; `rows`: where its prompts' chunks stand."""
+    """Return the parts of a step's prompts to be scored; `rows`: where the prompts' chunks are in it."""
     found = []
     for chunk, place in zip(batch.prefills, rows, strict=True):
         sequence = chunk.sequence
@@ -75,7 +75,7 @@ def scored_chunks(batch: Batch, rows: tuple[ChunkRows, ...]) -> list[ScoredChunk
 
 
 def stage_scores(staging: Staging, chunks: list[ScoredChunk]) -> None:
-    """Stage the rows that judge and the tokens that are judged."""
+    """Stage the scoring rows and the tokens they score."""
     staging.integers(
         "judging_rows", [row for each in chunks for row in range(each.row, each.row + each.count)]
     )
@@ -88,13 +88,13 @@ def stage_scores(staging: Staging, chunks: list[ScoredChunk]) -> None:
 def score(
     chunks: list[ScoredChunk], views: dict[str, Tensor], hidden: Tensor, head: Callable[[Tensor], Tensor]
 ) -> Scores:
-    """Judge what was staged.
+    """Score what was staged.
 
     Args:
-        chunks: what that was.
+        chunks: what was staged.
         views: the uploaded step.
-        hidden: [T, width] of the step.
-        head: makes [S, vocabulary] logits of [S, width], of any float dtype.
+        hidden: the step's hidden rows, [T, width].
+        head: turns [S, width] into logits [S, vocabulary] of any float dtype.
     """
     top = max(each.top for each in chunks)
     rows, tokens = views["judging_rows"], views["judged_tokens"]
@@ -121,16 +121,16 @@ def _score_slice(
 
 
 def with_scores(results: list[Sampled], scores: Scores) -> list[Sampled]:
-    """Add what was found of prompts, which is on the host, to the results of the step that found it.
+    """Add the scores, which are on the host, to the results of the same step.
 
-    Called once for each step, in order.
+    Must be called once for each step, in order.
     """
     values, ids, ranks = scores.logprobs.tolist(), scores.top_ids.tolist(), scores.ranks.tolist()
     by_sequence = {each.sequence: each for each in results}
     at = 0
     for chunk in scores.chunks:
         sequence = chunk.sequence
-        # What is computed anew after a preemption was told before.
+        # Tokens computed again after a preemption were reported before.
         new = range(at + max(0, sequence.scored + 1 - chunk.first), at + chunk.count)
         at += chunk.count
         if not new:
@@ -153,6 +153,6 @@ def with_scores(results: list[Sampled], scores: Scores) -> list[Sampled]:
 
 
 def _ranked(told: TokenLogprobs, at_least_as_likely: int) -> TokenLogprobs:
-    """Add the rank. Among equals the order of the likeliest decides: no two in a report share a place."""
+    """Add the rank. Equally likely tokens rank in the order of `top`, so no two there share a rank."""
     places = [token_id for token_id, _ in told.top]
     return replace(told, rank=places.index(told.id) + 1 if told.id in places else at_least_as_likely)

@@ -1,4 +1,4 @@
-"""Random numbers that depend on a request's seed and a position only, never on the batch or the device.
+"""Random numbers that depend only on a request's seed and a position, never on the batch or the device.
 
 The mixing function is SplitMix64's (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
 OOPSLA 2014), in int64 arithmetic that wraps around on every device.
@@ -17,7 +17,7 @@ _FIRST_MULTIPLIER = _signed(0xBF58476D1CE4E5B9)
 _SECOND_MULTIPLIER = _signed(0x94D049BB133111EB)
 
 _BITS = 48
-"""Kept of each number: a product with it, rounded to float64, still stays under the whole."""
+"""Bits kept of each number: a product with it, rounded to float64, is still below the other factor."""
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     Returns:
         [N] float64, multiples of 2**-48.
     """
-    # The seed is mixed by itself first: neighbouring seeds would otherwise share their numbers, shifted.
+    # The seed is mixed by itself first; otherwise neighbouring seeds would share their numbers, shifted.
     mixed = _mix(_mix(seeds) + positions * _GAMMA)
     return _shift_right(mixed, 64 - _BITS).to(torch.float64) * 2.0**-_BITS
 
@@ -43,5 +43,5 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _shift_right(state: Tensor, bits: int) -> Tensor:
-    """Shift without the sign, which torch has no operator for."""
+    """Shift right without sign extension, for which torch has no operator."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)

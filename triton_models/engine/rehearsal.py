@@ -1,4 +1,4 @@
-"""How much device memory steps take beside weights and KV cache: found out by doing the largest once."""
+"""How much device memory steps need besides weights and KV cache, measured by running the largest once."""
 
 import gc
 import logging
@@ -17,36 +17,37 @@ from triton_models.engine.settings import Capacity, EngineSettings
 log = logging.getLogger(__name__)
 
 _GRAPH_BYTES = 2 * 2**20
-"""What a driver keeps for a captured graph of some hundreds of kernels, generously."""
+"""A generous estimate of what a driver keeps per captured graph of some hundreds of kernels."""
 
 _LOGITS_COPIES = 10
-"""Float32 numbers for each logit of a step whose rows all ask for penalties, biases and log-probabilities."""
+"""Float32 numbers per logit in a step whose rows all ask for penalties, biases and log-probabilities."""
 
 _SCORES_COPIES = 4
-"""Float32 numbers for each logit of a slice of a prompt whose log-probabilities are wanted."""
+"""Float32 numbers per logit in a slice of a prompt whose log-probabilities are asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
-    """What doing the largest steps showed. All in bytes but `graphs`, the number of those to be captured."""
+    """What running the largest steps showed, in bytes; `graphs` is the number of graphs to be captured."""
 
     held: int
-    """Gone from the device with everything allocated but the cache, and the steps done: tables, workspaces,
-    libraries, kernels, and what the allocator keeps of the activations."""
+    """Missing from the device once everything but the cache is allocated and the steps were run: tables,
+    workspaces, libraries, kernels, and what the allocator keeps of the activations."""
     activations: int
-    """The most that a step took and gave back."""
+    """The most that a step took temporarily."""
     graphs: int
 
 
 def memory_beside_cache(model: CausalModel, backend: Backend, settings: EngineSettings) -> int:
-    """Return the bytes of a GPU that steps need beside the weights and the KV cache.
+    """Return the bytes of GPU memory that steps need besides the weights and the KV cache.
 
-    A runner with a cache of one block allocates what the real one will, does its largest steps, and goes.
+    A runner with a one-block cache allocates what the real one will, runs its largest steps, and is
+    discarded.
     """
     with current(model.device):
         before = free_bytes(model.device)
         activations, graphs = _rehearse(model, backend, settings)
-        # The runner is gone, and the allocator still has all that it took.
+        # The runner is gone, but the allocator still holds all its memory.
         held = before - free_bytes(model.device)
         gc.collect()
         torch.cuda.empty_cache()
@@ -57,11 +58,11 @@ def memory_beside_cache(model: CausalModel, backend: Backend, settings: EngineSe
 
 
 def needed_bytes(rehearsed: Rehearsed, settings: EngineSettings, vocabulary: int) -> int:
-    """Return what to keep free of the KV cache.
+    """Return how many bytes the KV cache must leave free.
 
-    Beside what is held: the graphs, whose activations have a pool of their own, and what may be larger than
-    what was rehearsed: a step of more prompt tokens than are captured, one that samples by every rule, or one
-    that tells log-probabilities of prompts. The three follow one another within a step.
+    Besides `held`, these are for the graphs, whose activations have a pool of their own, and for steps larger
+    than those rehearsed: with more prompt tokens than are captured, with every sampling rule, or with
+    log-probabilities of prompts. These three never use their memory at the same time.
     """
     activations = rehearsed.activations
     prompts = activations * max(settings.largest_step, LARGEST_PROMPTS) // LARGEST_PROMPTS
@@ -72,7 +73,7 @@ def needed_bytes(rehearsed: Rehearsed, settings: EngineSettings, vocabulary: int
 
 
 def _rehearse(model: CausalModel, backend: Backend, settings: EngineSettings) -> tuple[int, int]:
-    """Return the most bytes that a step took for itself, and how many graphs there will be."""
+    """Return the most bytes that a step took temporarily, and how many graphs there will be."""
     context = min(settings.max_context or model.max_positions, model.max_positions)
     runner = Runner(model, backend, settings, Capacity(1, context, "a rehearsal"))
     torch.cuda.reset_peak_memory_stats(model.device)

@@ -1,4 +1,4 @@
-"""What a request must fulfil before it costs anything."""
+"""Checks a request before it costs anything."""
 
 from triton_models.engine.sampling import TOP_LOGPROBS_LIMIT
 from triton_models.engine.sequence import Request
@@ -6,7 +6,7 @@ from triton_models.errors import InvalidRequestError, PromptTooLongError
 
 
 def check_request(request: Request, *, max_context: int, vocabulary: int) -> None:
-    """Refuse what the engine could never finish.
+    """Refuse a request that the engine could never finish.
 
     Raises:
         PromptTooLongError: prompt and answer together exceed `max_context` tokens.

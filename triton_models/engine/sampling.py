@@ -1,4 +1,4 @@
-"""What a request asks of the sampler."""
+"""A request's sampling parameters."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from triton_models.errors import InvalidRequestError
 TOP_LOGPROBS_LIMIT = 20
 
 LARGEST = 1e6
-"""Of temperatures and biases: far beyond any use, and far from where float32 ends."""
+"""Largest temperature and bias: far beyond any use, and far from float32's limit."""
 
 TOP_K_LIMIT = 2**31 - 1
 
@@ -25,9 +25,9 @@ _RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
         "temperature": (0, LARGEST),
         "top_k": (0, TOP_K_LIMIT),
         "min_p": (0, 1),
-        # vLLM takes anything over 0; further from 1 only brings logits to where float32 ends.
+        # vLLM takes anything over 0; values further from 1 only push logits towards float32's limit.
         "repetition_penalty": (0.01, 100),
-        "presence_penalty": (-2, 2),  # OpenAI's, as the next one
+        "presence_penalty": (-2, 2),  # OpenAI's range, as for the next one
         "frequency_penalty": (-2, 2),
         "seed": (-(2**63), 2**63 - 1),
         "max_tokens": (1, math.inf),
@@ -38,11 +38,11 @@ _RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
 
 
 class TokenMask(Protocol):
-    """A grammar's say over the next token.
+    """Decides which tokens may come next, as a grammar does.
 
-    The engine asks once per token that it samples and tells each token behind which it goes on once, in
-    order: not the last, and not again after a preemption. Whatever either call raises ends that request
-    alone; a `TokenMaskError` says why to its client.
+    The engine calls `fill` once before it samples a token, and `accept` once for each token that it continues
+    after, in order: not for the last one, and not again after a preemption. An exception from either ends
+    only that request; the message of a `TokenMaskError` goes to its client.
     """
 
     def fill(self, words: Tensor) -> None:
@@ -50,13 +50,13 @@ class TokenMask(Protocol):
         ...
 
     def accept(self, token_id: int) -> None:
-        """Go on behind `token_id`, which was sampled."""
+        """Continue after `token_id`, which was sampled."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen; nothing here ever touches another request.
+    """How the tokens of one request are chosen; never affects other requests.
 
     Raises:
         InvalidRequestError: a value out of range, or a contradiction.
@@ -68,13 +68,13 @@ class SamplingParams:
     top_k: int = 0
     """0 keeps every token."""
     min_p: float = 0.0
-    """The least probability of a token, as a share of the most likely one's; 0 keeps every token."""
+    """Minimum probability of a token, as a share of the most likely one's; 0 keeps every token."""
     repetition_penalty: float = 1.0
     """Divides positive logits of tokens in prompt or answer, and multiplies negative ones; 1 does nothing."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens in the answer."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logits of tokens in the answer, once for each time."""
+    """Subtracted from the logits of tokens in the answer, once per occurrence."""
     seed: int | None = None
     """64 bits; None: drawn for the request. The same seed and logits give the same tokens in any batch."""
     max_tokens: int | None = None
@@ -90,16 +90,16 @@ class SamplingParams:
     greedy: bool = field(init=False, repr=False, compare=False)
     """True if the most likely token is taken."""
     truncated: bool = field(init=False, repr=False, compare=False)
-    """True if min_p, top_k or top_p take tokens away."""
+    """True if min_p, top_k or top_p remove tokens."""
     penalised: bool = field(init=False, repr=False, compare=False)
-    """True if what was there before lowers or raises logits."""
+    """True if earlier tokens change logits."""
     plain: bool = field(init=False, repr=False, compare=False)
-    """True if a temperature and a seed are all there is to it."""
+    """True if nothing but a temperature and a seed is set."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
         self._check()
-        # Found once: every step asks every sequence.
+        # Computed once, since every step reads these for every sequence.
         penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
         object.__setattr__(self, "greedy", self.temperature < GREEDY_BELOW)
         object.__setattr__(self, "truncated", self.top_k > 0 or self.top_p < 1 or self.min_p > 0)

@@ -1,4 +1,4 @@
-"""From sequences to the sampler's inputs: the few rows that ask for more than temperature and truncation."""
+"""Builds the sampler's inputs from sequences; few rows need more than a temperature and a seed."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from triton_models.engine.staging import Staging
 
 
 def stage_sampling(staging: Staging, sampling: list[Sequence]) -> None:
-    """Stage what the rows of a step need beyond their slots: most need nothing."""
+    """Stage what a step's rows need in addition to what their slots hold; for most rows, nothing."""
     truncated: list[int] = []
     penalised: list[int] = []
     bias: list[tuple[int, int, float]] = []
@@ -51,7 +51,7 @@ def sampler_inputs(
     mask_words: Tensor | None,
     sampling: list[Sequence],
 ) -> SamplerInputs:
-    """Put a step's sampler inputs together from what was uploaded and what the slots hold."""
+    """Build a step's sampler inputs from what was uploaded and what the slots hold."""
     rows, penalised = views["sampling_slots"], views["penalised"]
     logprobs = views["logprob_rows"].numel() > 0
     return SamplerInputs(
@@ -77,7 +77,7 @@ def sampler_inputs(
 
 
 def plain_inputs(slots: SlotTable, rows: Tensor) -> SamplerInputs:
-    """Return the sampler's inputs for `rows`, [S] int64 slots that have a temperature and a seed at most."""
+    """Return the sampler's inputs for `rows`, [S] int64 slots of plain requests (`SamplingParams.plain`)."""
     return SamplerInputs.unconstrained(
         temperatures=slots.temperatures[rows],
         seeds=slots.seeds[rows],

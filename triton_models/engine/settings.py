@@ -1,4 +1,4 @@
-"""What the engine may use, and how much KV cache that comes to."""
+"""The engine's limits, and the size of the KV cache that follows from them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -11,10 +11,10 @@ from triton_models.engine.model import CausalModel
 from triton_models.errors import SettingsError
 
 GPU_SHARE = 0.95
-"""Of the device memory that is free beside the weights and what steps need; the rest is for fragments."""
+"""Share of the device memory left by weights and steps that KV blocks take; the rest allows for fragments."""
 
 CPU_SHARE = 0.25
-"""Of the available main memory; pages are only taken once a block is used."""
+"""Share of the available main memory that KV blocks take; pages are only used once a block is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,25 +28,25 @@ class EngineSettings:
     max_context: int | None = None
     """Prompt and answer together, in tokens; None: the model's own."""
     max_running: int = 128
-    """Sequences in one step."""
+    """Most sequences in one step."""
     max_waiting: int = 512
-    """Requests open beyond `max_running`; one more is refused."""
+    """Most open requests beyond `max_running`; further ones are refused."""
     max_batched_tokens: int = 1024
-    """Tokens in one step: what is left beside the decodes computes prompts, in chunks."""
+    """Most tokens in one step; what the decodes leave is used for chunks of prompts."""
     burst_tokens: int | None = None
-    """Tokens in one step while several prompts wait that fill it; never fewer than in any other."""
+    """Most tokens in one step while several prompts wait that fill it; never fewer than in other steps."""
     burst_steps: int = 0
-    """Such steps in a row in which decodes may stand back for a burst (see bursts.py); 0: never."""
+    """Most consecutive steps in which a burst runs without decodes (see bursts.py); 0: none."""
     block_size: int = 16
     """Tokens in one KV block."""
     kv_blocks: int | None = None
-    """KV blocks; None: by memory."""
+    """Number of KV blocks; None: what the memory allows."""
     kv_memory_gib: float | None = None
     """Memory for KV blocks, in GiB; None: a share of what is free."""
     prefix_cache: bool = True
-    """Sequences that begin with the same tokens share the KV blocks of these."""
+    """Whether sequences that begin with the same tokens share the KV blocks of these."""
     failure_limit: int = 3
-    """Failed steps in a row after which the engine stops."""
+    """Consecutive failed steps after which the engine stops."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -69,19 +69,19 @@ class EngineSettings:
 
     @property
     def largest_step(self) -> int:
-        """Tokens of the largest step there can be."""
+        """Tokens of the largest possible step."""
         return max(self.max_batched_tokens, self.burst_tokens or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the settings come to on this machine with this model."""
+    """What the settings amount to on this machine with this model."""
 
     kv_blocks: int
     max_context: int
-    """Tokens of prompt and answer that one sequence may have."""
+    """Most tokens of prompt and answer that one sequence may have."""
     reason: str
-    """How they were chosen, for the log."""
+    """How these were chosen, for the log."""
 
 
 def choose_capacity(
@@ -90,14 +90,14 @@ def choose_capacity(
     """Choose the number of KV blocks and the longest sequence they and the model allow.
 
     Args:
-        settings: what was asked for.
-        model: where its cache will be.
-        beside_cache: finds out how many bytes of a GPU steps need for themselves; only asked where the blocks
+        settings: the limits asked for.
+        model: the model whose cache it is, on its device.
+        beside_cache: measures how many bytes of a GPU the steps themselves need; only called where the blocks
             are to take what is left.
 
     Raises:
-        SettingsError: the context exceeds the model's, not even one block fits, or the device has no room for
-            what was asked.
+        SettingsError: the context exceeds the model's, not even one block fits, or the device is too small
+            for what was asked for.
     """
     context = settings.max_context or model.max_positions
     if context > model.max_positions:

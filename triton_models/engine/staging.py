@@ -1,4 +1,4 @@
-"""One copy to the device for all of a step's small tensors."""
+"""Copies all small tensors of a step to the device at once."""
 
 from array import array
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def upload(numbers: Tensor, device: torch.device) -> Tensor:
-    """Copy numbers of the host to `device` without waiting for what it is computing."""
+    """Copy a host tensor to `device` without waiting for its current work."""
     if device.type == "cuda":
         return numbers.pin_memory().to(device, non_blocking=True)
     return numbers
@@ -30,7 +30,7 @@ class Staging:
         self._add(name, array("d", values), torch.float64)
 
     def upload(self, device: torch.device) -> dict[str, Tensor]:
-        """Return every list by its name, each of one dimension, on `device`."""
+        """Return every list by name, as one-dimensional tensors on `device`."""
         if not self._words:
             return {name: torch.empty(0, dtype=dtype, device=device) for name, _, dtype in self._parts}
         words = upload(torch.frombuffer(self._words, dtype=torch.int64), device)

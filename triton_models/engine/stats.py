@@ -1,4 +1,4 @@
-"""What the engine tells about itself."""
+"""What the engine reports about itself."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ class StepStats:
     """One step."""
 
     batch_size: int
-    """Sequences that worked in it."""
+    """Sequences in the step."""
     prefill_tokens: int
     decode_tokens: int
-    """Of sequences that decode, those that became part of an answer."""
+    """Tokens of decoding sequences that became part of an answer."""
     seconds: float
     """From scheduling to sampled tokens."""
     preemptions: int

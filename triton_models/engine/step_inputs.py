@@ -1,4 +1,4 @@
-"""What a step with prompts is computed from: the decodes' newest tokens, then the prompts' chunks."""
+"""The inputs of a step with prompts: the decodes' newest tokens, then the prompts' chunks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ Tiles = Sequence[tuple[int, int, int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """On the device. T rows: D decodes, the chunks' tokens, and what fills the step up."""
+    """Tensors on the device, of T rows: D decodes, the chunks' tokens, and padding."""
 
     tokens: Tensor
     """[T] int64."""
     slots: Tensor
     """[T] int32."""
     positions: Tensor
-    """[T] int64; -1 where a row only fills up."""
+    """[T] int64; -1 in padding."""
     decode_lengths: Tensor
-    """[D] int32, with the new token."""
+    """[D] int32, including the new token."""
     tiles: Tensor
     """[N, 4] int32."""
     rows: Tensor
@@ -33,7 +33,7 @@ class StepInputs:
 
 
 def chunk_rows(batch: Batch) -> tuple[ChunkRows, ...]:
-    """Return where the chunks of a step's prompts stand in it."""
+    """Return where the chunks of a step's prompts are in it."""
     chunks = []
     row = len(batch.decodes)
     for chunk in batch.prefills:
@@ -43,7 +43,7 @@ def chunk_rows(batch: Batch) -> tuple[ChunkRows, ...]:
 
 
 def stage_prompts(staging: Staging, batch: Batch, tiles: Tiles, *, padding: int, spare: int) -> None:
-    """Stage the prompts' tokens, and `padding` rows of the slot `spare` behind them."""
+    """Stage the prompts' tokens, followed by `padding` rows of the slot `spare`."""
     slots: list[int] = []
     tokens: list[int] = []
     positions: list[int] = []
@@ -63,7 +63,7 @@ def stage_prompts(staging: Staging, batch: Batch, tiles: Tiles, *, padding: int,
 
 
 def step_inputs(views: dict[str, Tensor], table: SlotTable) -> StepInputs:
-    """Put an uploaded step together with what the device knows of its decodes."""
+    """Combine an uploaded step with what the device knows about its decodes."""
     decodes = views["decode_slots"]
     lengths = table.lengths[decodes]
     return StepInputs(

@@ -1,4 +1,4 @@
-"""Makes an engine do once whatever it will ever do, so that no request is the first of its kind."""
+"""Makes an engine do everything once, so that no request is the first of its kind."""
 
 import logging
 import time
@@ -14,13 +14,13 @@ _NEW_TOKENS = 4
 
 
 def warm_up(engine: Engine) -> None:
-    """Run requests of every kind to their end; libraries and compilers set themselves up meanwhile.
+    """Run requests of every kind to their end, during which kernels are compiled and libraries initialised.
 
-    Prompts of one token, of some, and of several steps, told of and not; each way to sample; prompts beside
-    decodes.
+    These are prompts of one token, of some, and of several steps, with and without log-probabilities; every
+    way to sample; and prompts beside decodes.
 
     Raises:
-        WarmUpError: a request failed, and so would those to come.
+        WarmUpError: a request failed, so later ones would fail too.
     """
     began = time.monotonic()
     new_tokens = min(_NEW_TOKENS, engine.max_context - 1)

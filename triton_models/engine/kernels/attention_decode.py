@@ -13,7 +13,7 @@ from triton_models.engine.kernels.decode_plan import (
 )
 
 _MERGE_STEP: tl.constexpr = tl.constexpr(4)
-"""Segments whose loads are in flight together while the last program merges."""
+"""Segments whose loads are in flight at the same time while the last program merges."""
 
 
 def decode_attention(
@@ -31,18 +31,18 @@ def decode_attention(
 ) -> None:
     """Attend one token of each sequence to the whole sequence, scaled by head_dim ** -0.5.
 
-    A sequence is cut into at most `SEGMENTS` segments of whole tiles, by its own length alone. `splits`
-    programs share the segments; where there is more than one, each leaves its segments in the workspace and
-    the last to finish merges all of them in order. A single program merges in registers, by the same
-    operations in the same order. So a row's result is the same bits whatever the batch and `splits` are.
+    A sequence is divided into at most `SEGMENTS` segments of whole tiles, depending on its length alone.
+    `splits` programs share the segments. If there are several, each stores its segments in the workspace, and
+    the last to finish merges all of them in order; a single program merges in registers, with the same
+    operations in the same order. So a row's result is bitwise the same for any batch and any `splits`.
 
-    Nothing is read beyond a sequence's length: entries of `tables` there may be anything, and what other
-    tokens left in a sequence's last block reaches no result. `lengths` and `rows` are read on the device,
-    so the launch can be captured in a CUDA graph.
+    Nothing beyond a sequence's length is used: entries of `tables` there may be anything, and what other
+    tokens left in a sequence's last block affects no result. `lengths` and `rows` are read on the device, so
+    the launch can be captured in a CUDA graph.
 
-    Compiled once for each dtype, number of heads, head_dim, block_size, config, and whether `splits` is 1;
-    no other argument makes a variant, provided that the addresses of `queries`, `keys`, `values` and `out`
-    and the bytes between the tokens of `queries` are multiples of 16.
+    Compiled once for each dtype, number of heads, head_dim, block_size, config, and whether `splits` is 1. No
+    other argument causes another compilation, provided that the addresses of `queries`, `keys`, `values` and
+    `out` and the stride in bytes between the tokens of `queries` are multiples of 16.
 
     Args:
         queries: [B, query heads, head_dim]; only the batch may be strided.
@@ -53,11 +53,11 @@ def decode_attention(
         lengths: [B] int32, tokens of each sequence with the new one; 0 marks padding: its result is 0.
         out: [B, query heads, head_dim], contiguous, written.
         splits: programs per sequence and KV head, see `choose_splits`.
-        workspace: needed where `splits` is more than 1.
-        config: `decode_config`'s choice where None.
+        workspace: required if `splits` is more than 1.
+        config: None: the choice of `decode_config`.
 
     Raises:
-        ValueError: `splits` asks for a workspace that is missing or too small.
+        ValueError: `splits` needs a workspace, which is missing or too small.
     """
     batch, query_heads, head_dim = queries.shape
     _, block_size, kv_heads, _ = keys.shape
@@ -93,10 +93,10 @@ def decode_attention(
 
 @triton.jit
 def _merge(high, weights, sums, other_high, other_weights, other_sums, log2_scale):
-    """Add a segment to what came before it; scores are unscaled, and -inf for nothing.
+    """Merge a segment into those before it; scores are unscaled, and -inf means no keys.
 
-    Each multiplication that feeds an addition is an explicit fma, so that the compiler cannot contract the
-    two places that merge differently.
+    Every multiplication followed by an addition is an explicit fma, so that the compiler cannot contract them
+    differently in the two places that merge.
     """
     new = tl.maximum(high, other_high)
     keep = tl.exp2((high - new) * log2_scale)
@@ -117,7 +117,7 @@ def _merge_all(
     LANES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Merge a sequence's segments in order; those that a step of the loop has too many change nothing."""
+    """Merge a sequence's segments in order; the surplus ones of the last loop iteration change nothing."""
     lanes = tl.arange(0, LANES)
     dims = tl.arange(0, HEAD_DIM)
     high = tl.full([LANES], -float("inf"), tl.float32)
@@ -127,7 +127,7 @@ def _merge_all(
         for step in tl.static_range(_MERGE_STEP):
             exists = begin + step + tl.zeros_like(lanes) < segments
             at = first + begin + step
-            # Past the first cache, which is not kept coherent.
+            # Bypasses the L1 cache, which is not coherent.
             scales = scales_in + at * (2 * LANES) + lanes
             other_high = tl.load(scales, mask=exists, other=-float("inf"), cache_modifier=".cg")
             other_weights = tl.load(scales + LANES, mask=exists, other=0.0, cache_modifier=".cg")
@@ -171,7 +171,7 @@ def _decode(
 ):
     kv_head, batch_row, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + batch_row)
-    # Padding goes through as one empty tile, and its result is replaced at the end.
+    # Padding is computed as one empty tile, and its result is replaced at the end.
     tiles = tl.maximum(tl.cdiv(length, TILE), 1)
     segment_tiles = tl.cdiv(tiles, MAX_SEGMENTS)
     segments = tl.cdiv(tiles, segment_tiles)
@@ -205,7 +205,7 @@ def _decode(
     for tile in range(first, last):
         positions = tile * TILE + steps
         inside = positions < length
-        # Places beyond the length are looked up in block 0, which exists: their keys are masked below.
+        # Positions beyond the length are looked up in block 0, which exists; their keys are masked below.
         blocks = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0)
         places = (blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
         key = tl.load(keys + places[:, None] + dims[None, :])
@@ -219,7 +219,7 @@ def _decode(
             tl.fma(scores, log2_scale, tl.broadcast_to((-new * log2_scale)[:, None], scores.shape))
         )
         weights = tl.fma(weights, keep, tl.sum(weight, 1))
-        # Zeros, not whatever the block holds: a weight of 0 would not silence a NaN.
+        # Zeros instead of what the block holds, since a weight of 0 would not cancel a NaN.
         value = tl.load(values + places[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
         sums = tl.dot(weight.to(value.dtype), value, sums * keep[:, None], input_precision="ieee")
         high = new
@@ -238,8 +238,8 @@ def _decode(
                     all_high, all_weights, all_sums, high, weights, sums, log2_scale
                 )
     if SPLIT:
-        # Every thread's stores come before the barrier, and the barrier before the atomic, which publishes
-        # them (release) and shows the last program those of the others (acquire).
+        # All threads' stores precede the barrier, and the barrier precedes the atomic, which publishes them
+        # (release) and makes the others' visible to the last program (acquire).
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu")
         if arrived + 1 < tl.cdiv(segments, share):

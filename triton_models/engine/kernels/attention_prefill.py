@@ -1,4 +1,4 @@
-"""Paged causal attention of several new tokens per sequence: prompts and chunks of prompts."""
+"""Paged causal attention of several new tokens per sequence, for prompts and chunks of prompts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig:
-    """How the kernel is cut up.
+    """How the kernel divides its work.
 
-    `rows`: rows of the matrix products, each a query of one head, a power of two of at least 16; `keys`: keys
-    loaded at once, likewise. `warps`, `stages`: as Triton's launch options `num_warps` and `num_stages`.
+    `rows`: rows of the matrix products, each a query of one head; `keys`: keys loaded at once. Both are
+    powers of two of at least 16. `warps`, `stages`: Triton's launch options `num_warps` and `num_stages`.
     """
 
     rows: int
@@ -25,7 +25,7 @@ class PrefillConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillRange:
-    """New tokens of one sequence: `count` rows of the step from `start`, positions from `offset`."""
+    """New tokens of one sequence: `count` rows of the step from row `start`, at positions from `offset`."""
 
     table_row: int
     start: int
@@ -36,9 +36,9 @@ class PrefillRange:
 def prefill_config(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
     """Return the constants for a head's shape.
 
-    With 16 bits, 64 rows are one warp group's matrix instruction, and small enough that a prompt of some
-    250 tokens fills a Hopper device. float32 has no matrix unit of its own precision: its tiles are small for
-    the registers' sake.
+    With 16 bits, 64 rows are one matrix instruction of a warp group, and few enough that a prompt of some 250
+    tokens fills a Hopper GPU. No matrix unit has float32's precision, so its tiles are small, to fit the
+    registers.
     """
     if dtype in (torch.float16, torch.bfloat16):
         return PrefillConfig(rows=64, keys=64, warps=4, stages=3)
@@ -46,20 +46,20 @@ def prefill_config(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
 
 
 def queries_per_tile(query_heads: int, kv_heads: int, config: PrefillConfig) -> int:
-    """Return how many tokens one program takes: all query heads of a KV head, so that keys are read once."""
+    """Return how many tokens one program takes, with all query heads of a KV head: keys are read once."""
     return max(1, config.rows // (query_heads // kv_heads))
 
 
 def make_tiles(ranges: Iterable[PrefillRange], tile: int) -> list[tuple[int, int, int, int]]:
-    """Cut the new tokens of a step into what programs do.
+    """Divide the new tokens of a step among programs.
 
     Args:
         ranges: the step's chunks.
-        tile: tokens in one tile at most, from `queries_per_tile`.
+        tile: most tokens in one tile, from `queries_per_tile`.
 
     Returns:
-        (table row, first row of the step, first position, tokens) of each tile, the longest past first:
-        programs start in this order, and short work fills the gaps at the end best.
+        (table row, first row of the step, first position, tokens) of each tile, the longest past first.
+        Programs start in this order, so that short ones fill the gaps at the end.
     """
     tiles = [
         (each.table_row, each.start + done, each.offset + done, min(tile, each.count - done))
@@ -79,15 +79,15 @@ def prefill_attention(
     *,
     config: PrefillConfig | None = None,
 ) -> None:
-    """Attend each new token to its sequence up to itself, scaled by head_dim ** -0.5.
+    """Attend each new token to its sequence up to and including itself, scaled by head_dim ** -0.5.
 
-    The keys and values of the new tokens are in the cache already. Nothing is read beyond a tile's last
-    token: entries of `tables` there may be anything, and what other tokens left in a block reaches no result.
+    The keys and values of the new tokens must already be in the cache. Nothing beyond a tile's last token is
+    used: entries of `tables` there may be anything, and what other tokens left in a block affects no result.
     A row's result does not depend on what else is in the step.
 
-    Compiled once for each dtype, number of heads, head_dim, block_size and config; no other argument makes a
-    variant, provided that the addresses of `queries`, `keys`, `values` and `out` and the bytes between the
-    tokens of `queries` are multiples of 16.
+    Compiled once for each dtype, number of heads, head_dim, block_size and config. No other argument causes
+    another compilation, provided that the addresses of `queries`, `keys`, `values` and `out` and the stride
+    in bytes between the tokens of `queries` are multiples of 16.
 
     Args:
         queries: [T, query heads, head_dim], every row of the step; only tokens may be strided.
@@ -96,7 +96,7 @@ def prefill_attention(
         tables: [S, W] int32, block numbers.
         tiles: [N, 4] int32, contiguous, from `make_tiles` with `queries_per_tile` of the same config.
         out: [T, query heads, head_dim], contiguous; the rows that tiles name are written.
-        config: `prefill_config`'s choice where None.
+        config: None: the choice of `prefill_config`.
     """
     _, query_heads, head_dim = queries.shape
     _, block_size, kv_heads, _ = keys.shape
@@ -143,7 +143,7 @@ def _attend(
 ):
     """Attend to the key tiles `first` to `last`: an online softmax, unnormalised.
 
-    Unmasked tiles are seen whole by every query.
+    Every query attends to all keys of unmasked tiles.
     """
     log2_scale: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
     steps = tl.arange(0, KEYS)
@@ -152,7 +152,7 @@ def _attend(
         positions = tile * KEYS + steps
         if MASKED:
             inside = positions < end
-            # Places beyond the end are looked up in block 0, which exists: their keys are masked below.
+            # Positions beyond the end are looked up in block 0, which exists; their keys are masked below.
             blocks = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0)
         else:
             blocks = tl.load(table + positions // BLOCK_SIZE)
@@ -161,7 +161,7 @@ def _attend(
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         if MASKED:
             scores = tl.where(positions[None, :] <= query_positions[:, None], scores, -float("inf"))
-            # Zeros, not whatever the block holds: a weight of 0 would not silence a NaN.
+            # Zeros instead of what the block holds, since a weight of 0 would not cancel a NaN.
             value = tl.load(values + places[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
         else:
             value = tl.load(values + places[:, None] + dims[None, :])
@@ -199,7 +199,7 @@ def _prefill(
     table_row, first_row = tl.load(tiles), tl.load(tiles + 1)
     offset, count = tl.load(tiles + 2), tl.load(tiles + 3)
 
-    # Rows are queries, each with its GROUP heads beside each other.
+    # Rows are queries; the GROUP heads of one token are adjacent.
     lanes = tl.arange(0, ROWS)
     tokens = lanes // GROUP
     heads = kv_head * GROUP + lanes % GROUP

@@ -1,4 +1,4 @@
-"""What the sampling kernels share: random numbers, weights beside the largest logit, the inverse of a sum."""
+"""What the sampling kernels share: random numbers, weights relative to the largest logit, and the draw."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 from triton_models.engine.sampling import GREEDY_BELOW
 
 COLDEST: tl.constexpr = tl.constexpr(GREEDY_BELOW)
-"""The temperature under which the most likely token is taken."""
+"""Below this temperature the most likely token is taken."""
 
 # SplitMix64's, as in `triton_models.engine.random_numbers`.
 _GAMMA: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
@@ -34,13 +34,13 @@ def _mix(state):
 
 @triton.jit
 def inverse(temperature):
-    """Return what differences of logits are multiplied by; 1 where nothing is drawn."""
+    """Return the factor for differences of logits: 1 / temperature, or 1 where nothing is drawn."""
     return tl.where(temperature < COLDEST, 1.0, tl.div_rn(1.0, tl.maximum(temperature, COLDEST)))
 
 
 @triton.jit
 def load_usable(row_logits, ids, VOCABULARY: tl.constexpr):
-    """Return float32 logits, with -inf for whatever cannot be chosen: outside, infinite or not a number."""
+    """Return float32 logits, with -inf for ids that cannot be chosen: out of range, infinite or NaN."""
     wide = tl.load(row_logits + ids, mask=ids < VOCABULARY, other=float("-inf")).to(tl.float32)
     return tl.where(tl.abs(wide) < float("inf"), wide, float("-inf"))
 
@@ -53,9 +53,9 @@ def weights_beside(values, peak, coldness):
 
 @triton.jit
 def first_over(weights, target, ids):
-    """Return the first id whose sum of weights is over the target, else the last one that weighs."""
+    """Return the first id whose cumulative weight exceeds the target, else the last one with any weight."""
     reached = tl.cumsum(weights.to(tl.float64), 0)
     weighty = weights > 0
     last = tl.max(tl.where(weighty, ids, 0), 0)
-    # Sums added in a tree may step back by a rounding, so that an id of no weight could be over first.
+    # Sums added in a tree may decrease by rounding, so an id of weight zero could be the first to exceed it.
     return tl.minimum(tl.min(tl.where(weighty & (reached > target), ids, _NO_ID), 0), last)

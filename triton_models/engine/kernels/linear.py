@@ -1,9 +1,9 @@
-"""Products of few rows with a weight matrix, bound by the reading of the weights.
+"""Products of few rows with a weight matrix, limited by the time it takes to read the weights.
 
 Every program streams a tile of weight rows past the padded rows of `x`. Where the tiles alone would not keep
-every multiprocessor loading, the sum's keys are split among programs: each leaves its partial sum, and the
-one that arrives last adds them up in the order of the keys. So there are no floating-point atomics, and a
-result is the same whoever comes last.
+every multiprocessor busy, the K dimension (the "keys" below) is split among programs: each stores a partial
+sum, and the last to finish adds them in order. So there are no floating-point atomics, and the result does
+not depend on which program is last.
 """
 
 import torch
@@ -15,17 +15,18 @@ from triton_models.engine.kernels.swiglu import silu_times
 from triton_models.engine.kernels.tilings import Tiling, tiling_for
 
 MAX_ROWS = 32
-"""Of `x`; above, the arithmetic starts to count, and a library's products are faster: see bench/LOG.md."""
+"""Most rows of `x`: beyond, arithmetic matters, and a library's products are faster (bench/LOG.md)."""
 
 _MAX_TILES = 4096
 _MIN_ROWS = 16
-"""The least that the matrix units take."""
+"""The fewest rows that the matrix units take."""
 
 
 def new_arrivals(device: torch.device) -> Tensor:
-    """Return counters, by which the programs of a split product find out who is last.
+    """Return counters by which the programs of a split product find out which is last.
 
-    They are zero between launches. Launches that share them must not overlap: one stream, or events between.
+    They are zero between launches. Launches that share them must not overlap: use one stream, or order them
+    by events.
     """
     return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
@@ -41,9 +42,9 @@ def linear(
 ) -> Tensor:
     """Return x @ weight^T + bias, or add it to `residual` in place.
 
-    Sums are float32, and rounded to the dtype before the residual is added. A row's result depends on nothing
-    but the row. Compiled once for each dtype, shape of `weight`, up to 16 or up to 32 rows, and with or
-    without bias and residual.
+    Sums are float32, and rounded to the dtype before the residual is added. A row's result depends on that
+    row alone. Compiled once for each dtype, shape of `weight`, up to 16 or up to 32 rows, and with or without
+    bias and residual.
 
     Args:
         x: [M, K], contiguous, M at most `MAX_ROWS`, K a multiple of 8.
@@ -51,7 +52,7 @@ def linear(
         bias: [N] in the dtype of `x`.
         arrivals: from `new_arrivals`.
         residual: [M, N], contiguous, in the dtype of `x`.
-        tiling: how to cut it up; None: as `tiling_for` says.
+        tiling: how to divide the work; None: the choice of `tiling_for`.
 
     Returns:
         [M, N] in the dtype of `x`; `residual` itself where it is given.
@@ -67,19 +68,19 @@ def linear(
 
 
 def linear_swiglu(x: Tensor, weight: Tensor, *, arrivals: Tensor, tiling: Tiling | None = None) -> Tensor:
-    """Return silu(gate) * up of x @ weight^T, whose first half is the gate: as `linear`, then `swiglu`.
+    """Return silu(gate) * up of x @ weight^T, whose first half is the gate: `linear`, then `swiglu`.
 
     Args:
-        x: [M, K], as `linear` has it.
+        x: [M, K], as for `linear`.
         weight: [2 * F, K], contiguous, in the dtype of `x`.
         arrivals: from `new_arrivals`.
-        tiling: how to cut it up, `block_n` rows of both halves at once; None: as `tiling_for` says.
+        tiling: how to divide the work, with `block_n` rows of both halves; None: the choice of `tiling_for`.
 
     Returns:
         [M, F] in the dtype of `x`.
 
     Raises:
-        ValueError: as `linear`.
+        ValueError: as for `linear`.
     """
     outputs = len(weight) // 2
     out = x.new_empty((len(x), outputs))
@@ -157,7 +158,7 @@ def _linear(
     steps: tl.constexpr = (KEYS + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)
     k = split * (steps * BLOCK_K) + tl.arange(0, BLOCK_K)
     x_tile = x + m[:, None] * KEYS + k[None, :]
-    # Rows past the last read that one again; their sums are not stored.
+    # Rows beyond the last read the last one again; their sums are not stored.
     row = tl.minimum(n, OUTPUTS - 1).to(tl.int64)
     weight_tile = weight + row[:, None] * KEYS + k[None, :]
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -183,7 +184,7 @@ def _linear(
         tl.store(partial + split * size, sums, mask=stored, cache_modifier=".cg")
         if GATED:
             tl.store(partial + split * size + part_size, up_sums, mask=stored, cache_modifier=".cg")
-        # One thread counts for all of them: their stores have to come before.
+        # One thread counts for all threads of the program, whose stores must come first.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
         if arrived == SPLITS - 1:
@@ -191,7 +192,7 @@ def _linear(
             sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             up_sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             for other in tl.static_range(SPLITS):
-                # Past the first-level cache, which knows nothing of other multiprocessors' stores.
+                # Bypasses the L1 cache, which does not see other multiprocessors' stores.
                 sums += tl.load(partial + other * size, mask=stored, other=0.0, cache_modifier=".cg")
                 if GATED:
                     up_partial = partial + other * size + part_size
@@ -203,7 +204,7 @@ def _linear(
 def _finish(
     sums, up_sums, bias, out, m, n, rows, OUTPUTS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr
 ):
-    """Write a tile of `out`: with its bias, gated, or added to what is there."""
+    """Write a tile of `out`, with its bias, gated, or added to what is there."""
     dtype: tl.constexpr = out.dtype.element_ty
     here = out + m[:, None] * OUTPUTS + n[None, :]
     inside = (m < rows)[:, None] & (n < OUTPUTS)[None, :]

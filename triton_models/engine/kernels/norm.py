@@ -11,7 +11,7 @@ _NUMBERS_PER_WARP = 512
 def norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMSNorm of each row (Zhang and Sennrich, 2019), computed in float32.
 
-    A row's result depends on nothing but the row. Compiled once for each dtype and width.
+    A row's result depends on that row alone. Compiled once for each dtype and width.
 
     Args:
         hidden: [T, H], contiguous, float32, float16 or bfloat16.

@@ -1,11 +1,11 @@
-"""Rotary positions and the KV cache's new entries, in one launch."""
+"""Rotary position embedding and the KV cache's new entries, in one launch."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 _HEADS = 16
-"""Heads of one program."""
+"""Heads per program."""
 
 
 def rotate_store(
@@ -22,25 +22,25 @@ def rotate_store(
 ) -> None:
     """Rotate queries and keys by their positions, and write keys and values to the cache.
 
-    Interleaved pairs (2i, 2i + 1) of the first R numbers of a head are rotated in float32, each product and
-    sum rounded by itself, as the plain code does it; the rest of a head carries no position.
+    Interleaved pairs (2i, 2i + 1) of the first R numbers of a head are rotated in float32, with each product
+    and sum rounded separately, as in the plain code; the rest of a head is not rotated.
 
-    Compiled once for each dtype, number of heads, head_dim, R and block_size; no other argument makes a
-    variant, provided that the addresses of `projected`, `cos`, `sin`, `keys` and `values` are multiples of
-    16.
+    Compiled once for each dtype, number of heads, head_dim, R and block_size. No other argument causes
+    another compilation, provided that the addresses of `projected`, `cos`, `sin`, `keys` and `values` are
+    multiples of 16.
 
     Args:
         projected: [T, query heads + 2 * KV heads, head_dim], contiguous: queries, then keys, then values.
-            The queries are rotated in place; the keys stay as they were.
+            The queries are rotated in place; the keys are left unchanged.
         cos: [positions, R / 2] float32, contiguous; R is even and at most head_dim.
         sin: like `cos`.
-        positions: [T] int32, each token's place in its sequence; a negative one marks padding, for which
-            nothing is written.
+        positions: [T] int32, each token's position in its sequence; negative for padding, for which nothing
+            is written.
         tables: [S, W] int32, block numbers.
         rows: [T] int32, each token's row in `tables`.
         keys: [blocks, block_size, KV heads, head_dim], contiguous, written at the tokens' places.
         values: like `keys`.
-        query_heads: how many of the heads are queries.
+        query_heads: number of query heads.
     """
     tokens, heads, head_dim = projected.shape
     _, block_size, kv_heads, _ = keys.shape

@@ -1,10 +1,10 @@
 """From logits to tokens in two launches, or three where rows are truncated; nothing is sorted.
 
-The rules are those of `triton_models.engine.sampler`: the lowest id among the most likely, or the first id
-whose cumulative probability is over a random number, in vocabulary order. Weights are float32, their sums
-float64 and added in a fixed order, so a row's token depends on its own logits and parameters only. The plain
-sampler rounds its probabilities elsewhere: a draw can differ from its where the random number falls that
-close to the boundary between two tokens.
+The rules are those of `triton_models.engine.sampler`: the lowest id among the most likely, or the first id in
+vocabulary order whose cumulative probability exceeds a random number. Weights are float32; their sums are
+float64 and added in a fixed order, so a row's token depends only on its own logits and parameters. The plain
+sampler rounds probabilities differently, so the two can differ where the random number is that close to the
+boundary between two tokens.
 """
 
 import torch
@@ -23,7 +23,7 @@ from triton_models.engine.kernels.drawing import (
 from triton_models.engine.kernels.truncation import Truncation, draw_truncated
 
 _BLOCK = 4096
-"""Logits of one program; a row's blocks are few enough for one program to go through their sums."""
+"""Logits per program, so many that one program can go through the sums of a row's blocks."""
 
 
 def choose(
@@ -40,16 +40,16 @@ def choose(
     `logits` is a multiple of 16 and `counters` always have the same dtype.
 
     Args:
-        logits: [S, V], contiguous, of any float dtype; -inf takes a token away.
+        logits: [S, V], contiguous, of any float dtype; -inf removes a token.
         temperatures: [S] float32; below `GREEDY_BELOW` a row takes its most likely token.
         seeds: [S] int64.
-        counters: [S] int64 or int32, not negative; each is a draw of its own of its row's seed.
+        counters: [S] int64 or int32, not negative; each is an independent draw of its row's seed.
         truncation: the rows with limits; None: there are none.
 
     Returns:
-        [3, S] int64, as `SamplerOutputs.status`: token ids, whether all logits are finite (who took tokens
-        away asks that of the logits before), and whether any token can be chosen. Where one of these does not
-        hold the token is some id of the vocabulary.
+        [3, S] int64, as `SamplerOutputs.status`: token ids, whether all logits are finite (if tokens were
+        removed, check this before), and whether any token can be chosen. If one of the two does not hold, the
+        token is an arbitrary id of the vocabulary.
     """
     rows, vocabulary = logits.shape
     blocks = triton.cdiv(vocabulary, _BLOCK)
@@ -96,7 +96,7 @@ def choose(
 def _summarise(
     logits, temperatures, peaks, sums, places, finite, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Of a block of a row: largest logit, its lowest id, sum of weights beside it, whether all are finite."""
+    """Find a block's largest logit, its lowest id, the sum of weights, and whether all are finite."""
     row = tl.program_id(0)
     block = tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
@@ -128,7 +128,7 @@ def _choose(
     BLOCKS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
 ):
-    """Choose a row's token by what is known of its blocks, and read only the block that it is in."""
+    """Choose a row's token from the summaries of its blocks, reading only the block that it is in."""
     row = tl.program_id(0)
     blocks = tl.arange(0, BLOCKS_PADDED)
     listed = blocks < BLOCKS

@@ -12,7 +12,7 @@ _WARPS = 4
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(first half) * second half of each row.
 
-    silu is rounded to the dtype before the product, as the plain forward pass does it.
+    silu is rounded to the dtype before the product, as in the plain forward pass.
 
     Compiled once for each dtype and width.
 
@@ -31,7 +31,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @triton.jit
 def silu_times(gate, up):
-    """Return silu(gate) * up, both rounded to the dtype of `up`, which `gate` has too."""
+    """Return silu(gate) * up; silu and the product are rounded to the dtype that both have."""
     wide = gate.to(tl.float32)
     silu = (wide / (1.0 + tl.exp(-wide))).to(up.dtype)
     return (silu.to(tl.float32) * up.to(tl.float32)).to(up.dtype)

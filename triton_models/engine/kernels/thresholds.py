@@ -1,9 +1,9 @@
 """Thresholds among a row's logits, found without sorting them.
 
-A fixed map brings the bits of float32 numbers into the numbers' order as integers, called keys. The lowest
-key with less than so many tokens above it, or less than so much of their weight, is searched among all of
-them: a pass over the row looks at three candidates and leaves a quarter of the range, so at most 17 passes
-find it in float32, and 9 in bfloat16, whose keys need half of the bits.
+A fixed mapping turns float32 numbers into integers of the same order, called keys. The threshold is the
+lowest key with fewer than a given number of tokens above it, or less than a given weight. Each pass over the
+row tries three candidates and leaves a quarter of the range, so at most 17 passes find it in float32, and 9
+in bfloat16, whose keys need half the bits.
 """
 
 import triton
@@ -12,37 +12,37 @@ import triton.language as tl
 from triton_models.engine.kernels.drawing import load_usable, weights_beside
 
 STAGES: tl.constexpr = tl.constexpr(3)
-"""Depth of the loads' pipeline."""
+"""Depth of the pipeline of loads."""
 
 GROUPS: tl.constexpr = tl.constexpr(128)
-"""Parts of a row whose largest logits bound the search for a top_k of up to as many."""
+"""Parts of a row whose largest logits bound the search for a top_k of at most this number."""
 
 
 @triton.jit
 def order(values, UNUSED_BITS: tl.constexpr):
-    """Map float32 numbers to int32 in the same order, 0 and -0 to the same."""
+    """Map float32 numbers to int32 keys in the same order; 0 and -0 map to the same key."""
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> UNUSED_BITS
 
 
 @triton.jit
 def value_of(key, UNUSED_BITS: tl.constexpr):
-    """Return the float32 number of a key: `order` the other way."""
+    """Return the float32 number of a key: the inverse of `order`."""
     key = key << UNUSED_BITS
-    # A negative number's bits are turned over, those that are not used as well.
+    # A negative number's bits are inverted, including the unused ones.
     bits = tl.where(key < 0, (key | ((1 << UNUSED_BITS) - 1)) ^ 0x7FFFFFFF, key)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def logit_of(log_weight, peak, coldness):
-    """Return the logit whose weight beside the peak has that logarithm."""
+    """Return the logit whose weight relative to the peak has that logarithm."""
     return (peak.to(tl.float64) + log_weight.to(tl.float64) / coldness.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
 def kth_group_peak(row_logits, k, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the k-th largest of the peaks of a row's groups: at least k logits are as large."""
+    """Return the k-th largest of the group peaks of a row: at least k logits are that large."""
     lanes = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in tl.range(0, VOCABULARY, BLOCK, num_stages=STAGES):
         lanes = tl.maximum(lanes, load_usable(row_logits, start + tl.arange(0, BLOCK), VOCABULARY))
@@ -64,10 +64,10 @@ def search(
     UNUSED_BITS: tl.constexpr,
     WEIGHED: tl.constexpr,
 ):
-    """Find the lowest key in [low, high] above which there is less than `limit`: tokens, or their weight.
+    """Find the lowest key in [low, high] with less than `limit` above it: number of tokens, or their weight.
 
-    Returns the key, which is one of the row's, and what is above it. Nothing is above `high`, and `low` is at
-    most the key.
+    Returns the key, which is one of the row's, and what is above it. Nothing may be above `high`, and `low`
+    must be at most the key.
     """
     low, high = low.to(tl.int64), high.to(tl.int64)
     above = tl.full((), 0.0, tl.float64)
@@ -110,7 +110,7 @@ def kept_weight(
     BLOCK: tl.constexpr,
     UNUSED_BITS: tl.constexpr,
 ):
-    """Return the weight of what is over the threshold, and of the first `ties` that equal it."""
+    """Return the weight of the tokens above the threshold and of the first `ties` that equal it."""
     over = tl.zeros((BLOCK,), tl.float32)
     equal = tl.zeros((BLOCK,), tl.int32)
     for start in tl.range(0, VOCABULARY, BLOCK, num_stages=STAGES):

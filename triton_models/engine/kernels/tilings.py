@@ -1,4 +1,4 @@
-"""How products of few rows are cut up, by their shapes: constants, so nothing is tuned while serving."""
+"""How products of few rows divide their work, by shape: constants, so nothing is tuned while serving."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ import triton
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """How a product is cut up. Results of different tilings differ by rounding.
+    """How a product divides its work. Results of different tilings differ by rounding.
 
     `block_n` weight rows by `block_k` keys are loaded at once, both powers of two of at least 16; `splits`
-    programs share the keys. `warps`, `stages`: as Triton's launch options `num_warps` and `num_stages`.
+    programs share the keys. `warps`, `stages`: Triton's launch options `num_warps` and `num_stages`.
     """
 
     block_n: int
@@ -31,14 +31,14 @@ _TILINGS: dict[tuple[int, int, bool], Tiling] = {
 }
 
 _PROGRAMS = 3 * 132
-"""What a large GPU runs at once."""
+"""Programs that a large GPU runs at once."""
 
 
 def tiling_for(outputs: int, keys: int, *, gated: bool, dtype: torch.dtype) -> Tiling:
-    """Return the constants of a product by its shape: never by the number of rows, whose results they shape.
+    """Return the constants for a product's shape: never by the number of rows, since they affect rounding.
 
-    Shapes that nobody measured get enough splits to occupy a large GPU. float32 has no matrix unit of its own
-    precision: its tiles are small for the registers' sake.
+    Shapes that were not measured get enough splits to fill a large GPU. No matrix unit has float32's
+    precision, so its tiles are small, to fit the registers.
     """
     wide = dtype == torch.float32
     measured = _TILINGS.get((outputs, keys, gated))

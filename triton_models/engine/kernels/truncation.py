@@ -1,7 +1,7 @@
 """Draws from rows that are limited by top_k, top_p or min_p, without sorting them.
 
-The kept tokens of a row are the beginning of its order by likelihood: all whose logit is over some threshold,
-and the first few of those that equal it.
+The tokens kept of a row are the most likely ones: all whose logit is above a threshold, and the first few of
+those that equal it.
 """
 
 from dataclasses import dataclass
@@ -31,15 +31,15 @@ from triton_models.engine.kernels.thresholds import (
 )
 
 _BLOCK = 4096
-"""Logits that the one program of a row takes up at once."""
+"""Logits that a row's program loads at once."""
 
 _WARPS = 16
 
 _MARGIN: tl.constexpr = tl.constexpr(0.01)
-"""Of a bound on logarithms of weights, far over what rounding makes of them."""
+"""Margin for a bound on logarithms of weights, far larger than their rounding errors."""
 
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-"""Low bits that are always 0 where a number of that dtype is a float32."""
+"""Low bits that are always 0 in a float32 converted from this dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class Truncation:
     """The rows that do not draw from every token, and the limits of all S rows.
 
     `rows`: [N] int64, each at most once, or -1 for padding. `top_k`: [S] int64, 0 keeps all. `top_p`,
-    `min_p`: [S] float64, 1 and 0 keep all. Kept are those tokens that are at least min_p times as likely as
-    the most likely; of these the top_k most likely, and of those the fewest that make up top_p of their sum,
-    equal ones in order of id. Rows that are greedy are left as they are.
+    `min_p`: [S] float64, 1 and 0 keep all. The tokens kept are those at least min_p times as likely as the
+    most likely one; of these the top_k most likely; and of those the fewest that make up top_p of their sum,
+    with equal ones in order of id. Greedy rows are left unchanged.
     """
 
     rows: Tensor
@@ -77,9 +77,9 @@ def draw_truncated(
         temperatures: [S] float32.
         seeds: [S] int64.
         counters: [S] int64 or int32.
-        peaks: [S, B] float32, the largest usable logits of the parts of each row.
+        peaks: [S, B] float32, the largest usable logit of each part of a row.
         truncation: the rows and their limits.
-        tokens: [S] int64, where the ids are written.
+        tokens: [S] int64, to which the ids are written.
     """
     blocks = peaks.shape[1]
     _draw_truncated[(len(truncation.rows),)](
@@ -145,7 +145,7 @@ def _draw_truncated(
     peak = tl.max(row_peaks, 0)
     highest = order(peak, UNUSED_BITS)
 
-    # Kept so far: whatever is over the threshold, and `ties` of what equals it.
+    # Kept so far: tokens above the threshold, and `ties` of those that equal it.
     threshold = order(tl.full((), float("-inf"), tl.float32), UNUSED_BITS)
     ties = tl.full((), VOCABULARY, tl.int64)
     least = tl.load(min_p + row).to(tl.float32)
@@ -177,8 +177,8 @@ def _draw_truncated(
     p = tl.load(top_p + row)
     if p < 1:
         limit = p * kept_weight(row_logits, threshold, ties, peak, coldness, VOCABULARY, BLOCK, UNUSED_BITS)
-        # Tokens lighter than (1 - top_p) / V beside the most likely do not make up the 1 - top_p that may be
-        # dropped, so the threshold is not among them.
+        # Tokens lighter than (1 - top_p) / V of the most likely one's weight together weigh less than the
+        # 1 - top_p that may be dropped, so the threshold is above them.
         lightest = tl.log((1 - p).to(tl.float32) / VOCABULARY) - _MARGIN
         low = tl.maximum(threshold, order(logit_of(lightest, peak, coldness), UNUSED_BITS) - 1)
         found, above = search(
@@ -217,7 +217,7 @@ def _draw_kept(
     BLOCK: tl.constexpr,
     UNUSED_BITS: tl.constexpr,
 ):
-    """Return the first kept id whose sum of kept weights is over the target; the last kept if none is."""
+    """Return the first kept id whose cumulative kept weight exceeds the target; else the last one kept."""
     weight = weights_beside(value_of(threshold, UNUSED_BITS), peak, coldness).to(tl.float64)
     before, chosen_before = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
     ties_left, chosen_ties = ties, ties
