@@ -18,6 +18,9 @@ _PROGRESS = re.compile(rb"(\d{1,3})%\|")
 DEAD_STUB = "is not healthy"
 """What Triton answers for an entry whose stub is gone, while it goes on calling the entry ready."""
 
+FULL_QUEUE = "Exceeds maximum queue size"
+"""What Triton answers when an entry's queue has no place left."""
+
 _LOAD_FAILURE = re.compile(r"is at UNAVAILABLE state: (?:Internal: )?(.*)", re.DOTALL)
 _TRACEBACK = re.compile(r"\s+At:\n.*", re.DOTALL)
 

@@ -13,7 +13,7 @@ import psutil
 from triton_models.embedded.backoff import Backoff
 from triton_models.embedded.client import CallError, TritonClient
 from triton_models.embedded.errors import LoadError, ServerError, StoppedError
-from triton_models.embedded.log import DEAD_STUB, ServerLog, load_failure
+from triton_models.embedded.log import DEAD_STUB, FULL_QUEUE, ServerLog, load_failure
 from triton_models.embedded.rundir import RunDirectory
 from triton_models.embedded.server import TritonServer, runs
 from wire.events import Event, Loading, ModelDown, ModelUp
@@ -240,6 +240,8 @@ class EntryWatcher:
         except CallError as error:
             if error.timed_out:
                 return f"no answer to a probe within {_CALL_TIMEOUT_S:.0f} s", False
+            if FULL_QUEUE in str(error):
+                self._pause(_CALL_TIMEOUT_S)  # Not dead but busy: judged no sooner than one that is silent.
             return f"a probe was refused: {error}", DEAD_STUB in str(error)
         if report.heartbeat_age_s > _LONGEST_HEARTBEAT_AGE_S:
             return f"its engine has not moved for {report.heartbeat_age_s:.0f} s", True

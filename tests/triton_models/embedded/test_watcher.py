@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from wire.refusal import RefusalCode, refusal_text
 
 WELL = ProbeReport(heartbeat_age_s=0.1, running=0, waiting=0, format="chatglm3", max_context=1)
 NOT_READY = CallError("Request for unknown model: 'm-stream' is not ready")
+FULL_QUEUE = CallError("Exceeds maximum queue size")
 TIMED_OUT = CallError("Deadline Exceeded", timed_out=True)
 
 
@@ -129,7 +131,13 @@ class Watched:
 
 @pytest.fixture
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    for name in ("_INTERVAL_S", "_NEEDED_INTERVAL_S", "_SERVER_DEATH_S", "_UNLOAD_TIMEOUT_S"):
+    for name in (
+        "_INTERVAL_S",
+        "_NEEDED_INTERVAL_S",
+        "_CALL_TIMEOUT_S",
+        "_SERVER_DEATH_S",
+        "_UNLOAD_TIMEOUT_S",
+    ):
         monkeypatch.setattr(watcher, name, 0.01)
     monkeypatch.setattr("triton_models.embedded.backoff._FIRST_S", 0.01)
     made = Watched(tmp_path)
@@ -197,6 +205,7 @@ def test_a_load_whose_process_died_asks_for_a_new_server(watched: Watched) -> No
     [
         ([TIMED_OUT] * 3, "no answer to a probe"),
         ([NOT_READY] * 3, "a probe was refused: Request for unknown"),
+        ([FULL_QUEUE] * 3, "a probe was refused: Exceeds maximum"),
         ([CallError("Stub process 'm_0_0' is not healthy.")], "is not healthy"),
         (
             [ProbeReport(heartbeat_age_s=61, running=9, waiting=9, format="chatglm3", max_context=1)],
@@ -226,6 +235,19 @@ def test_two_misses_and_an_old_but_living_heartbeat_are_forgiven(watched: Watche
         watched.triton.answers.put(answer)
     watched.wait(watched.triton.answers.empty)
     assert watched.triton.calls == ["load", "generate"]
+
+
+def test_a_full_queue_is_judged_no_sooner_than_silence(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watcher, "_CALL_TIMEOUT_S", 3600)
+    watched.start()
+    watched.wait_up()
+    for _ in range(3):
+        watched.triton.answers.put(FULL_QUEUE)
+    watched.wait(lambda: watched.triton.answers.qsize() == 2)
+    time.sleep(0.3)
+    assert watched.triton.answers.qsize() == 2
 
 
 @pytest.mark.parametrize("engine", [True, False])
