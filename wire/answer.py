@@ -1,6 +1,7 @@
 """How a raw ChatGLM answer becomes the text that a client sees.
 
-Both sides show answers, the gateway to clients of OpenAI's API and entry `M` to its own, and must agree.
+Both sides show answers, the gateway to clients of OpenAI's API and entry `M` to its own, and must agree
+(divergences 6 and 9 in ARCHITECTURE.md).
 
 The answer is one or more segments, each opened by a role token that the wire reports beside the text. If no
 tools are offered, everything is text: a segment's first line, where ChatGLM3 writes a tool's name, is usually

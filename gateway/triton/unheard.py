@@ -7,7 +7,7 @@ oldest request has waited for a while, a nudge is sent: a request that costs the
 it is answered, an execution has taken the oldest requests from Triton's queue as well, as many as fit into
 one, and they get no further nudge, however long the model takes.
 
-One timer serves all requests; without requests there is none.
+One timer serves all requests; without requests there is none. No client asked for nudges (divergence 14).
 """
 
 import asyncio

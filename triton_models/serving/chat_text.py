@@ -1,4 +1,4 @@
-"""The text side of one model: its tokenizer and its chat format, and what serving asks of them."""
+"""The text side of one model: its tokenizer, its chat format and its grammars, as serving uses them."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from wire.sampling import Generation
 
 @dataclass(frozen=True, slots=True)
 class ChatText:
-    """A tokenizer and a format that belong together."""
+    """A tokenizer, and the chat format and grammars that go with it."""
 
     tokenizer: Tokenizer
     format: ChatFormat
@@ -24,7 +24,7 @@ class ChatText:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, chat_format: ChatFormat) -> "ChatText":
-        """Put the text side of a model together."""
+        """Build the text side of a model."""
         segment_id = next(iter(chat_format.segment_roles), None)
         grammars = Grammars(
             vocabulary_of(tokenizer),
@@ -35,10 +35,10 @@ class ChatText:
         return cls(tokenizer, chat_format, grammars)
 
     def compile_grammar(self, generation: Generation) -> CompiledGrammar | None:
-        """Return what the answer is held to; None: it is free.
+        """Return the grammar that the answer must follow; None: it is unconstrained.
 
         Raises:
-            InvalidGrammarError: it cannot be held to that.
+            InvalidGrammarError: the grammar cannot be enforced.
         """
         if generation.grammar is None:
             return None
@@ -53,10 +53,10 @@ class ChatText:
         )
 
     def prompt_ids(self, generation: Generation, prompt: str, history: list[Turn]) -> list[int]:
-        """Return the ids to prefill, rendered from the conversation or text, or as the client gave them.
+        """Return the prompt's ids: rendered from the conversation or text, or as the client gave them.
 
         Raises:
-            ModelError: the format cannot express it, or it is two things at once.
+            ModelError: the format cannot express it, or the request contradicts itself.
         """
         if generation.answer_metadata is not None and (generation.raw or generation.prompt_token_ids):
             raise ModelError("answer_metadata belongs to a conversation, not to raw text or ids")
@@ -71,9 +71,9 @@ class ChatText:
         return self.format.render_text(prompt)
 
     def echo(self, generation: Generation, prompt: str, ids: list[int], stream: AnswerStream) -> str:
-        """Return the prompt's text for the front of the answer that `stream` makes; empty without echo.
+        """Return the prompt's text to put before the answer that `stream` makes; empty without echo.
 
-        Text is repeated as it was given, ids by what they decode to, special ones left out.
+        Text is repeated as given; ids are decoded, without special ones.
 
         Raises:
             ModelError: the prompt is a conversation.
@@ -95,7 +95,7 @@ class ChatText:
         """Return a new stream from token ids to text.
 
         Raises:
-            ModelError: it is to find calls, and what tells them from text is to be text.
+            ModelError: `show_special` and `end_after_call_of` are both set.
         """
         if generation.show_special and generation.end_after_call_of:
             raise ModelError("show_special excludes end_after_call_of")
@@ -113,7 +113,7 @@ class ChatText:
         )
 
     def _metadata(self, generation: Generation) -> str | None:
-        """Return the answer's first line, where the model is not to choose it: none, where it is text."""
+        """Return the answer's first line if the model is not to choose it; empty if it must be text."""
         grammar = generation.grammar
         is_text = grammar is not None and grammar.kind != "tool_calls" and not generation.raw
         if generation.answer_metadata is None and is_text and self.format.supports_tools:
@@ -125,7 +125,7 @@ def load_text(parameters: EntryParameters) -> ChatText:
     """Load the tokenizer and choose the chat format.
 
     Raises:
-        ModelError: a file is missing or broken, or the format cannot be known.
+        ModelError: a file is missing or broken, or the format cannot be determined.
     """
     name = parameters.format or detect_format(parameters.checkpoint)
     tokenizer = load_tokenizer(parameters.checkpoint, name)

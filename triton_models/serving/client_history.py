@@ -2,7 +2,8 @@
 
 Clients send nothing, a JSON list, or the `str` of such a list in Python; its items are role objects or
 [question, answer] pairs. ChatGLM2's clients send a flat list of strings instead. What goes back is JSON whose
-values are all strings, so that a client may read it as JSON or as a Python literal.
+values are all strings, so that a client may read it as JSON or as a Python literal. How much is used follows
+the clients' own servers (divergence 11).
 
 Nothing is evaluated. A literal is parsed only after its size, its nesting and every character outside strings
 were checked, so that a hostile one costs milliseconds and cannot exhaust the stack.

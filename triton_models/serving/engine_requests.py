@@ -1,4 +1,4 @@
-"""What the engine is asked for one generation: a request of its own for each choice."""
+"""The engine's requests for one generation: one for each choice."""
 
 from collections.abc import Sequence
 
@@ -21,19 +21,19 @@ def engine_requests(
     deadline: float | None,
     grammar: CompiledGrammar | None = None,
 ) -> list[Request]:
-    """Return the requests for the choices, which differ in nothing but their keys and seeds.
+    """Return the requests for the choices, which differ only in their keys and seeds.
 
-    Their prompt is computed once: the engine shares the KV blocks of sequences that begin alike. Only where
-    each is to tell of it, each computes it.
+    The prompt is computed once, since the engine shares the KV blocks of sequences that begin alike. Only if
+    its log-probabilities are asked for does each choice compute it.
 
     Args:
         generation: its `n` is the number of `keys`.
-        keys: what the engine calls the choices.
-        prompt_ids: the prompt, tokenised.
+        keys: the choices' ids in the engine.
+        prompt_ids: the tokenized prompt.
         max_tokens: see `new_tokens`; at least one is sampled.
         stop_ids: the ids that end a choice.
         deadline: monotonic seconds; None: never.
-        grammar: what each choice is held to, by itself.
+        grammar: the grammar that each choice must follow.
 
     Raises:
         InvalidRequestError: sampling parameters that contradict each other.
@@ -68,13 +68,13 @@ def engine_requests(
 
 
 def new_tokens(generation: Generation, prompt_tokens: int, max_context: int) -> int | None:
-    """Return the bound on new tokens, given bounds on them and on all tokens; None: the context's.
+    """Return the limit on new tokens from those on new and on all tokens; None: the rest of the context.
 
     Raises:
-        PromptTooLongError: the bound on all tokens leaves no room for an answer.
+        PromptTooLongError: the limit on all tokens leaves no room for an answer.
     """
     if generation.max_total_tokens is None or prompt_tokens >= max_context:
-        return generation.max_tokens  # A prompt over the context is the engine's to refuse.
+        return generation.max_tokens  # the engine refuses a prompt over the context
     room = min(generation.max_total_tokens, max_context) - prompt_tokens
     if room < 1:
         raise PromptTooLongError(
@@ -85,7 +85,7 @@ def new_tokens(generation: Generation, prompt_tokens: int, max_context: int) -> 
 
 
 def _least(generation: Generation, max_tokens: int | None) -> int:
-    """Return the least new tokens: what `max_total_tokens` cuts short, it cuts below `min_tokens` too."""
+    """Return the minimum of new tokens, which `max_total_tokens` may reduce below `min_tokens`."""
     if max_tokens is None or max_tokens == generation.max_tokens:
         return generation.min_tokens
     return min(generation.min_tokens, max_tokens)

@@ -1,4 +1,4 @@
-"""Log-probabilities as the wire has them."""
+"""Log-probabilities in the form of the wire contract."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ LOGPROB_FLOOR = -9999.0
 """Reported instead of minus infinity, which JSON cannot hold."""
 
 RESPONSE_TOKENS = 256
-"""Tokens of a prompt that one response tells of: with the most likely ones half a megabyte at most, and a few
-milliseconds to read, whatever the step found."""
+"""Most tokens of a prompt reported in one response: half a megabyte at most with the alternatives, and a few
+milliseconds to read, however many a step computed."""
 
 
 def wire_logprob(tokenizer: Tokenizer, logprobs: TokenLogprobs) -> wire.TokenLogprob:
-    """Return what is told of a token of the answer."""
+    """Return the report on one token of the answer."""
     token, utf8 = tokenizer.display(logprobs.id)
     return wire.TokenLogprob(
         id=logprobs.id,
@@ -39,10 +39,10 @@ def _top(tokenizer: Tokenizer, logprobs: TokenLogprobs) -> list[wire.TopLogprob]
 
 
 class PromptReport:
-    """What is told of a prompt's tokens, as the engine computes it. The first one follows nothing."""
+    """The report on a prompt's tokens, filled as the engine computes them. The first has no probability."""
 
     def __init__(self, tokenizer: Tokenizer, ids: Sequence[int], *, special: bool, ranks: bool) -> None:
-        """Begin the report on `ids`, at least one; `special`: see `shown_tokens`; `ranks`: they are told."""
+        """Begin the report on `ids`, at least one. `special`: see `shown_tokens`; `ranks`: report them."""
         self._tokenizer = tokenizer
         self._ranks = ranks
         self._shown = shown_tokens(tokenizer, ids, special=special)
@@ -51,25 +51,25 @@ class PromptReport:
 
     @classmethod
     def asked(cls, generation: Generation, tokenizer: Tokenizer, ids: Sequence[int]) -> "PromptReport | None":
-        """Return the report that `generation` asks for, if it does; it fits the prompt's echo."""
+        """Return the report that `generation` asks for, matching the prompt's echo; None: none."""
         if generation.prompt_logprobs is None:
             return None
-        # A text is repeated as it was given, with none of the special tokens that were put in front.
+        # Text is echoed as given, without the special tokens put before it.
         special = generation.show_special and generation.prompt_token_ids is not None
         return cls(tokenizer, ids, special=special, ranks=generation.prompt_ranks)
 
     @property
     def waits(self) -> bool:
-        """Whether there is something that was not told yet."""
+        """Whether anything has not been reported yet."""
         return bool(self._next)
 
     @property
     def overflows(self) -> bool:
-        """Whether that is more than one response shall have."""
+        """Whether that is more than one response may hold."""
         return len(self._next) > RESPONSE_TOKENS
 
     def take(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Add what the engine found of the next tokens."""
+        """Add the engine's results for the next tokens."""
         for each in logprobs:
             token, utf8 = next(self._shown)
             self._next.append(
@@ -84,6 +84,6 @@ class PromptReport:
             )
 
     def tell(self) -> list[wire.PromptLogprob] | None:
-        """Return what was not told yet, or as much of it as a response shall have; None: nothing."""
+        """Return what was not reported yet, as far as one response may hold it; None: nothing."""
         told, self._next = self._next[:RESPONSE_TOKENS], self._next[RESPONSE_TOKENS:]
         return told or None

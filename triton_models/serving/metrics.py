@@ -1,8 +1,8 @@
 """The engine's metrics in Triton's own `/metrics`.
 
-Triton's custom metrics must be touched by one thread only (two crash the whole server) and cost some 15
-microseconds a call. So the other threads only note what happened, and one thread writes it down every quarter
-of a second; nothing is noted per token, only per step and per request.
+Only one thread may use Triton's custom metrics (two crash the whole server), and each call takes some 15
+microseconds. So other threads only record what happened, and one thread writes it to Triton every quarter of
+a second. Nothing is recorded per token, only per step and per request.
 """
 
 import logging
@@ -29,21 +29,21 @@ FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "error", "shutdown"
 
 
 class StatsSource(Protocol):
-    """The engine's loop, as far as metrics look at it."""
+    """The part of the engine's loop that metrics use."""
 
     @property
     def heartbeat(self) -> float:
-        """Monotonic time in seconds of the loop's last turn."""
+        """When the loop last ran, in monotonic seconds."""
 
     def stats(self) -> EngineStats:
-        """Return the present counts."""
+        """Return the current counts."""
 
 
 class EngineMetrics:
-    """Collects from any thread, writes from its own."""
+    """Collects on any thread, writes on its own."""
 
     def __init__(self, model: str, version: int, pb_utils: Any) -> None:
-        # Triton adds no labels: without the version, two of them would write into the same gauges.
+        # Triton adds no labels; without the version, two versions would write to the same gauges.
         self._labels = {"model": model, "version": str(version)}
         self._pb_utils = pb_utils
         self._lock = threading.Lock()
@@ -124,7 +124,7 @@ class EngineMetrics:
 
 
 class _Families:
-    """Triton's metric objects. The families are kept: Triton drops a family nobody refers to."""
+    """Triton's metric objects. Families are kept, because Triton drops a family that nothing refers to."""
 
     def __init__(self, labels: dict[str, str], pb_utils: Any) -> None:
         self._labels = labels

@@ -1,4 +1,4 @@
-"""Watches open requests and channels: notices clients that left and keeps quiet streams alive."""
+"""Watches open requests and channels: notices clients that left, and sends heartbeats on quiet streams."""
 
 import logging
 import threading
@@ -8,13 +8,13 @@ from typing import Generic, Protocol, TypeVar
 log = logging.getLogger(__name__)
 
 PERIOD_S = 0.21
-"""Every stream is looked at once in this time, and what looking takes: a client that left is noticed within a
-quarter of a second."""
+"""Every stream is checked once in this time plus the time that checking takes, so a client that left is
+noticed within a quarter of a second."""
 _TURNS = 3
-"""In a period. A turn is for its share of the streams, so that the work comes evenly."""
+"""Turns per period. Each checks its share of the streams, which spreads the work evenly."""
 _TURN_S = PERIOD_S / _TURNS
 _FEW = 32
-"""Up to so many streams are looked at in every turn."""
+"""Up to this many streams are all checked in every turn."""
 
 
 class Watched(Protocol):
@@ -27,17 +27,17 @@ class Watched(Protocol):
         """Return True if the client cancelled or hung up."""
 
     def keep_alive(self, interval_s: float) -> None:
-        """Send a heartbeat if the client heard nothing for `interval_s` seconds."""
+        """Send a heartbeat if nothing was sent to the client for `interval_s` seconds."""
 
 
 W = TypeVar("W", bound=Watched)
 
 
 class Monitor(Generic[W]):
-    """Looks at every open stream once in `PERIOD_S`, and at few more often, on its own thread.
+    """Checks every open stream once per `PERIOD_S`, more often if there are few, on a thread of its own.
 
-    Asking Triton whether a request was cancelled costs some 50 microseconds, which rules it out between
-    engine steps, and is a tenth of a processor for 500 streams even so.
+    Asking Triton whether a request was cancelled takes some 50 microseconds. That is too slow between engine
+    steps, and even here takes a tenth of a CPU core for 500 streams.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Monitor(Generic[W]):
         self._on_gone = on_gone
         self._heartbeat_s = heartbeat_s
         self._missed: set[str] = set()
-        """Those whose turn it was while something was being sent; they have the next one, too."""
+        """Streams that were busy sending in their turn; they are checked in the next one as well."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="request-monitor", daemon=True)
 
@@ -70,10 +70,10 @@ class Monitor(Generic[W]):
             turn += 1
 
     def look(self, turn: int) -> None:
-        """Look at the streams whose turn it is; a stream has the same one for as long as it is open."""
+        """Check the streams of this turn; a stream keeps its turn for as long as it is open."""
         streams = list(self._streams())
         few = len(streams) <= _FEW
-        # The next look may come so late, and the promise is to the client.
+        # The next check may come that late, but the client must get its heartbeat in time.
         quiet_s = max(0.0, self._heartbeat_s - (_TURN_S if few else PERIOD_S))
         missed, self._missed = self._missed, set()
         for stream in streams:
@@ -82,7 +82,7 @@ class Monitor(Generic[W]):
                 self._missed.add(stream.key)
 
     def _look(self, stream: W, quiet_s: float) -> bool:
-        """Look at one stream; False where something is being sent on it right now."""
+        """Check one stream; return False if something is being sent on it right now."""
         if not stream.lock.acquire(blocking=False):
             return False
         try:
@@ -90,7 +90,7 @@ class Monitor(Generic[W]):
             if not gone:
                 stream.keep_alive(quiet_s)
         except Exception:
-            # The boundary of one stream on this thread: the others must still be watched.
+            # Confined to one stream: the others must still be watched.
             log.exception("could not watch stream %s", stream.key)
             gone = True
         finally:

@@ -15,24 +15,25 @@ from wire.sampling import Generation
 Compiled = Future[CompiledGrammar | None]
 
 COMPILERS = 2
-"""Grammars that are compiled at once; each takes a processor away from the model."""
+"""Grammars compiled at once; each takes a CPU core away from the model."""
 
 WAITING: Final = 128
-"""Different grammars that are compiled or wait for it, a minute's work at the very worst. Requests that wait
-hear nothing until they are accepted, so no more of them are taken."""
+"""Most different grammars that are being compiled or wait for it: a minute's work at the very worst. Waiting
+requests get no response until they are accepted, so no more are taken."""
 
 _Inputs = TypeVar("_Inputs")
 
 
 class Preparing(Generic[_Inputs]):
-    """Prepares requests in their order, one at a time, but those with a grammar once that is compiled.
+    """Prepares requests in order, one at a time; a request with a grammar, once that is compiled.
 
-    Compiling may take a second, and no other request shall wait for it. Nothing is compiled for a request
-    that was given up, nor while closing: `prepare`, which finds out the same, then gets no grammar.
+    Compiling may take a second, for which no other request must wait. Nothing is compiled for a request that
+    was given up, nor while closing: `prepare` then gets no grammar, but refuses the request for the same
+    reason.
 
     Args:
-        compile_grammar: returns what a generation's answer is held to; may raise.
-        prepare: takes a request, its inputs and what became of compiling, None where there was no need.
+        compile_grammar: returns a generation's compiled grammar; may raise.
+        prepare: called with a request, its inputs and the result of compiling; None if there was no grammar.
     """
 
     def __init__(
@@ -43,11 +44,11 @@ class Preparing(Generic[_Inputs]):
         self._compile_grammar = compile_grammar
         self._prepare = prepare
         self._lock = threading.RLock()
-        """Once more by the thread that holds it, where a cancel tells of itself at once."""
+        """Reentrant, because cancelling a future runs its callback on the same thread at once."""
         self._waiting: Counter[Grammar] = Counter()
         """How many requests wait for each grammar."""
         self._compiling: dict[OpenRequest, Compiled] = {}
-        """What waits or is at work."""
+        """The compilations that wait or run."""
         self._closing = threading.Event()
         self._intake = ThreadPoolExecutor(max_workers=1, thread_name_prefix="intake")
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
@@ -74,10 +75,10 @@ class Preparing(Generic[_Inputs]):
 
         compiling.add_done_callback(compiled)
         if request.given_up() is not None:
-            self.give_up(request)  # It was before there was anything to take out of the list.
+            self.give_up(request)  # given up before it was in the list
 
     def give_up(self, request: OpenRequest) -> None:
-        """Have a request prepared now that waits for its grammar, and is of no use to anybody any more."""
+        """Prepare a request at once, without its grammar, because it was cancelled or is too late."""
         with self._lock:
             compiling = self._compiling.get(request)
             if compiling is not None and not self._closing.is_set():
@@ -96,8 +97,8 @@ class Preparing(Generic[_Inputs]):
                 del self._waiting[grammar]
 
     def close(self) -> None:
-        """Prepare what was submitted, without what is not compiled yet, and join the threads."""
+        """Prepare what was submitted, without grammars not compiled yet, and join the threads."""
         with self._lock:
             self._closing.set()
-        self._compilers.shutdown(wait=True)  # first, since it hands on to the other
+        self._compilers.shutdown(wait=True)  # first, since it passes requests to the other
         self._intake.shutdown(wait=True)

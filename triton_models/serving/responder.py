@@ -1,4 +1,4 @@
-"""Where the answers to one request go: Triton's response sender behind a small interface of ours."""
+"""Sends the responses to one request: Triton's response sender behind a small interface of ours."""
 
 import logging
 from typing import Any, Protocol
@@ -14,13 +14,13 @@ log = logging.getLogger(__name__)
 
 
 class Responder(Protocol):
-    """Sends one request's responses. Used by one thread at a time; after a final response, not at all."""
+    """Sends one request's responses. Used by one thread at a time, and not after a final response."""
 
     def send(self, text: str, meta: Meta, *, final: bool) -> None:
         """Send one response."""
 
     def send_frame(self, frame: Frame) -> None:
-        """Send one response of a delta channel; `refuse` is what ends that."""
+        """Send one response of a delta channel, which only `refuse` ends."""
 
     def refuse(self, code: RefusalCode, message: str) -> None:
         """End the request with an error. Never raises: there is nobody left to tell."""
@@ -29,7 +29,7 @@ class Responder(Protocol):
         """Return True once the client cancelled or went away."""
 
     def trace_context(self) -> str | None:
-        """Return the W3C context that the request's spans belong in, as a JSON object; None: it has none."""
+        """Return the W3C trace context of the request, as a JSON object; None: it has none."""
 
 
 def refusal_response(code: RefusalCode, message: str, pb_utils: Any) -> Any:
@@ -51,7 +51,7 @@ def refusal_response(code: RefusalCode, message: str, pb_utils: Any) -> Any:
 
 
 class TritonResponder:
-    """The real one, over a decoupled request of Triton's Python backend."""
+    """The responder for a decoupled request of Triton's Python backend."""
 
     def __init__(self, request: Any, pb_utils: Any) -> None:
         self._request = request
@@ -71,15 +71,15 @@ class TritonResponder:
         try:
             self._respond(refusal_response(code, message, self._pb_utils), final=True)
         except Exception:
-            # The boundary to Triton: whoever refuses serves other requests too, and must go on to them.
+            # Confined to one request: the caller serves other requests too, and must continue with them.
             log.exception("a refusal could not be sent")
 
     def cancelled(self) -> bool:
-        """Ask Triton; costs some 50 microseconds."""
+        """Ask Triton, which takes some 50 microseconds."""
         return bool(self._request.is_cancelled())
 
     def trace_context(self) -> str | None:
-        """Return the context of Triton's own span of the request or, where it made none, of its caller's."""
+        """Return the context of Triton's own span for the request or, if it made none, of the caller's."""
         context: str | None = self._request.trace().get_context()
         return (
             context or self._request.parameters()

@@ -2,7 +2,7 @@
 
 A character may span several byte pieces, so its bytes are held until it is complete: U+FFFD never stands for
 an incomplete character. It does stand for each byte that cannot belong to one, exactly as when decoding all
-ids at once. Nothing is decoded twice.
+ids at once. Nothing is decoded twice. A character that the answer's end cuts is dropped (divergence 4).
 """
 
 import codecs
