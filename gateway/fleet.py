@@ -91,13 +91,26 @@ class Fleet:
     async def _ask(self, number: int) -> list[_Family] | None:
         if number == self._place.number:
             return _families(self._metrics.registry)
-        try:
-            async with asyncio.timeout(_ANSWER_WITHIN_S):
-                reader, writer = await asyncio.open_unix_connection(self._place.socket(number))
-                with contextlib.closing(writer):
-                    return _decode(await reader.read())
-        except (TimeoutError, OSError, msgspec.MsgspecError):
-            return None  # It ended, or has not started yet.
+        with contextlib.suppress(msgspec.MsgspecError):
+            answer = await _read(self._place.socket(number))
+            return None if answer is None else _decode(answer)
+        return None
+
+
+async def answers(place: Place) -> bool:
+    """Tell whether the process in that place is there and able to answer."""
+    return bool(await _read(place.socket(place.number)))
+
+
+async def _read(socket: Path) -> bytes | None:
+    """Return what the process behind that socket says; None: it ended, hangs, or has not started yet."""
+    try:
+        async with asyncio.timeout(_ANSWER_WITHIN_S):
+            reader, writer = await asyncio.open_unix_connection(socket)
+            with contextlib.closing(writer):
+                return await reader.read()
+    except (TimeoutError, OSError):
+        return None
 
 
 class _Joined(Collector):

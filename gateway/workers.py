@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gateway.fleet import Place
+from gateway.fleet import Place, answers
 from gateway.listeners import base_url, bind_all, listen_all
 from gateway.logs import configure_logging
 from gateway.server import caught_signals
@@ -35,6 +35,13 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _STUCK_S = 5.0
 """How much longer than it should a worker may take to end, before it is killed."""
+_ASK_EVERY_S = 5.0
+_MISSES = 5
+"""Unanswered questions in a row that mean a worker hangs: half a minute or so."""
+_MISSES_AT_START = 30
+"""The same until its first answer: it imports and starts meanwhile."""
+_LONGEST_FOLDER = 80
+"""A socket's path has at most 107 bytes (unix(7))."""
 _SHARED_BOUNDS = ("max_in_flight", "max_waiting")
 
 _log = logging.getLogger(__name__)
@@ -63,8 +70,13 @@ def run(
         return run_alone(settings, listener=listeners[0], on_ready=on_ready)
     configure_logging(settings.log_level, settings.log_format)
     listen_all(listeners)
-    with tempfile.TemporaryDirectory(prefix="tritongate-") as folder:
+    with tempfile.TemporaryDirectory(prefix="tritongate-", dir=_folder()) as folder:
         return asyncio.run(_run(_share(settings), listeners, Path(folder), on_ready))
+
+
+def _folder() -> str | None:
+    """Return where to put the sockets' folder; None: with other temporary files."""
+    return None if len(tempfile.gettempdir()) < _LONGEST_FOLDER else "/tmp"  # noqa: S108 - made with mode 0700
 
 
 def _share(settings: Settings) -> Settings:
@@ -130,7 +142,7 @@ class _Worker:
         self.ready = asyncio.Event()
         """Set once all its models have been ready."""
         self._listener = listener
-        self._number = place.number
+        self._place = place
         self._order = encode_order(settings, listener.fileno(), place)
         self._process: asyncio.subprocess.Process | None = None
         self._ending = asyncio.Event()
@@ -151,7 +163,7 @@ class _Worker:
                 self._turn_away()
             _log.error(
                 "a worker ended; it is replaced",
-                extra={"worker": self._number, "status": status, "pause_s": pause_s},
+                extra={"worker": self._place.number, "status": status, "pause_s": pause_s},
             )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
@@ -172,7 +184,7 @@ class _Worker:
     def kill(self) -> None:
         """Kill the process if it has not ended: it is stuck. After `end`."""
         if self._process is not None and self._process.returncode is None:
-            _log.error("a worker did not end; it is killed", extra={"worker": self._number})
+            _log.error("a worker did not end; it is killed", extra={"worker": self._place.number})
             self._process.kill()
 
     async def _run(self) -> int:
@@ -197,8 +209,22 @@ class _Worker:
         assert process.stdin is not None  # noqa: S101 - pipes were asked for
         assert process.stdout is not None  # noqa: S101
         process.stdin.write(self._order)
+        watching = asyncio.create_task(self._watch(process))
         if await process.stdout.readline():
             self.ready.set()
         status = await process.wait()
+        watching.cancel()
         process.stdin.close()
         return status
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Kill the process if it hangs: its clients would wait for ever."""
+        misses, most = 0, _MISSES_AT_START
+        while misses < most:
+            await asyncio.sleep(_ASK_EVERY_S)
+            if await answers(self._place):
+                misses, most = 0, _MISSES
+            else:
+                misses += 1
+        _log.error("a worker hangs; it is killed", extra={"worker": self._place.number})
+        process.kill()

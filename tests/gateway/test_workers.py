@@ -13,6 +13,9 @@ import httpx
 import psutil
 import pytest
 
+from gateway import fleet, workers
+from gateway.configuration import load_settings
+from gateway.listeners import bind_all
 from tests.gateway.serving import CHAT, MESSAGES
 from tests.gateway.triton.fake_triton import FakeTriton, accepted, finished, reply, until
 from tests.ports import free_ports
@@ -255,3 +258,29 @@ async def test_workers_end_with_a_killed_parent(gateway: Gateway) -> None:
     await gateway.process.wait()
     assert not (await asyncio.to_thread(psutil.wait_procs, workers, 30))[1]
     assert not folder.exists()
+
+
+async def test_one_that_hangs_is_replaced(
+    triton: FakeTriton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch itself, without a process in between: it looks more often here."""
+    monkeypatch.setattr(workers, "_ASK_EVERY_S", 0.05)
+    monkeypatch.setattr(workers, "_MISSES", 2)
+    settings = load_settings({"upstreams": (triton.address,), "port": 0})
+    (listener,) = bind_all("127.0.0.1", 0, 1)
+    place = fleet.Place(number=0, count=1, folder=tmp_path)
+    worker = workers._Worker(settings, listener, place)
+    keeping = asyncio.create_task(worker.keep())
+    async with asyncio.timeout(STARTED_S):
+        await worker.ready.wait()
+        while not await fleet.answers(place):  # noqa: ASYNC110 - another process's
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5)  # ten looks
+    hung = worker._process
+    hung.send_signal(signal.SIGSTOP)
+    await until(lambda: worker._process is not hung, within_s=60)
+    assert hung.returncode == -signal.SIGKILL
+    await until(lambda: worker._process.returncode is None)
+    worker.end()
+    async with asyncio.timeout(60):
+        await keeping
