@@ -86,11 +86,15 @@ async def test_half_of_the_clients_hang_up(up: UpProcess, stream: bool) -> None:
         asked = different(3) | {"max_tokens": LONG, "extra_body": {"ignore_eos": True}}
         before = up.gauge("tritongate_engine_generated_tokens_total")
 
+        # Reading so many streams keeps this loop busy until they end: those who leave must be gone before.
+        left = asyncio.Event()
+
         async def one() -> None:
             answer = await client.chat.completions.create(**asked, stream=stream)
             if stream:
-                async for _ in answer:
-                    pass
+                async with answer:
+                    async for _ in answer:
+                        await left.wait()
 
         clients = [asyncio.create_task(one()) for _ in range(CLIENTS)]
         await until(lambda: up.gauge("tritongate_requests_in_flight") == CLIENTS)
@@ -104,6 +108,7 @@ async def test_half_of_the_clients_hang_up(up: UpProcess, stream: bool) -> None:
                 <= CLIENTS // 2
             )
         )
+        left.set()
         stayed = await asyncio.gather(*clients, return_exceptions=True)
     await until(lambda: up.gauge("tritongate_engine_generated_tokens_total") >= before + CLIENTS // 2 * LONG)
     await until(lambda: up.gauge("tritongate_engine_requests_running") == 0)
