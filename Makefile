@@ -39,13 +39,11 @@ check: install-dev
 	$(BIN)/mypy
 
 # What computes side by side, on as many processors as there are and no more than memory is sure to be there for. Then what
-# starts the real Triton, two at a time: half of that is waiting. The second goes on whatever the first showed. Servers and
-# clients share those processors, so a test that fails is run once more; the summary lists it as RERUN, which is to be looked into.
-AGAIN := --reruns 1 -r fEsR
+# starts the real Triton, two at a time: half of that is waiting. The second goes on whatever the first showed.
 test: check
 	status=0; \
-	$(BIN)/python -m pytest -m 'not e2e' --numprocesses logical --maxprocesses 4 --dist loadfile $(AGAIN) --cov --cov-report= --cov-fail-under=0 || status=$$?; \
-	$(BIN)/python -m pytest -m e2e --numprocesses 2 --dist loadfile $(AGAIN) --cov --cov-append --cov-report=term:skip-covered || status=$$?; \
+	$(BIN)/python -m pytest -m 'not e2e' --numprocesses logical --maxprocesses 4 --dist loadfile --cov --cov-report= --cov-fail-under=0 || status=$$?; \
+	$(BIN)/python -m pytest -m e2e --numprocesses 2 --dist loadfile --cov --cov-append --cov-report=term:skip-covered || status=$$?; \
 	exit $$status
 
 # LangChain and agents in an environment of their own, and LlamaIndex, which wants an older OpenAI SDK, in another; both
