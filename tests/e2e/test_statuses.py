@@ -29,6 +29,7 @@ from gateway.triton.pool import TritonUpstream
 from gateway.triton.replicas import ReplicaState
 from gateway.triton.status import Fault, TritonError
 from tests.e2e.serve_process import ServeProcess
+from tests.e2e.up_process import wait_until
 from wire.events import Failed, Ready, decode_event
 from wire.refusal import RefusalCode
 from wire.strings import pack_strings
@@ -181,6 +182,8 @@ def test_what_clients_get_over_http(scripted: Scripted) -> None:
             assert ("retry-after" in answer.headers) == (status in {429, 503}), script
             assert status == 200 or set(answer.json()["error"]) == {"message", "type", "param", "code"}
             assert not any(secret in answer.text for secret in ("secret", "Traceback", "m-stream"))
+            # After a refusal that puts the replica in doubt the gateway has none until its next probe.
+            wait_until(gateway.is_ready, 30)
 
 
 async def test_a_burst_of_refusals_leaves_the_server_alive(upstream: TritonUpstream) -> None:
