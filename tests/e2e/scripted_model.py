@@ -1,8 +1,9 @@
 """A stream entry's `1/model.py` that does what its prompt says, to see how Triton carries each failure.
 
-`refuse CODE`, `raise`, `block SECONDS` (inside execute), `hang` (accepted, then nothing until cancelled,
-which is noted by a file `cancelled` in the entry's folder), `beat` (the same with heartbeats), `die`;
-anything else is answered by itself.
+`refuse CODE`, `raise`, `block SECONDS` (inside execute, which is noted by a file `blocking` in the entry's
+folder), `hang` (accepted, then nothing until cancelled, which is noted by a file `cancelled` there), `beat`
+(the same with heartbeats), `die`; anything else is answered by itself. It is loading as long as there is a
+file `hold` in the folder.
 """
 
 import os
@@ -28,6 +29,8 @@ REPORT = ProbeReport(heartbeat_age_s=0, running=0, waiting=0, format="chatglm3",
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         self.folder = Path(args["model_repository"])
+        while (self.folder / "hold").exists():
+            time.sleep(0.05)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -50,6 +53,7 @@ class TritonPythonModel:
             thread.start()
         else:
             if word == "block":
+                (self.folder / "blocking").touch()
                 time.sleep(float(argument))
             responder.send("", ACCEPTED, final=False)
             responder.send(word, LAST, final=True)

@@ -61,6 +61,8 @@ dynamic_batching {{
   }}
 }}
 """
+UNLOAD = service_pb2.RepositoryModelUnloadRequest(model_name="m-stream")
+LOAD = service_pb2.RepositoryModelLoadRequest(model_name="m-stream")
 
 
 class Scripted:
@@ -236,9 +238,11 @@ async def test_tensors_of_another_shape(scripted: Scripted) -> None:
         await channel.close()
 
 
-async def test_tritons_queue_when_it_is_full_and_when_it_takes_too_long(upstream: TritonUpstream) -> None:
+async def test_tritons_queue_when_it_is_full_and_when_it_takes_too_long(
+    upstream: TritonUpstream, scripted: Scripted
+) -> None:
     blocking = asyncio.create_task(ask(upstream, "block 3"))
-    await asyncio.sleep(0.3)
+    await until((scripted.entry / "blocking").exists)
     queued = [asyncio.create_task(failure(upstream, "hello")) for _ in range(QUEUE)]
     await asyncio.sleep(0.3)
     assert type(await failure(upstream, "hello")) is RateLimitError
@@ -286,15 +290,43 @@ async def test_a_stub_that_dies_and_is_brought_back(upstream: TritonUpstream) ->
 async def test_an_unloaded_model(upstream: TritonUpstream, scripted: Scripted) -> None:
     channel = Channel(scripted.address)
     try:
-        unload = service_pb2.RepositoryModelUnloadRequest(model_name="m-stream")
-        await channel.unary("RepositoryModelUnload", unload, timeout_s=20)
+        await channel.unary("RepositoryModelUnload", UNLOAD, timeout_s=20)
         assert (await stream_failure(channel, "m-stream", [1, 1])).fault is Fault.NOT_READY
         readiness = service_pb2.ModelReadyRequest(name="m-stream")
         assert not (await channel.unary("ModelReady", readiness, timeout_s=5)).ready
         await until(lambda: not upstream.model("m").ready)
         assert type(await failure(upstream, "hello")) is UnavailableError
     finally:
-        load = service_pb2.RepositoryModelLoadRequest(model_name="m-stream")
-        await channel.unary("RepositoryModelLoad", load, timeout_s=30)
+        await channel.unary("RepositoryModelLoad", LOAD, timeout_s=30)
         await channel.close()
     await ready(upstream)
+
+
+async def test_a_model_that_is_being_loaded(scripted: Scripted) -> None:
+    """503 while it loads, also to a gateway that is started meanwhile; then it serves."""
+    hold = scripted.entry / "hold"
+    channel = Channel(scripted.address)
+    loading = None
+    try:
+        async with upstream_of(scripted) as upstream:
+            await ready(upstream)
+            hold.touch()
+            await channel.unary("RepositoryModelUnload", UNLOAD, timeout_s=20)
+            loading = asyncio.create_task(channel.unary("RepositoryModelLoad", LOAD, timeout_s=60))
+            await until(lambda: upstream.replicas()[0].state is ReplicaState.NOT_READY)
+            error = await failure(upstream, "hello")
+            assert type(error) is UnavailableError
+            assert error.retry_after_s
+            async with upstream_of(scripted, models=["m"]) as late:
+                await until(lambda: late.replicas()[0].state is ReplicaState.NOT_READY)
+                assert type(await failure(late, "hello")) is UnavailableError
+                hold.unlink()
+                await ready(late)
+                await ready(upstream)
+                assert await ask(late, "hello")
+                assert await ask(upstream, "hello")
+    finally:
+        hold.unlink(missing_ok=True)
+        if loading is not None:
+            await loading
+        await channel.close()
