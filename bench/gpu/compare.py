@@ -9,6 +9,7 @@ import json
 import platform
 import shlex
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,7 +35,7 @@ _DEFAULT = "other,ours,engine"
 @click.option("--only", default=_DEFAULT, show_default=True, help=f"of {', '.join(_PARTS)}")
 @click.option("--device", default="cuda:0", show_default=True)
 @click.option("--dtype", default="bfloat16", show_default=True)
-@click.option("--ours-arguments", default="", help="for `tritongate up`")
+@click.option("--ours-arguments", multiple=True, help="for `tritongate up`; repeated: measured with each")
 @click.option("--other", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="its script")
 @click.option("--other-name", default="vllm", show_default=True)
 @click.option("--other-url", default="http://127.0.0.1:8100", show_default=True)
@@ -69,7 +70,7 @@ def main(
     only: str,
     device: str,
     dtype: str,
-    ours_arguments: str,
+    ours_arguments: tuple[str, ...],
     other: Path | None,
     other_name: str,
     other_url: str,
@@ -120,21 +121,22 @@ def main(
                 log=folder / f"other-{number}.log",
             )
             comparison.run(f"{other_name} {arguments}".strip(), servers.other(program))
-    flags = ["--device", device, "--dtype", dtype, *shlex.split(ours_arguments)]
+    where = ["--device", device, "--dtype", dtype]
     if "ours" in parts:
-        comparison.run("ours", servers.ours(checkpoint, folder / "ours.log", flags))
+        for number, arguments in enumerate(ours_arguments or ("",)):
+            flags = [*where, *shlex.split(arguments)]
+            server = servers.ours(checkpoint, folder / f"ours-{number}.log", flags)
+            comparison.run(f"ours {arguments}".strip(), server)
     steps: list[StepRow] = []
     if "engine" in parts:
-        for step in measure_steps(checkpoint, tuple(map(int, batches)), device=device, dtype=dtype):
-            steps.append(step)
-            if not plan.in_time:
-                comparison.note(f"the engine alone: nothing beyond batch {step.batch}: no time left")
-                break
+        sizes = tuple(map(int, batches))
+        steps = list(_steps_in_time(comparison, plan, checkpoint, sizes, device=device, dtype=dtype))
     usual_rows: list[UsualRow] = []
     if "usual" in parts and plan.in_time:
         usual = UsualPlan(
             clients=tuple(map(int, usual_clients)), requests=100, longest=256, rounds=1, limit_s=usual_s
         )
+        flags = [*where, *shlex.split(next(iter(ours_arguments), ""))]
         server = servers.ours(checkpoint, folder / "usual.log", flags)
         measured = Measured()
         try:
@@ -152,6 +154,16 @@ def main(
         "notes": comparison.notes,
     }
     (folder / "compare.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _steps_in_time(
+    comparison: Comparison, plan: Plan, checkpoint: Path, batches: tuple[int, ...], *, device: str, dtype: str
+) -> Iterator[StepRow]:
+    for step in measure_steps(checkpoint, batches, device=device, dtype=dtype):
+        yield step
+        if not plan.in_time:
+            comparison.note(f"the engine alone: nothing beyond batch {step.batch}: no time left")
+            return
 
 
 def report(machine: str, comparison: Comparison, steps: list[StepRow], usual: list[UsualRow]) -> str:
