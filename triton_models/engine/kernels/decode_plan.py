@@ -34,7 +34,7 @@ def decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
 
 
 class DecodeWorkspace:
-    """The results that a sequence's programs leave for the one that merges them; made once for all launches.
+    """Buffers in which a sequence's programs leave results for the one that merges them; made only once.
 
     Launches that share a workspace must not overlap: use one stream, or order them by events. Only launches
     that split need one. `rows`: the largest batch that is split.

@@ -1,9 +1,9 @@
 """Products of few rows with a weight matrix, limited by the time it takes to read the weights.
 
-Every program streams a tile of weight rows past the padded rows of `x`. Where the tiles alone would not keep
-every multiprocessor busy, the K dimension (the "keys" below) is split among programs: each stores a partial
-sum, and the last to finish adds them in order. So there are no floating-point atomics, and the result does
-not depend on which program is last.
+Every program multiplies a tile of weight rows with the padded rows of `x`. Where the tiles alone would not
+keep every multiprocessor busy, the K (inner) dimension, whose size is `KEYS` below, is split among programs:
+each stores a partial sum, and the last to finish adds them in order. So there are no floating-point atomics,
+and the result does not depend on which program is last.
 """
 
 import torch
@@ -15,7 +15,7 @@ from triton_models.engine.kernels.swiglu import silu_times
 from triton_models.engine.kernels.tilings import Tiling, tiling_for
 
 MAX_ROWS = 32
-"""Most rows of `x`: beyond, arithmetic matters, and a library's products are faster (bench/LOG.md)."""
+"""Most rows of `x`: with more, arithmetic matters, and a library's products are faster (bench/LOG.md)."""
 
 _MAX_TILES = 4096
 _MIN_ROWS = 16
@@ -23,7 +23,7 @@ _MIN_ROWS = 16
 
 
 def new_arrivals(device: torch.device) -> Tensor:
-    """Return counters by which the programs of a split product find out which is last.
+    """Return counters that tell the programs of a split product which of them finishes last.
 
     They are zero between launches. Launches that share them must not overlap: use one stream, or order them
     by events.
@@ -43,8 +43,8 @@ def linear(
     """Return x @ weight^T + bias, or add it to `residual` in place.
 
     Sums are float32, and rounded to the dtype before the residual is added. A row's result depends on that
-    row alone. Compiled once for each dtype, shape of `weight`, up to 16 or up to 32 rows, and with or without
-    bias and residual.
+    row alone. Compiled once for each dtype, shape of `weight`, number of rows (up to 16, or up to 32), and
+    presence of bias and residual.
 
     Args:
         x: [M, K], contiguous, M at most `MAX_ROWS`, K a multiple of 8.
@@ -158,7 +158,7 @@ def _linear(
     steps: tl.constexpr = (KEYS + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)
     k = split * (steps * BLOCK_K) + tl.arange(0, BLOCK_K)
     x_tile = x + m[:, None] * KEYS + k[None, :]
-    # Rows beyond the last read the last one again; their sums are not stored.
+    # Weight rows beyond the last one read the last one again; their sums are not stored.
     row = tl.minimum(n, OUTPUTS - 1).to(tl.int64)
     weight_tile = weight + row[:, None] * KEYS + k[None, :]
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -184,7 +184,7 @@ def _linear(
         tl.store(partial + split * size, sums, mask=stored, cache_modifier=".cg")
         if GATED:
             tl.store(partial + split * size + part_size, up_sums, mask=stored, cache_modifier=".cg")
-        # One thread counts for all threads of the program, whose stores must come first.
+        # One thread counts the program as finished, so all threads' stores must come before.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
         if arrived == SPLITS - 1:
@@ -204,7 +204,7 @@ def _linear(
 def _finish(
     sums, up_sums, bias, out, m, n, rows, OUTPUTS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr
 ):
-    """Write a tile of `out`, with its bias, gated, or added to what is there."""
+    """Write a tile of `out`: the sums with the bias, if any, gated, or added to what `out` holds."""
     dtype: tl.constexpr = out.dtype.element_ty
     here = out + m[:, None] * OUTPUTS + n[None, :]
     inside = (m < rows)[:, None] & (n < OUTPUTS)[None, :]

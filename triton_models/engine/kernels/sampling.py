@@ -23,7 +23,7 @@ from triton_models.engine.kernels.drawing import (
 from triton_models.engine.kernels.truncation import Truncation, draw_truncated
 
 _BLOCK = 4096
-"""Logits per program, so many that one program can go through the sums of a row's blocks."""
+"""Logits per program: so many that a row has few blocks, whose sums one program can go through."""
 
 
 def choose(
@@ -47,9 +47,9 @@ def choose(
         truncation: the rows with limits; None: there are none.
 
     Returns:
-        [3, S] int64, as `SamplerOutputs.status`: token ids, whether all logits are finite (if tokens were
-        removed, check this before), and whether any token can be chosen. If one of the two does not hold, the
-        token is an arbitrary id of the vocabulary.
+        [3, S] int64, as `SamplerOutputs.status`: token ids, whether all logits are finite (a caller that
+        removes tokens must check this before), and whether any token can be chosen. If one of the two does
+        not hold, the token is an arbitrary id of the vocabulary.
     """
     rows, vocabulary = logits.shape
     blocks = triton.cdiv(vocabulary, _BLOCK)
@@ -96,7 +96,7 @@ def choose(
 def _summarise(
     logits, temperatures, peaks, sums, places, finite, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Find a block's largest logit, its lowest id, the sum of weights, and whether all are finite."""
+    """Find a block's largest logit, the lowest id that has it, the sum of weights, and if all are finite."""
     row = tl.program_id(0)
     block = tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
@@ -128,7 +128,7 @@ def _choose(
     BLOCKS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
 ):
-    """Choose a row's token from the summaries of its blocks, reading only the block that it is in."""
+    """Choose a row's token from the summaries of its blocks, reading only the block that holds the token."""
     row = tl.program_id(0)
     blocks = tl.arange(0, BLOCKS_PADDED)
     listed = blocks < BLOCKS

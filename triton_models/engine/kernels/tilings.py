@@ -1,4 +1,4 @@
-"""How products of few rows divide their work, by shape: constants, so nothing is tuned while serving."""
+"""How matrix products of few rows divide their work, by shape: constants, so serving tunes nothing."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,9 @@ import triton
 class Tiling:
     """How a product divides its work. Results of different tilings differ by rounding.
 
-    `block_n` weight rows by `block_k` keys are loaded at once, both powers of two of at least 16; `splits`
-    programs share the keys. `warps`, `stages`: Triton's launch options `num_warps` and `num_stages`.
+    A part of the weight of `block_n` rows by `block_k` along K, the inner dimension, is loaded at once; both
+    are powers of two of at least 16. `splits` programs share K. `warps`, `stages`: Triton's launch options
+    `num_warps` and `num_stages`.
     """
 
     block_n: int
@@ -22,7 +23,7 @@ class Tiling:
 
 
 _TILINGS: dict[tuple[int, int, bool], Tiling] = {
-    # ChatGLM3-6B by outputs, keys, gated: the best of a search on an H200 (bench/LOG.md).
+    # ChatGLM3-6B, by (outputs, K, gated): the best of a search on an H200 (bench/LOG.md).
     (4608, 4096, False): Tiling(block_n=64, block_k=128, splits=4, warps=4, stages=3),
     (4096, 4096, False): Tiling(block_n=64, block_k=128, splits=4, warps=4, stages=3),
     (13696, 4096, True): Tiling(block_n=64, block_k=128, splits=1, warps=4, stages=3),
@@ -31,11 +32,13 @@ _TILINGS: dict[tuple[int, int, bool], Tiling] = {
 }
 
 _PROGRAMS = 3 * 132
-"""Programs that a large GPU runs at once."""
+"""Number of programs that a large GPU runs at once."""
 
 
 def tiling_for(outputs: int, keys: int, *, gated: bool, dtype: torch.dtype) -> Tiling:
-    """Return the constants for a product's shape: never by the number of rows, since they affect rounding.
+    """Return the constants for a weight's shape, whatever the number of rows, since they affect rounding.
+
+    `outputs`, `keys`: the sizes of the product's N and K (inner) dimensions.
 
     Shapes that were not measured get enough splits to fill a large GPU. No matrix unit has float32's
     precision, so its tiles are small, to fit the registers.

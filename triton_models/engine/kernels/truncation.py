@@ -1,7 +1,7 @@
 """Draws from rows that are limited by top_k, top_p or min_p, without sorting them.
 
-The tokens kept of a row are the most likely ones: all whose logit is above a threshold, and the first few of
-those that equal it.
+The tokens kept of a row are the most likely ones: all with a logit above a threshold, and the first few with
+a logit equal to it.
 """
 
 from dataclasses import dataclass
@@ -177,8 +177,8 @@ def _draw_truncated(
     p = tl.load(top_p + row)
     if p < 1:
         limit = p * kept_weight(row_logits, threshold, ties, peak, coldness, VOCABULARY, BLOCK, UNUSED_BITS)
-        # Tokens lighter than (1 - top_p) / V of the most likely one's weight together weigh less than the
-        # 1 - top_p that may be dropped, so the threshold is above them.
+        # All tokens with less than (1 - top_p) / V of the most likely one's weight together weigh less than
+        # the 1 - top_p that may be dropped, so the threshold is above them.
         lightest = tl.log((1 - p).to(tl.float32) / VOCABULARY) - _MARGIN
         low = tl.maximum(threshold, order(logit_of(lightest, peak, coldness), UNUSED_BITS) - 1)
         found, above = search(
