@@ -62,15 +62,14 @@ class PlainOperations(PlainMath):
         rotate_in_place(heads, *self._rotation)
 
     def _decode(self, queries: Tensor, cached_keys: Tensor, cached_values: Tensor) -> Tensor:
-        """Attend one token per sequence, all sequences at once, over padded copies of their blocks."""
+        """Attend with one token per sequence, all sequences at once, over padded copies of their blocks."""
         rows, heads, head_dim = queries.shape
         kv_heads = cached_keys.shape[2]
         shape = (rows, -1, kv_heads, head_dim)
         blocks = self._decode_blocks.flatten()
         keys = cached_keys.index_select(0, blocks).view(shape).transpose(1, 2)
         values = cached_values.index_select(0, blocks).view(shape).transpose(1, 2)
-        # The heads that share a KV head take the place of a sequence of queries: [D, KV heads, shared,
-        # head_dim].
+        # The query heads that share a KV head form SDPA's query axis: [D, KV heads, shared, head_dim].
         grouped = queries.reshape(rows, kv_heads, heads // kv_heads, head_dim)
         return scaled_dot_product_attention(grouped, keys, values, attn_mask=self._decode_mask).reshape(
             queries.shape
@@ -97,11 +96,11 @@ class PlainOperations(PlainMath):
 
 
 def _prefill(queries: Tensor, length: int, mask: Tensor | None, keys: Tensor, values: Tensor) -> Tensor:
-    """Attend the new tokens of one sequence over all of it.
+    """Attend causally with the new tokens of one sequence to all of its tokens.
 
     Args:
         queries: [new tokens, heads, head_dim].
-        length: tokens of the sequence.
+        length: number of tokens in the sequence, including the new ones.
         mask: additive, [new tokens, length]; None for causal.
         keys: [blocks, block_size, KV heads, head_dim], copied from the sequence's blocks.
         values: the same shape as `keys`.

@@ -1,4 +1,4 @@
-"""How a device computes: which make of each heavy operation is used, chosen once."""
+"""Backends: which implementation of each expensive operation a device uses, chosen once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,55 +16,55 @@ from triton_models.engine.operations import Operations
 from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, sample
 
 _LEAST_CAPABILITY = (8, 0)
-"""Ampere: the first with bfloat16 in its matrix units."""
+"""Ampere: the first generation whose matrix units support bfloat16."""
 
 
 class StepOperations(Protocol):
-    """Makes the operations of a model's steps, and keeps what these share."""
+    """Creates the `Operations` of each step of a model, and keeps the state that they share."""
 
     def __call__(self, layout: StepLayout) -> Operations:
         """Return the operations of one step."""
         ...
 
     def tiles(self, chunks: Sequence[ChunkRows]) -> list[tuple[int, int, int, int]]:
-        """Cut chunks into what its attention works on, for `StepLayout.tiles`; or []."""
+        """Divide chunks into the tiles that attention works on, for `StepLayout.tiles`; [] if it has none."""
         ...
 
     def most_tiles(self, rows: int, chunks: int) -> int:
-        """Return how many `tiles` the rows of up to `chunks` chunks come to at most, however shared out."""
+        """Return the most `tiles` that `rows` rows need, however divided among up to `chunks` chunks."""
         ...
 
     def reset(self) -> None:
-        """Forget what a step that failed may have left."""
+        """Discard shared state that a failed step may have left behind."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """The makes that fit a device."""
+    """The implementations that suit a device."""
 
     operations: Callable[[CausalModel, KVCache, int], StepOperations]
-    """Takes the model, its cache and the largest number of decodes in a step."""
+    """Called with the model, its KV cache and the largest number of decodes in a step."""
     sample: Callable[[Tensor, SamplerInputs], SamplerOutputs]
     clears_blocks: bool
-    """Whether a block must be zeroed as it is handed out: its attention computes with what it then masks."""
+    """Whether a block must be zeroed when it is allocated: attention also computes with masked positions."""
     graphs: bool
     """Whether steps are captured as CUDA graphs."""
     overlap: bool
     """Whether the next step is scheduled while the device computes this one."""
     reason: str
-    """Why these, for the log."""
+    """Why these were chosen, for the log."""
     pack: Callable[[Tensor], Tensor] | None = None
-    """Lays a matrix out for the products of `operations`; None: it stays as the checkpoint has it."""
+    """Converts a weight matrix to the layout that `operations` expect; None: that of the checkpoint."""
 
     def prepare(self, model: CausalModel) -> None:
-        """Lay the matrices of `model` out, if they are to be; again does nothing."""
+        """Convert the weight matrices of `model` with `pack`, if there is one; repeating it does nothing."""
         if self.pack is not None:
             model.pack(self.pack)
 
 
 class UncutSteps:
-    """`StepOperations` of a make that needs no more than the cache and the step's layout."""
+    """`StepOperations` of an implementation that needs only the cache and the layout: it has no tiles."""
 
     def __init__(self, make: Callable[[KVCache, StepLayout], Operations], cache: KVCache) -> None:
         self._make = make
@@ -97,9 +97,9 @@ PLAIN = Backend(
 
 
 def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
-    """Choose what is fast and runs on `device`."""
+    """Choose the fastest backend that runs on `device`."""
     if device.type == "cpu":
-        # It builds on what is defined here, as does the next one.
+        # Imported here because it imports this module, as does the kernel backend below.
         from triton_models.engine.processor_backend import processor_backend  # noqa: PLC0415
 
         return processor_backend(dtype)
@@ -110,7 +110,7 @@ def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
         return replace(PLAIN, reason=f"plain torch operations: {device} has compute capability {capability}")
     if find_spec("triton") is None:
         return replace(PLAIN, reason="plain torch operations: the package triton is missing")
-    # Not every build of torch brings that compiler, and without a GPU nobody needs it.
+    # Needs the package triton, which not every build of torch installs, and nobody needs without a GPU.
     from triton_models.engine.kernel_backend import kernel_backend  # noqa: PLC0415
 
     return kernel_backend(dtype)

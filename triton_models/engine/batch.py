@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from triton_models.engine.sequence import Sequence, SequenceState
 
 
-# Not frozen: a frozen dataclass takes three times as long to make, and a step makes one per running sequence.
+# Not frozen: creating a frozen dataclass takes three times as long, and a step creates one per sequence.
 @dataclass(slots=True)
 class Chunk:
-    """`count` tokens of a sequence, computed in this step, from `start` on.
+    """`count` tokens of a sequence, from position `start` on, that are computed in this step.
 
-    `samples`: they reach the sequence's newest token, so the step samples the next one. Decided when the step
-    is scheduled, since the sequence grows.
+    `samples`: whether they include the sequence's newest token, so that the step samples the next one. This
+    is decided when the step is scheduled, since the sequence grows afterwards.
     """
 
     sequence: Sequence

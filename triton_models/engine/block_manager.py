@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 PADDING_BLOCK = 0
 """Never allocated: block tables are padded with it.
 
-Zero, but for its first place where rows of the spare slot fill steps up; attention that computes with what it
-then masks (`Backend.clears_blocks`) never has such steps.
+It holds zeros, except in its first position: rows of the spare slot, which pad a step, write there. Backends
+whose attention computes with masked positions (`Backend.clears_blocks`) never pad steps this way.
 """
 
 
@@ -81,7 +81,7 @@ class BlockManager:
             self._references[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """Remove a holder from each of `blocks`, the last first: the end of a chain is evicted first."""
+        """Remove a holder from each of `blocks`, the last first, so that a chain is evicted from its end."""
         for block in reversed(blocks):
             if self._references[block] < 1:
                 raise _not_held(block)
@@ -93,7 +93,7 @@ class BlockManager:
                     self._free.append(block)
 
     def keep(self, block: int) -> None:
-        """Declare the contents of a held block worth keeping."""
+        """Declare the contents of a held block worth keeping: without holders, it will be cached."""
         if self._references[block] < 1:
             raise _not_held(block)
         self._kept[block] = True
@@ -117,4 +117,4 @@ def _not_held(block: int) -> RuntimeError:
 
 
 def _ignore(block: int) -> None:
-    """Nobody has told anything of this block."""
+    """Do nothing: the default of `on_eviction`."""

@@ -3,20 +3,20 @@
 from enum import Enum, auto
 
 _REGAINED_IN = 64
-"""Number of steps with decodes after which one more step may leave them out."""
+"""Number of steps with decodes that earn one more step without them."""
 
 _TOKENS_AN_END = 512
-"""A burst finishes at least one prompt per this many tokens: the first tokens of several requests are worth a
-pause, the middle of long prompts is not."""
+"""A step that pauses the decodes must finish at least one prompt per this many tokens: the first tokens of
+several requests are worth a pause, the middle of long prompts is not."""
 
 
 class StepPlan(Enum):
     """The kind of the next step."""
 
     MIXED = auto()
-    """Every decode, and prompts in the rest of `max_batched_tokens`."""
+    """Every decode, and prompts in what the decodes leave of `max_batched_tokens`."""
     LARGE = auto()
-    """The same within `burst_tokens`: with many prompts waiting, larger steps share their fixed cost."""
+    """The same with `burst_tokens`: many prompts wait, and a larger step spreads its fixed cost."""
     PROMPTS = auto()
     """Prompts only, within `burst_tokens`."""
 
@@ -29,10 +29,10 @@ def ends_of_a_burst(tokens: int) -> int:
 class BurstAllowance:
     """Limits the steps that leave the decodes out: `most` in a row, and few in the long run.
 
-    Prompts that came together are computed soonest if those of them that are already decoding pause: clients
-    that begin together then continue together. But other answers in progress wait meanwhile. So there is a
-    stock of `4 * most` such steps, used in runs of at most `most`, which grows by one for every 64 steps with
-    decodes: under lasting load, one step in 65 leaves them out.
+    Prompts that arrive together are computed soonest if those of them that are already decoding pause;
+    clients that start together then also continue together. But all other answers in progress wait
+    meanwhile. So there is a stock of `4 * most` such steps, used in runs of at most `most`. It regains one
+    for every 64 steps with decodes: under sustained load, one step in 65 leaves the decodes out.
     """
 
     def __init__(self, most: int) -> None:
@@ -49,7 +49,7 @@ class BurstAllowance:
 
     @property
     def under_way(self) -> bool:
-        """Whether they paused in the last step."""
+        """Whether the decodes paused in the last step."""
         return self._in_a_row > 0
 
     def stood_back(self) -> None:

@@ -16,7 +16,8 @@ from triton_models.engine.step_inputs import StepInputs
 log = logging.getLogger(__name__)
 
 LARGEST_PROMPTS = 4096
-"""Rows of the largest captured step with prompts: beyond it, the device takes longer than the host anyway."""
+"""Rows of the largest captured step with prompts: in larger ones, the device takes longer than the host
+anyway, so a graph would not save time."""
 
 _CHUNKS = 64
 """A captured step has room for the tiles of this many chunks, however its rows are divided among them."""
@@ -28,7 +29,7 @@ MostTiles = Callable[[int, int], int]
 def decode_sizes(largest: int) -> list[int]:
     """Return the batch sizes that get a graph; a step of any other size is padded to the next.
 
-    They are closer together where one row is a larger share of the step's time.
+    Small sizes are closer together, because there each padding row is a larger share of the step's time.
     """
     sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, largest, 32)]
     return [*(size for size in sizes if size < largest), largest]
@@ -46,7 +47,10 @@ def prompt_sizes(largest: int) -> list[int]:
 
 
 class CapturedDecodes:
-    """Steps with decodes only, in two graphs each; the second samples, unless a row needs more than that."""
+    """Steps with decodes only, in two graphs each: the forward pass, and the sampling.
+
+    The second graph is only used if every request is plain (`SamplingParams.plain`).
+    """
 
     def __init__(self, step: DeviceStep, slots: SlotTable, *, longest: int) -> None:
         self._step = step
@@ -86,14 +90,14 @@ class CapturedDecodes:
         return self._status[:, :size]
 
     def compute(self, size: int) -> None:
-        """Do the work of `forward` on what the tensors hold now."""
+        """Do the work of `forward` on the current contents of the tensors."""
         logits = self._step.decode(self._slots[:size], self._longest)
         if not self._logits.numel():
             self._logits = torch.empty_like(logits)
         self._logits[:size].copy_(logits)
 
     def sample(self, size: int) -> None:
-        """Do the work of `finish` on what the tensors hold now."""
+        """Do the work of `finish` on the current contents of the tensors."""
         self._status[:, :size].copy_(self._step.finish(self._slots[:size], self._logits[:size]))
 
 
@@ -118,7 +122,7 @@ class CapturedPrompts:
         self._graphs = SizedGraphs(sizes)
 
     def size_for(self, rows: int, tiles: int) -> int | None:
-        """Return the smallest size that holds so many rows and tiles; None if there is none."""
+        """Return the smallest size for `rows`; None if there is none, or it cannot hold that many tiles."""
         size = self._graphs.size_for(rows)
         return size if size is not None and tiles <= self._tiles_in(size) else None
 
@@ -132,7 +136,10 @@ class CapturedPrompts:
         self._graphs.capture(self.compute, pool)
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        """Return [T, width] for a step padded to a captured T; the next call overwrites the result."""
+        """Return the last layer's output, [T, width], for a step padded to a captured size T.
+
+        The next call overwrites the result.
+        """
         size, decodes, tiles = len(inputs.tokens), len(inputs.decode_lengths), len(inputs.tiles)
         self._tokens[:size].copy_(inputs.tokens)
         self._slots[:size].copy_(inputs.slots)
@@ -145,7 +152,7 @@ class CapturedPrompts:
         return self._hidden[:size]
 
     def compute(self, size: int) -> None:
-        """Do the work of `forward` on what the tensors hold now."""
+        """Do the work of `forward` on the current contents of the tensors."""
         layout = StepLayout(
             tables=self._tables,
             slots=self._slots[:size],
@@ -173,7 +180,7 @@ class CapturedSteps:
         self.prompts = CapturedPrompts(step, slots, longest=longest, largest=largest, most_tiles=most_tiles)
 
     def rehearse(self) -> int:
-        """Run the largest of each once; return how many graphs there will be."""
+        """Run the largest step of each kind once; return how many graphs there will be."""
         return self.prompts.rehearse() + self.decodes.rehearse()
 
     def capture(self) -> None:

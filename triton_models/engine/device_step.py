@@ -1,4 +1,4 @@
-"""The parts of a step that do not depend on what it holds, and so can be captured."""
+"""The parts of a step that do the same work whatever tokens it contains, and so can be captured."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from triton_models.engine.slots import SlotTable
 
 
 class DeviceStep:
-    """The parts of a step. Besides their arguments, they only read tensors at fixed places on the device."""
+    """The parts of a step. Besides their arguments, they use only tensors at fixed device addresses."""
 
     def __init__(
         self, model: CausalModel, backend: Backend, operations: StepOperations, slots: SlotTable
@@ -29,7 +29,7 @@ class DeviceStep:
         return self._model.logits(hidden, self._operations(layout))
 
     def decode(self, slots: Tensor, longest: int) -> Tensor:
-        """Return [D, vocabulary] logits of decodes, [D] int64 slots."""
+        """Return the logits [D, vocabulary] of the decodes in `slots`, [D] int64."""
         positions = self._slots.lengths[slots]
         layout = StepLayout(
             tables=self._slots.tables,

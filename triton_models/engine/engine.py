@@ -38,8 +38,8 @@ class Engine:
     """Continuous batching over one model: every step is schedule, run, post-process.
 
     `add`, `cancel` and `stats` may be called from any thread; everything else belongs to the engine's thread.
-    Outputs collect until `take_outputs`, so that a failing step loses none. The backend may change the layout
-    of the model's matrices.
+    Outputs are kept until `take_outputs`, so that a failing step loses none. The backend may change the
+    layout of the model's weight matrices.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Engine:
         """Finish a step; None if there was nothing to compute.
 
         With overlap, the following step is launched before waiting for this one's results. If that fails, the
-        next call raises the error, because these results come first.
+        next call raises the error, because this step's results come first.
         """
         fault, self._fault = self._fault, None
         if fault is not None:
@@ -139,9 +139,9 @@ class Engine:
         return outputs
 
     def fail_running(self, error: str) -> None:
-        """After a step that raised: end what ran in it, with `error`, and start with an empty cache.
+        """Recover from a step that raised: end its requests with `error`, and start with an empty KV cache.
 
-        Requests that ran only in earlier steps are recomputed. If no step is to blame, all that ran end.
+        Requests that ran only in earlier steps are recomputed. If no step is to blame, all running ones end.
         """
         self._failed_steps += 1
         blamed = {chunk.sequence for batch in self._uncollected for chunk in batch.chunks}
@@ -238,7 +238,7 @@ class Engine:
         return cancels
 
     def _accept(self, sampled: Sampled) -> bool:
-        """Append a sampled token to its sequence, and end that if it was the last; False if it is dropped."""
+        """Append a sampled token to its sequence, and end the sequence if due; False if it is dropped."""
         sequence = sampled.sequence
         if sequence.state is SequenceState.FINISHED:
             return False  # The sequence ended while the device was computing this token.
@@ -272,7 +272,7 @@ class Engine:
         *,
         spoilt: bool = False,
     ) -> None:
-        """Take a sequence from the scheduler, free its blocks and give it its final output."""
+        """Remove a sequence from the scheduler, free its blocks and emit its final output."""
         self._scheduler.remove(sequence, spoilt=spoilt)
         self._close(sequence, reason, sampled, error)
 
@@ -283,7 +283,7 @@ class Engine:
         sampled: Sampled | None = None,
         error: str | None = None,
     ) -> None:
-        """Give a sequence that the scheduler no longer has its final output."""
+        """Emit the final output of a sequence that has left the scheduler, and forget it."""
         sequence.move_to(SequenceState.FINISHED)
         request_id = sequence.request.request_id
         del self._sequences[request_id]

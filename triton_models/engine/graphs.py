@@ -36,7 +36,7 @@ class SizedGraphs:
         return self._sizes[place] if place < len(self._sizes) else None
 
     def capture(self, work: Callable[[int], None], pool: PoolHandle) -> None:
-        """Compile and capture, the largest first, so that smaller graphs reuse its memory."""
+        """Compile and capture each size, the largest first, so that smaller graphs reuse its memory."""
         for size in reversed(self._sizes):
             # Compiles kernels and initialises libraries, neither of which may happen during a capture.
             work(size)
@@ -47,5 +47,5 @@ class SizedGraphs:
             self._graphs[size] = graph
 
     def replay(self, size: int) -> None:
-        """Do the work again, on what the tensors hold now."""
+        """Run the captured work on the current contents of its tensors."""
         self._graphs[size].replay()

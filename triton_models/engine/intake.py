@@ -1,4 +1,4 @@
-"""The engine's inbox: requests and cancels from other threads, taken in between two steps."""
+"""The engine's inbox: requests and cancels from other threads, which it collects between steps."""
 
 import threading
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from triton_models.errors import (
 class Intake:
     """Takes requests and cancels from any thread; the engine's thread collects them before each step.
 
-    It knows which requests are open, so that it refuses at once, on the caller's thread. `limit` is how many
-    may be open, running and waiting together: counting only the waiting ones would refuse a burst into an
-    idle engine, which has not had a step yet to start any of them.
+    It knows which requests are open, so it can refuse new ones at once, on the caller's thread. `limit` is
+    how many may be open, running and waiting together: a limit on the waiting ones alone would refuse part of
+    a burst that meets an idle engine, which has not had a step yet to start any of them.
     """
 
     def __init__(self, limit: int) -> None:
@@ -37,9 +37,9 @@ class Intake:
         """Open requests that arrived together at `arrived_at`, in monotonic seconds: all of them, or none.
 
         Raises:
-            EngineStoppedError: the engine takes no more.
+            EngineStoppedError: the engine takes no more requests.
             DuplicateRequestError: a request with one of the ids is open.
-            InvalidRequestError: they are more than may ever be open.
+            InvalidRequestError: there are more of them than may ever be open.
             QueueFullError: too many other requests are open.
         """
         with self._lock:
@@ -58,7 +58,7 @@ class Intake:
             self._new += [(request, arrived_at) for request in requests]
 
     def cancel(self, request_id: str) -> bool:
-        """Ask for a request's end; False if it is not open."""
+        """Ask the engine to end a request; False if it is not open."""
         with self._lock:
             if request_id not in self._open:
                 return False

@@ -25,11 +25,11 @@ from triton_models.engine.model import CausalModel
 from triton_models.engine.operations import Rotary
 
 _SPLITS_BESIDE_PROMPTS = 4
-"""The fewest splits in steps with prompts: most decode rows of a captured one may be empty, others long."""
+"""Fewest splits in steps with prompts: in a captured one, most decode rows may be padding, and a few long."""
 
 
 class KernelSteps:
-    """Makes the operations for a model's steps, which run one after the other on one stream."""
+    """Creates the operations of a model's steps, which run one after the other on one stream."""
 
     def __init__(self, model: CausalModel, cache: KVCache, rows: int) -> None:
         kv = model.kv_shape
@@ -115,7 +115,7 @@ class KernelOperations:
                 workspace=steps.decode,
             )
         if layout.tiles is not None:
-            # After the decodes, whose padding has written zeros to rows of prompts.
+            # After decode attention, whose padding rows have written zeros to rows of prompts.
             prefill_attention(queries, keys, values, tables, layout.tiles, attended)
         return attended.flatten(1)
 
@@ -130,7 +130,7 @@ class KernelOperations:
         return functional.linear(inputs, weight, bias)
 
     def add_linear(self, hidden: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
-        """See `Operations`; in place."""
+        """See `Operations`; adds to `hidden` in place."""
         if len(inputs) <= MAX_ROWS:
             return linear(inputs, weight, arrivals=self._steps.arrivals, residual=hidden)
         return torch.addmm(hidden, inputs, weight.T, out=hidden)

@@ -10,8 +10,8 @@ from triton_models.engine.model import KVShape
 class KVCache:
     """`keys` and `values`: [layers, blocks + 1, block_size, KV heads, head_dim]; block 0 pads block tables.
 
-    The contents of a block are undefined until it is cleared. Main memory is taken when blocks are first
-    written, device memory at once.
+    The contents of a block are undefined until it is cleared. A CPU's memory is only taken when blocks are
+    first written, a GPU's at once.
     """
 
     def __init__(
@@ -24,15 +24,15 @@ class KVCache:
         self.reset()
 
     def clear(self, blocks: Tensor) -> None:
-        """Zero `blocks` ([N] int64) when they are handed out.
+        """Zero `blocks` ([N] int64) when they are allocated.
 
-        Attention reads whole blocks and masks what is beyond a sequence's end, but a NaN left there by an
-        earlier sequence would survive a weight of zero.
+        Attention reads whole blocks and masks positions beyond a sequence's end, but a NaN left there by an
+        earlier sequence would survive multiplication by a weight of zero.
         """
         self.keys.index_fill_(1, blocks, 0)
         self.values.index_fill_(1, blocks, 0)
 
     def reset(self) -> None:
-        """Zero the padding block, which a failed step may have spoilt; others are cleared when handed out."""
+        """Zero the padding block, which a failed step may have spoilt; others are cleared when allocated."""
         self.keys[:, PADDING_BLOCK] = 0
         self.values[:, PADDING_BLOCK] = 0

@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ChunkRows:
-    """Several new tokens of one sequence: rows `start` to `end` of the step, positions `offset` onwards."""
+    """New tokens of one sequence: rows `start` to `end` - 1 of the step, from position `offset` on."""
 
     slot: int
     start: int
@@ -16,13 +16,13 @@ class ChunkRows:
 
     @property
     def length(self) -> int:
-        """Tokens of the sequence with the chunk's."""
+        """Number of the sequence's tokens up to the end of the chunk."""
         return self.offset + self.end - self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
-    """One step's tokens: first the decodes, one token of one sequence each; chunks follow.
+    """One step's tokens: first the decodes, one token of one sequence each; then the chunks.
 
     A sequence is named by its slot, the row of `tables` that lists its KV blocks.
     """
@@ -32,11 +32,11 @@ class StepLayout:
     slots: Tensor
     """[T] int32, each token's sequence."""
     positions: Tensor
-    """[T] int64, each token's place in its sequence; -1 for rows that fill a step up."""
+    """[T] int64, each token's position in its sequence; -1 in padding rows of steps with prompts."""
     decode_lengths: Tensor
-    """[D] int32, tokens of each sequence that decodes, the new one included; 0 for rows that are none."""
+    """[D] int32, tokens of each decoding sequence, including the new one; 0 in rows without a decode."""
     longest_decode: int
-    """No sequence that decodes has more tokens; costs depend on it, results do not."""
+    """Upper bound of `decode_lengths`: it affects the cost, but not the results."""
     chunks: tuple[ChunkRows, ...] = ()
     tiles: Tensor | None = None
     """[N, 4] int32, what `StepOperations.tiles` made of the chunks; None for a step without any."""

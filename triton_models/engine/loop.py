@@ -71,7 +71,7 @@ class EngineLoop:
             self._thread.join()
 
     def add(self, *requests: Request) -> None:
-        """Add requests, all or none; see `Engine.add` for what is refused, here and at once."""
+        """Add requests, all or none; raises at once what `Engine.add` raises."""
         self._engine.add(*requests)
         self._wake.set()
 
@@ -90,7 +90,7 @@ class EngineLoop:
         try:
             while not self._stopping and self._failures < self._engine.settings.failure_limit:
                 self._heartbeat = time.monotonic()
-                # Cleared before looking for work: `wait` sees what arrives meanwhile.
+                # Cleared before looking for work, so that `wait` notices what arrives meanwhile.
                 self._wake.clear()
                 if not self._turn():
                     self._wake.wait(IDLE_TURN_SECONDS)

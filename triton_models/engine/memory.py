@@ -1,4 +1,4 @@
-"""How much memory a device has: a GPU's own, or for a CPU that of the machine or container."""
+"""How much memory a device has: a GPU's own memory; for a CPU, that of the machine or container."""
 
 from pathlib import Path
 from typing import Final

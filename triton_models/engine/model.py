@@ -1,4 +1,4 @@
-"""What the engine asks of a model. Knows nothing of any particular one."""
+"""The interface that a model must offer to the engine. Knows nothing of any particular model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from triton_models.engine.operations import Operations
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What a model keeps per token: keys and values of `layers` layers, in `heads` heads of `head_dim`."""
+    """What the KV cache stores per token: keys and values, each of shape [layers, heads, head_dim]."""
 
     layers: int
     heads: int
@@ -24,7 +24,7 @@ class KVShape:
 
 
 class CausalModel(Protocol):
-    """A decoder over token ids. Sequences are told apart by the attention alone."""
+    """A decoder over token ids. Only its attention (`Operations.attend`) tells sequences apart."""
 
     @property
     def vocab_size(self) -> int:
@@ -38,7 +38,7 @@ class CausalModel(Protocol):
 
     @property
     def kv_shape(self) -> KVShape:
-        """What the KV cache holds per token."""
+        """What the KV cache stores per token."""
         ...
 
     @property
@@ -48,27 +48,27 @@ class CausalModel(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, activations and KV cache."""
+        """The dtype of weights, activations and KV cache."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device that holds the weights."""
         ...
 
     def pack(self, pack: Callable[[Tensor], Tensor]) -> None:
-        """Replace every matrix of `Operations`' products by what `pack` makes of it, one after the other.
+        """Replace each weight matrix that `Operations` multiplies by with `pack` of it, one at a time.
 
-        From then on the model computes only with operations that take such matrices.
+        From then on the model works only with operations that take packed matrices.
         """
         ...
 
     def forward(self, tokens: Tensor, operations: Operations) -> Tensor:
-        """Compute what the new tokens leave behind the last layer.
+        """Compute the hidden states of the new tokens after the last layer.
 
         Args:
             tokens: [T] int64, the new tokens of every sequence of the step, one after the other.
-            operations: what the step is computed with; they know each token's sequence and position.
+            operations: the step's operations; they know each token's sequence and position.
 
         Returns:
             [T, width], for `logits`.
@@ -76,11 +76,11 @@ class CausalModel(Protocol):
         ...
 
     def logits(self, hidden: Tensor, operations: Operations) -> Tensor:
-        """Compute the logits behind some of a step's tokens.
+        """Compute the next-token logits for some of a step's tokens.
 
         Args:
-            hidden: [S, width], rows of what `forward` gave.
-            operations: those of the step.
+            hidden: [S, width], rows of the result of `forward`.
+            operations: the step's operations.
 
         Returns:
             [S, vocab_size] logits, a tensor that the caller may change.

@@ -1,4 +1,4 @@
-"""What a model computes a step with: its heavy operations, behind an interface with several makes."""
+"""The expensive operations of a model's forward pass: an interface with several implementations."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +15,7 @@ class Rotary:
     """Rotary position tables, each [positions, pairs] float32.
 
     The first `2 * pairs` numbers of a head are rotated as interleaved pairs (0 with 1, 2 with 3, ...); the
-    rest carries no position. After Su et al., "RoFormer" (arXiv 2104.09864), section 3.2.2.
+    rest is not rotated. After Su et al., "RoFormer" (arXiv 2104.09864), section 3.2.2.
     """
 
     cos: Tensor
@@ -23,9 +23,10 @@ class Rotary:
 
 
 class Operations(Protocol):
-    """One step's operations. Tensors that are handed in may be overwritten, and are not to be used again.
+    """One step's operations. Unless a method says otherwise, it may overwrite the activations passed to it.
 
-    T is the number of tokens in the step; everything but weights of norms is of the model's dtype.
+    T is the number of tokens in the step. All tensors but the weights of norms and the rotary tables have the
+    model's dtype.
     """
 
     @property
@@ -48,7 +49,7 @@ class Operations(Protocol):
         ...
 
     def norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Return the RMSNorm of `hidden`, [T, width], which stays as it is.
+        """Return the RMSNorm of `hidden`, [T, width], without changing `hidden`.
 
         Args:
             hidden: the residual stream.
@@ -95,7 +96,7 @@ class PlainMath:
 
 
 def rotate_in_place(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the first numbers of each head, in float32.
+    """Rotate the first `2 * pairs` numbers of each head in place, computing in float32.
 
     Args:
         heads: [T, heads, head_dim], changed.

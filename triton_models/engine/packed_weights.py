@@ -1,8 +1,9 @@
 """Weight matrices rearranged once for a CPU's matrix products, instead of in every product.
 
 The libraries that torch multiplies with (oneDNN; MKL for float32) take a matrix as the checkpoint has it and
-rearrange it on the way into registers. With the few rows of a decode, that costs more than the product
-itself; a prepacked matrix is only read. The arithmetic is the same except for the order of sums.
+rearrange it in every product on the way into registers. With the few rows of a decode step, that costs more
+than the product itself; a prepacked matrix is only read. The arithmetic is the same except for the order of
+sums.
 """
 
 from typing import Any

@@ -63,9 +63,9 @@ class PenalisedRows:
     def apply(self, logits: Tensor) -> None:
         """Apply the penalties in place: repetition, then frequency, then presence.
 
-        Repetition divides positive logits and multiplies negative ones, of prompt and answer alike (Keskar et
-        al., "CTRL", 2019, with the sign of transformers and vLLM). Frequency is subtracted for each time a
-        token was generated, presence once if it was (OpenAI's API reference).
+        Repetition divides positive logits and multiplies negative ones, for tokens of prompt and answer alike
+        (Keskar et al., "CTRL", 2019; negative logits as in transformers and vLLM). Frequency is subtracted
+        once for each time a token was generated, presence once if it was generated (OpenAI's API reference).
 
         Args:
             logits: [S, vocab] float32.

@@ -10,17 +10,18 @@ from triton_models.engine.sequence import Sequence
 class PrefixCache:
     """Shares full blocks among sequences that begin with the same tokens.
 
-    * Blocks are found by the hash of their key (`_keys`), and the dict compares the key itself: texts with
-      the same hash are never confused.
+    * Blocks are found by the hash of their key (`_keys`). The dict also compares the keys themselves, so
+      different tokens with the same hash are never confused.
     * A block can be found once the step that computes it is *scheduled*: work scheduled after that, in the
       same step or later, reads it after it is written (each layer writes the keys and values of all tokens
       before any attends). Full blocks are never written again.
-    * A sequence registers a block only after blocks of its own, so the holder of a block holds all blocks
-      before it. The block manager evicts in order of release, and within one release from the end, so a
-      parent outlives its children. If another sequence registered the same tokens first, the later one's
-      blocks from there on stay unregistered.
+    * A sequence registers a block only behind registered blocks that it holds itself, so every holder of a
+      block also holds all blocks before it. The block manager evicts in order of release, and within one
+      release from the end, so a parent outlives its children. If another sequence registered the same tokens
+      first, the later one's blocks from there on stay unregistered.
     * With `enabled` False, or a request's `prefix_cache` False, blocks are neither looked up nor registered.
-    * While log-probabilities of a prompt are requested, nothing is looked up: they come from computing it.
+    * While log-probabilities of a sequence's prompt are still to be reported, nothing is looked up for it:
+      they can only be had by computing the prompt.
     """
 
     def __init__(self, blocks: BlockManager, *, enabled: bool = True) -> None:
@@ -30,10 +31,10 @@ class PrefixCache:
         # small and ignored by the garbage collector.
         self._known: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
-        """Each block's parent (the block before it; the padding before the first) and its tokens, packed.
+        """Each block's parent (the block before it; the padding block for the first) and its tokens, packed.
 
         Keys and values depend on every token before, so the same tokens after another parent are another
-        block. A parent is never forgotten before its children: its number stands for all tokens up to it.
+        block. A parent is never forgotten before its children, so its number stands for all tokens up to it.
         """
         self._key = struct.Struct(f"<{1 + blocks.block_size}i")
         self._registered: dict[Sequence, int] = {}
@@ -41,7 +42,7 @@ class PrefixCache:
         blocks.on_eviction = self._forget
 
     def find(self, sequence: Sequence) -> list[int]:
-        """Return the cached blocks for the beginning of a waiting sequence; it does not hold them yet.
+        """Return the cached blocks for the beginning of a waiting sequence, which does not hold them yet.
 
         At least its newest token is left to compute, because that gives the logits for the next one.
         """
@@ -56,10 +57,10 @@ class PrefixCache:
             sequence.computed = len(sequence.blocks) * self._blocks.block_size
 
     def catch_up(self, sequence: Sequence) -> None:
-        """Let a sequence in PREFILL skip what others computed since its last chunk, and swap the blocks.
+        """Let a sequence in PREFILL skip what others computed since its last chunk, using their blocks.
 
-        Such are those that outrank it and came later with the same beginning. Only between chunks: each tells
-        the device the whole of the sequence's blocks.
+        The others are sequences with the same beginning that came later but outrank it. Call this only
+        between chunks: each chunk sends the sequence's whole block table to the device.
         """
         count = self._registered.get(sequence)
         if count is None or sequence.unscored:
@@ -99,10 +100,11 @@ class PrefixCache:
         self._registered.pop(sequence, None)
 
     def spoil(self, sequence: Sequence) -> None:
-        """Forget every block of a sequence, and everything computed after them.
+        """Forget every block of a sequence, and every block that other sequences computed after these.
 
-        Blocks that it only found are suspect too: their writer may have ended before its results were seen.
-        A sequence preempted meanwhile holds none any more: the blocks its tokens would find are forgotten.
+        Blocks that it found, not computed, are suspect too: their writer may have ended before its results
+        were seen. A sequence that was preempted meanwhile holds no blocks; instead, those that its tokens
+        would find are forgotten.
         """
         self._registered.pop(sequence, None)
         children = defaultdict(list)
@@ -122,7 +124,7 @@ class PrefixCache:
         return self._enabled and sequence.request.prefix_cache
 
     def _first(self, sequence: Sequence) -> list[int]:
-        """Return the registered block that a sequence's tokens begin with, if there is one."""
+        """Return the registered block of a sequence's first tokens, if there is one."""
         tokens = sequence.tokens[: self._blocks.block_size]
         if len(tokens) < self._blocks.block_size or not self._takes_part(sequence):
             return []

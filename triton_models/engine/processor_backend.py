@@ -1,4 +1,4 @@
-"""The backend for CPUs: few operators, and prepacked matrices."""
+"""The backend for CPUs: few torch operators per step, and prepacked weight matrices."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
-"""A step's operations on a CPU, where each call of an operator costs as much as a small product.
+"""A step's operations on a CPU, where each call of a torch operator costs as much as a small product.
 
-So there are fewer calls than in plain torch: a rotation is one product of complex numbers, a norm combines
-its operations as far as possible, and a residual is added within the product.
+So there are fewer calls than in `PlainOperations`: a rotation is one product of complex numbers, a norm
+combines its operations as far as possible, and a residual is added within the product.
 """
 
 from functools import cache

@@ -1,7 +1,7 @@
-"""The last part of sampling on a CPU: row by row, looking only at the few tokens that matter in most rows.
+"""The last stage of sampling on a CPU: row by row, looking only at the few tokens that matter in most rows.
 
-Operators over whole tables spend their time in temporary memory, and sort whole rows where a trained model
-leaves a hundred tokens to choose from.
+Operators over all rows at once spend their time in temporary memory, and sort whole rows although a trained
+model leaves a hundred tokens to choose from.
 """
 
 import math
@@ -47,7 +47,7 @@ def choose(logits: Tensor, inputs: SamplerInputs) -> Tensor:
 
 def _draw_rows(logits: Tensor, highest: Tensor, inputs: SamplerInputs, tokens: Ids) -> None:
     """Replace the most likely token by a drawn one in rows that are not greedy."""
-    # With the largest at 0, no temperature can overflow.
+    # With the largest logit shifted to 0, no temperature can make an exponential overflow.
     scaled = (logits - highest).div_(inputs.temperatures.clamp(min=GREEDY_BELOW)[:, None])
     weights = scaled.exp().numpy()
     truncations = _truncations(inputs)
@@ -104,7 +104,7 @@ def kept(scaled: Row, weights: Row, rules: Truncation) -> Ids:
         count = min(count, int(cumulative.searchsorted(rules.top_p * whole)) + 1)
     threshold = ordered[count - 1]
     ids = np.flatnonzero(scaled >= threshold)
-    if len(ids) > count:  # of equal ones the first stay
+    if len(ids) > count:  # of equal ones, the first are kept
         equal = scaled[ids] == threshold
         ids = ids[~equal | (equal.cumsum() <= count - (len(ids) - np.count_nonzero(equal)))]
     return ids

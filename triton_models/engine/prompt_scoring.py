@@ -1,8 +1,8 @@
 """Log-probabilities of prompts: how likely each of a prompt's tokens was to the model.
 
-A prompt's hidden rows go through the head in the step that computes them, one slice at a time, which bounds
-the memory needed. All slices have the same size (the last one is padded), so that a device computes only one
-shape. Steps without such requests do none of this.
+A prompt's hidden states go through the output head in the step that computes them, one slice of rows at a
+time, which bounds the memory needed. All slices have the same size (the last one is padded), so that a device
+computes only one shape. Steps without such requests do none of this.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,10 @@ SLICE_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class ScoredChunk:
-    """`count` tokens of a prompt from `first` on, each scored by the row before its own, from `row` on."""
+    """`count` tokens of a prompt, from position `first` on, whose probabilities are to be reported.
+
+    Each is scored by the row of the token before it; these rows of the step begin at `row`.
+    """
 
     sequence: Sequence
     first: int
@@ -62,7 +65,7 @@ class Scores:
 
 
 def scored_chunks(batch: Batch, rows: tuple[ChunkRows, ...]) -> list[ScoredChunk]:
-    """Return the parts of a step's prompts to be scored; `rows`: where the prompts' chunks are in it."""
+    """Return the parts of a step's prompts to be scored; `rows`: the step's rows of each prompt chunk."""
     found = []
     for chunk, place in zip(batch.prefills, rows, strict=True):
         sequence = chunk.sequence

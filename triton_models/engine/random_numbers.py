@@ -17,7 +17,7 @@ _FIRST_MULTIPLIER = _signed(0xBF58476D1CE4E5B9)
 _SECOND_MULTIPLIER = _signed(0x94D049BB133111EB)
 
 _BITS = 48
-"""Bits kept of each number: a product with it, rounded to float64, is still below the other factor."""
+"""Bits kept of each number: few enough that `x * number`, rounded to float64, is still below `x`."""
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:

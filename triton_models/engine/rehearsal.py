@@ -1,4 +1,4 @@
-"""How much device memory steps need besides weights and KV cache, measured by running the largest once."""
+"""How much GPU memory steps need besides weights and KV cache, measured by running the largest ones once."""
 
 import gc
 import logging
@@ -20,18 +20,18 @@ _GRAPH_BYTES = 2 * 2**20
 """A generous estimate of what a driver keeps per captured graph of some hundreds of kernels."""
 
 _LOGITS_COPIES = 10
-"""Float32 numbers per logit in a step whose rows all ask for penalties, biases and log-probabilities."""
+"""Float32 copies of each logit in a step whose rows all ask for penalties, biases and log-probabilities."""
 
 _SCORES_COPIES = 4
-"""Float32 numbers per logit in a slice of a prompt whose log-probabilities are asked for."""
+"""Float32 copies of each logit in a slice of a prompt whose log-probabilities are requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
-    """What running the largest steps showed, in bytes; `graphs` is the number of graphs to be captured."""
+    """What running the largest steps took, in bytes; `graphs` is the number of graphs to be captured."""
 
     held: int
-    """Missing from the device once everything but the cache is allocated and the steps were run: tables,
+    """No longer free once everything but the KV cache is allocated and the steps have run: tables,
     workspaces, libraries, kernels, and what the allocator keeps of the activations."""
     activations: int
     """The most that a step took temporarily."""
@@ -60,9 +60,9 @@ def memory_beside_cache(model: CausalModel, backend: Backend, settings: EngineSe
 def needed_bytes(rehearsed: Rehearsed, settings: EngineSettings, vocabulary: int) -> int:
     """Return how many bytes the KV cache must leave free.
 
-    Besides `held`, these are for the graphs, whose activations have a pool of their own, and for steps larger
-    than those rehearsed: with more prompt tokens than are captured, with every sampling rule, or with
-    log-probabilities of prompts. These three never use their memory at the same time.
+    Besides `held`, these are for the graphs, whose activations have a pool of their own, and for steps that
+    need more than those rehearsed: with more prompt tokens than are captured, with every sampling rule, or
+    with log-probabilities of prompts. These three never use their memory at the same time.
     """
     activations = rehearsed.activations
     prompts = activations * max(settings.largest_step, LARGEST_PROMPTS) // LARGEST_PROMPTS

@@ -21,7 +21,7 @@ class Sampled:
     reason: FinishReason = FinishReason.ERROR
     """The finish reason if there is an `error`."""
     spoilt: bool = False
-    """The model's output is not finite, so what it left in the KV cache cannot be trusted either."""
+    """The model's output is not finite, so what it wrote to the KV cache cannot be trusted either."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """See `TokenOutput`."""
 
@@ -65,7 +65,7 @@ def token_logprobs(token_id: int, values: list[float], ids: list[int], wanted: i
     Args:
         token_id: the token.
         values: its own log-probability, and those of the most likely tokens, best first.
-        ids: these tokens.
+        ids: the ids of these most likely tokens.
         wanted: how many of them are reported.
     """
     return TokenLogprobs(

@@ -52,9 +52,9 @@ class Launched:
 class Runner:
     """Owns the model, its KV cache and the slots.
 
-    `launch` returns as soon as the device has its work, and a step may be launched before the one before it
-    was collected: the device computes them in order, and finds the newest tokens in its own tables. Data from
-    the host goes there in one copy.
+    `launch` returns as soon as the work is queued on the device, and a step may be launched before the
+    previous one was collected: the device computes them in order, and finds the newest tokens in its own
+    tables. A step's data is uploaded in one copy; only token masks need a second one.
 
     Its methods may run on any thread, one at a time: each makes the model's device the current one, for
     kernels, graphs and events.
@@ -97,7 +97,7 @@ class Runner:
 
     @torch.inference_mode()
     def rehearse(self) -> int:
-        """Do the largest of the steps to be captured; returns how many graphs there will be."""
+        """Run the largest of the steps to be captured; returns how many graphs there will be."""
         if self._captured is None:
             return 0
         with current(self._model.device):
@@ -138,7 +138,7 @@ class Runner:
             inputs = step_inputs(views, self._slots)
             layout, hidden = self._compute_prompts(inputs, chunks, longest, captured)
             scores = self._score(scored, views, hidden, layout)
-            # The head's weights are a tenth of all: do not read them if no row needs them.
+            # The output head has a tenth of all weights: do not read them if no row needs them.
             logits = self._step.logits(hidden[inputs.rows], layout) if sampling else hidden[:0]
         else:
             logits = captured.decodes.forward(slots) if captured else self._step.decode(slots, longest)
@@ -169,7 +169,7 @@ class Runner:
             self._operations.reset()
 
     def _stage(self, staging: Staging, batch: Batch, chunks: tuple[ChunkRows, ...]) -> CapturedSteps | None:
-        """Stage everything but the sampling; returns the captured steps if they hold one like this."""
+        """Stage everything but the sampling; returns the captured steps if one of them fits this step."""
         size = self._cache.block_size
         entries = [
             (slot_of(chunk.sequence), chunk.start // size, chunk.sequence.blocks[chunk.start // size])
@@ -204,7 +204,7 @@ class Runner:
         longest_decode: int,
         captured: CapturedSteps | None,
     ) -> tuple[StepLayout, Tensor]:
-        """Compute a step with prompts; returns its rows after the last layer."""
+        """Compute a step with prompts; returns its layout, and its rows after the last layer."""
         layout = StepLayout(
             tables=self._slots.tables,
             slots=inputs.slots,
@@ -255,7 +255,7 @@ class Runner:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU this thread's current one during the block; a CPU needs nothing."""
+    """Make a GPU this thread's current device within the `with` block; a CPU needs nothing."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

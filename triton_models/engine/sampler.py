@@ -1,12 +1,12 @@
-"""From logits to tokens, for every row by its own rules, on the device the logits are on.
+"""From logits to tokens: each row by its own rules, on the device that holds the logits.
 
 In order: log-probabilities of the raw logits; penalties (repetition, frequency, presence); biases; bans and
 masks; temperature; min_p, top_k, top_p; the draw. Divergence 12 says where vLLM's order differs.
 
 No row's result depends on another's: each operation works along the vocabulary only. None waits for the
-device: rows are chosen by indices from the host, never by boolean masks, whose sizes the host would have to
-learn first, and which features a step uses is known from the requests. What is left (`index_put_`, `where`,
-`topk`, `cumsum`, `searchsorted` and the like) only launches kernels.
+device: rows are chosen by indices from the host, never by boolean masks, whose number of rows the host would
+have to fetch first, and the requests tell which features a step uses. The operations that remain
+(`index_put_`, `where`, `topk`, `cumsum`, `searchsorted` and the like) only launch kernels.
 """
 
 from collections.abc import Callable
@@ -29,11 +29,11 @@ class SamplerInputs:
 
     `temperatures`: [S] float32, greedy below `GREEDY_BELOW`. `seeds`, `counters`: [S] int64, for random
     numbers. `random`: whether any row is not greedy. `truncated`: rows whose top_k ([S] int64, 0 keeps
-    all), top_p or min_p ([S] float64) take tokens away. `penalties`: rows whose earlier tokens count, None
-    without any. `bias_*`: what is added to single logits ([B] float64).
-    `banned_*`: logits that are taken away. `masked_rows`, `mask_words`: rows with an allowed set, as [M] and
-    [M, ceil(vocab / 32)] int32. `logprob_rows`: rows whose log-probabilities are wanted, `top_logprobs` most
-    likely ones each.
+    all), top_p or min_p ([S] float64) remove tokens. `penalties`: the rows with penalties; None if there are
+    none. `bias_*`: what is added to single logits ([B] float64). `banned_*`: single logits that are removed.
+    `masked_rows`, `mask_words`: rows with a set of allowed tokens, as [M] and [M, ceil(vocab / 32)] int32.
+    `logprob_rows`: rows whose log-probabilities are reported, with those of the `top_logprobs` most likely
+    tokens each.
     """
 
     temperatures: Tensor
@@ -123,7 +123,7 @@ class SamplerOutputs:
 
 
 Chooser = Callable[[Tensor, SamplerInputs], Tensor]
-"""Chooses tokens from logits that are what they should be: only temperatures and truncation are left to do.
+"""Chooses tokens from logits after penalties, biases and masks: temperature, truncation and the draw remain.
 
 Takes [S, vocab] logits of any float dtype, which it may change, and returns a `SamplerOutputs.status`.
 """
@@ -145,10 +145,10 @@ def sample(logits: Tensor, inputs: SamplerInputs, choose: Chooser = choose) -> S
     Args:
         logits: [S, vocab] of any float dtype; may be changed in place.
         inputs: the rows' rules.
-        choose: the last part, for which a device may have something faster.
+        choose: the last stage, of which a device may have a faster implementation.
 
     Returns:
-        What was chosen. The token of a row that is not finite or allows nothing means nothing.
+        What was chosen. If a row's logits are not finite, or no token is allowed, its token is meaningless.
     """
     wants_logprobs = inputs.logprob_rows.numel() > 0
     # The raw distribution: taken before anything below changes the logits.
@@ -158,7 +158,7 @@ def sample(logits: Tensor, inputs: SamplerInputs, choose: Chooser = choose) -> S
         finite = torch.isfinite(logits).all(dim=-1)
         _apply_constraints(logits, inputs)
         status = choose(logits, inputs)
-        status[1] = finite  # What was taken away is infinite by intent.
+        status[1] = finite  # Removed tokens have logits of -inf on purpose.
     else:
         status = choose(logits, inputs)
     if raw is None:
@@ -169,7 +169,7 @@ def sample(logits: Tensor, inputs: SamplerInputs, choose: Chooser = choose) -> S
 
 
 def _apply_constraints(logits: Tensor, inputs: SamplerInputs) -> None:
-    """Apply penalties, add biases, and take away what is banned or not allowed, in place."""
+    """Apply penalties, add biases, and remove tokens that are banned or not allowed, in place."""
     if inputs.penalties is not None:
         inputs.penalties.apply(logits)
     if inputs.bias_rows.numel():
@@ -183,12 +183,12 @@ def _apply_constraints(logits: Tensor, inputs: SamplerInputs) -> None:
 
 
 def _draw(logits: Tensor, inputs: SamplerInputs) -> Tensor:
-    """Draw from [S, vocab] logits; returns [S] ids, which mean nothing for greedy rows.
+    """Draw from [S, vocab] logits; returns [S] ids, which are meaningless for greedy rows.
 
-    The inverse of the cumulative distribution in vocabulary order needs no sorting, and its float64 sum
-    makes the choice the same however a device orders its additions.
+    Inverting the cumulative distribution in vocabulary order needs no sorting, and with sums in float64 the
+    choice is the same however a device orders its additions.
     """
-    # With the largest at 0, no temperature can overflow.
+    # With the largest logit shifted to 0, no temperature can make an exponential overflow.
     temperatures = inputs.temperatures.clamp(min=GREEDY_BELOW)[:, None]
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
     if inputs.truncated.numel():
@@ -196,7 +196,6 @@ def _draw(logits: Tensor, inputs: SamplerInputs) -> Tensor:
         scaled[rows] = truncate(scaled[rows], inputs.top_k[rows], inputs.top_p[rows], inputs.min_p[rows])
     cumulative = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     targets = uniform(inputs.seeds, inputs.counters)[:, None] * cumulative[:, -1:]
-    # The first id whose sum is over the target; ids of no probability leave the sum as it was and are never
-    # it.
+    # The first id whose sum exceeds the target: never one of probability 0, which leaves the sum as it was.
     drawn = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
     return drawn.clamp_(max=logits.shape[1] - 1)  # A row of NaN finds none; its token is not used.

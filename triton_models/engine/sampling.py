@@ -40,9 +40,9 @@ _RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
 class TokenMask(Protocol):
     """Decides which tokens may come next, as a grammar does.
 
-    The engine calls `fill` once before it samples a token, and `accept` once for each token that it continues
-    after, in order: not for the last one, and not again after a preemption. An exception from either ends
-    only that request; the message of a `TokenMaskError` goes to its client.
+    The engine calls `fill` once before it samples a token, and `accept` once, in order, for each sampled
+    token after which the answer continues: not for the last one, and not again after a preemption. An
+    exception from either ends only that request; the message of a `TokenMaskError` goes to its client.
     """
 
     def fill(self, words: Tensor) -> None:
@@ -70,15 +70,15 @@ class SamplingParams:
     min_p: float = 0.0
     """Minimum probability of a token, as a share of the most likely one's; 0 keeps every token."""
     repetition_penalty: float = 1.0
-    """Divides positive logits of tokens in prompt or answer, and multiplies negative ones; 1 does nothing."""
+    """Divides positive logits of tokens in prompt or answer, and multiplies negative ones; 1: no penalty."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens in the answer."""
     frequency_penalty: float = 0.0
     """Subtracted from the logits of tokens in the answer, once per occurrence."""
     seed: int | None = None
-    """64 bits; None: drawn for the request. The same seed and logits give the same tokens in any batch."""
+    """64 bits; None: a random one. The same seed and logits give the same tokens in any batch."""
     max_tokens: int | None = None
-    """New tokens; None: what is left of the context."""
+    """Most new tokens; None: what the prompt leaves of the context."""
     min_tokens: int = 0
     """Stop ids cannot be sampled before this many tokens."""
     stop_token_ids: frozenset[int] = frozenset()

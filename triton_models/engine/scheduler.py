@@ -24,16 +24,16 @@ class Scheduler:
     * If several waiting prompts, of no worse priority than the decodes, fill `burst_tokens`, the step is that
       large. Only a burst of short prompts makes the decodes pause, and not for long: see `BurstAllowance`.
     * What another sequence computed is not computed again (`PrefixCache`). No sequence has to wait for a
-      common beginning that is still being computed: when a sequence is admitted, all tokens of those before
-      it are already scheduled, and can be found.
+      common beginning that is still being computed: when a sequence is admitted, all tokens of the sequences
+      that outrank it are already scheduled, and can be found.
     * A sequence is admitted when the blocks for all its known tokens are free, and takes them then: no prompt
       runs out of blocks halfway.
     * When a decode finds no free block, the running sequence with the worst rank (priority, then arrival) is
       preempted: it gives up its blocks and waits again; its known tokens are recomputed later. The
       best-ranked one is never the victim, and any admitted sequence fits into the whole cache alone, so there
       is always progress.
-    * A step may be scheduled while the tokens of the one before are still in flight. What depends on their
-      values waits for them: the mask of the next token, and everything of a preempted sequence.
+    * A step may be scheduled while the tokens of the previous one are still in flight. Whatever depends on
+      their values waits for them: the token mask for the next token, and readmission after a preemption.
 
     Blocks and slots can be reused as soon as their holder stops, even if a launched step still writes there:
     later steps run after it on the same stream, and clear or fill them first.
@@ -60,14 +60,14 @@ class Scheduler:
         self.running: list[Sequence] = []
         """Sorted by rank."""
         self._slots = list(range(max_running))
-        """The free ones, as a heap: the lowest are used first, so that few sequences are close together."""
+        """Free slots, as a heap: the lowest are used first, so that few sequences are close together."""
 
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence on the waiting list."""
         self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence, *, spoilt: bool = False) -> None:
-        """Take a sequence out, wherever it is, and free its blocks.
+        """Remove a sequence, waiting or running, and free its blocks.
 
         `spoilt`: what it computed cannot be trusted, and must not be found in the prefix cache.
         """
@@ -88,7 +88,7 @@ class Scheduler:
         return late + self.waiting.expired(now)
 
     def schedule(self) -> Batch:
-        """Choose the next step's work; empty if there is none, or all depends on tokens in flight."""
+        """Choose the next step's work; empty if there is none, or all of it depends on tokens in flight."""
         batch = Batch()
         plan = self._plan()
         if plan is StepPlan.PROMPTS:
@@ -123,7 +123,7 @@ class Scheduler:
         stand_back = bool(decoding) and self._burst.left
         if not stand_back and self._burst_tokens == self._max_batched_tokens:
             return StepPlan.MIXED
-        most_urgent = min(decoding, default=None)  # not the first one's: a long wait improves the rank
+        most_urgent = min(decoding, default=None)  # not the first one's: waiting improves the rank, too
         tokens = prompts = ends = 0
         for each in self._next_prompts():
             if most_urgent is not None and each.request.priority > most_urgent:
@@ -198,7 +198,7 @@ class Scheduler:
         revived = sum(not self._blocks.references(block) for block in found)
         # One extra block per running sequence keeps the next few steps from preempting what is admitted now.
         # A sequence that this step preempted needs more blocks than it gave up, so it is readmitted at once
-        # only if others still hold those.
+        # only if other sequences still hold some of those.
         if needed + revived + len(self.running) > self._blocks.available:
             return None
         self.waiting.remove(sequence.request.request_id)
@@ -222,7 +222,7 @@ class Scheduler:
 
     def _stop_running(self, sequence: Sequence) -> None:
         del self.running[bisect_left(self.running, sequence.rank, key=_rank)]
-        # The newest token is known or in flight, and computed or not.
+        # `computed` may include a token that is still in flight, and so not in `tokens` yet.
         self._prefixes.register(sequence, min(sequence.computed, len(sequence.tokens)))
         self._prefixes.stop(sequence)
         self._blocks.release(sequence.blocks)

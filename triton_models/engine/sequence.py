@@ -44,10 +44,10 @@ _NEXT = {
 class Request:
     """Token ids to continue.
 
-    `priority`: lower runs first, equal ones in order of arrival. `deadline`: monotonic seconds after which
-    the request is given up, waiting or running; None: never. `prefix_cache` False: its keys and values are
-    not shared. `prompt_logprobs`: report log-probabilities of the prompt's tokens and of this many most
-    likely ones as they are computed, and compute the whole prompt for it, whatever is cached; None: none.
+    `priority`: lower runs first, equal ones in order of arrival. `deadline`: the time in monotonic seconds at
+    which the request is given up, waiting or running; None: never. `prefix_cache` False: its keys and values
+    are not shared. `prompt_logprobs`: report the log-probabilities of the prompt's tokens, each with those of
+    this many most likely ones; for this the whole prompt is computed, whatever is cached. None: none.
     """
 
     request_id: str
@@ -68,13 +68,13 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
     """The most likely (id, log-probability) pairs, as many as requested, best first."""
     rank: int | None = None
-    """Of a prompt's token: its place among `top`; below them, how many tokens are at least as likely, itself
-    among them. 1 is the likeliest."""
+    """For prompt tokens only: the place in `top`, from 1; if it is not there, the number of tokens that are
+    at least as likely, itself included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutput:
-    """What one step did for one request: a token, an end, or log-probabilities of its prompt, or several.
+    """What one step gave a request: a token, its end, log-probabilities of its prompt, or several of these.
 
     The token that ended the request (a stop id) is here too, with `finish_reason` STOP.
     """
@@ -84,8 +84,8 @@ class TokenOutput:
     token_id: int | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt's next tokens, each told once and in order; the first token, which follows nothing, has
-    none. All were told when the first token of the answer is."""
+    """Those of the prompt's next tokens: each is reported once, in order. The first token has none, since it
+    follows nothing. All are reported by the time the answer's first token is."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     """With ERROR and SHUTDOWN: what went wrong, in words for the client."""
@@ -104,8 +104,8 @@ PRIORITY_S = 30.0
 class Sequence:
     """A request in the engine: its tokens, its KV blocks and its state.
 
-    `arrival` numbers requests in the order they came; `arrived_at` is that moment in monotonic seconds;
-    `max_tokens` is the request's, or the context left behind its prompt.
+    `arrival` numbers requests in the order they came; `arrived_at` is the time of arrival in monotonic
+    seconds; `max_tokens` is the request's, or else what its prompt leaves of the context.
     """
 
     __slots__ = (
@@ -136,7 +136,7 @@ class Sequence:
         self.max_length = len(request.prompt_ids) + max_tokens
         self.masked = request.sampling.mask is not None
         self.rank = (arrived_at + PRIORITY_S * request.priority, arrival)
-        """Lower ranks first. Waiting counts towards priority; the order of two sequences never changes."""
+        """Lower ranks run first. Waiting improves priority, yet the order of two sequences never changes."""
         seed = request.sampling.seed
         self.seed = secrets.randbits(63) if seed is None else seed
         self.tokens = list(request.prompt_ids)

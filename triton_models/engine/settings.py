@@ -11,10 +11,10 @@ from triton_models.engine.model import CausalModel
 from triton_models.errors import SettingsError
 
 GPU_SHARE = 0.95
-"""Share of the device memory left by weights and steps that KV blocks take; the rest allows for fragments."""
+"""Share of the GPU memory left by weights and steps that KV blocks take; the rest is for fragmentation."""
 
 CPU_SHARE = 0.25
-"""Share of the available main memory that KV blocks take; pages are only used once a block is."""
+"""Share of the available main memory that KV blocks take; memory pages are only used once a block is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class EngineSettings:
     max_batched_tokens: int = 1024
     """Most tokens in one step; what the decodes leave is used for chunks of prompts."""
     burst_tokens: int | None = None
-    """Most tokens in one step while several prompts wait that fill it; never fewer than in other steps."""
+    """Most tokens in one step while several waiting prompts fill it, if more than `max_batched_tokens`."""
     burst_steps: int = 0
     """Most consecutive steps in which a burst runs without decodes (see bursts.py); 0: none."""
     block_size: int = 16
@@ -75,7 +75,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the settings amount to on this machine with this model."""
+    """What the settings result in on this machine with this model."""
 
     kv_blocks: int
     max_context: int
@@ -92,8 +92,8 @@ def choose_capacity(
     Args:
         settings: the limits asked for.
         model: the model whose cache it is, on its device.
-        beside_cache: measures how many bytes of a GPU the steps themselves need; only called where the blocks
-            are to take what is left.
+        beside_cache: measures how many bytes of a GPU the steps themselves need; only called if the number of
+            blocks depends on the free memory of a GPU.
 
     Raises:
         SettingsError: the context exceeds the model's, not even one block fits, or the device is too small

@@ -13,8 +13,8 @@ class SlotTable:
 
     A step names its sequences by their slots and finds here what to compute and how to sample. Only changes
     come from the host: all of a sequence's state with each chunk of its prompt, and a new block now and then.
-    One more slot than sequences may run, `spare`, belongs to no sequence: rows that only pad a step use it,
-    and write into the padding block.
+    There is one slot more than sequences may run: `spare` belongs to no sequence. Rows that only pad a step
+    use it, and write into the padding block.
     """
 
     def __init__(self, slots: int, blocks_per_sequence: int, device: torch.device) -> None:
@@ -23,11 +23,11 @@ class SlotTable:
         self.tables = torch.full((rows, blocks_per_sequence), PADDING_BLOCK, dtype=torch.int32, device=device)
         """[slots + 1, blocks] int32: KV blocks in order, then the padding block."""
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
-        """Tokens whose keys and values are in the cache; the position of the next."""
+        """Number of tokens whose keys and values are in the cache, which is the position of the next."""
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         """The newest token, which is not in the cache yet."""
         self.drawn = torch.zeros(rows, dtype=torch.int64, device=device)
-        """Tokens sampled so far."""
+        """Number of tokens sampled so far."""
         self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self.temperatures = torch.zeros(rows, dtype=torch.float32, device=device)
         self.top_k = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -51,7 +51,7 @@ class SlotTable:
             self.tables[places] = views["table_blocks"].int()
 
     def advance(self, decodes: Tensor, sampling: Tensor, tokens: Tensor) -> None:
-        """Record a step: one more token in the cache for each decode, a newest token for each sample.
+        """Record a step: one more token in the cache for each decode, a new token for each row that samples.
 
         Args:
             decodes: [D] int64 slots.
@@ -61,7 +61,7 @@ class SlotTable:
         self.lengths[decodes] += 1
         self.tokens[sampling] = tokens
         self.drawn[sampling] += 1
-        # Rows that only pad a step are always at their first position, which has a block.
+        # Padding rows always stay at position 0, which is in the padding block.
         self.lengths[self.spare :].zero_()
 
 
@@ -77,7 +77,7 @@ def slot_of(sequence: Sequence) -> int:
 
 
 def stage_sequences(staging: Staging, loaded: list[tuple[Sequence, int]]) -> None:
-    """Stage all of the device's state of some sequences, each with its cached tokens after the step."""
+    """Stage the whole slot state of sequences, each with the number of its cached tokens after the step."""
     sequences = [sequence for sequence, _ in loaded]
     params = [sequence.request.sampling for sequence in sequences]
     staging.integers("loaded_slots", [slot_of(sequence) for sequence in sequences])

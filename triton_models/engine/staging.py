@@ -1,4 +1,4 @@
-"""Copies all small tensors of a step to the device at once."""
+"""Copies all small tensors of a step to the device in one transfer."""
 
 from array import array
 from collections.abc import Iterable

@@ -33,7 +33,7 @@ class StepInputs:
 
 
 def chunk_rows(batch: Batch) -> tuple[ChunkRows, ...]:
-    """Return where the chunks of a step's prompts are in it."""
+    """Return which rows of a step hold the chunks of its prompts."""
     chunks = []
     row = len(batch.decodes)
     for chunk in batch.prefills:
@@ -43,7 +43,7 @@ def chunk_rows(batch: Batch) -> tuple[ChunkRows, ...]:
 
 
 def stage_prompts(staging: Staging, batch: Batch, tiles: Tiles, *, padding: int, spare: int) -> None:
-    """Stage the prompts' tokens, followed by `padding` rows of the slot `spare`."""
+    """Stage the prompts' tokens, then `padding` rows of the slot `spare`; also sampling rows and tiles."""
     slots: list[int] = []
     tokens: list[int] = []
     positions: list[int] = []
@@ -63,7 +63,7 @@ def stage_prompts(staging: Staging, batch: Batch, tiles: Tiles, *, padding: int,
 
 
 def step_inputs(views: dict[str, Tensor], table: SlotTable) -> StepInputs:
-    """Combine an uploaded step with what the device knows about its decodes."""
+    """Combine an uploaded step with what the slots on the device hold about its decodes."""
     decodes = views["decode_slots"]
     lengths = table.lengths[decodes]
     return StepInputs(

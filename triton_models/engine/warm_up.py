@@ -1,4 +1,4 @@
-"""Makes an engine do everything once, so that no request is the first of its kind."""
+"""Makes an engine do everything once, so that no client's request is the first of its kind."""
 
 import logging
 import time
@@ -16,8 +16,8 @@ _NEW_TOKENS = 4
 def warm_up(engine: Engine) -> None:
     """Run requests of every kind to their end, during which kernels are compiled and libraries initialised.
 
-    These are prompts of one token, of some, and of several steps, with and without log-probabilities; every
-    way to sample; and prompts beside decodes.
+    They cover prompts of one token, of a few, and of several steps, with and without log-probabilities; every
+    way to sample; and prompts in the same step as decodes.
 
     Raises:
         WarmUpError: a request failed, so later ones would fail too.

@@ -1,1 +1,1 @@
-"""Forward passes of our own, one module per family."""
+"""Our own forward passes, one module per model family."""

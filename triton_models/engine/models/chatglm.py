@@ -24,7 +24,7 @@ class ChatGLMConfig:
     multi_query_group_num: int
     """KV heads; the number of attention heads where the checkpoint has no multi-query attention."""
     kv_channels: int
-    """Numbers in one head."""
+    """Width of one head."""
     padded_vocab_size: int
     seq_length: int
     layernorm_epsilon: float
@@ -34,16 +34,16 @@ class ChatGLMConfig:
 
     @property
     def query_width(self) -> int:
-        """Numbers in all query heads of one token."""
+        """Width of all query heads of one token."""
         return self.num_attention_heads * self.kv_channels
 
     @property
     def kv_width(self) -> int:
-        """Numbers in all key heads of one token."""
+        """Width of all key heads of one token; its value heads have the same."""
         return self.multi_query_group_num * self.kv_channels
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of all that a model of this shape allocates."""
+        """Return the bytes that a model of this shape allocates: weights, norms and rotary tables."""
         qkv_width = self.query_width + 2 * self.kv_width
         layer = self.hidden_size * (qkv_width + self.query_width + 3 * self.ffn_hidden_size)
         biases = qkv_width if self.add_qkv_bias else 0
@@ -57,8 +57,8 @@ class ChatGLMConfig:
 class LayerWeights:
     """One layer, with the fused matrices as the checkpoint has them.
 
-    Rows of `qkv` are all query heads, then key heads, then value heads; rows of `gate_up` are the gate,
-    then what it gates. Norms are float32 whatever the model's dtype.
+    Rows of `qkv` are all query heads, then key heads, then value heads; rows of `gate_up` are the gate, then
+    the projection that it gates. Norms are float32 whatever the model's dtype.
     """
 
     input_norm: Tensor
@@ -107,7 +107,7 @@ class ChatGLM:
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits: the padded vocabulary, over which the original samples."""
+        """Width of the logits: the padded vocabulary, from which the original code also samples."""
         return self.config.padded_vocab_size
 
     @property
@@ -117,7 +117,7 @@ class ChatGLM:
 
     @property
     def kv_shape(self) -> KVShape:
-        """What the KV cache holds per token."""
+        """What the KV cache stores per token."""
         return KVShape(self.config.num_layers, self.config.multi_query_group_num, self.config.kv_channels)
 
     @property
@@ -127,12 +127,12 @@ class ChatGLM:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, activations and KV cache."""
+        """The dtype of weights, activations and KV cache."""
         return self._dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device that holds the weights."""
         return self._device
 
     def pack(self, pack: Callable[[Tensor], Tensor]) -> None:
