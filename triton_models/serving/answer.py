@@ -16,7 +16,7 @@ _WIRE_REASONS: dict[FinishReason | None, wire.FinishReason] = {
 
 
 class Answer:
-    """Collects the tokens of one choice into the next response.
+    """Turns the tokens of one choice into responses, each with all that has piled up since the last.
 
     A stop string ends the answer here, at the token that completed it. The engine may be a few tokens ahead
     by then; those are dropped, so counts and text do not depend on the speed of delivery.
@@ -61,7 +61,7 @@ class Answer:
 
     @property
     def sendable(self) -> bool:
-        """True when there is something that a streaming client would see."""
+        """True when something has piled up that a streaming client is to be sent."""
         return bool(self._text or self._segments or self.tells_prompt)
 
     @property

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SWITCH_S: Final = 0.0005
-"""Interval at which a running thread must offer the interpreter lock to others, where there is a GPU."""
+"""Seconds after which a running thread must offer the interpreter lock to others; set only with a GPU."""
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -43,16 +43,16 @@ _GPU_DEFAULTS: Final = {
     "burst_tokens": 4096,
     "burst_steps": 4,
 }
-"""A GPU computes many more tokens in the time it takes to read the weights once. With four times as many
-prompt tokens in a step, each takes 7 % less time, but the decodes in it stall four times as long
-(bench/LOG.md): worth it only while many prompts wait."""
+"""A GPU computes many tokens in the time it takes to read the weights once. With four times as many prompt
+tokens in a step, each takes 7 % less time, but the decodes in it stall four times as long (bench/LOG.md):
+worth it only while many prompts wait."""
 
 
 def build_service(parameters: EntryParameters, pb_utils: Any) -> StreamService:
     """Load the checkpoint and build the engine; nothing runs yet.
 
     Raises:
-        ModelError: the checkpoint cannot be served as asked.
+        ModelError: the checkpoint cannot be served as configured.
     """
     # Text first: it takes milliseconds, and so fails before gigabytes are read.
     text = load_text(parameters)
@@ -74,17 +74,18 @@ def build_service(parameters: EntryParameters, pb_utils: Any) -> StreamService:
     if device.type == "cuda":
         # Kernels are compiled and libraries loaded at their first use, which must not be a client's request.
         warm_up(engine)
-        # A full collection that visits torch's objects, which live forever, takes over a hundred ms.
+        # A full garbage collection that visits torch's objects, which live forever, takes over 100 ms.
         gc.collect()
         gc.freeze()
         # Nearly every torch call releases the interpreter lock. While another thread reads the requests of a
-        # burst, the engine's gets it back only after this interval: 5 ms by default, while a step takes 4 ms.
+        # burst, the engine's thread gets the lock back only after this interval: 5 ms by default, and a step
+        # takes 4 ms.
         sys.setswitchinterval(_SWITCH_S)
     return StreamService(engine, text, metrics, heartbeat_s=parameters.heartbeat_s, spans=spans)
 
 
 def make_spans(parameters: EntryParameters) -> "ModelSpans | None":
-    """Return what sends the model's own spans; None if the entry does not ask for them.
+    """Return the sender of the model's own spans; None if the entry does not ask for them.
 
     Raises:
         EntryError: the extra `tracing` is not installed.
@@ -99,7 +100,7 @@ def make_spans(parameters: EntryParameters) -> "ModelSpans | None":
 
 
 def engine_settings(parameters: EntryParameters, device: torch.device) -> EngineSettings:
-    """Return the engine's settings: the entry's where it gives them, else what suits the device.
+    """Return the engine's settings: the entry's where it has them, else defaults that suit the device.
 
     Raises:
         SettingsError: a value out of range.

@@ -15,11 +15,11 @@ from wire.channel import Frame
 from wire.refusal import RefusalCode
 
 OPEN_LIMIT = 256
-"""Most channels open at once. A gateway process has one; each is checked for a hang-up every 100 ms."""
+"""Most channels open at once. A gateway process has one; `Monitor` checks each for a hang-up periodically."""
 
 
 class DeltaChannel:
-    """One client's open channel. One thread adds and flushes deltas; any thread may do the rest.
+    """One client's open channel. One thread calls `add` and `flush`; any thread may call the rest.
 
     Attributes:
         lost: true once nothing more is sent; its generations end with an error, each on its own stream.
@@ -75,7 +75,7 @@ class DeltaChannel:
                     del self._streams[stream]
 
     def add(self, stream: int, text: str, tokens: int, meta: bytes | None) -> None:
-        """Put a delta into the next frame, which holds at most one of each stream."""
+        """Put a delta into the next frame, which holds at most one delta of each stream."""
         if meta is not None:
             self._metas[len(self._numbers)] = msgspec.Raw(meta)
         self._numbers.append(stream)
@@ -83,7 +83,7 @@ class DeltaChannel:
         self._texts.append(text)
 
     def flush(self) -> None:
-        """Send everything added as one frame; if the channel was lost meanwhile, drop it."""
+        """Send everything added as one frame; if the channel was lost meanwhile, drop the frame."""
         with self.lock:
             frame = Frame(
                 frame=self._sent,

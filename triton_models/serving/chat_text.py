@@ -73,7 +73,7 @@ class ChatText:
     def echo(self, generation: Generation, prompt: str, ids: list[int], stream: AnswerStream) -> str:
         """Return the prompt's text to put before the answer that `stream` makes; empty without echo.
 
-        Text is repeated as given; ids are decoded, without special ones.
+        Text is repeated as given; ids are decoded, and special ones only shown with `show_special`.
 
         Raises:
             ModelError: the prompt is a conversation.

@@ -12,9 +12,9 @@ class Choice:
     Attributes:
         key: its id in the engine, unique in this process.
         index: its place among the request's choices.
-        first_token: seconds from the waiting list to its first step, and to its first token.
+        first_token: seconds from its arrival in the engine to its first step, and to its first token.
         closed_at: when its last response was sent, in monotonic seconds.
-        pending: outputs not taken yet; only used without a delta channel.
+        pending: outputs that `answer` has not taken yet; only used without a delta channel.
         deltas: how many deltas went into the frames of a delta channel.
     """
 

@@ -2,8 +2,8 @@
 
 Clients send nothing, a JSON list, or the `str` of such a list in Python; its items are role objects or
 [question, answer] pairs. ChatGLM2's clients send a flat list of strings instead. What goes back is JSON whose
-values are all strings, so that a client may read it as JSON or as a Python literal. How much is used follows
-the clients' own servers (divergence 11).
+values are all strings, so that a client may read it as JSON or as a Python literal. How much of a history is
+used follows the clients' own servers (divergence 11).
 
 Nothing is evaluated. A literal is parsed only after its size, its nesting and every character outside strings
 were checked, so that a hostile one costs milliseconds and cannot exhaust the stack.
@@ -27,7 +27,7 @@ MAX_BYTES: Final = 2**20
 """Limit of a whole history: far beyond any context."""
 
 MAX_LITERAL_BYTES: Final = 2**17
-"""Limit of one in Python's notation, whose parser is about a hundred times slower than JSON's."""
+"""Limit of a history in Python's notation, whose parser is about a hundred times slower than JSON's."""
 
 MAX_DEPTH: Final = 16
 """Nesting of brackets: enough for a list of objects with tools and their JSON schemas."""
@@ -76,7 +76,7 @@ class _Object(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: str
     metadata: str | None = ""
     tools: list[dict[str, Any]] | str | None = None
-    """Returned as a string of JSON, and accepted as one too."""
+    """Returned as a string of JSON, and also accepted as one."""
 
 
 _Items = list[_Object | tuple[str, str]]
@@ -92,7 +92,7 @@ _LITERAL_TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 """Everything in the `str` of lists, tuples and dicts of strings and plain values. Only brackets can nest, and
-no two alternatives begin alike, so that matching is linear."""
+no two alternatives begin with the same character, so that matching takes linear time."""
 
 
 def parse_history(document: bytes, empty: Shape) -> ClientHistory:
@@ -119,7 +119,7 @@ def parse_history(document: bytes, empty: Shape) -> ClientHistory:
 
 
 def parse_flat(values: Sequence[bytes]) -> ClientHistory:
-    """Read the flat form; no string at all and one empty string are both an empty history.
+    """Read the flat form; both no string at all and one empty string mean an empty history.
 
     Raises:
         ClientInputError: too large, not UTF-8, or a question without its answer.
@@ -165,7 +165,7 @@ def _parse_literal(document: bytes) -> _Items:
 
 
 def _look_over(text: str, neither: str) -> None:
-    """Refuse a text that has more than strings, plain values and a few levels of brackets."""
+    """Refuse a text with anything but strings, plain values and a few levels of brackets."""
     depth = position = 0
     while position < len(text):
         token = _LITERAL_TOKEN.match(text, position)
@@ -199,7 +199,7 @@ def _round(question: str, answer: str) -> tuple[Turn, Turn]:
 
 
 def _text(value: str) -> str:
-    """Check that `value` can be written as UTF-8: an escape can make half of a surrogate pair."""
+    """Check that `value` can be encoded as UTF-8: an escape can produce half of a surrogate pair."""
     try:
         value.encode()
     except UnicodeEncodeError as error:

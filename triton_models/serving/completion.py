@@ -11,7 +11,7 @@ def complete(config: Any, signature: Signature) -> Any:
     """Fill in what Triton's `ModelConfig` object leaves out, and return it.
 
     Raises:
-        ValueError: by Triton's own object: what it says contradicts the signature.
+        ValueError: raised by Triton's object: the configuration contradicts the signature.
     """
     for tensor in signature.inputs:
         config.add_input(_declared(tensor) | {"optional": tensor.optional})
@@ -19,13 +19,13 @@ def complete(config: Any, signature: Signature) -> Any:
         config.add_output(_declared(tensor))
     if signature.max_batch_size and not config.as_dict()["max_batch_size"]:
         config.set_max_batch_size(signature.max_batch_size)
-    config.set_dynamic_batching()  # where there are no batches either: its queue drops what was cancelled
+    config.set_dynamic_batching()  # even without batches: its queue drops cancelled requests
     config.set_model_transaction_policy({"decoupled": signature.decoupled})
     return config
 
 
 def arguments_of(config: Any, pb_utils: Any) -> dict[str, str]:
-    """Return what Triton will pass to `initialize`, as far as it is known before the configuration is."""
+    """Return what Triton will pass to `initialize`, as far as the incomplete configuration tells."""
     declared = config.as_dict()
     folder, _, version = pb_utils.get_model_dir().rstrip("/").rpartition("/")
     return {

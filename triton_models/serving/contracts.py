@@ -1,8 +1,8 @@
 """Reads requests to entry `M` from the tensors of its contract.
 
 The values come as text (or, in one contract, as INT16) and are parsed strictly: anything but a number in
-range is refused by name, never guessed. `max_token` limits prompt and answer together, like `max_length` in
-the original code, and is itself cut to the context without an error.
+range is refused with an error that names the field. `max_token` limits prompt and answer together, like
+`max_length` in the original code, and is itself cut to the context without an error.
 """
 
 import re
@@ -43,12 +43,12 @@ def read_ask(contract: Contract, row: Row, chat_format: str) -> Ask:
     """Read one row.
 
     Args:
-        contract: of the entry.
-        row: its tensors.
-        chat_format: of the checkpoint; with ChatGLM2, an empty history counts as one of pairs.
+        contract: the entry's contract.
+        row: the row's tensors.
+        chat_format: the checkpoint's; with ChatGLM2, an empty history counts as one of pairs.
 
     Raises:
-        ClientInputError: naming the field.
+        ClientInputError: a value cannot be used; the message names its field.
     """
     try:
         prompt = _string(row, names.PROMPT).decode()

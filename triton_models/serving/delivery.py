@@ -1,4 +1,4 @@
-"""The sender threads, which send everything on requests' own streams."""
+"""The sender threads, which send everything that goes out on the requests' own streams."""
 
 import logging
 import queue
@@ -25,8 +25,8 @@ class Delivery:
 
     def __init__(self, on_end: Callable[[OpenRequest, Choice], None]) -> None:
         self._on_end = on_end
-        # A choice is put here once per output. The first thread to get it sends all its outputs, and later
-        # entries find nothing left, so nobody needs to keep track of who is queued.
+        # A choice is put here once per output. The first thread that gets it sends all its outputs, and later
+        # entries find nothing left to send, so nothing needs to track which choices are queued.
         self._queue: queue.SimpleQueue[tuple[OpenRequest, Choice] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"sender-{number}", daemon=True)
@@ -46,12 +46,12 @@ class Delivery:
             thread.join()
 
     def post(self, request: OpenRequest, choice: Choice, output: TokenOutput) -> None:
-        """Queue one output of a request without a channel; never waits."""
+        """Queue one output of a request without a delta channel; never waits."""
         choice.pending.append(output)
         self._queue.put((request, choice))
 
     def finish(self, request: OpenRequest, choice: Choice) -> None:
-        """Queue the last response of a choice of a request with a channel; never waits."""
+        """Queue the last response of a choice whose request has a delta channel; never waits."""
         self._queue.put((request, choice))
 
     def _run(self) -> None:

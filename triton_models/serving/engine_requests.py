@@ -23,20 +23,20 @@ def engine_requests(
 ) -> list[Request]:
     """Return the requests for the choices, which differ only in their keys and seeds.
 
-    The prompt is computed once, since the engine shares the KV blocks of sequences that begin alike. Only if
-    its log-probabilities are asked for does each choice compute it.
+    The prompt is computed once, since in the engine sequences with the same beginning share KV blocks. Only
+    if the prompt's log-probabilities are requested does each choice compute it again.
 
     Args:
         generation: its `n` is the number of `keys`.
         keys: the choices' ids in the engine.
         prompt_ids: the tokenized prompt.
-        max_tokens: see `new_tokens`; at least one is sampled.
+        max_tokens: from `new_tokens`; even if it is 0, one token is sampled.
         stop_ids: the ids that end a choice.
         deadline: monotonic seconds; None: never.
         grammar: the grammar that each choice must follow.
 
     Raises:
-        InvalidRequestError: sampling parameters that contradict each other.
+        InvalidRequestError: a sampling parameter out of range, or parameters that contradict each other.
     """
     prompt = tuple(prompt_ids)
     return [
@@ -68,7 +68,7 @@ def engine_requests(
 
 
 def new_tokens(generation: Generation, prompt_tokens: int, max_context: int) -> int | None:
-    """Return the limit on new tokens from those on new and on all tokens; None: the rest of the context.
+    """Return the limit on new tokens, by `max_tokens` and `max_total_tokens`; None: the rest of the context.
 
     Raises:
         PromptTooLongError: the limit on all tokens leaves no room for an answer.
@@ -85,7 +85,7 @@ def new_tokens(generation: Generation, prompt_tokens: int, max_context: int) -> 
 
 
 def _least(generation: Generation, max_tokens: int | None) -> int:
-    """Return the minimum of new tokens, which `max_total_tokens` may reduce below `min_tokens`."""
+    """Return the least number of new tokens, which `max_total_tokens` may reduce below `min_tokens`."""
     if max_tokens is None or max_tokens == generation.max_tokens:
         return generation.min_tokens
     return min(generation.min_tokens, max_tokens)

@@ -34,8 +34,8 @@ class FieldResponder(Protocol):
 class Exchange:
     """Collects the answers to a request's rows, and answers once: with all of them, or with the first error.
 
-    The responder is used only under the lock: asking Triton whether a request was cancelled that was already
-    answered crashes the whole server.
+    The responder is used only under the lock: asking Triton whether a request that was already answered is
+    cancelled crashes the whole server.
     """
 
     def __init__(self, responder: FieldResponder, rows: int) -> None:
@@ -46,11 +46,11 @@ class Exchange:
 
     @property
     def closed(self) -> bool:
-        """Whether it was answered."""
+        """Whether the request was answered."""
         return self._closed
 
     def answer(self, row: int, answer: FieldAnswer) -> None:
-        """Store the answer to a row; the last one sends them all."""
+        """Store the answer to a row; the last missing one sends them all."""
         with self._lock:
             self._answers[row] = answer
             answers = [each for each in self._answers if each is not None]
@@ -60,7 +60,7 @@ class Exchange:
             self._closed = True
 
     def refuse(self, code: RefusalCode, message: str, *, row: int | None = None) -> None:
-        """Answer with an error, unless it was answered; with several rows, the error names the row."""
+        """Answer with an error, unless already answered; if there are several rows, it names the row."""
         with self._lock:
             if self._closed:
                 return
@@ -69,6 +69,6 @@ class Exchange:
             self._responder.refuse(code, f"row {row}: {message}" if several else message)
 
     def client_gone(self) -> bool:
-        """Return True if the client cancelled or hung up before it was answered."""
+        """Return True if the client cancelled or hung up before the request was answered."""
         with self._lock:
             return not self._closed and self._responder.cancelled()

@@ -1,4 +1,4 @@
-"""The Python-backend model of an entry `M`, for the clients in the field that predate the gateway.
+"""The Python-backend model of an entry `M`, for existing clients that predate the gateway.
 
 Imports no torch.
 """
@@ -53,7 +53,7 @@ class TritonPythonModel:
         self._service.start()
 
     def execute(self, requests: list[Any]) -> None:
-        """Take a batch and return at once; each answer follows through its request's own response sender."""
+        """Accept a batch and return at once; answers follow through each request's own response sender."""
         for request in requests:
             responder = TritonFieldResponder(request, self._signature)
             try:
@@ -65,12 +65,12 @@ class TritonPythonModel:
                 responder.refuse(RefusalCode.INTERNAL, "the request could not be taken")
 
     def finalize(self) -> None:
-        """Stop; Triton has waited for what was open."""
+        """Stop; Triton has already waited for the open requests."""
         self._service.close()
 
 
 class TritonFieldResponder:
-    """Sends the one response to a request that is not decoupled, later than `execute`."""
+    """Sends the one response to a request that is not decoupled, after `execute` has returned."""
 
     def __init__(self, request: Any, signature: Signature) -> None:
         self._request = request
@@ -78,7 +78,7 @@ class TritonFieldResponder:
         self._signature = signature
 
     def send(self, answers: Sequence[FieldAnswer]) -> None:
-        """Send `response` and `history`: BYTES [rows, 1], or without rows [1] and [any]."""
+        """Send `response` and `history`: BYTES [rows, 1], or without a batch dimension [1] and [any]."""
         values = {
             names.RESPONSE: [[answer.response.encode()] for answer in answers],
             names.HISTORY: [encode_history(answer.history) for answer in answers],
@@ -99,7 +99,7 @@ class TritonFieldResponder:
             log.exception("a refusal could not be sent")
 
     def cancelled(self) -> bool:
-        """Ask Triton; costs some 50 microseconds."""
+        """Ask Triton, which takes some 50 microseconds."""
         return bool(self._request.is_cancelled())
 
     def _respond(self, response: Any) -> None:

@@ -25,16 +25,16 @@ from wire.sampling import Generation
 log = logging.getLogger(__name__)
 
 MAX_OPEN: Final = 1024
-"""Rows at once; each has a thread."""
+"""Most rows in progress at once; each has a thread."""
 
 MONITOR_INTERVAL_S: Final = 0.2
 
 IDLE_TIMEOUT_S: Final = 15.0
-"""After this long without a response, `M-stream` counts as dead or stuck: its heartbeat interval is two
-seconds."""
+"""After this long without a response, `M-stream` counts as dead or stuck: its heartbeats come every two
+seconds by default."""
 
 TOP_P: Final = 0.8
-"""The default of the original `chat`, which its clients could not change here."""
+"""The default of the original `chat`; clients of entry `M` have never been able to change it."""
 
 
 class _Call:
@@ -45,7 +45,7 @@ class _Call:
         self.exchange = exchange
         self.row = row
         self.heard: float | None = None
-        """Time of the last response from `M-stream`, in monotonic seconds; None: it was not called yet."""
+        """When `M-stream` last responded or was called, in monotonic seconds; None: it was not called yet."""
         self.cancelling = False
 
 
@@ -82,7 +82,7 @@ class FieldService:
             call.exchange.refuse(RefusalCode.SHUTTING_DOWN, "the model is being unloaded")
 
     def handle(self, responder: FieldResponder, rows: Sequence[Row]) -> None:
-        """Take a request of one or more rows; its one response follows from another thread."""
+        """Accept a request of one or more rows; its one response follows from another thread."""
         exchange = Exchange(responder, len(rows))
         if self._closing.is_set():
             exchange.refuse(RefusalCode.SHUTTING_DOWN, "the model is being unloaded")
@@ -151,7 +151,7 @@ class FieldService:
             call.exchange.refuse(RefusalCode.CANCELLED, "the request was cancelled")
         if call.heard is not None and time.monotonic() - call.heard > self._idle_timeout_s:
             call.exchange.refuse(RefusalCode.UNAVAILABLE, "the model stopped answering", row=call.row)
-            # Its thread may wait for ever; nothing can be done about it.
+            # The row's thread may wait for ever; nothing can be done about it.
             self._calls.pop(call.id, None)
         elif call.exchange.closed and call.heard is not None and not call.cancelling:
             # Repeated until the row ends: a cancel can overtake the request that it is meant for.

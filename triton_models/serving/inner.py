@@ -1,12 +1,12 @@
 """Calls from entry `M` to `M-stream` inside the server, by Triton's business logic scripting (BLS).
 
-Every call blocks its thread. An inner request cannot be cancelled through BLS, only by a cancel request; and
-if the other entry's process dies, its answers stop without an error. Callers must handle both.
+Every call blocks its thread. An inner request cannot be cancelled through BLS, only by a cancel request to
+`M-stream`; and if that entry's process dies, its answers stop without an error. Callers must handle both.
 
-What BLS returns must outlive its use. A thread of Triton's in this process, which does not hold the
+What BLS returns must outlive its use. One of Triton's threads in this process, which does not hold the
 interpreter lock, keeps references to an iterator and its responses for a moment after their last use here. If
-those were the last references, it would destroy Python objects without the lock (tritonserver 2.51: 256 at
-once crashed within seconds).
+those were the last references, that thread would destroy Python objects without the lock (tritonserver 2.51:
+256 calls at once crashed within seconds).
 """
 
 import logging
@@ -30,7 +30,7 @@ from wire.sampling import Cancel, Generation, encode_sampling
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 10.0
-"""How long a call may wait to start behind others without a response."""
+"""How long a call may wait to start behind other calls that have no response yet."""
 
 KEEP_S = 5.0
 """How long the results of BLS are kept after their use; Triton needs them only for a moment."""
@@ -47,7 +47,7 @@ _KNOWN_TEXTS = (
 
 
 class StreamCaller(Protocol):
-    """The stream entry, as far as its conversations go."""
+    """The stream entry, as far as entry `M` uses it."""
 
     def generate(
         self, prompt: str, history: Sequence[Turn], generation: Generation
@@ -55,7 +55,7 @@ class StreamCaller(Protocol):
         """Run a generation; yield each response's text and document, including heartbeats.
 
         Raises:
-            StreamRefusedError: it refused, failed, or is not there.
+            StreamRefusedError: the entry refused, failed, or is not loaded.
         """
 
     def give_up(self, silent_s: float) -> None:
@@ -65,16 +65,16 @@ class StreamCaller(Protocol):
         """End the generation with this id.
 
         Raises:
-            StreamRefusedError: it is not there.
+            StreamRefusedError: the entry is not loaded, or failed.
         """
 
 
 class BlsCaller:
-    """The real one. Usable from any number of threads.
+    """The `StreamCaller` that calls through BLS. Usable from any number of threads.
 
     Args:
         entry: the stream entry's name.
-        version: of that entry.
+        version: that entry's version, or `LATEST`.
         pb_utils: Triton's module.
     """
 

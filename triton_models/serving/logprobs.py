@@ -12,8 +12,8 @@ LOGPROB_FLOOR = -9999.0
 """Reported instead of minus infinity, which JSON cannot hold."""
 
 RESPONSE_TOKENS = 256
-"""Most tokens of a prompt reported in one response: half a megabyte at most with the alternatives, and a few
-milliseconds to read, however many a step computed."""
+"""Most tokens of a prompt reported in one response, however many a step computed: with their alternatives, at
+most half a megabyte, which takes a few milliseconds to read."""
 
 
 def wire_logprob(tokenizer: Tokenizer, logprobs: TokenLogprobs) -> wire.TokenLogprob:
@@ -51,7 +51,7 @@ class PromptReport:
 
     @classmethod
     def asked(cls, generation: Generation, tokenizer: Tokenizer, ids: Sequence[int]) -> "PromptReport | None":
-        """Return the report that `generation` asks for, matching the prompt's echo; None: none."""
+        """Return the report that `generation` asks for, matching the prompt's echo; None if it wants none."""
         if generation.prompt_logprobs is None:
             return None
         # Text is echoed as given, without the special tokens put before it.
@@ -65,7 +65,7 @@ class PromptReport:
 
     @property
     def overflows(self) -> bool:
-        """Whether that is more than one response may hold."""
+        """Whether more has not been reported yet than one response may hold."""
         return len(self._next) > RESPONSE_TOKENS
 
     def take(self, logprobs: Sequence[TokenLogprobs]) -> None:
@@ -84,6 +84,6 @@ class PromptReport:
             )
 
     def tell(self) -> list[wire.PromptLogprob] | None:
-        """Return what was not reported yet, as far as one response may hold it; None: nothing."""
+        """Return what was not reported yet, as much as one response may hold; None if there is nothing."""
         told, self._next = self._next[:RESPONSE_TOKENS], self._next[RESPONSE_TOKENS:]
         return told or None

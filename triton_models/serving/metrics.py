@@ -40,7 +40,7 @@ class StatsSource(Protocol):
 
 
 class EngineMetrics:
-    """Collects on any thread, writes on its own."""
+    """Records events on any thread, and writes them to Triton on a thread of its own."""
 
     def __init__(self, model: str, version: int, pb_utils: Any) -> None:
         # Triton adds no labels; without the version, two versions would write to the same gauges.
@@ -49,13 +49,13 @@ class EngineMetrics:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._preemptions = 0
-        # Bounded: where Triton takes them too slowly, the oldest are lost instead of memory.
+        # Bounded: if Triton takes them too slowly, the oldest are dropped instead of filling the memory.
         self._observations: deque[tuple[str, float]] = deque(maxlen=_OBSERVATIONS_LIMIT)
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, source: StatsSource) -> None:
-        """Start the writing thread; the gauges show `source`."""
+        """Start the writing thread; the gauges show the state of `source`."""
         self._thread = threading.Thread(target=self._run, args=(source,), name="engine-metrics", daemon=True)
         self._thread.start()
 

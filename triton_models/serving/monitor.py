@@ -73,7 +73,7 @@ class Monitor(Generic[W]):
         """Check the streams of this turn; a stream keeps its turn for as long as it is open."""
         streams = list(self._streams())
         few = len(streams) <= _FEW
-        # The next check may come that late, but the client must get its heartbeat in time.
+        # The next check may come late by that much, but the client must get its heartbeat in time.
         quiet_s = max(0.0, self._heartbeat_s - (_TURN_S if few else PERIOD_S))
         missed, self._missed = self._missed, set()
         for stream in streams:

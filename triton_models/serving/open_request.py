@@ -37,7 +37,7 @@ class Phase(enum.Enum):
 
 
 class OpenRequest:
-    """Owns the responder: whoever sends holds `lock`, so responses stay in order and none follows the last.
+    """Owns the responder. Whoever sends holds `lock`, so responses stay in order and none follows the last.
 
     `key` is unique in this process; the client's `request_id` need not be.
 
@@ -60,7 +60,7 @@ class OpenRequest:
         self.phase = Phase.PREPARING
         self.cancelled = False
         self.choices: Sequence[Choice] = ()
-        """Empty until the request was validated."""
+        """Empty until the prompt was tokenised and the choices made."""
         self.channel: DeltaChannel | None = None
         self.received = time.monotonic()
         self.queued: float | None = None
@@ -106,7 +106,7 @@ class OpenRequest:
             self.channel.detach(self._streams, self.key)
 
     def expect(self, choices: Sequence[Choice], prompt_tokens: int) -> None:
-        """Set the choices that the engine will be asked for."""
+        """Set the choices that will be queued in the engine, and the length of their prompt."""
         self.choices, self.prompt_tokens = choices, prompt_tokens
 
     def accept(self, accepted: Accepted) -> None:
@@ -122,7 +122,7 @@ class OpenRequest:
         self._close(code)
 
     def deliver(self, choice: Choice) -> bool:
-        """Send what a choice has gained since the last call as one response. The caller holds `lock`.
+        """Send what a choice has gained since the last call. The caller holds `lock`.
 
         Returns:
             True on the call that sent the choice's last response, or ended the request.
@@ -144,7 +144,7 @@ class OpenRequest:
     def fill_frame(self, choice: Choice, now: float) -> DeltaChannel | None:
         """Put a choice's text since the last call into the channel's next frame, and return the channel.
 
-        Returns None if there is nothing to send, or nobody to send it to.
+        Returns None if there is nothing to send now, or nobody to send it to.
 
         Args:
             choice: one that has gained something.
@@ -202,7 +202,7 @@ class OpenRequest:
         return Usage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=sum(answer.completion_tokens for answer in answers),
-            # The other choices found in the cache what the first one computed.
+            # The least: the other choices also found in the cache what the first one computed.
             cached_tokens=min(answer.cached_tokens for answer in answers),
         )
 

@@ -17,7 +17,7 @@ TRITONS_OWN = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryParameters:
-    """What an entry was asked to serve. Only `checkpoint` is required; None leaves it to the engine."""
+    """What an entry is configured to serve. Only `checkpoint` must be given; None: a default applies."""
 
     model: str
     """The served model's name: the entry's without its suffix."""
@@ -25,7 +25,7 @@ class EntryParameters:
     device: str
     """`cpu` or `cuda:N`: where the entry's instance_group put this instance."""
     version: int = 1
-    """Of the entry: the name of the folder that `model.py` is in."""
+    """The entry's version: the name of the folder that holds `model.py`."""
     own_version: bool = False
     """Whether the checkpoint belongs to this version: the parameter contained `{version}`."""
     format: str | None = None
@@ -38,9 +38,9 @@ class EntryParameters:
     burst_tokens: int | None = None
     burst_steps: int | None = None
     heartbeat_s: float = 2.0
-    """Longest silence of a running request; at most 10, since clients take more for a dead engine."""
+    """Longest silence of a running request, at most 10: clients take a longer one for a dead engine."""
     trace_endpoint: str | None = None
-    """URL of an OTLP/HTTP collector, for the spans of what Triton traces; None: there are none."""
+    """URL of an OTLP/HTTP collector, for spans of the requests that Triton traces; None: no spans."""
     contract: str | None = None
     """The contract of an entry `M`; None: the default for its checkpoint."""
 

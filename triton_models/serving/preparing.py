@@ -15,20 +15,20 @@ from wire.sampling import Generation
 Compiled = Future[CompiledGrammar | None]
 
 COMPILERS = 2
-"""Grammars compiled at once; each takes a CPU core away from the model."""
+"""Grammars compiled at the same time; each takes a CPU core away from the model."""
 
 WAITING: Final = 128
-"""Most different grammars that are being compiled or wait for it: a minute's work at the very worst. Waiting
-requests get no response until they are accepted, so no more are taken."""
+"""Most different grammars that are being compiled or wait for it: at the very worst, a minute's work.
+Requests get no response until they are accepted, so no more may wait."""
 
 _Inputs = TypeVar("_Inputs")
 
 
 class Preparing(Generic[_Inputs]):
-    """Prepares requests in order, one at a time; a request with a grammar, once that is compiled.
+    """Prepares requests in order, one at a time; those with a grammar, once the grammar is compiled.
 
-    Compiling may take a second, for which no other request must wait. Nothing is compiled for a request that
-    was given up, nor while closing: `prepare` then gets no grammar, but refuses the request for the same
+    Compiling may take a second, and other requests must not wait for it. Nothing is compiled for a request
+    that was given up, nor while closing: `prepare` then gets no grammar, but refuses the request for the same
     reason.
 
     Args:
@@ -54,7 +54,7 @@ class Preparing(Generic[_Inputs]):
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
 
     def submit(self, request: OpenRequest, inputs: _Inputs) -> None:
-        """Have a request prepared.
+        """Queue a request to be prepared.
 
         Raises:
             QueueFullError: too many grammars wait to be compiled.
@@ -75,10 +75,10 @@ class Preparing(Generic[_Inputs]):
 
         compiling.add_done_callback(compiled)
         if request.given_up() is not None:
-            self.give_up(request)  # given up before it was in the list
+            self.give_up(request)  # it may have been given up before it was in `_compiling`
 
     def give_up(self, request: OpenRequest) -> None:
-        """Prepare a request at once, without its grammar, because it was cancelled or is too late."""
+        """Prepare a cancelled or late request at once, without its grammar unless that is being compiled."""
         with self._lock:
             compiling = self._compiling.get(request)
             if compiling is not None and not self._closing.is_set():
@@ -97,8 +97,8 @@ class Preparing(Generic[_Inputs]):
                 del self._waiting[grammar]
 
     def close(self) -> None:
-        """Prepare what was submitted, without grammars not compiled yet, and join the threads."""
+        """Prepare what was submitted, without grammars that are not compiled yet, and join the threads."""
         with self._lock:
             self._closing.set()
-        self._compilers.shutdown(wait=True)  # first, since it passes requests to the other
+        self._compilers.shutdown(wait=True)  # first, since it passes requests on to the intake
         self._intake.shutdown(wait=True)

@@ -1,8 +1,8 @@
-"""What entry `M` returns of an answer: the text, and the new turns of the client's history.
+"""What entry `M` returns for an answer: the text, and the new turns of the client's history.
 
-The original code (`process_response` of the published `modeling_chatglm.py`) takes the answer apart at its
+The original code (`process_response` of the published `modeling_chatglm.py`) splits the answer into its
 segments, evaluates tool calls, and answers with the last segment. Here nothing is evaluated, and the first
-line of a segment names a tool only where such a tool was offered; otherwise the answer reads as it does
+line of a segment names a tool only if such a tool was offered; otherwise the answer is read as it is
 everywhere else (`wire/answer.py`).
 """
 
@@ -27,7 +27,7 @@ class Reply:
 
     response: str
     turns: tuple[Turn, ...]
-    """The assistant's; one per segment if a tool is called."""
+    """The assistant's turns; one per segment if a tool is called."""
 
 
 def read_reply(
@@ -35,8 +35,8 @@ def read_reply(
 ) -> Reply:
     """Read the raw answer `text` of a model of `chat_format` to `conversation`.
 
-    A call answers with JSON, `{"name", "parameters"}`, or `{"name", "content"}` where it cannot be parsed or
-    is code.
+    If the last segment is a tool call, the response is JSON: `{"name", "parameters"}`, or
+    `{"name", "content"}` if the call cannot be parsed or is code.
 
     Raises:
         ValueError: a segment begins outside the text.

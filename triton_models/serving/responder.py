@@ -20,7 +20,7 @@ class Responder(Protocol):
         """Send one response."""
 
     def send_frame(self, frame: Frame) -> None:
-        """Send one response of a delta channel, which only `refuse` ends."""
+        """Send one response of a delta channel, whose request only `refuse` ends."""
 
     def refuse(self, code: RefusalCode, message: str) -> None:
         """End the request with an error. Never raises: there is nobody left to tell."""
@@ -81,9 +81,8 @@ class TritonResponder:
     def trace_context(self) -> str | None:
         """Return the context of Triton's own span for the request or, if it made none, of the caller's."""
         context: str | None = self._request.trace().get_context()
-        return (
-            context or self._request.parameters()
-        )  # a JSON object too, with the headers that were forwarded
+        # The parameters are a JSON object too, with the headers that were forwarded.
+        return context or self._request.parameters()
 
     def _send(self, text: bytes, document: bytes, *, final: bool) -> None:
         tensors = [self._tensor(names.RESPONSE, text), self._tensor(names.META, document)]

@@ -48,7 +48,7 @@ MAX_BYTES_PER_TOKEN = 128
 class StreamService:
     """Serves generations, delta channels, cancels and probes of one engine.
 
-    `handle` never waits, so everything but generations gets through however full the engine is.
+    `handle` never waits, so cancels, probes and channels are served however full the engine is.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StreamService:
         self._text = text
         self._metrics = metrics
         self._max_context = engine.max_context
-        # The engine limits its waiting list exactly; this only keeps requests from piling up before it.
+        # The engine limits its own queue exactly; this only keeps requests from piling up in front of it.
         self._max_open = 2 * (settings.max_running + settings.max_waiting)
         self._requests: dict[str, OpenRequest] = {}
         self._choices: dict[str, tuple[OpenRequest, Choice]] = {}
@@ -112,7 +112,7 @@ class StreamService:
             return
         match sampling:
             case Probe() if not self._loop.alive:
-                # A report would look healthy; after a refusal, whoever watches reloads the model.
+                # A report would look healthy; a refusal makes whoever monitors the model reload it.
                 responder.refuse(RefusalCode.INTERNAL, "the engine has stopped")
             case Probe():
                 responder.send("", Meta(probe=self._report()), final=True)
@@ -169,7 +169,7 @@ class StreamService:
             self._requests.pop(request.key, None)
             request.detach()
         for choice in request.choices if refused or request.cancelled else ():
-            # The engine may have it: sending `accepted` failed, or a cancel came just before it was queued.
+            # The engine may have the choice: sending `accepted` failed, or a cancel came just before.
             self._loop.cancel(choice.key)
             if refused:
                 self._choices.pop(choice.key, None)
@@ -177,7 +177,7 @@ class StreamService:
     def _admit(self, request: OpenRequest, inputs: Inputs, compiled: Compiled | None) -> None:
         """Validate, tokenize, queue, accept. The caller holds the lock, so no response overtakes `accepted`.
 
-        Frames of a delta channel may overtake it, as outputs go there as soon as the request is queued.
+        Frames of a delta channel may overtake `accepted`: outputs go there as soon as the request is queued.
         """
         generation = request.generation
         if (given_up := request.given_up()) is not None:
@@ -245,7 +245,7 @@ class StreamService:
     def _forget(self, choice: Choice) -> None:
         if self._choices.pop(choice.key, None) is None:
             return  # Another sender thread was first.
-        # After a stop string, a failed delivery or another choice's error, the engine still works on it.
+        # After a stop string, a failed delivery or another choice's error, the engine still computes it.
         self._loop.cancel(choice.key)
         answer = choice.answer
         reason = answer.finish or FinishReason.CANCELLED
@@ -279,7 +279,7 @@ class StreamService:
     def _report(self) -> ProbeReport:
         stats = self._loop.stats()
         now = time.monotonic()
-        # A response that Triton does not take blocks its thread; soon none is left to answer anyone.
+        # A response that Triton does not take blocks the thread that sends it; soon all would be blocked.
         stuck_s = max((stream.sending_s(now) for stream in self._streams()), default=0.0)
         return ProbeReport(
             heartbeat_age_s=round(max(now - self._loop.heartbeat, stuck_s), 3),

@@ -1,12 +1,12 @@
-"""The model's own part of a request's trace, made when the request is over, from the times that were noted.
+"""The model's own part of a request's trace, created when the request has ended, from recorded times.
 
     generate                  from receipt to the last response; a child of Triton's span of the request
     ├── queue                 of each choice: from the waiting list to its first step
     ├── prefill               to its first token
     └── decode                to its last response
 
-A choice that never had a token has one span instead, `no_token`: whether it waited or ran is not known.
-Imported where an endpoint is set; needs the extra `tracing`.
+A choice that never got a token has one span instead, `no_token`: whether it waited or ran is not known.
+Imported only if an endpoint is set; needs the extra `tracing`.
 """
 
 import json
@@ -32,12 +32,12 @@ _w3c = TraceContextTextMapPropagator()
 
 
 class ModelSpans:
-    """Makes the spans of one model's requests. Thread-safe.
+    """Creates the spans of one model's requests. Thread-safe.
 
     Args:
         endpoint: the collector's URL for traces.
-        model: its name.
-        version: of it.
+        model: the model's name.
+        version: the entry's version.
     """
 
     def __init__(self, endpoint: str, model: str, version: int) -> None:
@@ -45,10 +45,11 @@ class ModelSpans:
         self._telemetry = Telemetry(endpoint, service=_SERVICE, attributes=attributes)
 
     def begin(self, context: str | None) -> OnEnd | None:
-        """Return what makes a request's spans at its end; None: nobody traces it.
+        """Return the function that creates a request's spans at its end; None if the request is not traced.
 
         Args:
-            context: of Triton's span, as the Python backend tells it: a JSON object with `traceparent`.
+            context: trace context of Triton's span, as the Python backend gives it: a JSON object with
+                `traceparent`.
         """
         if not context:
             return None
@@ -99,7 +100,7 @@ def _record_choice(spans: "_Spans", inside: Context, queued: float, choice: Choi
 
 
 class _Spans:
-    """Makes spans of moments in monotonic seconds, of which `now` is one."""
+    """Creates spans from moments in monotonic seconds; `now` relates them to Unix time."""
 
     def __init__(self, tracer: Tracer, *, now: float) -> None:
         self.now = now

@@ -1,8 +1,8 @@
 """Limits how many calls to another entry are starting at once.
 
-From the start of a BLS call to its first response it occupies one of 32 threads of Triton's pool, which also
+From its start to its first response, a BLS call occupies one of the 32 threads of Triton's pool, which also
 send this entry's own responses. If the other entry's process dies in that time, the thread waits for ever; if
-all of them did, this entry would be dead as well.
+all threads did, this entry would be dead as well.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ AT_ONCE: Final = 8
 """The first response takes a millisecond or two, so this allows hundreds of calls per second."""
 
 LOSSES_BORNE: Final = 16
-"""Threads of the pool that may be lost before too few are left."""
+"""Number of threads of the pool that may be lost before too few are left."""
 
 
 class StartsLostError(Exception):
@@ -23,7 +23,7 @@ class StartsLostError(Exception):
 
 
 class Starts:
-    """A number of places; one that is held too long counts as lost and is replaced. Thread-safe."""
+    """`AT_ONCE` places to start calls; one held too long counts as lost and is replaced. Thread-safe."""
 
     def __init__(self) -> None:
         self._free = threading.Semaphore(AT_ONCE)

@@ -1,8 +1,8 @@
 """From the engine's steps to the streams: one thread handles each step's outputs together.
 
 The engine's thread hands over a list and continues. Both threads compete for the interpreter lock, so little
-is done here per token: outputs of plain requests go to the sender threads, and those of requests with a delta
-channel become a row in its next frame.
+is done here per token: outputs of requests without a delta channel go to the sender threads, and those of
+requests with one become a row in the channel's next frame.
 """
 
 import logging
@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class StepDelivery:
-    """Sends the frames of delta channels, and passes on what is sent on requests' own streams.
+    """Sends the frames of delta channels, and passes all other outputs to `Delivery`.
 
     Args:
-        find: returns the choice with the engine's key, and its open request; None if it has ended.
+        find: returns the open request and the choice that have this key in the engine; None if it has ended.
         delivery: sends on requests' own streams; started and stopped here.
         on_first_token: called for each choice's first token, with seconds in the queue and since arrival.
         on_lost: called with a channel on which a frame could not be sent.

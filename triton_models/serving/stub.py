@@ -1,10 +1,10 @@
-"""What every model does as a process of its own, Triton's stub.
+"""What every model does because it runs in a process of its own, Triton's stub: log, and end with the server.
 
-The stub does not notice that tritonserver was killed and would keep its memory for ever. A parent-death
-signal would be tied to the server's thread that started the stub, which may end earlier; watching the
-parent's id is not. And where a call into the shared memory of a server that is gone holds the interpreter
-lock for ever, as `is_cancelled()` can, no thread of Python's ever watches again: a timer of the kernel's ends
-the process then.
+The stub itself does not notice when tritonserver is killed, and would keep its memory for ever. So a thread
+here watches the parent's process id. A parent-death signal would not do: it is tied to the server's thread
+that started the stub, which may end before the server. The watching thread can be stopped, too: a call into
+the shared memory of a dead server, such as `is_cancelled()`, can hold the interpreter lock for ever. Then a
+kernel timer, which the thread keeps resetting as long as it runs, ends the process.
 """
 
 import logging
@@ -17,7 +17,7 @@ import time
 WATCH_INTERVAL_S = 0.5
 
 STUCK_S = 60
-"""A process whose interpreter ran nothing for so long serves nobody, whoever holds it."""
+"""A process that ran no Python code for this long serves nobody, whatever holds the interpreter lock."""
 
 
 def start_stub() -> None:
@@ -26,7 +26,7 @@ def start_stub() -> None:
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     parent = os.getppid()
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process, and needs no interpreter
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process without needing the interpreter
 
     def watch() -> None:
         while os.getppid() == parent:

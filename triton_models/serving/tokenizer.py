@@ -38,7 +38,7 @@ class TritonPythonModel:
         self._vocabulary = max(self._text.tokenizer.size, vocabulary_size(parameters.checkpoint))
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Answer each request, a bad one with its own error."""
+        """Answer each request; an invalid one gets an error of its own."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
