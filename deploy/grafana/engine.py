@@ -78,10 +78,12 @@ def _cache() -> list[Panel]:
             text="Share of all prompt tokens.",
         ),
         lines(
-            "Preemptions",
-            Query(_rate("preemptions_total"), "{{model}}"),
+            "Preemptions and failed steps",
+            Query(_rate("preemptions_total"), "{{model}} preemptions"),
+            Query(_rate("failed_steps_total"), "{{model}} failed steps"),
             unit="ops",
-            text="Sequences that gave up their KV blocks to others, and are computed again.",
+            text="Sequences that gave up their KV blocks to others, and are computed again; steps of the"
+            " engine that ended the requests in them with an error.",
         ),
         lines("Step time", *percentiles(f"{_PREFIX}step_seconds", _MODEL, "model"), unit="s"),
         distribution("Step time", heat(f"{_PREFIX}step_seconds", _MODEL), unit="s"),

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from triton_models.engine.sequence import FinishReason
 from triton_models.engine.stats import EngineStats, StepStats
 
 log = logging.getLogger(__name__)
@@ -24,8 +25,6 @@ _OBSERVATIONS_LIMIT = 100_000
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _STEP_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 4)
 _WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-
-FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "error", "shutdown")
 
 
 class StatsSource(Protocol):
@@ -48,7 +47,8 @@ class EngineMetrics:
         self._pb_utils = pb_utils
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._preemptions = 0
+        self._totals: Counter[str] = Counter()
+        """What the engine itself counts, as it was last written."""
         # Bounded: if Triton takes them too slowly, the oldest are dropped instead of filling the memory.
         self._observations: deque[tuple[str, float]] = deque(maxlen=_OBSERVATIONS_LIMIT)
         self._stopping = threading.Event()
@@ -79,8 +79,8 @@ class EngineMetrics:
         """Note a request that was validated and queued."""
         self._add("prompt_tokens_total", prompt_tokens)
 
-    def finished(self, reason: str, generated_tokens: int, cached_tokens: int) -> None:
-        """Note the end of an accepted request; `reason` is one of FINISH_REASONS."""
+    def finished(self, reason: FinishReason, generated_tokens: int, cached_tokens: int) -> None:
+        """Note the end of an accepted request."""
         self._add("generated_tokens_total", generated_tokens)
         self._add("prefix_hit_tokens_total", cached_tokens)
         self._add(f"requests_total:{reason}", 1)
@@ -104,11 +104,11 @@ class EngineMetrics:
         stats = source.stats()
         with self._lock:
             counts, self._counts = self._counts, Counter()
-        counts["preemptions_total"] = stats.preemptions - self._preemptions
-        self._preemptions = stats.preemptions
+        totals = Counter(preemptions_total=stats.preemptions, failed_steps_total=stats.failed_steps)
+        counts += totals - self._totals
+        self._totals = totals
         for name, amount in counts.items():
-            if amount:
-                families.counters[name].increment(amount)
+            families.counters[name].increment(amount)
         while self._observations:
             name, value = self._observations.popleft()
             families.histograms[name].observe(value)
@@ -137,10 +137,11 @@ class _Families:
                 "generated_tokens_total": "Tokens sampled",
                 "prefix_hit_tokens_total": "Prompt tokens found in the prefix cache",
                 "preemptions_total": "Sequences that gave up their KV blocks and are computed again",
+                "failed_steps_total": "Engine steps that failed, and the requests in them with it",
             }.items()
         }
         requests = self._family("requests_total", "Requests ended, by reason", self._kinds.COUNTER)
-        for reason in FINISH_REASONS:
+        for reason in FinishReason:
             labels = self._labels | {"finish_reason": reason}
             self.counters[f"requests_total:{reason}"] = requests.Metric(labels=labels)
         self.gauges = {
