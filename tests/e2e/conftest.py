@@ -1,10 +1,12 @@
-"""`tritongate up` over the golden checkpoints, started once for all tests that do not break it."""
+"""`tritongate up`, started once for all tests that do not break it, and a scripted Triton."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import openai
 import pytest
 
+from gateway.triton.pool import TritonUpstream
+from tests.e2e.scripted_triton import Scripted, ready, scripted_triton, upstream_of
 from tests.e2e.stream_client import StreamClient
 from tests.e2e.up_process import GOLDEN, UpProcess
 
@@ -53,3 +55,16 @@ def demo() -> Iterator[openai.OpenAI]:
         assert process.stop() == 0
     finally:
         process.close()
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
+    with scripted_triton(tmp_path_factory.mktemp("repository")) as scripted:
+        yield scripted
+
+
+@pytest.fixture
+async def upstream(scripted: Scripted) -> AsyncIterator[TritonUpstream]:
+    async with upstream_of(scripted) as upstream:
+        await ready(upstream)
+        yield upstream

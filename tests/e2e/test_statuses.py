@@ -2,17 +2,9 @@
 
 import asyncio
 import contextlib
-import shutil
-import subprocess
-import sys
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from tritonclient.grpc import service_pb2
 
 from gateway.errors import (
     ContextLengthError,
@@ -23,129 +15,26 @@ from gateway.errors import (
     UnavailableError,
     UpstreamProtocolError,
 )
-from gateway.generation import Conversation, Delta, Event, Generation, Message
+from gateway.generation import Delta
 from gateway.triton.channel import Channel
 from gateway.triton.pool import TritonUpstream
-from gateway.triton.replicas import ReplicaState
-from gateway.triton.status import Fault, TritonError
+from gateway.triton.status import Fault
+from tests.e2e.scripted_triton import (
+    QUEUE,
+    Scripted,
+    ask,
+    asking,
+    failure,
+    ready,
+    stream_failure,
+    until,
+    upstream_of,
+)
 from tests.e2e.serve_process import ServeProcess
 from tests.e2e.up_process import wait_until
-from wire.events import Failed, Ready, decode_event
 from wire.refusal import RefusalCode
-from wire.strings import pack_strings
 
 pytestmark = pytest.mark.e2e
-
-QUEUE = 2
-QUEUE_TIMEOUT_S = 1.0
-CONFIG = f"""
-backend: "python"
-max_batch_size: 4
-model_transaction_policy {{ decoupled: true }}
-input [
-  {{ name: "prompt" data_type: TYPE_STRING dims: [ 1 ] }},
-  {{ name: "history" data_type: TYPE_STRING dims: [ 1 ] }},
-  {{ name: "sampling" data_type: TYPE_STRING dims: [ 1 ] }}
-]
-output [
-  {{ name: "response" data_type: TYPE_STRING dims: [ 1 ] }},
-  {{ name: "meta" data_type: TYPE_STRING dims: [ 1 ] }}
-]
-instance_group [ {{ count: 1 kind: KIND_CPU }} ]
-dynamic_batching {{
-  priority_levels: 2
-  default_priority_level: 2
-  default_queue_policy {{
-    max_queue_size: {QUEUE}
-    default_timeout_microseconds: {QUEUE_TIMEOUT_S * 1e6:.0f}
-  }}
-}}
-"""
-UNLOAD = service_pb2.RepositoryModelUnloadRequest(model_name="m-stream")
-LOAD = service_pb2.RepositoryModelLoadRequest(model_name="m-stream")
-
-
-class Scripted:
-    """The server, and the folder of its one entry."""
-
-    def __init__(self, address: str, entry: Path) -> None:
-        self.address = address
-        self.entry = entry
-
-    @property
-    def saw_cancel(self) -> Path:
-        return self.entry / "cancelled"
-
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
-    repository = tmp_path_factory.mktemp("repository")
-    entry = repository / "m-stream"
-    (entry / "1").mkdir(parents=True)
-    (entry / "config.pbtxt").write_text(CONFIG, encoding="utf-8")
-    shutil.copy(Path(__file__).with_name("scripted_model.py"), entry / "1" / "model.py")
-    command = [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin"]
-    command += ["--repository", str(repository)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        for line in process.stdout:
-            event = decode_event(line)
-            assert not isinstance(event, Failed), event
-            if isinstance(event, Ready):
-                yield Scripted(event.grpc, entry)
-                break
-    finally:
-        process.stdin.close()
-        process.stdout.close()
-        process.wait(20)
-
-
-async def until(condition: Callable[[], bool], *, within_s: float = 30.0) -> None:
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        await asyncio.sleep(0.02)
-
-
-@contextlib.asynccontextmanager
-async def upstream_of(scripted: Scripted, **options: Any) -> AsyncIterator[TritonUpstream]:
-    upstream = TritonUpstream(upstreams=[scripted.address], **options)
-    await upstream.start()
-    try:
-        yield upstream
-    finally:
-        await upstream.close()
-
-
-@pytest.fixture
-async def upstream(scripted: Scripted) -> AsyncIterator[TritonUpstream]:
-    async with upstream_of(scripted) as upstream:
-        await ready(upstream)
-        yield upstream
-
-
-async def ready(upstream: TritonUpstream) -> None:
-    await until(lambda: any(card.ready for card in upstream.models()))
-
-
-def asking(script: str, *, time_s: float = 30.0) -> Generation:
-    return Generation(
-        request_id="statuses",
-        model="m",
-        prompt=Conversation((Message(role="user", content=script),)),
-        deadline=asyncio.get_running_loop().time() + time_s,
-    )
-
-
-async def ask(upstream: TritonUpstream, script: str, *, time_s: float = 30.0) -> list[Event]:
-    return [event async for event in upstream.generate(asking(script, time_s=time_s))]
-
-
-async def failure(upstream: TritonUpstream, script: str, *, time_s: float = 30.0) -> GatewayError:
-    with pytest.raises(GatewayError) as raised:
-        await ask(upstream, script, time_s=time_s)
-    assert not any(secret in raised.value.message for secret in ("secret", "/", "Traceback", "m-stream"))
-    return raised.value
 
 
 async def test_models_are_found_and_answer(upstream: TritonUpstream) -> None:
@@ -199,35 +88,6 @@ async def test_an_exception_in_execute(upstream: TritonUpstream) -> None:
     assert type(await failure(upstream, "raise")) is UpstreamProtocolError
 
 
-async def test_a_model_that_triton_does_not_know(scripted: Scripted) -> None:
-    async with upstream_of(scripted, models=["other"]) as upstream:
-        await until(lambda: upstream.replicas()[0].state is ReplicaState.NOT_READY)
-        with pytest.raises(UnavailableError):
-            [event async for event in upstream.generate(asking_other())]
-    channel = Channel(scripted.address)
-    try:
-        assert (await stream_failure(channel, "other-stream", [1, 1])).fault is Fault.NOT_READY
-    finally:
-        await channel.close()
-
-
-def asking_other() -> Generation:
-    loop = asyncio.get_running_loop()
-    return Generation(request_id="r", model="other", prompt=Conversation(()), deadline=loop.time() + 30)
-
-
-async def stream_failure(channel: Channel, entry: str, shape: list[int]) -> TritonError:
-    request = service_pb2.ModelInferRequest(model_name=entry, id="statuses")
-    for name in ("prompt", "history", "sampling"):
-        request.inputs.add(name=name, datatype="BYTES", shape=shape)
-        request.raw_input_contents.append(pack_strings([b"{}"]))
-    deadline = asyncio.get_running_loop().time() + 30
-    responses = channel.stream_infer(request, deadline=deadline, idle_timeout_s=20)
-    with pytest.raises(TritonError) as raised:
-        await anext(responses)
-    return raised.value
-
-
 async def test_tensors_of_another_shape(scripted: Scripted) -> None:
     channel = Channel(scripted.address)
     try:
@@ -276,57 +136,3 @@ async def test_hanging_up_is_seen_by_the_model(
     await anext(events)
     await events.aclose()
     await until(scripted.saw_cancel.exists)
-
-
-async def test_a_stub_that_dies_and_is_brought_back(upstream: TritonUpstream) -> None:
-    error = await failure(upstream, "die")
-    assert type(error) is UnavailableError
-    assert error.retry_after_s
-    assert type(await failure(upstream, "hello")) is UnavailableError
-    await ready(upstream)
-    assert await ask(upstream, "hello")
-
-
-async def test_an_unloaded_model(upstream: TritonUpstream, scripted: Scripted) -> None:
-    channel = Channel(scripted.address)
-    try:
-        await channel.unary("RepositoryModelUnload", UNLOAD, timeout_s=20)
-        assert (await stream_failure(channel, "m-stream", [1, 1])).fault is Fault.NOT_READY
-        readiness = service_pb2.ModelReadyRequest(name="m-stream")
-        assert not (await channel.unary("ModelReady", readiness, timeout_s=5)).ready
-        await until(lambda: not upstream.model("m").ready)
-        assert type(await failure(upstream, "hello")) is UnavailableError
-    finally:
-        await channel.unary("RepositoryModelLoad", LOAD, timeout_s=30)
-        await channel.close()
-    await ready(upstream)
-
-
-async def test_a_model_that_is_being_loaded(scripted: Scripted) -> None:
-    """503 while it loads, also to a gateway that is started meanwhile; then it serves."""
-    hold = scripted.entry / "hold"
-    channel = Channel(scripted.address)
-    loading = None
-    try:
-        async with upstream_of(scripted) as upstream:
-            await ready(upstream)
-            hold.touch()
-            await channel.unary("RepositoryModelUnload", UNLOAD, timeout_s=20)
-            loading = asyncio.create_task(channel.unary("RepositoryModelLoad", LOAD, timeout_s=60))
-            await until(lambda: upstream.replicas()[0].state is ReplicaState.NOT_READY)
-            error = await failure(upstream, "hello")
-            assert type(error) is UnavailableError
-            assert error.retry_after_s
-            async with upstream_of(scripted, models=["m"]) as late:
-                await until(lambda: late.replicas()[0].state is ReplicaState.NOT_READY)
-                assert type(await failure(late, "hello")) is UnavailableError
-                hold.unlink()
-                await ready(late)
-                await ready(upstream)
-                assert await ask(late, "hello")
-                assert await ask(upstream, "hello")
-    finally:
-        hold.unlink(missing_ok=True)
-        if loading is not None:
-            await loading
-        await channel.close()

@@ -1,0 +1,136 @@
+"""The real Triton with a model that does what its prompt says, and a gateway's upstream for it."""
+
+import asyncio
+import contextlib
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tritonclient.grpc import service_pb2
+
+from gateway.errors import GatewayError
+from gateway.generation import Conversation, Event, Generation, Message
+from gateway.triton.channel import Channel
+from gateway.triton.pool import TritonUpstream
+from gateway.triton.status import TritonError
+from wire.events import Failed, Ready, decode_event
+from wire.strings import pack_strings
+
+QUEUE = 2
+QUEUE_TIMEOUT_S = 1.0
+CONFIG = f"""
+backend: "python"
+max_batch_size: 4
+model_transaction_policy {{ decoupled: true }}
+input [
+  {{ name: "prompt" data_type: TYPE_STRING dims: [ 1 ] }},
+  {{ name: "history" data_type: TYPE_STRING dims: [ 1 ] }},
+  {{ name: "sampling" data_type: TYPE_STRING dims: [ 1 ] }}
+]
+output [
+  {{ name: "response" data_type: TYPE_STRING dims: [ 1 ] }},
+  {{ name: "meta" data_type: TYPE_STRING dims: [ 1 ] }}
+]
+instance_group [ {{ count: 1 kind: KIND_CPU }} ]
+dynamic_batching {{
+  priority_levels: 2
+  default_priority_level: 2
+  default_queue_policy {{
+    max_queue_size: {QUEUE}
+    default_timeout_microseconds: {QUEUE_TIMEOUT_S * 1e6:.0f}
+  }}
+}}
+"""
+
+
+class Scripted:
+    """The server, and the folder of its one entry."""
+
+    def __init__(self, address: str, entry: Path) -> None:
+        self.address = address
+        self.entry = entry
+
+    @property
+    def saw_cancel(self) -> Path:
+        return self.entry / "cancelled"
+
+
+@contextlib.contextmanager
+def scripted_triton(repository: Path) -> Iterator[Scripted]:
+    """Run the real tritonserver on a repository with that one entry."""
+    entry = repository / "m-stream"
+    (entry / "1").mkdir(parents=True)
+    (entry / "config.pbtxt").write_text(CONFIG, encoding="utf-8")
+    shutil.copy(Path(__file__).with_name("scripted_model.py"), entry / "1" / "model.py")
+    command = [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin"]
+    command += ["--repository", str(repository)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        for line in process.stdout:
+            event = decode_event(line)
+            assert not isinstance(event, Failed), event
+            if isinstance(event, Ready):
+                yield Scripted(event.grpc, entry)
+                break
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        process.wait(20)
+
+
+async def until(condition: Callable[[], bool], *, within_s: float = 30.0) -> None:
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def upstream_of(scripted: Scripted, **options: Any) -> AsyncIterator[TritonUpstream]:
+    upstream = TritonUpstream(upstreams=[scripted.address], **options)
+    await upstream.start()
+    try:
+        yield upstream
+    finally:
+        await upstream.close()
+
+
+async def ready(upstream: TritonUpstream) -> None:
+    await until(lambda: any(card.ready for card in upstream.models()))
+
+
+def asking(script: str, *, time_s: float = 30.0, model: str = "m") -> Generation:
+    return Generation(
+        request_id="statuses",
+        model=model,
+        prompt=Conversation((Message(role="user", content=script),)),
+        deadline=asyncio.get_running_loop().time() + time_s,
+    )
+
+
+async def ask(upstream: TritonUpstream, script: str, *, time_s: float = 30.0) -> list[Event]:
+    return [event async for event in upstream.generate(asking(script, time_s=time_s))]
+
+
+async def failure(upstream: TritonUpstream, script: str, *, time_s: float = 30.0) -> GatewayError:
+    with pytest.raises(GatewayError) as raised:
+        await ask(upstream, script, time_s=time_s)
+    assert not any(secret in raised.value.message for secret in ("secret", "/", "Traceback", "m-stream"))
+    return raised.value
+
+
+async def stream_failure(channel: Channel, entry: str, shape: list[int]) -> TritonError:
+    request = service_pb2.ModelInferRequest(model_name=entry, id="statuses")
+    for name in ("prompt", "history", "sampling"):
+        request.inputs.add(name=name, datatype="BYTES", shape=shape)
+        request.raw_input_contents.append(pack_strings([b"{}"]))
+    deadline = asyncio.get_running_loop().time() + 30
+    responses = channel.stream_infer(request, deadline=deadline, idle_timeout_s=20)
+    with pytest.raises(TritonError) as raised:
+        await anext(responses)
+    return raised.value

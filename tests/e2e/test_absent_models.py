@@ -1,0 +1,93 @@
+"""A model that the real Triton does not have now: unknown, dead, unloaded or still loading."""
+
+import asyncio
+
+import pytest
+from tritonclient.grpc import service_pb2
+
+from gateway.errors import UnavailableError
+from gateway.triton.channel import Channel
+from gateway.triton.pool import TritonUpstream
+from gateway.triton.replicas import ReplicaState
+from gateway.triton.status import Fault
+from tests.e2e.scripted_triton import (
+    Scripted,
+    ask,
+    asking,
+    failure,
+    ready,
+    stream_failure,
+    until,
+    upstream_of,
+)
+
+pytestmark = pytest.mark.e2e
+
+UNLOAD = service_pb2.RepositoryModelUnloadRequest(model_name="m-stream")
+LOAD = service_pb2.RepositoryModelLoadRequest(model_name="m-stream")
+
+
+async def test_a_model_that_triton_does_not_know(scripted: Scripted) -> None:
+    async with upstream_of(scripted, models=["other"]) as upstream:
+        await until(lambda: upstream.replicas()[0].state is ReplicaState.NOT_READY)
+        with pytest.raises(UnavailableError):
+            [event async for event in upstream.generate(asking("hello", model="other"))]
+    channel = Channel(scripted.address)
+    try:
+        assert (await stream_failure(channel, "other-stream", [1, 1])).fault is Fault.NOT_READY
+    finally:
+        await channel.close()
+
+
+async def test_a_stub_that_dies_and_is_brought_back(upstream: TritonUpstream) -> None:
+    error = await failure(upstream, "die")
+    assert type(error) is UnavailableError
+    assert error.retry_after_s
+    assert type(await failure(upstream, "hello")) is UnavailableError
+    await ready(upstream)
+    assert await ask(upstream, "hello")
+
+
+async def test_an_unloaded_model(upstream: TritonUpstream, scripted: Scripted) -> None:
+    channel = Channel(scripted.address)
+    try:
+        await channel.unary("RepositoryModelUnload", UNLOAD, timeout_s=20)
+        assert (await stream_failure(channel, "m-stream", [1, 1])).fault is Fault.NOT_READY
+        readiness = service_pb2.ModelReadyRequest(name="m-stream")
+        assert not (await channel.unary("ModelReady", readiness, timeout_s=5)).ready
+        await until(lambda: not upstream.model("m").ready)
+        assert type(await failure(upstream, "hello")) is UnavailableError
+    finally:
+        await channel.unary("RepositoryModelLoad", LOAD, timeout_s=30)
+        await channel.close()
+    await ready(upstream)
+
+
+async def test_a_model_that_is_being_loaded(scripted: Scripted) -> None:
+    """503 while it loads, also to a gateway that is started meanwhile; then it serves."""
+    hold = scripted.entry / "hold"
+    channel = Channel(scripted.address)
+    loading = None
+    try:
+        async with upstream_of(scripted) as upstream:
+            await ready(upstream)
+            hold.touch()
+            await channel.unary("RepositoryModelUnload", UNLOAD, timeout_s=20)
+            loading = asyncio.create_task(channel.unary("RepositoryModelLoad", LOAD, timeout_s=60))
+            await until(lambda: upstream.replicas()[0].state is ReplicaState.NOT_READY)
+            error = await failure(upstream, "hello")
+            assert type(error) is UnavailableError
+            assert error.retry_after_s
+            async with upstream_of(scripted, models=["m"]) as late:
+                await until(lambda: late.replicas()[0].state is ReplicaState.NOT_READY)
+                assert type(await failure(late, "hello")) is UnavailableError
+                hold.unlink()
+                await ready(late)
+                await ready(upstream)
+                assert await ask(late, "hello")
+                assert await ask(upstream, "hello")
+    finally:
+        hold.unlink(missing_ok=True)
+        if loading is not None:
+            await loading
+        await channel.close()
