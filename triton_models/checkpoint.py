@@ -1,6 +1,6 @@
-"""Reads a ChatGLM2, ChatGLM3 or GLM-4 directory as published into our own forward pass.
+"""Reads a ChatGLM2, ChatGLM3 or GLM-4 checkpoint directory, as published, into our own model class.
 
-No remote code runs and nothing is unpickled but tensors. The meaning of each configuration key is that of the
+No remote code runs, and only tensors are unpickled. Each configuration key means what it means in the
 original `configuration_chatglm.py` and `modeling_chatglm.py`.
 """
 
@@ -20,7 +20,7 @@ from triton_models.errors import CheckpointError, UnsupportedArchitectureError
 from triton_models.shards import Shard, find_shards, open_shard
 
 LoadProgress = Callable[[int, int], None]
-"""Called with the bytes of the model filled so far and in all."""
+"""Called with two byte counts of the model's weights: those filled so far, and the total."""
 
 _IMPLEMENTED: dict[str, object] = {
     "rmsnorm": True,
@@ -33,10 +33,10 @@ _IMPLEMENTED: dict[str, object] = {
     "quantization_bit": 0,
     "pre_seq_len": None,
 }
-"""The only value of each that the forward pass implements; it is the original's default as well."""
+"""For each key, the only value that the forward pass implements, which is also the original's default."""
 
 _DROPPED = {"transformer.rotary_pos_emb.inv_freq"}
-"""Computed from the configuration instead."""
+"""Checkpoint tensors that are skipped: the model computes them from the configuration."""
 
 _DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 
@@ -47,8 +47,9 @@ def read_config(directory: Path) -> ChatGLMConfig:
     """Read and check `config.json`.
 
     Raises:
-        UnsupportedArchitectureError: another model, or a variant that the forward pass does not implement.
-        CheckpointError: the file is missing or broken, or a value makes no sense.
+        UnsupportedArchitectureError: the directory holds another kind of model, or a variant that the forward
+            pass does not implement.
+        CheckpointError: the file is missing or broken, or a value is invalid.
     """
     path = directory / "config.json"
     raw = read_json(path)
@@ -104,11 +105,12 @@ def load_model(
 ) -> ChatGLM:
     """Read a checkpoint into a model on `device`.
 
-    Files are mapped one at a time and copied tensor by tensor to where the model keeps them, so the host
-    holds about one shard beside the model.
+    Files are memory-mapped one at a time and copied tensor by tensor into the model, so that at most about
+    one shard is in host memory in addition to the model.
 
     Raises:
-        CheckpointError: naming the file, and the tensor where one is at fault; or the device cannot hold it.
+        CheckpointError: the checkpoint is broken (the message names the file, and the tensor if one is at
+            fault), or the model does not fit on the device.
     """
     config = read_config(directory)
     shards = find_shards(directory)
@@ -135,7 +137,7 @@ def load_model(
 
 
 def tensor_places(model: ChatGLM) -> dict[str, Tensor]:
-    """Return the model's tensor for each tensor of a checkpoint, by the checkpoint's names."""
+    """Return the model's tensors, each under the name that it has in a checkpoint."""
     places = {
         "transformer.embedding.word_embeddings.weight": model.embedding,
         "transformer.encoder.final_layernorm.weight": model.final_norm,
@@ -156,7 +158,7 @@ def tensor_places(model: ChatGLM) -> dict[str, Tensor]:
 
 @contextmanager
 def progress_bar(name: str) -> Iterator[LoadProgress]:
-    """Show the loading of `name` on stderr, for `load_model`'s `progress`."""
+    """Show on stderr how far the loading of `name` is; yields the callback for `load_model`'s `progress`."""
     with tqdm(desc=f"loading {name}", unit="B", unit_scale=True) as bar:
 
         def advance(filled: int, total: int) -> None:
@@ -181,13 +183,13 @@ def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
         )
     for key, implemented in _IMPLEMENTED.items():
         value = raw.get(key)
-        # JSON's null stands for the default in the original, and 0 for "no".
+        # In the original, JSON's null means the default, and 0 means false.
         if value is not None and bool(value) != bool(implemented):
             raise UnsupportedArchitectureError(f"{path}: {key} {value!r} is not supported")
 
 
 def _check_names(path: Path, shard: Shard, expected: set[str] | None) -> None:
-    """Compare a shard with what the index says of it."""
+    """Check that a shard holds exactly the tensors that the index lists for it."""
     if expected is None:
         return
     names = shard.names()
@@ -198,7 +200,7 @@ def _check_names(path: Path, shard: Shard, expected: set[str] | None) -> None:
 
 
 def _fill(path: Path, shard: Shard, name: str, missing: dict[str, Tensor]) -> int:
-    """Copy a tensor to its place, which is no longer missing; returns the bytes filled."""
+    """Copy a tensor into the model and remove it from `missing`; return the number of bytes copied."""
     if name not in missing:
         raise CheckpointError(f"{path}: tensor {name!r} has no place in this model, or came twice")
     source = shard.read(name)

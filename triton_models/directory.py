@@ -1,6 +1,6 @@
-"""A checkpoint directory's JSON files, and the chat format that they reveal.
+"""Reads a checkpoint directory's JSON files, and determines the chat format from them.
 
-Opens no weights and imports no torch, for entries that need no more than this.
+Opens no weights and does not import torch, so that entries without an engine can use it cheaply.
 """
 
 import json
@@ -16,7 +16,7 @@ _NAMES: dict[FormatName, tuple[str, ...]] = {
     "chatglm3": ("chatglm3",),
     "glm4": ("glm4", "glm-4"),
 }
-"""How the names of checkpoints spell each format."""
+"""How each format is spelt in names of checkpoints."""
 
 _GLM4_TOKENIZER = "ChatGLM4Tokenizer"
 
@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object, an empty one where there is no such file.
+    """Read a JSON object; return an empty one if there is no such file.
 
     Raises:
         CheckpointError: the file cannot be read, or is something else.
@@ -50,11 +50,12 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 def detect_format(directory: Path) -> FormatName:
     """Return the chat format that a checkpoint was trained with.
 
-    Decided by, in this order: the tokenizer's class if it is GLM-4's, the name under which the checkpoint was
-    published, the tokens and the template of the tokenizer configuration, the directory's name.
+    The first of these that is conclusive decides: the tokenizer's class if it is GLM-4's, the name under
+    which the checkpoint was published, the tokens and the template in the tokenizer configuration, the
+    directory's name.
 
     Raises:
-        CheckpointError: none of these decides.
+        CheckpointError: none of these is conclusive, or a file in the directory is broken.
     """
     found = format_evidence(directory)
     if found is None:
@@ -66,14 +67,14 @@ def detect_format(directory: Path) -> FormatName:
 
 
 def format_evidence(directory: Path) -> FormatName | None:
-    """Return the chat format that the directory's files reveal; None if they do not.
+    """Return the chat format that the directory's files or its name indicate; None if neither does.
 
     Raises:
-        CheckpointError: a file of it is broken.
+        CheckpointError: a file in the directory is broken.
     """
     tokenizer = read_optional_json(directory / "tokenizer_config.json")
     config = read_optional_json(directory / "config.json")
-    if tokenizer.get("tokenizer_class") == _GLM4_TOKENIZER:  # its other evidence is ChatGLM3's as well
+    if tokenizer.get("tokenizer_class") == _GLM4_TOKENIZER:  # everything else looks like ChatGLM3
         return "glm4"
     for document in (tokenizer, config):
         for key in ("name_or_path", "_name_or_path"):
@@ -86,17 +87,17 @@ def format_evidence(directory: Path) -> FormatName | None:
 
 
 def chat_template(directory: Path) -> str | None:
-    """Return the template of the tokenizer configuration, as text that is never run; None: there is none.
+    """Return the chat template in the tokenizer configuration, as text that is never run; None if absent.
 
     Raises:
-        CheckpointError: that file is broken.
+        CheckpointError: the tokenizer configuration is broken.
     """
     template = read_optional_json(directory / "tokenizer_config.json").get("chat_template")
     return template if isinstance(template, str) else None
 
 
 def vocabulary_size(directory: Path) -> int:
-    """Return the number of ids that a checkpoint has rows for; 0 if its configuration does not say.
+    """Return the number of token ids that the checkpoint's embedding covers; 0 if `config.json` does not say.
 
     Raises:
         CheckpointError: the configuration is broken.
@@ -107,6 +108,6 @@ def vocabulary_size(directory: Path) -> int:
 
 
 def _format_in(name: object) -> FormatName | None:
-    """Return the format whose name occurs in `name`, if exactly one does."""
+    """Return the only format whose name occurs in `name`; None if there are none or several."""
     found = [each for each, names in _NAMES.items() if any(part in str(name).lower() for part in names)]
     return found[0] if len(found) == 1 else None

@@ -1,7 +1,7 @@
 """Writes the repository entries of a model: what Triton needs on disk to serve it.
 
-A model `M` has `M-stream` (the engine), `M-tokenizer` and `M` itself (request/response, over `M-stream`).
-This module knows Triton's configuration language; it does not open the checkpoint.
+A model `M` has three entries: `M-stream` (the engine), `M-tokenizer`, and `M` itself (request/response, which
+calls `M-stream`). This module knows Triton's configuration language; it does not open the checkpoint.
 """
 
 import re
@@ -22,7 +22,8 @@ _MODEL_PY = """from triton_models.serving.{module} import TritonPythonModel
 __all__ = ["TritonPythonModel"]
 """
 _TOKENIZER_QUEUE = 64
-"""Requests that may wait for the tokenizer, which handles one at a time: at worst about a second."""
+"""Requests that may wait for the tokenizer. It handles one at a time, so the wait is at most about a
+second."""
 _PRIORITIES = {
     "priority_levels": names.PRIORITY_LEVELS,
     "default_priority_level": names.DEFAULT_PRIORITY,
@@ -33,10 +34,11 @@ _DEVICE = re.compile(r"cpu|cuda:([0-9]+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
-    """A model to be served. Values that are None are left out of `config.pbtxt`, for the engine to choose.
+    """A model to be served. Values that are None are left out of `config.pbtxt`, and the engine chooses them.
 
     Raises:
-        ValueError: the name cannot be a folder and a URL segment, or the device is not `cpu` or `cuda:N`.
+        ValueError: the name cannot be used as a folder name and URL segment, or the device is neither `cpu`
+            nor `cuda:N`.
     """
 
     name: str
@@ -46,7 +48,7 @@ class ModelEntry:
     """`cpu` or `cuda:N`; decides the entry's instance group."""
 
     format: str | None = None
-    """The chat format, `chatglm2`, `chatglm3` or `glm4`; None: found in the checkpoint."""
+    """The chat format, `chatglm2`, `chatglm3` or `glm4`; None: it is determined from the checkpoint."""
     dtype: str | None = None
     max_context: int | None = None
     """Prompt and answer together, in tokens."""
@@ -58,20 +60,21 @@ class ModelEntry:
     max_batched_tokens: int | None = None
     """Tokens in one engine step, prefill and decode together."""
     burst_tokens: int | None = None
-    """Tokens in one engine step while enough prompts wait to fill it."""
+    """Tokens in one engine step while enough prompts are waiting to fill it."""
     burst_steps: int | None = None
-    """Number of such steps in a row that may leave out decodes for a burst of prompts."""
+    """Number of consecutive steps that may leave out decodes to prefill a burst of prompts."""
     heartbeat_s: float | None = None
     trace_endpoint: str | None = None
-    """URL that the model's own spans go to by OTLP/HTTP; Triton must trace as well."""
+    """URL to which the model sends its own spans by OTLP/HTTP; tracing must be on in Triton, too."""
     environment: str | None = None
-    """The archive or folder of the Python environment that the stubs run in (see environment.py); None: the
-    server's own. `$$TRITON_MODEL_DIRECTORY` in it stands for the entry's folder."""
+    """The archive or folder of the Python environment in which the stubs run (see environment.py); None: the
+    server's own. `$$TRITON_MODEL_DIRECTORY` in the path stands for the entry's folder."""
     contract: Contract | None = None
-    """The contract of `M`; None: the one for its chat format, if `format` is known."""
+    """The contract of `M`; None: the default for `format`, or `batched` if that is None, too."""
 
     max_queue_size: int = 1024
-    """Requests in Triton's own queue, per priority level; only bursts, since `execute` never blocks."""
+    """Requests in Triton's own queue, per priority level. Only bursts wait there, since `execute` never
+    blocks."""
     queue_timeout_s: float = 60.0
     """How long a request may wait in Triton's own queue, unless it sets its own timeout."""
 
@@ -114,7 +117,7 @@ def write_entries(repository: Path, *, model: ModelEntry) -> None:
 
 
 def stream_config(model: ModelEntry) -> Any:
-    """Return the `ModelConfig` message of `M-stream`: decoupled, batched, warmed up."""
+    """Return the `ModelConfig` message of `M-stream`: decoupled, batched, and with a warm-up."""
     config = _config(names.stream_entry(model.name), signatures.STREAM, model.device)
     config.dynamic_batching.CopyFrom(_batching(model, **_PRIORITIES))
     config.model_warmup.append(_warmup(signatures.STREAM, warmup.stream_tensors()))
@@ -124,7 +127,7 @@ def stream_config(model: ModelEntry) -> Any:
 
 
 def tokenizer_config(model: ModelEntry) -> Any:
-    """Return the `ModelConfig` message of `M-tokenizer`: one request, one answer, on the CPU."""
+    """Return the `ModelConfig` message of `M-tokenizer`: one response per request, on the CPU."""
     config = _config(names.tokenizer_entry(model.name), signatures.TOKENIZER, "cpu")
     config.dynamic_batching.CopyFrom(_batching(model, max_queue_size=_TOKENIZER_QUEUE, **_PRIORITIES))
     _set_parameters(config, _common_parameters(model))
@@ -132,7 +135,7 @@ def tokenizer_config(model: ModelEntry) -> Any:
 
 
 def field_config(model: ModelEntry, contract: Contract) -> Any:
-    """Return the `ModelConfig` message of `M`: one response per request, however late.
+    """Return the `ModelConfig` message of `M`: one response per request, however long it takes.
 
     It has no warm-up: `M-stream` warms the engine, and a warm-up that calls `M-stream` fails on a server that
     loads its whole repository at start (2.51).
@@ -174,10 +177,10 @@ def _config(name: str, signature: Signature, device: str) -> Any:
 
 
 def _batching(model: ModelEntry, *, max_queue_size: int | None = None, **priorities: int) -> Any:
-    """Return how requests wait, and are grouped as they come: without delay, since the engine batches anyway.
+    """Return how requests wait and are batched: without delay, since the engine forms its own batches anyway.
 
-    An entry that takes no batches has it for its queue alone, which is bounded and leaves out what was
-    cancelled while it waited; without, Triton's queue is neither (2.51).
+    An entry that takes no batches is given this for its queue alone: such a queue is bounded, and drops
+    requests that were cancelled while they waited. Triton's queue without it does neither (2.51).
     """
     policy = pb.ModelQueuePolicy(
         timeout_action=pb.ModelQueuePolicy.REJECT,

@@ -1,15 +1,16 @@
-"""Packs a Python environment into an archive that Triton runs an entry in: `EXECUTION_ENV_PATH`.
+"""Packs a Python environment into an archive for Triton's parameter `EXECUTION_ENV_PATH`.
 
     python -m triton_models.environment --out tritongate-py3.12.tar.gz [--python /usr/bin/python3.12]
 
-Triton unpacks the archive into a folder below `/tmp` (once per server and path), sources `bin/activate`
-there and starts its stub, which embeds the Python whose `python3` PATH finds first (Python backend's
-README, "Creating Custom Execution Environments"). The archive holds `site-packages` and an `activate` that
-makes the folder a virtual environment of the Python it finds *there*, whatever its place. Neither the
-standard library nor libpython is in it: so one archive per minor version of Python, which is the stub's,
-and a target of the same platform that has this Python on PATH.
+Triton unpacks the archive into a folder below `/tmp` (once per server and path), sources `bin/activate` there
+and starts its stub. The stub embeds the Python whose `python3` comes first on PATH (Python backend's README,
+"Creating Custom Execution Environments"). The archive holds `site-packages` and an `activate` script that
+turns the folder, wherever it was unpacked, into a virtual environment of the Python on the *target* machine.
+It contains neither the standard library nor libpython. So an archive is for one minor version of Python, the
+stub's, and for targets of the same platform that have this Python on PATH.
 
-The packers to be had (venv-pack, venv-pack2) write the packing machine's Python into the archive instead.
+The existing packers (venv-pack, venv-pack2) write the path of the packing machine's Python into the archive
+instead.
 """
 
 import importlib.metadata
@@ -29,12 +30,12 @@ from tqdm import tqdm
 from triton_models.errors import EnvironmentPackError
 
 SUFFIX = ".tar.gz"
-"""Of the archive; Triton tells archives from folders by their names."""
+"""The archive's suffix, by which Triton tells an archive from a folder."""
 
 _DISTRIBUTION = "tritongate"
 _EXTRA = "engine"
 _GZIP_LEVEL = 4
-"""Of numpy, level 9 makes 6 % less in six times the time."""
+"""For numpy, level 9 yields a 6 % smaller archive but takes six times as long."""
 
 _ACTIVATE = """\
 # Sourced by bash, before Triton's Python backend starts a stub: makes this folder, wherever it was unpacked,
@@ -64,11 +65,11 @@ class Pack:
 
     path: Path
     version: str
-    """Major and minor version of the Python that it is for, such as `3.12`."""
+    """Major and minor version of the Python for which it was packed, such as `3.12`."""
     unpacked_bytes: int
 
     def __str__(self) -> str:
-        """Return what there is to know before it is copied anywhere."""
+        """Return a summary: the path, both sizes, and what the target machine must have."""
         packed = self.path.stat().st_size
         return (
             f"{self.path}: {packed / 1e6:,.0f} MB, {self.unpacked_bytes / 1e6:,.0f} MB unpacked, for a Triton"
@@ -77,7 +78,7 @@ class Pack:
 
 
 def own_requirement() -> str:
-    """Return what makes pip install this very tritongate, with the engine: its origin, or its release."""
+    """Return the pip requirement for this copy of tritongate with the engine: its source, or its release."""
     wanted = f"{_DISTRIBUTION}[{_EXTRA}]"
     source = Path(__file__).resolve().parents[1]
     if (source / "pyproject.toml").is_file():
@@ -96,7 +97,7 @@ def build_environment(
     """Make `folder` a virtual environment of `python` with `requirements`, installed by its pip.
 
     Raises:
-        EnvironmentPackError: the environment cannot be made; what venv or pip says is on stderr.
+        EnvironmentPackError: the environment cannot be created; the output of venv or pip is on stderr.
     """
     new = folder / "bin" / "python"
     limits = [text for path in constraints for text in ("--constraint", str(path))]
@@ -105,7 +106,7 @@ def build_environment(
         [python, "-m", "pip", "--python", str(new), "install", "--quiet", *limits, *requirements],
     ):
         try:
-            # stdout is for the result.
+            # stdout is reserved for the result.
             subprocess.run(command, check=True, stdout=sys.stderr)  # noqa: S603 - the caller's own Python
         except (OSError, subprocess.CalledProcessError) as error:
             raise EnvironmentPackError(f"{' '.join(command[:4])}: {error}") from error
@@ -114,7 +115,7 @@ def build_environment(
 def pack_environment(environment: Path, out: Path) -> Pack:
     """Write the packages of a virtual environment to `out`.
 
-    Of `bin` nothing is taken: scripts begin with the path of the Python that they were installed for.
+    `bin` is left out: its scripts begin with the path of the Python for which they were installed.
 
     Raises:
         EnvironmentPackError: `environment` is no virtual environment or does not hold all of its packages, or
@@ -148,7 +149,11 @@ def pack_environment(environment: Path, out: Path) -> Pack:
 
 
 def _site_packages(environment: Path) -> Path:
-    """Return the folder of an environment's packages, all of them in it."""
+    """Return the folder that holds all packages of an environment.
+
+    Raises:
+        EnvironmentPackError: there is no such folder, packages are elsewhere, or numpy is missing.
+    """
     try:
         configuration = (environment / "pyvenv.cfg").read_text(encoding="utf-8")
     except OSError as error:
@@ -175,7 +180,7 @@ def _editable(packages: Path) -> Iterator[str]:
 
 
 def _nobodys(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Leave out who packed it; whoever runs the server may read it."""
+    """Remove the owner's name, and make the file readable to every user who may run the server."""
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     member.mode |= 0o444

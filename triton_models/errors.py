@@ -6,14 +6,14 @@ ModelError
 ├── EntryError                       an unknown or unusable parameter in a repository entry's config.pbtxt
 ├── EnvironmentPackError             a Python environment that cannot be packed for Triton
 ├── InvalidGrammarError              a grammar that is broken, too large, or cannot be enforced
-├── TextError                        a text or conversation that tokenizer or chat format cannot express
+├── TextError                        a text or conversation that the tokenizer or chat format cannot express
 ├── ClientInputError                 an input of the request/response entry that cannot be read
 ├── StreamRefusedError               `M-stream` refused a request of `M`, or is not there
 ├── SettingsError                    the engine cannot be built with these settings
-├── WarmUpError                      the engine fails on requests of our own
+├── WarmUpError                      the engine fails on the warm-up's requests
 ├── TokenMaskError                   a request's token mask failed; only that request fails
 ├── LibraryPanicError                a library in Rust panicked
-└── RequestRefusedError              raised where the request is added, before it costs anything
+└── RequestRefusedError              raised when a request is added, before any work is done for it
     ├── InvalidRequestError
     ├── PromptTooLongError
     ├── QueueFullError
@@ -30,7 +30,7 @@ class ModelError(Exception):
 
 
 class CheckpointError(ModelError):
-    """A checkpoint directory that cannot be read as what it claims to be."""
+    """A checkpoint directory that is incomplete, broken or of an unknown kind."""
 
 
 class UnsupportedArchitectureError(CheckpointError):
@@ -58,7 +58,7 @@ class ClientInputError(ModelError):
 
 
 class StreamRefusedError(ModelError):
-    """The stream entry did not answer a request; `code` (the wire's) and `message` are for its sender."""
+    """The stream entry refused a request or did not answer; `code` (see wire.refusal) says why."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(f"{code}: {message}")
@@ -67,11 +67,11 @@ class StreamRefusedError(ModelError):
 
 
 class SettingsError(ModelError):
-    """Engine settings that are out of range, or contradict each other, the model or the machine."""
+    """Engine settings that are out of range, or incompatible with each other, the model or the machine."""
 
 
 class WarmUpError(ModelError):
-    """The engine was built but cannot finish a request."""
+    """The engine was built, but cannot complete a warm-up request."""
 
 
 class TokenMaskError(ModelError):
@@ -79,7 +79,7 @@ class TokenMaskError(ModelError):
 
 
 class LibraryPanicError(ModelError):
-    """A library's fault, not the request's; the cause is for the log alone."""
+    """A fault of the library, not of the request. The details are logged and not sent to the client."""
 
 
 class RequestRefusedError(ModelError):
@@ -91,7 +91,7 @@ class InvalidRequestError(RequestRefusedError):
 
 
 class PromptTooLongError(RequestRefusedError):
-    """The prompt, or the prompt and the asked-for answer together, exceed the context."""
+    """The prompt alone, or together with the requested answer length, exceeds the context."""
 
 
 class QueueFullError(RequestRefusedError):
@@ -103,7 +103,7 @@ class DuplicateRequestError(RequestRefusedError):
 
 
 class ChannelLostError(RequestRefusedError):
-    """The delta channel that the request names is not open, or no longer."""
+    """The delta channel that the request names is not open, or no longer open."""
 
 
 class EngineStoppedError(RequestRefusedError):

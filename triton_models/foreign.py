@@ -1,8 +1,8 @@
-"""Calls of libraries that are written in Rust.
+"""Guards calls into libraries that are written in Rust.
 
-When such a library fails an internal check, it panics. In Python a panic is an exception that derives from
-`BaseException` only, so it would pass every `except Exception` and end the thread that serves all requests
-instead of one request.
+When such a library fails an internal check, it panics. In Python a panic is an exception that derives
+directly from `BaseException`. So `except Exception` does not catch it, and instead of failing one request it
+would end the thread that serves all of them.
 """
 
 import logging
@@ -18,7 +18,7 @@ _MEANT_TO_PASS = (Exception, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 @contextmanager
 def panics_are_errors(library: str) -> Iterator[None]:
-    """Turn a panic within the block into an error, and log it; other exceptions pass.
+    """Log a panic within the block and turn it into an error; other exceptions are passed on.
 
     Raises:
         LibraryPanicError: `library` panicked.

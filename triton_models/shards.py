@@ -1,6 +1,6 @@
-"""The weight files of a checkpoint directory: which tensor is in which file, and reading them one by one.
+"""Finds the weight files of a checkpoint directory, and reads their tensors one by one.
 
-Knows nothing of any model: names, shapes and bytes only. The layouts are those that transformers publishes:
+Knows nothing of any model, only names, shapes and bytes. The file layouts are those that transformers writes:
 one `model.safetensors`, or shards with `model.safetensors.index.json`; the same for `pytorch_model.bin`.
 """
 
@@ -28,17 +28,17 @@ class Shard(Protocol):
         ...
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor on the CPU; its memory is the file's, so it is valid while the shard is open."""
+        """Return a tensor on the CPU; it is backed by the mapped file: valid while the shard is open."""
         ...
 
 
 def find_shards(directory: Path) -> dict[Path, set[str] | None]:
-    """Return the weight files with the tensors that the index says are in each; None where there is no index.
+    """Return the weight files, each with the tensor names that the index lists for it; None without an index.
 
-    safetensors are preferred over `.bin` files.
+    Safetensors are preferred to `.bin` files.
 
     Raises:
-        CheckpointError: no weights, a broken index, or a file that it names is missing.
+        CheckpointError: there are no weights, the index is broken, or a file that it names is missing.
     """
     for name in _SINGLE_FILES:
         if (directory / name).is_file():
@@ -53,10 +53,10 @@ def find_shards(directory: Path) -> dict[Path, set[str] | None]:
 
 @contextmanager
 def open_shard(path: Path) -> Iterator[Shard]:
-    """Open a weight file; its tensors are mapped, not read, until they are used.
+    """Open a weight file. It is memory-mapped: a tensor is read from disk only when it is used.
 
     Raises:
-        CheckpointError: the file is truncated or not what its name says.
+        CheckpointError: the file is truncated, or not of the type that its name indicates.
     """
     if path.suffix == ".safetensors":
         with ExitStack() as stack:
@@ -64,7 +64,7 @@ def open_shard(path: Path) -> Iterator[Shard]:
                 file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             yield _SafetensorsShard(path, file)
     else:
-        # weights_only: a pickle that asks for anything but tensors and plain containers is refused.
+        # weights_only: a pickle with anything but tensors and plain containers is refused.
         with _faults_named(path):
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         yield _PickleShard(path, tensors)
@@ -76,7 +76,7 @@ def _read_index(index: Path) -> dict[Path, set[str] | None]:
         raise CheckpointError(f"{index}: no weight_map")
     shards: dict[Path, set[str] | None] = {}
     for tensor, name in weight_map.items():
-        # A shard is beside its index; anything else would let a checkpoint read files it does not own.
+        # A shard lies beside its index; another path could make a checkpoint read any file of the machine.
         if not isinstance(name, str) or name in {"", ".", ".."} or "/" in name or "\\" in name:
             raise CheckpointError(
                 f"{index}: tensor {tensor!r} is said to be in {name!r}, which is no plain file name"
@@ -92,11 +92,11 @@ def _read_index(index: Path) -> dict[Path, set[str] | None]:
 
 @contextmanager
 def _faults_named(path: Path) -> Iterator[None]:
-    """Turn what the readers raise for a broken file into an error that names it."""
+    """Turn any exception that the readers raise for a broken file into an error that names the file."""
     try:
         yield
     except Exception as error:
-        # The boundary to foreign readers: damaged bytes lead them to whatever error comes first.
+        # The readers are other libraries' code: damaged bytes can make them raise exceptions of any type.
         detail = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"{path}: truncated or not a weight file: {detail[0]}") from error
 

@@ -1,7 +1,7 @@
-"""The interface of each kind of repository entry: tensors, batching, how it answers.
+"""The interface of each kind of repository entry: its tensors, batching, and number of responses.
 
-The one table from which `config.pbtxt` is written (`entries.py`) and from which an entry completes a
-configuration that leaves these out (`serving/completion.py`). Knows nothing of what the tensors hold.
+`entries.py` writes `config.pbtxt` from this table, and an entry uses it to complete a configuration that
+leaves these out (`serving/completion.py`). Knows nothing of what the tensors contain.
 """
 
 import enum
@@ -15,11 +15,11 @@ INT16: Final = "TYPE_INT16"
 INT64: Final = "TYPE_INT64"
 
 MAX_BATCH_SIZE: Final = 64
-"""Requests that Triton hands to one `execute`; the engine forms its own batches from them."""
+"""Most requests that Triton passes to one call of `execute`; the engine forms its own batches from them."""
 
 
 class Contract(enum.StrEnum):
-    """The kind of client that entry `M` serves; one entry can declare only one set of tensors."""
+    """The tensor interface that entry `M` offers its clients; an entry can declare only one."""
 
     BATCHED = "batched"
     """BYTES [1, 1] on the wire; history as JSON."""
@@ -36,20 +36,20 @@ class Tensor:
     name: str
     data_type: str
     size: int
-    """Elements of its one dimension; -1: any number."""
+    """Number of elements of its only dimension; -1: any number."""
     optional: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """What Triton must know of an entry to pass requests to it."""
+    """What Triton must know about an entry to pass requests to it."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     max_batch_size: int = 0
     """0: requests are not batched and have no batch dimension."""
     decoupled: bool = False
-    """Any number of responses per request."""
+    """Whether a request may get any number of responses, instead of exactly one."""
 
 
 STREAM: Final = Signature(
@@ -100,12 +100,12 @@ _FIELD: Final = {
 
 
 def field_signature(contract: Contract) -> Signature:
-    """Return the signature of an entry `M` that speaks `contract`."""
+    """Return the signature of an entry `M` with the contract `contract`."""
     return _FIELD[contract]
 
 
 def choose_contract(asked: str | None, chat_format: str | None) -> Contract:
-    """Return the requested contract, else the default for such a checkpoint.
+    """Return the requested contract, or the default for `chat_format` if `asked` is None.
 
     Raises:
         ValueError: there is no such contract.

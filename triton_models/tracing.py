@@ -1,16 +1,17 @@
-"""tritonserver's arguments for tracing. It understands W3C contexts, and passes its own span's to models."""
+"""tritonserver's arguments for tracing. It reads W3C trace contexts, and passes its own span's to models."""
 
 SERVICE = "triton"
 TRACEPARENT = "traceparent"
 _DELAY_MS = 500
-"""Between two exports, of as many spans as there are."""
+"""Milliseconds between two exports, each of all spans that have accumulated."""
 
 
 def trace_arguments(endpoint: str | None) -> list[str]:
     """Return tritonserver's arguments for spans that go to `endpoint` by OTLP/HTTP; none without one.
 
-    It traces what comes with a `traceparent`, whatever its rate, which is 0: the gateway decides. It forwards
-    that header to the models too, since under load it leaves some requests untraced (2.51: one in fifteen).
+    Triton's own sampling rate is 0, but it traces every request with a `traceparent` header regardless of the
+    rate: so the gateway decides what is traced. Triton also forwards that header to the models, because under
+    load it fails to trace some of these requests (2.51: one in fifteen).
     """
     if endpoint is None:
         return []

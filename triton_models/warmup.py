@@ -1,7 +1,7 @@
-"""Writes the data files of the warm-up of an `M-stream`: one short generation.
+"""Writes the data files for the warm-up of an entry `M-stream`: one short generation.
 
-Triton runs it before it reports the model ready, so that READY means warm. `python -m triton_models.warmup
-ENTRY_DIR` writes them into an entry that is there already.
+Triton runs the warm-up before it reports the model as READY, so a ready model is warm. `python -m
+triton_models.warmup ENTRY_DIR` writes the files into an existing entry.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ FOLDER = "warmup"
 
 _PROMPT = "你好"
 _GENERATION = sampling.Generation(request_id="warmup", max_tokens=2, temperature=0.0, ignore_eos=True)
-# Two tokens: one from the prefill, one from a decode step; greedy, and never ended early by a stop id.
+# Two tokens: one from the prefill, one from a decode step. Greedy, and no stop id ends it early.
 
 
 def stream_tensors() -> dict[str, bytes]:
@@ -29,7 +29,7 @@ def stream_tensors() -> dict[str, bytes]:
 
 
 def write_warmup(entry: Path, tensors: dict[str, bytes]) -> None:
-    """Write the data files, one for each input and named as it, into the repository entry `entry`.
+    """Write the data files into the repository entry `entry`: one for each input, named after it.
 
     Raises:
         OSError: `entry` is not a folder that can be written.
