@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Emitter:
-    """Writes events for the parent, from whatever thread; a parent that is gone is a reason to stop."""
+    """Writes events to the parent, from any thread; if the parent is gone, sets `stop`."""
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
@@ -75,7 +75,7 @@ def main(
     """Serve models on the tritonserver of the nvidia-pytriton wheel, on 127.0.0.1 only."""
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     stop = threading.Event()
-    # Before any other thread starts, so that only the one that waits for signals ever gets them.
+    # Before any other thread starts: threads inherit the mask, so only the waiting one gets these signals.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
     threading.Thread(target=_stop_on_signal, args=(stop,), name="signals", daemon=True).start()
     if exit_with_stdin:
@@ -85,7 +85,7 @@ def main(
         raise click.UsageError("--model and --repository exclude each other")
     try:
         installation = find_installation()
-        # Only now: this imports what the check above has a message for.
+        # Not earlier: these import packages whose absence find_installation reports with a clear message.
         from triton_models.embedded.models import ModelOptions  # noqa: PLC0415
         from triton_models.embedded.service import Options, serve  # noqa: PLC0415
 
@@ -104,7 +104,7 @@ def main(
 
 
 def _stop_on_signal(stop: threading.Event) -> None:
-    """Wait for the first signal; more of them would not make the stop, which is bounded, any faster."""
+    """Wait for the first signal; later ones are ignored, since stopping takes a bounded time anyway."""
     signal.sigwait(_STOPS)
     stop.set()
 

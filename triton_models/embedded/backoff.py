@@ -8,7 +8,7 @@ _STABLE_S = 60.0
 
 
 class Backoff:
-    """Pauses that double, and start over after a minute without a failure."""
+    """Pauses that double from 0.5 s up to 30 s, and start over after a minute without a failure."""
 
     def __init__(self) -> None:
         self._next = _FIRST_S

@@ -15,8 +15,8 @@ from wire.meta import Meta, ProbeReport, decode_meta
 from wire.sampling import Generation, Probe, encode_sampling
 
 _OPTIONS = (
-    ("grpc.enable_http_proxy", 0),  # a proxy in the environment is not meant for 127.0.0.1
-    ("grpc.use_local_subchannel_pool", 1),  # no back-off inherited from the channel to a server that died
+    ("grpc.enable_http_proxy", 0),  # proxies set in the environment are not for 127.0.0.1
+    ("grpc.use_local_subchannel_pool", 1),  # do not inherit the back-off of a dead server's channel
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
@@ -44,12 +44,12 @@ class EntryState:
 
     @property
     def gone(self) -> bool:
-        """Whether nothing of it is in memory."""
+        """Whether no part of it is in memory."""
         return self.state in {"", "UNAVAILABLE"}
 
     @property
     def unloaded(self) -> bool:
-        """Whether it was unloaded on purpose."""
+        """Whether it was unloaded on purpose, or never loaded."""
         return self.gone and self.reason in {"", "unloaded"}
 
 
@@ -69,7 +69,7 @@ class TritonClient:
         self.close()
 
     def close(self) -> None:
-        """Close the channel; calls in flight, in whatever thread, fail."""
+        """Close the channel; calls in flight fail, in all threads."""
         self._channel.close()
 
     def live(self, timeout_s: float) -> bool:
@@ -80,16 +80,16 @@ class TritonClient:
             return False
 
     def load(self, entry: str) -> "PendingCall":
-        """Begin to load `entry`; Triton answers when it is ready, its warm-up included."""
+        """Begin to load `entry`; Triton answers when it is ready, after its warm-up."""
         return PendingCall(
             self._stub.RepositoryModelLoad.future(pb.RepositoryModelLoadRequest(model_name=entry))
         )
 
     def unload(self, entry: str, timeout_s: float) -> None:
-        """Have `entry` unloaded; Triton answers at once, and waits for its streams afterwards.
+        """Ask Triton to unload `entry`; it answers at once, and only then waits for the entry's streams.
 
         Raises:
-            CallError: refused, or no answer in time.
+            CallError: Triton refused, or did not answer in time.
         """
         try:
             self._stub.RepositoryModelUnload(
@@ -102,7 +102,7 @@ class TritonClient:
         """Look `entry` up in the repository's index.
 
         Raises:
-            CallError: no answer in time, or the server is gone.
+            CallError: Triton did not answer in time, or is gone.
         """
         try:
             index = self._stub.RepositoryIndex(pb.RepositoryIndexRequest(), timeout=timeout_s)
@@ -114,10 +114,10 @@ class TritonClient:
         return EntryState("", "")
 
     def probe(self, entry: str, timeout_s: float) -> ProbeReport:
-        """Probe the engine of the stream entry `entry`, ahead of all waiting generations.
+        """Probe the engine of the stream entry `entry`; the probe overtakes all waiting generations.
 
         Raises:
-            CallError: an error, no answer in time, or an answer without a report.
+            CallError: the answer is an error, is late, or holds no report.
         """
         for meta in self._ask(entry, Probe(probe=True), "", names.URGENT_PRIORITY, timeout_s):
             if meta.probe is not None:
@@ -125,10 +125,10 @@ class TritonClient:
         raise CallError("the probe's answer holds no report")
 
     def generate(self, entry: str, timeout_s: float) -> None:
-        """Have the stream entry `entry` generate one token.
+        """Let the stream entry `entry` generate one token.
 
         Raises:
-            CallError: an error, no answer in time, or an end without a final response.
+            CallError: the answer is an error, is late, or ends without a final response.
         """
         wanted = Generation(request_id="health-check", max_tokens=1)
         metas = self._ask(entry, wanted, "你好", names.DEFAULT_PRIORITY, timeout_s)
@@ -138,13 +138,14 @@ class TritonClient:
     def _ask(
         self, entry: str, sampling: Generation | Probe, prompt: str, priority: int, timeout_s: float
     ) -> list[Meta]:
-        """Return the `meta` of every response to one request, after the stream has ended by itself.
+        """Return the `meta` of every response to one request, after the stream has ended on its own.
 
-        A stream that is cancelled while its final response is on the way leaves a reference to the model in
-        tritonserver 2.51: the entry could never be unloaded again.
+        The stream is read to its end because of a leak in tritonserver 2.51: a stream that is cancelled while
+        its final response is on the way keeps a reference to the model, so the entry can never be unloaded
+        again.
 
         Raises:
-            CallError: an error, no end in time, or an answer that cannot be read.
+            CallError: a response is an error or cannot be read, or the stream does not end in time.
         """
         call = self._stream(entry, sampling, prompt, priority, timeout_s)
         try:
@@ -196,7 +197,11 @@ class PendingCall:
 
 
 def _meta(response: Any) -> Meta | None:
-    """Return a response's `meta`, None for the empty final one."""
+    """Return a response's `meta`; None for the empty final response.
+
+    Raises:
+        CallError: the response is an error, or its `meta` cannot be read.
+    """
     if response.error_message:
         raise CallError(response.error_message)
     for output, raw in zip(
@@ -211,7 +216,7 @@ def _meta(response: Any) -> Meta | None:
 
 
 def _call_error(error: Any) -> CallError:
-    """Wrap a `grpc.RpcError`, which is also the call it ended."""
+    """Wrap a `grpc.RpcError`, which is also the call that it ended."""
     code = error.code()
     return CallError(
         error.details() or str(code),

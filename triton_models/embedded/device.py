@@ -14,7 +14,7 @@ def choose_device(asked: str) -> tuple[str, str]:
     """Return the device, `cpu` or `cuda:N`, and the reason; `auto` is the first GPU that torch can use.
 
     Raises:
-        PlatformError: there is no such device name, or the driver shows no GPU of that number.
+        PlatformError: `asked` is not a device name, or the driver shows no GPU with that number.
     """
     gpus = _gpu_count()
     if asked == "auto":
@@ -33,7 +33,7 @@ def choose_device(asked: str) -> tuple[str, str]:
 
 
 def _torch_uses_gpu() -> bool:
-    """Ask torch, in a process of its own: it is large, and a CPU build has no use for the driver's GPUs."""
+    """Ask torch, of which a CPU build cannot use the GPU; in a child process, since its import is costly."""
     answer = subprocess.run(  # noqa: S603 - our own command
         [sys.executable, "-c", _TORCH], stdout=subprocess.DEVNULL, timeout=_TORCH_TIMEOUT_S, check=False
     )
@@ -41,7 +41,7 @@ def _torch_uses_gpu() -> bool:
 
 
 def _gpu_count() -> int:
-    """Ask the driver; 0 where there is none."""
+    """Return the driver's number of GPUs; 0 if there is no driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

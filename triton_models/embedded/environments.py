@@ -1,8 +1,9 @@
-"""The `python_env_*` folders, one per tritonserver, and which server owns a new one.
+"""The `python_env_*` folders, one per tritonserver: finds out which server made which.
 
-The Python backend makes its folder when it is loaded, with a server's first entry; the folder's place is
-fixed and its name says nothing. So servers take turns: from before the request that makes a folder until the
-folder exists, which takes a moment, no other server is asked to load its first entry.
+The Python backend creates its folder when it is loaded, together with a server's first entry. The parent
+folder is fixed, and the name does not tell which server it belongs to. So servers take turns: from just
+before the request that creates a folder until the folder exists, a short time, no other server is asked to
+load its first entry.
 """
 
 import contextlib
@@ -16,15 +17,16 @@ from typing import Self
 
 _ENVIRONMENTS = Path("/tmp")  # noqa: S108 - fixed in the Python backend, whatever TMPDIR says
 _TURN_S = 20.0
-"""Who waits longer for a turn goes without: any user may hold the lock, and for ever."""
+"""Longest wait for a turn, in seconds; after it, go on without: any user can hold the lock, and for ever."""
 _POLL_S = 0.02
 
 
 class EnvironmentClaim:
-    """As a context, from before a server is asked for its first entry until that is loaded, or earlier.
+    """A context manager that finds the folder of a server; enter it before the server loads its first entry.
 
-    `found` is called, in a thread of this class, with the names of the folders that appeared: one, unless a
-    server that takes no turns was started in the same moment. It is not called where none appeared.
+    Leave it when that entry is loaded. `found` is called, in a thread of this class, with the names of the
+    new folders: one, unless a server that takes no turns was started at the same moment. It is not called if
+    none appeared.
     """
 
     def __init__(self, found: Callable[[set[str]], None]) -> None:
@@ -43,7 +45,7 @@ class EnvironmentClaim:
         self._thread.join()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the folder is there; False if it is not in time."""
+        """Wait until the search is over; return False if it is not within `timeout_s`."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -51,17 +53,17 @@ class EnvironmentClaim:
         try:
             over = False
             while not over:
-                over = self._over.wait(_POLL_S)  # and one look more
+                over = self._over.wait(_POLL_S)  # once set, look one last time
                 if appeared := environments() - self._before:
                     self._found(appeared)
                     return
         finally:
             if self._turn is not None:
-                os.close(self._turn)  # which gives it back
+                os.close(self._turn)  # which releases the lock
 
 
 def environments() -> set[str]:
-    """Return the names of this user's folders."""
+    """Return the names of this user's `python_env_*` folders."""
     names = set()
     for folder in _ENVIRONMENTS.glob("python_env_*"):
         with contextlib.suppress(OSError):
@@ -71,14 +73,14 @@ def environments() -> set[str]:
 
 
 def remove_empty(names: set[str]) -> None:
-    """Remove folders that nothing was unpacked in."""
+    """Remove those of the named folders that are empty: the ones into which nothing was unpacked."""
     for name in names:
         with contextlib.suppress(OSError):
             (_ENVIRONMENTS / name).rmdir()
 
 
 def _take_turn() -> int | None:
-    """Lock the folder of folders; return what holds the lock, None where it may not be read."""
+    """Lock the parent folder; return the locked descriptor, or None if the folder cannot be opened."""
     try:
         turn = os.open(_ENVIRONMENTS, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -90,11 +92,11 @@ def _take_turn() -> int | None:
 
 
 def _locked(descriptor: int) -> bool:
-    """Lock it; False while somebody else has it locked."""
+    """Try to take the lock; False while another process holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return True  # a file system without locks: nobody waits there
+        return True  # a file system without locks: there is nothing to wait for
     return True

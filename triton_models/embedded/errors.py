@@ -6,18 +6,18 @@ EmbeddedError
 ├── PortInUseError   another process listens there already
 ├── ServerError      tritonserver did not start, died or hangs
 ├── LoadError        a model could not be loaded or unloaded, or does not answer
-└── StoppedError     no fault: the stop came while waiting
+└── StoppedError not a fault: the stop request came while something was being waited for
 
-The message of each is one line for the person at the terminal.
+Each message is one line for the person at the terminal.
 """
 
 
 class EmbeddedError(Exception):
-    """The base."""
+    """The base class."""
 
 
 class OptionsError(EmbeddedError):
-    """A model argument names no directory, or two have the same name."""
+    """A model argument that cannot be served, such as one that is not a directory, or a name used twice."""
 
 
 class PlatformError(EmbeddedError):
@@ -25,17 +25,17 @@ class PlatformError(EmbeddedError):
 
 
 class PortInUseError(EmbeddedError):
-    """A port that was asked for by number has a listener already."""
+    """A port that was requested by number is in use, or cannot be bound."""
 
 
 class ServerError(EmbeddedError):
-    """The server process did not become live, or no longer is."""
+    """The server process did not become live, or is no longer live."""
 
 
 class LoadError(EmbeddedError):
     """Triton refused to load an entry, or the loaded entry does not answer.
 
-    `by_server`: the server itself said so; otherwise its death may be behind it.
+    `by_server`: whether the server itself reported the error; otherwise the cause may be the server's death.
     """
 
     def __init__(self, message: str, *, by_server: bool = False) -> None:
@@ -44,4 +44,4 @@ class LoadError(EmbeddedError):
 
 
 class StoppedError(EmbeddedError):
-    """The supervisor is stopping: whatever was waited for no longer matters."""
+    """The supervisor is stopping, so the result of the interrupted wait no longer matters."""

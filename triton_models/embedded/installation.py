@@ -1,4 +1,4 @@
-"""The tritonserver inside the `nvidia-pytriton` wheel: where it is, and whether it can run here."""
+"""Finds the tritonserver inside the `nvidia-pytriton` wheel, and checks that it can run here."""
 
 import ctypes
 import importlib.metadata
@@ -22,7 +22,7 @@ _INSTALL = "pip install 'tritongate[embedded]'"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installation:
-    """Files of the wheel that a server is started from."""
+    """The files of the wheel that are needed to start a server."""
 
     server: Path
     """The tritonserver executable."""
@@ -34,7 +34,7 @@ class Installation:
     """Folders for LD_LIBRARY_PATH: the wheel's libraries, then libpython's."""
 
     def link_backends(self, folder: Path) -> None:
-        """Make `folder` a backend directory: the Python backend with this interpreter's stub beside it."""
+        """Make `folder` a backend directory that holds the Python backend and this interpreter's stub."""
         target = folder / "python"
         target.mkdir(parents=True)
         for source in (*self.backend.iterdir(), self.stub):
@@ -42,9 +42,9 @@ class Installation:
                 (target / source.name).symlink_to(source)
 
     def environment(self, inherited: Mapping[str, str], *, temporary: Path) -> dict[str, str]:
-        """Return the environment for the server, from the one this process has.
+        """Return the server's environment variables, based on `inherited`; its TMPDIR is `temporary`.
 
-        The stub starts the `python3` that PATH finds first, so this interpreter's folder leads.
+        The stub starts the first `python3` on PATH, so this interpreter's folder is put first.
         """
         environment = dict(inherited)
         environment["PATH"] = os.pathsep.join(
@@ -62,7 +62,7 @@ def find_installation() -> Installation:
     """Find the wheel's server and check that this machine can run it.
 
     Raises:
-        PlatformError: saying what is missing and how to get it.
+        PlatformError: something is missing; the message says what, and how to get it.
     """
     _check_machine()
     _check_numpy()
@@ -111,9 +111,12 @@ def _check_numpy() -> None:
 
 
 def _libpython_folder() -> tuple[Path, ...]:
-    """Return the folder of the libpython that the stub links, or nothing where the system's loader finds it.
+    """Return the folder of the libpython that the stub links; empty if the system's loader finds it.
 
-    Without the library Triton does not fail: it reports the model as loading for ever.
+    It is loaded here as a check, because Triton does not fail without it: the model stays LOADING for ever.
+
+    Raises:
+        PlatformError: the library cannot be loaded.
     """
     library = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
     folder = Path(sysconfig.get_config_var("LIBDIR") or "/nowhere")

@@ -1,4 +1,4 @@
-"""What the server and its stubs write: kept in a bounded file, and read for what went wrong."""
+"""Keeps the output of the server and its stubs in a file of bounded size, and finds error messages in it."""
 
 import collections
 import logging
@@ -16,19 +16,19 @@ _PROGRESS = re.compile(rb"(\d{1,3})%\|")
 """A tqdm bar, such as the checkpoint reader draws."""
 
 DEAD_STUB = "is not healthy"
-"""What Triton answers for an entry whose stub is gone, while it goes on calling the entry ready."""
+"""Part of Triton's answer for an entry whose stub died; it goes on reporting such an entry as ready."""
 
 FULL_QUEUE = "Exceeds maximum queue size"
-"""What Triton answers when an entry's queue has no place left."""
+"""Part of Triton's answer when an entry's queue is full."""
 
 _LOAD_FAILURE = re.compile(r"is at UNAVAILABLE state: (?:Internal: )?(.*)", re.DOTALL)
 _TRACEBACK = re.compile(r"\s+At:\n.*", re.DOTALL)
 
 
 class ServerLog:
-    """Copies the server's output to a file of bounded size, from a thread of its own.
+    """Copies the server's output to a file of bounded size, in its own thread.
 
-    Lines that end in a carriage return are progress bars: only their percentage is kept.
+    Of progress bars, which are lines that end in a carriage return, only the percentage is kept.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,9 +42,9 @@ class ServerLog:
         self._thread: threading.Thread | None = None
 
     def follow(self, descriptor: int) -> None:
-        """Copy what comes from the pipe `descriptor` until it ends, and close it.
+        """Copy from the pipe `descriptor` until it ends, then close it; returns at once.
 
-        What an earlier server wrote is forgotten, except in the file.
+        The messages of an earlier server are forgotten, but stay in the file.
         """
         self._errors.clear()
         self._other.clear()
@@ -52,7 +52,7 @@ class ServerLog:
         self._thread.start()
 
     def drain(self, timeout_s: float = 1.0) -> None:
-        """Wait until the output of a server that ended was read to its end."""
+        """Wait, for at most `timeout_s`, until all output of a server that ended has been read."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -62,7 +62,7 @@ class ServerLog:
         self._handler.close()
 
     def complaint(self) -> str:
-        """Return what the server said went wrong, in one line: its last error, else its last unusual line."""
+        """Return in one line what went wrong: the server's last error, else its last line of unknown form."""
         lines = self._errors or self._other
         return lines[-1] if lines else "it said nothing"
 
@@ -76,7 +76,7 @@ class ServerLog:
 
     @property
     def progress(self) -> float | None:
-        """How far the progress bar drawn last is, 0 to 1; None where there was none."""
+        """The value of the most recent progress bar, 0 to 1; None if there was none."""
         return self._progress
 
     def _copy(self, descriptor: int) -> None:

@@ -1,6 +1,6 @@
 """The command-line flags for served models, shared by all programs that start a tritonserver.
 
-Imports nothing of the engine: a program with these flags must be able to report that it is not installed.
+Imports no part of the engine: a program with these flags must be able to report that it is not installed.
 """
 
 from collections.abc import Callable
@@ -40,5 +40,5 @@ _FLAGS = (
 
 
 def model_flags(command: F) -> F:
-    """Give `command` the flags. Their values are fields of `models.ModelOptions`, by the same names."""
+    """Add the flags to `command`. Their parameter names are those of the fields of `models.ModelOptions`."""
     return reduce(lambda decorated, flag: flag(decorated), reversed(_FLAGS), command)

@@ -1,4 +1,4 @@
-"""Which models are served: `--model` arguments made into repository entries, or entries already there."""
+"""Determines the served models: writes entries for `--model` arguments, or finds those of a repository."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,13 +31,13 @@ class Served:
 
     @property
     def entries(self) -> tuple[str, ...]:
-        """All of them, the quickest to load first."""
+        """All entries of the model, those that load fastest first and those that depend on others last."""
         return (*self.others, self.stream, *self.dependents)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """What every model of one server has in common; None leaves the choice to the engine."""
+    """Options that apply to every model of one server; None leaves the choice to the engine."""
 
     device: str = "cpu"
     dtype: str | None = None
@@ -48,13 +48,13 @@ class ModelOptions:
     burst_steps: int | None = None
     kv_memory_gib: float | None = None
     trace_endpoint: str | None = None
-    """URL for the spans of Triton and the models, by OTLP/HTTP."""
+    """URL to which Triton and the models send spans by OTLP/HTTP."""
     contracts: tuple[str, ...] = ()
-    """`[NAME=]CONTRACT` of entries `M`; without a name, for all models that are not named."""
+    """`[NAME=]CONTRACT` for entries `M`; one without a name applies to all models that no other names."""
 
 
 def read_model_argument(argument: str) -> tuple[str, Path]:
-    """Split `[NAME=]DIR`; the name is the folder's where it is left out.
+    """Split `[NAME=]DIR`; without a name, the model is named after the folder.
 
     Raises:
         OptionsError: there is no such directory, or no config.json in it.
@@ -73,11 +73,11 @@ def read_model_argument(argument: str) -> tuple[str, Path]:
 
 
 def write_models(repository: Path, arguments: tuple[str, ...], options: ModelOptions) -> list[Served]:
-    """Write the entries of the models named by `arguments`, or of the built-in one where there are none.
+    """Write the entries of the models in `arguments`, or of the built-in model if there are none.
 
     Raises:
-        OptionsError: an argument that names no checkpoint, a name that cannot be one or occurs twice, or a
-            contract that there is not or that is for no model.
+        OptionsError: an argument is not a checkpoint, a name is invalid or occurs twice, or a contract does
+            not exist or is for a model that is not served.
     """
     models = [read_model_argument(argument) for argument in arguments]
     if not models:
@@ -110,7 +110,7 @@ def write_models(repository: Path, arguments: tuple[str, ...], options: ModelOpt
 
 
 def find_models(repository: Path) -> list[Served]:
-    """Return the models whose entries are in a repository that was given.
+    """Return the models whose entries are in an existing repository.
 
     Raises:
         OptionsError: it holds no stream entry.
@@ -122,7 +122,7 @@ def find_models(repository: Path) -> list[Served]:
 
 
 def _read_contracts(arguments: tuple[str, ...], models: set[str]) -> dict[str, Contract]:
-    """Return the contract of each model named in `arguments`; what is for all is under the empty name."""
+    """Return the contract of each model named in `arguments`; the one for all others has the empty name."""
     contracts: dict[str, Contract] = {}
     for argument in arguments:
         name, _, contract = argument.rpartition("=")
@@ -139,7 +139,7 @@ def _contract_of(checkpoint: Path) -> Contract:
     try:
         return choose_contract(None, format_evidence(checkpoint))
     except CheckpointError:
-        # The entries say what is wrong with it when they load.
+        # The entries report what is wrong with the checkpoint when they load.
         return Contract.BATCHED
 
 

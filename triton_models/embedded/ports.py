@@ -1,4 +1,4 @@
-"""The three ports of a server: checked before it starts, chosen where 0 was asked for."""
+"""The three ports of a server: checked before it starts, and chosen where the request is 0."""
 
 import contextlib
 import socket
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from triton_models.embedded.errors import PortInUseError
 
 HOST = "127.0.0.1"
-"""The only address that is ever bound: in explicit mode whoever reaches the port can run code."""
+"""The only address that is ever bound: in explicit mode, anyone who can reach the port can run code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """Port numbers on `HOST`; as a request, 0 means any free one."""
+    """Port numbers on `HOST`; in a request, 0 means any free port."""
 
     http: int = 0
     grpc: int = 0
@@ -20,7 +20,7 @@ class Ports:
 
     @property
     def any_free(self) -> bool:
-        """Whether at least one is left to choose."""
+        """Whether at least one port is to be chosen."""
         return 0 in (self.http, self.grpc, self.metrics)
 
 
@@ -30,10 +30,10 @@ def choose(asked: Ports) -> Ports:
     The ports are free when this returns; another process may still take one before the server does.
 
     Raises:
-        PortInUseError: a port asked for by number is in use, may not be bound, or was asked for twice.
+        PortInUseError: a port requested by number is in use, may not be bound, or was requested twice.
     """
     chosen = {}
-    with contextlib.ExitStack() as held:  # all at once, so that no two are the same
+    with contextlib.ExitStack() as held:  # all open at the same time, so that no two are equal
         for name in ("http", "grpc", "metrics"):
             listener = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             # A port whose last connections are in TIME_WAIT is free; one with a listener is not.

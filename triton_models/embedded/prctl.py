@@ -14,7 +14,7 @@ def signal_on_parent_death(signum: signal.Signals) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies, in init's place."""
+    """Become, in place of init, the parent of every descendant whose own parent dies."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

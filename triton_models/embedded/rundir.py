@@ -1,9 +1,9 @@
-"""One server's run folder, and everything else that it could leave behind on the machine.
+"""One server's run folder, and the removal of everything that the server could leave behind on the machine.
 
-Abnormal ends leave processes, shared-memory regions and `/tmp/python_env_*` folders. Each is recognised as
-ours: processes by this folder's backends in their command line, regions by a prefix made of this folder's
-name, and the `python_env_*` folders (their place is fixed in the backend) by having appeared when it was our
-server's turn to make one.
+A server that ends abnormally leaves processes, shared-memory regions and `/tmp/python_env_*` folders. Each is
+recognised as ours: processes by the path of this folder's backends in their command line, regions by a prefix
+made of this folder's name, and the `python_env_*` folders (whose place is hard-coded in the backend) because
+they appeared while it was our server's turn to create one.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _KILL_WAIT_S = 0.25
 
 
 class RunDirectory:
-    """A folder below `<temporary>/tritongate-<uid>`, locked by the process that made it while that lives."""
+    """A folder below `<temporary>/tritongate-<uid>`, locked as long as the process that created it lives."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,14 +38,14 @@ class RunDirectory:
 
     @classmethod
     def create(cls) -> "RunDirectory":
-        """Make a new one, after removing those whose process is gone, with all that they left behind.
+        """Create a new one, after removing those whose process is gone and everything that they left behind.
 
         Raises:
-            OSError: the parent folder cannot be made, or belongs to somebody else.
+            OSError: the parent folder cannot be created, or belongs to another user.
         """
         parent = Path(tempfile.gettempdir()) / f"tritongate-{os.getuid()}"
         parent.mkdir(mode=0o700, exist_ok=True)
-        # Not through a link: whoever made it would choose which of this user's folders is emptied below.
+        # No symbolic link: whoever made it could choose which of this user's folders is emptied below.
         if parent.is_symlink() or parent.stat().st_uid != os.getuid():
             raise PermissionError(f"{parent} belongs to another user")
         for stale in parent.iterdir():
@@ -55,7 +55,7 @@ class RunDirectory:
                 old.remove_leftovers()
                 old.remove()
                 old._release()
-        # Locked before it carries its final name, so that another start never takes it for stale.
+        # Locked before it gets its final name, so that another process that starts never takes it for stale.
         made = Path(tempfile.mkdtemp(prefix=".", dir=tempfile.gettempdir()))
         run = cls(made)
         run._acquire()
@@ -67,7 +67,7 @@ class RunDirectory:
 
     @property
     def repository(self) -> Path:
-        """The model repository, where none was given."""
+        """The model repository that is used if none was given."""
         return self.path / "repository"
 
     @property
@@ -91,22 +91,22 @@ class RunDirectory:
         return f"tritongate_{self.path.name}_"
 
     def processes(self) -> list[psutil.Process]:
-        """Return the living server, its stubs and its warden, this process excepted.
+        """Return the living server, its stubs and its warden, but not this process.
 
-        Each has the backend directory, which is of this run alone, in its command line.
+        Each has the backend directory, which only this run uses, in its command line.
         """
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                # Not by the whole folder: somebody may be reading its log.
+                # Not by the run folder's path: that would match a program that reads the log.
                 named = any(str(self.backends) in argument for argument in process.cmdline())
                 if named and process.pid != os.getpid():
                     found.append(process)
         return found
 
     def kill_processes(self) -> None:
-        """Kill the processes of this folder, this one excepted, and wait until they are gone."""
-        for _ in range(_KILL_ROUNDS):  # again, for a server that was starting a stub meanwhile
+        """Kill the processes of this folder, except this process, and wait until they are gone."""
+        for _ in range(_KILL_ROUNDS):  # repeated: the server may have started another stub
             remaining = self.processes()
             if not remaining:
                 return
@@ -117,10 +117,10 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def claim_environments(self) -> Iterator[None]:
-        """Around the load of an entry: take the `python_env_*` folder that the first one makes for ours.
+        """Record as ours the `python_env_*` folder that the server's first load creates; wraps each load.
 
-        Loads may go on side by side. Only empty folders are ever removed, which hold nothing that a server
-        needs; but a tritonserver (2.51) that misses its own may abort at its end, all answers being out.
+        Loads may overlap. Only empty folders are ever removed, and no server needs their contents. But a
+        tritonserver (2.51) whose folder is gone may abort when it exits, after all answers have been sent.
         """
         with self._claiming:
             self._loads += 1
@@ -140,7 +140,7 @@ class RunDirectory:
         for region in _SHARED_MEMORY.glob(f"{self.shared_memory_prefix}*"):
             region.unlink(missing_ok=True)
         remove_empty(self._claimed())
-        self._claims.unlink(missing_ok=True)  # the next server of this folder makes one of its own
+        self._claims.unlink(missing_ok=True)  # the next server of this run makes its own folder
 
     def remove(self, *, keep_log: bool = False) -> None:
         """Remove the folder; `keep_log` leaves the log (and the lock) until the next start."""
@@ -160,11 +160,11 @@ class RunDirectory:
     def _claimed(self) -> set[str]:
         try:
             return set(json.loads(self._claims.read_text()))
-        except (OSError, ValueError):  # none yet, or cut short by a kill
+        except (OSError, ValueError):  # not written yet, or truncated by a kill
             return set()
 
     def _acquire(self) -> bool:
-        """Take the lock; False where its process lives. The kernel releases it when that process ends."""
+        """Try to take the lock; False while its owner lives. The kernel releases it when that ends."""
         try:
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

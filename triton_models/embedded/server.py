@@ -1,4 +1,4 @@
-"""The process of one tritonserver, from its start to the end of everything that belongs to it."""
+"""Runs one tritonserver process, from its start until everything that belongs to it has ended."""
 
 import os
 import subprocess
@@ -20,14 +20,14 @@ from triton_models.embedded.warden import GRACE_S, SIGNAL_STATUS
 
 _START_TIMEOUT_S = 60.0
 _EXIT_TIMEOUT_S = 2
-"""tritonserver's own patience with running streams when it is asked to stop."""
+"""How long tritonserver itself waits for running streams when it is asked to stop."""
 _CLEANING_S = 2.0
 
 
 class TritonServer:
     """Starts tritonserver without models, under a warden, and stops it.
 
-    One object for all restarts: the ports stay, and so does the run directory.
+    One object serves for all restarts: the ports and the run directory stay the same.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class TritonServer:
         *,
         arguments: Sequence[str] = (),
     ) -> None:
-        """Take note of what to start; `arguments` are further ones of tritonserver."""
+        """Store what to start; `arguments` are additional command-line arguments of tritonserver."""
         self.ports = ports
         self._installation = installation
         self._run = run
@@ -52,11 +52,11 @@ class TritonServer:
     def start(self, stop: threading.Event) -> TritonClient:
         """Start the process, wait until it is live and return a client of it.
 
-        To be called from a thread that outlives the server: the warden ends with it.
+        Call it from a thread that outlives the server: the warden ends when that thread does.
 
         Raises:
-            ServerError: it ended, or is not live after a minute; the message has its log's last error.
-            StoppedError: `stop` was set meanwhile.
+            ServerError: it ended (the message has the last error in its log), or is not live after a minute.
+            StoppedError: `stop` was set while waiting.
         """
         reader, writer = os.pipe()
         self._warden = subprocess.Popen(  # noqa: S603 - our own command
@@ -69,7 +69,7 @@ class TritonServer:
             stdin=subprocess.DEVNULL,
             stdout=writer,
             stderr=writer,
-            start_new_session=True,  # a terminal's Ctrl-C is for us to pass on
+            start_new_session=True,  # so that a terminal's Ctrl-C reaches us alone
         )
         os.close(writer)
         self._log.follow(reader)
@@ -83,11 +83,11 @@ class TritonServer:
         return client
 
     def alive(self) -> bool:
-        """Whether the process runs; says nothing about whether it answers."""
+        """Whether the process runs, which does not mean that it answers."""
         return self._warden is not None and self._warden.poll() is None
 
     def end_reason(self) -> str:
-        """Describe how a server that is not alive ended."""
+        """Describe how a server that is no longer alive ended."""
         self._log.drain()
         if self._warden is None:
             return "tritonserver was not started"
@@ -109,13 +109,13 @@ class TritonServer:
         ]
 
     def stop(self) -> None:
-        """Stop the server and all that belongs to it, running streams included, within seven seconds."""
+        """Stop the server and all that belongs to it, including running streams, within seven seconds."""
         if self._warden is not None:
             self._warden.terminate()
             self._finish(self._warden, GRACE_S + _CLEANING_S)
 
     def kill(self) -> None:
-        """End a server that hangs or died, with all that belongs to it."""
+        """Kill a server that hangs, or clean up after one that died, with all that belongs to it."""
         if self._warden is not None:
             self._run.kill_processes()
             self._finish(self._warden, _CLEANING_S)
@@ -126,7 +126,7 @@ class TritonServer:
         except subprocess.TimeoutExpired:
             warden.kill()
             warden.wait()
-        # Nothing is left of a warden that did its work; this is for one that was killed.
+        # A warden that ended normally leaves nothing to do here; one that was killed does.
         self._run.kill_processes()
         self._run.remove_leftovers()
         self._log.drain()
@@ -140,7 +140,7 @@ class TritonServer:
                 raise StoppedError
             if time.monotonic() > deadline:
                 raise ServerError(f"tritonserver is not live after {_START_TIMEOUT_S:.0f} s")
-        # Somebody else's server may be answering on a port that ours could not have.
+        # If ours could not bind the port, what answers there is another process's server.
         if not self.alive():
             raise ServerError(self.end_reason())
 
@@ -171,7 +171,7 @@ def _argument(process: psutil.Process, index: int) -> str:
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether a process lives and is no zombie."""
+    """Whether a process exists and is not a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

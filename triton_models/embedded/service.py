@@ -23,9 +23,9 @@ class Options:
     """What to serve and where."""
 
     models: tuple[str, ...]
-    """`[NAME=]DIR` of each; none: the built-in one."""
+    """`[NAME=]DIR` of each model; empty: the built-in model."""
     repository: Path | None
-    """A model repository to serve as it is, in place of `models`."""
+    """A model repository to serve as it is, instead of `models`."""
     ports: Ports
     common: ModelOptions
     """Its device may be `auto`."""
@@ -34,10 +34,11 @@ class Options:
 def serve(
     options: Options, installation: Installation, stop: threading.Event, emit: Callable[[Event], None]
 ) -> None:
-    """Serve until `stop` is set. To be called from the main thread.
+    """Serve until `stop` is set. Call it from the main thread.
 
     Raises:
-        EmbeddedError: it could not be started; the message ends with the place of the server's log, if any.
+        EmbeddedError: the server could not be started; the message ends with the path of its log, if there is
+            one.
     """
     try:
         run = RunDirectory.create()

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _INTERVAL_S = 0.5
 _LIVE_TIMEOUT_S = 5.0
 _LIVE_MISSES = 6
-"""Half a minute without an answer from the server's own front end: it hangs."""
+"""Unanswered calls in a row, half a minute in all, after which the server is taken to hang."""
 _PORT_ATTEMPTS = 3
 _JOIN_S = 1.0
 
@@ -57,10 +57,10 @@ class Supervisor:
         self._ready = False
 
     def run(self, stop: threading.Event) -> None:
-        """Supervise until `stop` is set; afterwards nothing of the server is left. For the main thread.
+        """Supervise until `stop` is set; on return, nothing of the server remains. For the main thread.
 
         Raises:
-            PortInUseError: a port that was asked for has a listener.
+            PortInUseError: a requested port is in use.
             ServerError: the server did not start, or died before it was ready.
             LoadError: a model could not be loaded at the first start.
         """
@@ -83,7 +83,7 @@ class Supervisor:
             server.stop()
 
     def _first_start(self, stop: threading.Event) -> tuple[TritonServer, TritonClient]:
-        """Start the server on the ports asked for; where they are ours to choose, more than once."""
+        """Start the server on the requested ports; if any is ours to choose, retry with other choices."""
         attempts = _PORT_ATTEMPTS if self._asked_ports.any_free else 1
         while True:
             attempts -= 1
@@ -99,7 +99,7 @@ class Supervisor:
             try:
                 return server, server.start(stop)
             except ServerError:
-                # Another process can take a free port between the choice and the server's start.
+                # Another process can take a free port after we choose it and before the server binds it.
                 if not attempts or not _taken(chosen):
                     raise
 
@@ -121,7 +121,7 @@ class Supervisor:
             return client
 
     def _live(self, server: TritonServer, client: TritonClient, stop: threading.Event) -> str:
-        """Watch over one life of the server; return what ended it.
+        """Watch one life of the server; return the reason why it ended.
 
         Raises:
             LoadError: a model could not be loaded at the first start.
@@ -156,7 +156,7 @@ class Supervisor:
             return self._watch(server, client, watchers, stop)
         finally:
             around.over.set()
-            client.close()  # fails the calls that the watchers wait in
+            client.close()  # makes the calls that the watchers wait for fail
             for watcher in watchers:
                 watcher.join(_JOIN_S)
 

@@ -1,11 +1,11 @@
-"""Runs tritonserver as its child and leaves nothing of it behind, whoever dies first.
+"""Runs tritonserver as its child and cleans up after it, whichever process dies first.
 
     python -m triton_models.embedded.warden PARENT_PID RUN_DIRECTORY COMMAND...
 
-A process of its own, because the supervisor can be killed too. It has one thread and one way to end: on a
-signal (also the kernel's, when the supervisor is gone) it asks the server to stop, waits a while, then kills
-the server and its stubs, and removes their shared memory. Should the warden itself be killed, the kernel
-kills the server, and whoever comes next finds the stubs by their command line (rundir.py).
+It is a separate process, because the supervisor can be killed, too. It has a single thread. On a signal (the
+kernel sends one when the supervisor dies) it asks the server to stop, waits a while, then kills the server
+and its stubs, and removes their shared memory. If the warden itself is killed, the kernel kills the server,
+and the supervisor or the next start finds the stubs by their command line (rundir.py).
 """
 
 import os
@@ -18,10 +18,10 @@ from triton_models.embedded import prctl
 from triton_models.embedded.rundir import RunDirectory
 
 GRACE_S = 3.5
-"""From the request to stop until the server is killed; longer than tritonserver's own patience."""
+"""From the request to stop until the server is killed; longer than tritonserver's own exit timeout."""
 
 SIGNAL_STATUS = 128
-"""The exit status of a process that signal N ended is this plus N, as in a shell."""
+"""The warden's exit status is this plus N if signal N ended the server, as in a shell."""
 
 _SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGCHLD})
 _STOPS = frozenset({signal.SIGTERM, signal.SIGINT})
@@ -29,12 +29,12 @@ _TICK_S = 1.0
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command until it ends; return its exit status, `SIGNAL_STATUS` + N where signal N ended it."""
+    """Run the command until it ends; return its exit status, or `SIGNAL_STATUS` + N if signal N ended it."""
     parent, run, command = int(arguments[0]), RunDirectory(Path(arguments[1])), arguments[2:]
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     prctl.signal_on_parent_death(signal.SIGTERM)
     prctl.adopt_orphans()
-    if os.getppid() != parent:  # it died before the kernel was told to tell us
+    if os.getppid() != parent:  # it died before the kernel was asked to signal us
         return 0
     server = _start(command)
     status = _wait(server)
@@ -63,7 +63,7 @@ def _start(command: list[str]) -> int:
 
 
 def _wait(server: int) -> int:
-    """Return the server's exit status, after stopping it where a signal asks for that."""
+    """Wait for the server to end, stopping it if a signal asks for that; return the status as `main` does."""
     kill_at: float | None = None
     while True:
         pause = _TICK_S if kill_at is None else max(0.0, kill_at - time.monotonic())
@@ -73,7 +73,7 @@ def _wait(server: int) -> int:
             kill_at = time.monotonic() + GRACE_S
         if kill_at is not None and time.monotonic() >= kill_at:
             os.kill(server, signal.SIGKILL)
-        # Adopted stubs end here too; only the server's own status matters.
+        # Adopted stubs are reaped here, too; only the server's own status matters.
         while (ended := _reap())[0] != 0:
             if ended[0] == server:
                 code = os.waitstatus_to_exitcode(ended[1])

@@ -1,4 +1,4 @@
-"""Loads one repository entry into one server and keeps it answering, from a thread of its own."""
+"""Loads one repository entry into one server and keeps it answering, in its own thread."""
 
 import contextlib
 import enum
@@ -23,18 +23,18 @@ logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
 _NEEDED_INTERVAL_S = 0.25
-"""Between two checks whether the entry that another one waits for is loaded."""
+"""Between two checks whether the entry that this one needs is loaded."""
 _CALL_TIMEOUT_S = 5.0
 _MISSES = 3
-"""Probes in a row without an answer in time: a full engine answers them at once, a busy machine later."""
+"""Failed probes in a row. Several, because a busy machine answers late; a full engine answers at once."""
 _LONGEST_HEARTBEAT_AGE_S = 60.0
-"""Far beyond any step: the longest is a chunk of prefill on a busy CPU."""
+"""Far longer than any engine step: the longest is a chunk of prefill on a busy CPU."""
 _ABSENT_LIMIT = 10
 """Checks in a row, one per second, that find no process of an entry being loaded."""
 _FIRST_TOKEN_TIMEOUT_S = 300.0
 _UNLOAD_TIMEOUT_S = 2.0
 _SERVER_DEATH_S = 1.5
-"""How long a failed call may be the first sign of a dead server, before it is the entry's own failure."""
+"""How long to wait after a failed call for a sign that the server died, before the entry is blamed."""
 
 
 class EntryState(enum.Enum):
@@ -45,7 +45,7 @@ class EntryState(enum.Enum):
     DOWN = enum.auto()
     """It failed and is being repaired."""
     UNLOADED = enum.auto()
-    """It was unloaded through Triton's API, and is left alone until it is loaded that way."""
+    """It was unloaded through Triton's API, and is left alone until it is loaded through it again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Entry:
     name: str
     model: str
     engine: bool
-    """Whether an engine runs there that answers probes."""
+    """Whether it runs an engine, which answers probes."""
     needs: str | None = None
     """The entry that must be loaded before this one can be."""
 
@@ -72,14 +72,14 @@ class Surroundings:
     over: threading.Event
     """Set when this life of the server ends."""
     loading: threading.Lock
-    """One engine is loaded at a time: peak memory is one checkpoint's, and progress is one bar."""
+    """Held by the engine that loads: peak memory is one checkpoint's, and the log has one progress bar."""
 
 
 class EntryWatcher:
     """Loads the entry, then probes it; an entry that died or is stuck is unloaded and loaded again.
 
-    `failure` is set, and the watcher ends, when the first load fails and `must_load` says so (a `LoadError`),
-    or when only a new server helps (a `ServerError`).
+    `failure` is set, and the watcher ends, when the first load fails and `must_load` is true (a `LoadError`),
+    or when only a new server can help (a `ServerError`).
     """
 
     def __init__(self, entry: Entry, surroundings: Surroundings, *, must_load: bool) -> None:
@@ -97,7 +97,7 @@ class EntryWatcher:
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread's end."""
+        """Wait for the thread to end."""
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -111,7 +111,7 @@ class EntryWatcher:
                 except LoadError as error:
                     fault = str(error)
                     if not error.by_server:
-                        # The server's death fails calls before it is seen; then the entry did not fail.
+                        # A dying server makes calls fail before its death is noticed: not the entry's fault.
                         self._pause(_SERVER_DEATH_S)
                     if self._must_load and self.state is EntryState.LOADING:
                         self.failure = LoadError(f"{self._entry.name}: {fault}")
@@ -125,8 +125,8 @@ class EntryWatcher:
             self.failure = error
         except Exception as error:
             if self._around.over.is_set():
-                return  # Its calls fail in whatever way: the client was closed under it.
-            # The outermost frame of the thread: an entry that nobody watches must not go unnoticed.
+                return  # The client was closed during a call, which can fail in any way.
+            # The thread would end silently otherwise, and nobody would watch the entry any more.
             logger.exception("watching %s", self._entry.name)
             self.failure = ServerError(f"watching {self._entry.name} failed: {error!r}")
 
@@ -142,16 +142,16 @@ class EntryWatcher:
         self._around.emit(ModelDown(self._entry.model, f"{self._entry.name}: {fault}"))
 
     def _end_needed(self) -> None:
-        """End the process of the entry that this one, whose process died, calls: its watcher reloads it.
+        """Called when this entry's process died: kill that of the entry it needs, whose watcher reloads it.
 
-        Triton waits for ever for the dead process to take each answer on its way to it, and so blocks the
-        other entry's sender threads: that entry can answer nobody any more.
+        For each answer on its way to the dead process, Triton waits for ever, and so blocks the sender
+        threads of the other entry: that entry can no longer answer anybody.
         """
         if self._entry.needs is not None:
             self._kill_stubs(self._entry.needs)
 
     def _load(self) -> None:
-        """Load the entry and have it answer.
+        """Load the entry; for an engine, wait until it has generated a token, too.
 
         Raises:
             LoadError: Triton refused, or the entry does not answer.
@@ -178,7 +178,7 @@ class EntryWatcher:
             self._around.client.generate(self._entry.name, _FIRST_TOKEN_TIMEOUT_S)
         except CallError as error:
             refusal = parse_refusal(str(error))
-            # Full already: clients were quicker, and an engine that works for them needs no repair.
+            # Clients have filled the queue already: an engine that works for them needs no repair.
             if refusal is None or refusal[0] is not RefusalCode.QUEUE_FULL:
                 raise
 
@@ -197,7 +197,7 @@ class EntryWatcher:
                     if entry.engine:
                         elapsed_s = round(time.monotonic() - started, 1)
                         around.emit(Loading(entry.model, elapsed_s, around.log.progress))
-                    # Triton waits for ever for a stub that dies before it reports to it.
+                    # Triton waits for ever for a stub that dies before it has reported to Triton.
                     absent = 0 if around.server.stubs(entry.name) else absent + 1
                     if absent == _ABSENT_LIMIT:
                         raise ServerError(f"{entry.name}: its process died before it began to load")
@@ -205,7 +205,7 @@ class EntryWatcher:
             raise LoadError(load_failure(str(error), around.log), by_server=error.by_server) from error
 
     def _watch(self) -> str:
-        """Watch the entry until something is wrong with it; return what.
+        """Watch the entry until something is wrong with it; return what is wrong.
 
         Raises:
             StoppedError: the server's life is over.
@@ -226,10 +226,10 @@ class EntryWatcher:
                 return fault
 
     def _examine(self) -> tuple[str | None, bool]:
-        """Return what is wrong, None for nothing, and whether one check is proof enough."""
+        """Return what is wrong (None: nothing), and whether a single check is sufficient proof."""
         name = self._entry.name
         if not any(runs(stub) for stub in self._stubs):
-            # Triton restarts the stub of an entry that is not decoupled by itself, on its next request.
+            # On the next request, Triton itself restarts the stub of an entry that is not decoupled.
             self._stubs = self._around.server.stubs(name)
             if not self._stubs:
                 return "its process died", True
@@ -241,14 +241,14 @@ class EntryWatcher:
             if error.timed_out:
                 return f"no answer to a probe within {_CALL_TIMEOUT_S:.0f} s", False
             if FULL_QUEUE in str(error):
-                self._pause(_CALL_TIMEOUT_S)  # Not dead but busy: judged no sooner than one that is silent.
+                self._pause(_CALL_TIMEOUT_S)  # Busy, not dead: wait as long as for no answer.
             return f"a probe was refused: {error}", DEAD_STUB in str(error)
         if report.heartbeat_age_s > _LONGEST_HEARTBEAT_AGE_S:
             return f"its engine has not moved for {report.heartbeat_age_s:.0f} s", True
         return None, False
 
     def _out_of_our_hands(self) -> bool:
-        """Whether the entry does not answer because somebody is unloading or loading it."""
+        """Whether the entry does not answer because a client of Triton's API unloaded or is loading it."""
         try:
             state = self._around.client.state(self._entry.name, _CALL_TIMEOUT_S)
         except CallError:
@@ -256,7 +256,7 @@ class EntryWatcher:
         return state.unloaded or state.state in {"LOADING", "UNLOADING"}
 
     def _await_return(self) -> None:
-        """Wait until an entry that somebody unloaded is ready again."""
+        """Wait until an entry that was unloaded through Triton's API is ready again."""
         self.state = EntryState.UNLOADED
         logger.info("%s was unloaded by somebody", self._entry.name)
         self._await_ready(self._entry.name, _INTERVAL_S)
@@ -268,20 +268,20 @@ class EntryWatcher:
             self._pause(interval_s)
             try:
                 state = self._around.client.state(name, _CALL_TIMEOUT_S)
-            except CallError:  # the server's death; its supervisor will end this life
+            except CallError:  # probably the server died; the supervisor handles that
                 continue
             if state.state == "READY":
                 return
 
     def _clear(self) -> None:
-        """Unload an entry that failed: a load would do nothing while Triton calls it ready.
+        """Unload an entry that failed: loading does nothing while Triton considers the entry ready.
 
-        Streams that were running on a dead stub never end, and its instance then stays unloading until the
-        server stops. It holds no model any more, and a load puts a new instance in its place, so the wait is
-        short.
+        Streams that were running on a dead stub never end, so its instance remains UNLOADING until the server
+        stops. But that instance holds no model any more, and a load creates a new one in its place, so we
+        wait only briefly.
         """
         name, client = self._entry.name, self._around.client
-        # A stuck stub would hold its own unloading up, and hold its memory beside the new one's.
+        # A stuck stub would delay its own unloading, and keep its memory beside the new stub's.
         self._kill_stubs(name)
         deadline = time.monotonic() + _UNLOAD_TIMEOUT_S
         try:
