@@ -1,4 +1,4 @@
-"""One answer from token ids to text: detokenizing, segments and stop strings."""
+"""Turns the token ids of one answer into text: detokenizing, segments and stop strings."""
 
 from collections.abc import Iterable
 
@@ -11,13 +11,14 @@ from triton_models.text.tokenizers import Tokenizer
 
 
 class AnswerDelta(msgspec.Struct, frozen=True):
-    """The text that one more token, or the end, made final; joined, the deltas are the answer.
+    """The text that became final with one more token or at the end; the joined deltas are the answer.
 
-    A struct, because one is made for nearly every token, in a quarter of a frozen dataclass's time.
+    It is a msgspec struct because one is created for nearly every token, and that takes a quarter of the time
+    of a frozen dataclass.
 
     Attributes:
         text: new text, often empty while a character or a possible stop string is incomplete.
-        segments: (offset in code points of `text`, role) of each segment that begins in this delta.
+        segments: (offset in `text` in code points, role) of each segment that begins in this delta.
         stopped: the stop string that ended the answer at this token, if one did; `text` ends before it.
         ended: the answer ended at this token, without a stop string.
     """
@@ -35,20 +36,20 @@ class AnswerStream:
     """The text of one answer. Not thread-safe.
 
     Push all tokens up to the one that ended the answer, but not a stop id, which is not text. A special id
-    never appears as text; one that opens a segment appears as a boundary. Each segment is detokenized
+    never appears as text; one that opens a segment is reported as a boundary. Each segment is detokenized
     separately, as in training: its leading space is dropped, and no character spans two segments.
 
-    Stop strings are matched from the first character of a segment that is not white space: what comes before
-    (ChatGLM3's empty first line for a tool's name) is not part of the answer, and a stop string of one
-    newline would end every answer before it began. None is matched across a boundary.
+    Stop strings are matched from the first character of a segment that is not white space. What comes before
+    it (ChatGLM3's empty first line for a tool's name) is not part of the answer: otherwise a stop string of
+    one newline would end every answer before it began. No stop string matches across a boundary.
 
-    A raw answer continues text instead of a conversation. It has no format, so it is one segment from the
-    first character, which may be a space, and stop strings are matched in all of it.
+    A raw answer continues text instead of a conversation. It has no chat format, so all of it is one segment,
+    which may begin with a space, and stop strings are matched from its first character.
 
-    With `show_special`, special tokens are text, by name, and none is a boundary.
+    With `show_special`, special tokens appear as text, by name, and none is a boundary.
 
     Attributes:
-        tokens: number of tokens taken, up to the one that completed a stop string.
+        tokens: number of tokens pushed, up to and including the one that completed a stop string.
     """
 
     def __init__(
@@ -68,17 +69,17 @@ class AnswerStream:
         """Begin an answer.
 
         Args:
-            tokenizer: of the model that answers.
-            chat_format: of that model.
-            stops: strings that end the answer.
-            min_tokens: stop strings completed before this many tokens do not count.
+            tokenizer: the model's tokenizer.
+            chat_format: the model's chat format.
+            stops: the strings that end the answer.
+            min_tokens: stop strings are ignored before this many tokens.
             raw: the answer continues text instead of a conversation.
             metadata: the first line of the answer, if it was part of the prompt.
             end_after_call_of: names of tools; the answer ends when a segment begins after one whose first
                 line is one of them, however few tokens it has.
             include_stop: keep the stop string at the end of the answer.
-            show_special: special tokens are text.
-            echoes: `echo` will be called.
+            show_special: special tokens appear as text.
+            echoes: whether `echo` will be called.
 
         Raises:
             ValueError: a stop string is empty.
@@ -104,7 +105,7 @@ class AnswerStream:
         return "".join([self._detokenizer.push(token_id) for token_id in ids])
 
     def push(self, token_id: int) -> AnswerDelta:
-        """Take the next sampled token; ignored after a stop string, since the engine runs ahead."""
+        """Take the next sampled token; ignored after the answer's end, since the engine runs ahead."""
         if self._stopped:
             return _NOTHING
         self.tokens += 1
@@ -129,7 +130,7 @@ class AnswerStream:
         return AnswerDelta(text, ((len(text), role),))
 
     def finish(self) -> AnswerDelta:
-        """The answer is over: return what was held back. An incomplete character at its end is dropped."""
+        """End the answer: return the text that was held back. An incomplete character at the end is lost."""
         return AnswerDelta(self._stops.finish())
 
     def _match(self, text: str) -> tuple[str, str | None]:

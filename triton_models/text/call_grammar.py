@@ -58,7 +58,7 @@ def _json(tool: CallableTool, _name: str) -> tuple[str, str]:
 _NOTATIONS: Final[Mapping[str, _Notation]] = MappingProxyType(
     {"chatglm3": _Notation(_fenced, OPENING, COMMON_RULES), "glm4": _Notation(_json)}
 )
-"""By chat format."""
+"""The notation of each chat format that has tools."""
 
 
 def call_document(
@@ -66,11 +66,11 @@ def call_document(
 ) -> Document:
     """Return the document to compile for a grammar of kind `tool_calls`.
 
-    A segment is the hidden prefix, a tool's name or nothing, a newline, and a call or text. If a call begins
-    in the prompt, its name is there, and the segment continues after it.
+    A segment consists of the hidden prefix, a tool's name or nothing, a newline, and a call or text. If the
+    prompt already contains the first line of a call, the segment continues after that line.
 
     Raises:
-        InvalidGrammarError: it is broken, asks for what cannot be enforced, or the format has no calls.
+        InvalidGrammarError: the grammar is broken or cannot be enforced, or the chat format has no calls.
     """
     try:
         calls = decode_tool_calls(text)
@@ -117,7 +117,7 @@ def _check_size(tools: Sequence[CallableTool]) -> None:
     """Check that the schemas are valid, and not too large to be enforced.
 
     Raises:
-        InvalidGrammarError: one is not, or together they are too large.
+        InvalidGrammarError: a schema is invalid or too large, or together they are too large.
     """
     properties = values = 0
     for tool in tools:
@@ -131,7 +131,7 @@ def _check_size(tools: Sequence[CallableTool]) -> None:
 
 @contextmanager
 def _blaming(part: Part) -> Iterator[None]:
-    """Have a refusal within the block say that it is about `part`."""
+    """Make the message of a refusal within the block say that it is about `part`."""
     try:
         yield
     except InvalidGrammarError as error:
@@ -139,7 +139,7 @@ def _blaming(part: Part) -> Iterator[None]:
 
 
 def _start(calls: ToolCalls, begun: str, boundary: str, *, only_calls: bool) -> str:
-    """Return the rules for the segments; `begun` is the rest of a call that began in the prompt."""
+    """Return the rules for the segments; `begun` matches the rest of a call that begins in the prompt."""
     call = " | ".join(f"call{at}" for at in range(len(calls.tools)))
     more = "" if calls.single else f"({boundary} call)*"
     rules = f"call: {call}\ncalls: {begun or 'call'} {more}\n"

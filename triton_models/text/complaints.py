@@ -1,7 +1,7 @@
 """Turns llguidance's errors about a grammar into messages for the client that sent it.
 
-Its errors about a grammar quote the document that it was given, which we wrote. Those out of its inside, of
-panics and of its bounds, are for the log alone.
+Its errors about a grammar quote the document that it was given, which we generated. Internal errors (panics,
+exceeded limits) are only logged.
 """
 
 import logging
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 _LIMIT: Final = 300
 _PANIC: Final = "panic:"
 _BACKTRACE: Final = "<backtrace>"
-"""Only addresses without names, in the published library."""
+"""What follows it, in the published library, is only addresses without names."""
 _PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
 _QUOTED = re.compile(r"^ *(\d+) \| ([^\n]*)", re.MULTILINE)
 _NOTHING_FOLLOWS: Final = "NoExtension"
@@ -26,7 +26,7 @@ TOO_COMPLEX: Final = "it is too complex there"
 
 
 def about_grammar(error: str, document: Document) -> str:
-    """Return the words about a document that was not compiled: they name the part that it is in."""
+    """Return the message about a document that failed to compile; it names the part at fault, if known."""
     if _panicked(error):
         return FAILED
     quoted = _QUOTED.search(error)
@@ -41,13 +41,13 @@ def about_grammar(error: str, document: Document) -> str:
         return part.blamed(words)
     if document.nested is None:
         return words
-    # A client's own grammar stands behind the line with our options; what is around it, we wrote.
+    # The error is in the client's own grammar, which begins after our line of options.
     words = f"line {int(place[1]) - 1}: {words}"
     return TEXT_PART.blamed(words) if document.parts else words
 
 
 def about_schema(error: str) -> str:
-    """Return the words about a schema by itself."""
+    """Return the message about a schema that was checked on its own."""
     return FAILED if _panicked(error) else _line(error)
 
 
@@ -62,7 +62,7 @@ def about_mask(error: str) -> str:
 
 
 def _panicked(error: str) -> bool:
-    """Return whether an error comes from a panic, which is logged."""
+    """Return whether an error comes from a panic; if so, log it."""
     said, traced, _ = error.partition(_BACKTRACE)
     panicked = bool(traced) or _PANIC in said
     if panicked:

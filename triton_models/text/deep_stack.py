@@ -6,9 +6,9 @@ from concurrent.futures import Future
 from typing import Final, TypeVar
 
 STACK_BYTES: Final = 2**28
-"""llguidance takes up to 10 KB for each rule that refers to a next one, and a grammar of 2^18 characters has
-room for thousands: they were measured to pass with half of this. A thread's usual
-8 MiB overflow, which ends the process. Memory is only taken as far as the recursion goes."""
+"""llguidance needs up to 10 KB of stack for each rule in a chain of references, and a grammar of 2^18
+characters can contain thousands. Such grammars were measured to compile with half of this size. The usual 8
+MiB would overflow, which ends the process. Memory is only used as deep as the recursion goes."""
 
 T = TypeVar("T")
 
@@ -16,7 +16,7 @@ _lock = threading.Lock()
 
 
 def on_deep_stack(function: Callable[[], T]) -> T:
-    """Return what `function` returns, or raise what it raises; it runs on a thread with a large stack."""
+    """Run `function` on a thread with a large stack; return what it returns, or raise what it raises."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -27,7 +27,7 @@ def on_deep_stack(function: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=run, name="deep-stack", daemon=True)
     with _lock:
-        # The size is the process's, for threads to come: another that starts now gets more than it needs.
+        # The setting is for the whole process: another thread that starts now gets a larger stack as well.
         usual = threading.stack_size(STACK_BYTES)
         try:
             thread.start()

@@ -1,8 +1,9 @@
 """Incremental detokenizing: token ids to text, one at a time.
 
-A character may span several byte pieces, so its bytes are held until it is complete: U+FFFD never stands for
-an incomplete character. It does stand for each byte that cannot belong to one, exactly as when decoding all
-ids at once. Nothing is decoded twice. A character that the answer's end cuts is dropped (divergence 4).
+A character may span several byte pieces, so its bytes are held back until it is complete: U+FFFD never stands
+for an incomplete character. Each byte that cannot be part of a character does become U+FFFD, exactly as when
+all ids are decoded at once. Nothing is decoded twice. A character that is incomplete at the end of the answer
+is dropped (divergence 4).
 """
 
 import codecs
@@ -11,7 +12,7 @@ import re
 from triton_models.text.tokenizers import Tokenizer
 
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
-_ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # where "surrogateescape" leaves invalid bytes, one for each
+_ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of each invalid byte
 
 
 class Detokenizer:
@@ -20,7 +21,7 @@ class Detokenizer:
     The joined results of `push` equal `Tokenizer.decode` of all ids, except for an incomplete character at
     the very end: its bytes are never returned, while decoding all at once shows a U+FFFD for each.
 
-    With `continues` the ids follow other text, so a leading space belongs to them and is kept. With
+    With `continues`, the ids continue other text, so a leading space is part of the text and is kept. With
     `special`, ids that are not text appear by name.
     """
 

@@ -1,11 +1,11 @@
-"""Whether the branches of a `oneOf` exclude each other, as far as that is easy to determine."""
+"""Determines whether the branches of a `oneOf` exclude each other, as far as that is easy."""
 
 import json
 from typing import Any
 
 
 def disjoint(branches: list[Any]) -> bool:
-    """Return whether no value fits two branches, judging by their types or by constants in them."""
+    """Return whether types or constants show that no value fits two branches; if in doubt, False."""
     kinds = [each.get("type") if isinstance(each, dict) else None for each in branches]
     if all(isinstance(kind, str) for kind in kinds):
         told = ["number" if kind == "integer" else kind for kind in kinds]
@@ -17,7 +17,7 @@ def disjoint(branches: list[Any]) -> bool:
 
 
 def _constants(schema: Any) -> dict[str, str]:
-    """Return the required properties of an object that have one value, each with it as JSON."""
+    """Return the required properties of an object that allow only one value, with that value as JSON."""
     if not isinstance(schema, dict) or schema.get("type") != "object":
         return {}
     found = {}

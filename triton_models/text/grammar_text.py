@@ -1,8 +1,8 @@
-"""Grammars of the wire, written as llguidance reads them.
+"""Converts grammars from the wire's form to the form that llguidance reads.
 
-Everything becomes Lark, with JSON schemas inline. The options: no token is forced, since only the model may
-choose how a text is split into tokens; white space within JSON is a space, or a newline and an indentation,
-so that no answer can get lost in white space.
+Everything becomes Lark, with JSON schemas inline. Two options are set. No token is forced, since only the
+model may choose how a text is split into tokens. White space within JSON is limited to a space, or a newline
+and an indentation, so that a model cannot generate white space without end.
 """
 
 import json
@@ -26,9 +26,9 @@ _NOT_NAMES = re.compile(
     r"""  "(?:\\.|[^"\\\n])*+"?  |  /(?:\\.|[^/\\\n])++/?  |  //[^\n]*  |  \#[^\n]*  """, re.VERBOSE
 )
 """Strings, regular expressions and comments of a grammar. An unclosed one extends to the end of the line, so
-that no search starts within it again: every character is examined once."""
+that no search starts within it again, and every character is examined only once."""
 _BLANKED = '""'
-"""Their replacement: neither a name nor the beginning of a line."""
+"""Replaces the matches of `_NOT_NAMES`; it is neither a name nor the beginning of a rule."""
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _UNREADABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")
 """Characters that JSON does not escape within a string, and Lark does not accept there."""
@@ -36,7 +36,7 @@ _SPECIAL_TOKEN = re.compile(r"<[^<>\s][^<>\n]*>")
 _USER_GRAMMAR = "answer"
 
 ANSWER_RULE: Final = "ANSWER"
-"""The name of the rule for a text that needs its own."""
+"""The name of the rule for a text whose grammar needs a separate rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class TextRule:
     rules: str = ""
     """The rules that `body` refers to."""
     nested: str | None = None
-    """The separate grammar that `body` refers to: a client's, whose rules keep their names."""
+    """The separate grammar that `body` refers to: the client's own, whose rules keep their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,13 @@ class Document:
     """A grammar to compile.
 
     Args:
-        start: its rules, the first of which is `start`.
+        start: the rules, the first of which is `start`.
         nested: see `TextRule`.
-        openings: beginnings of answers, with what is not shown of them, behind which a schema's part begins;
-            and what to blame if it cannot, where that is a part of a rule of calls.
-        parts: of a rule of calls, by what the names of their rules begin with, up to a `_`.
+        openings: possible beginnings of answers, including hidden text, after which a client's grammar or
+            schema begins; each with the part of a `tool_calls` grammar to blame if no answer can begin so, if
+            there is one.
+        parts: the parts of a `tool_calls` grammar, by what precedes the first `_` in the names of their
+            rules.
     """
 
     start: str
@@ -69,11 +71,11 @@ class Document:
     parts: Mapping[str, Part] = field(default_factory=dict)
 
     def part_of(self, line: str) -> Part | None:
-        """Return the part of a rule of calls that a line of the text is about."""
+        """Return the part of a `tool_calls` grammar to which a line of the document belongs, if any."""
         return self.parts.get(line.partition(":")[0].partition("_")[0])
 
     def text(self) -> str:
-        """Return it as llguidance reads it."""
+        """Return the grammar in the form that llguidance reads."""
         if self.nested is None:
             return OPTIONS + self.start
         outer = {"lark_grammar": OPTIONS + self.start}
@@ -122,12 +124,12 @@ def text_rule(grammar: Grammar) -> TextRule:
 
 
 def literal(text: str) -> str:
-    """Return `text`, which is not empty, as a string in Lark."""
+    """Return `text`, which must not be empty, as a string literal of Lark."""
     return _UNREADABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 
 def json_rule(schema: Any, **options: Any) -> str:
-    """Return the expression for JSON values that follow `schema`; only our own options count."""
+    """Return the expression for JSON values that conform to `schema`; options in it are ignored."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS | options}, ensure_ascii=False)}"
@@ -137,7 +139,7 @@ def _checked(text: str) -> str:
     """Return a client's grammar in Lark's notation.
 
     Raises:
-        InvalidGrammarError: it cannot be read, or names a special token.
+        InvalidGrammarError: the grammar cannot be read, or names a special token.
     """
     names = _NOT_NAMES.sub(_BLANKED, text)
     if _GBNF_RULE.search(names):

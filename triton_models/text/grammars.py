@@ -1,8 +1,9 @@
-"""Grammars over a tokenizer's ids: compiled once, then asked before every token which ids may come next.
+"""Grammars over token ids: compiled once; before each token they determine which ids may come next.
 
-llguidance does the parsing, over the bytes that ids add to a text (`Vocabulary`). Every token with which some
-text of the grammar can continue is allowed, however the tokenizer would have split that text: the model
-chooses. The ids that end an answer are allowed where the grammar can end; no other special id is.
+llguidance does the parsing, over the bytes that ids add to a text (`Vocabulary`). A token is allowed if some
+text of the grammar continues with its bytes, even if the tokenizer would split that text differently: the
+model chooses. Of the special ids, only those that end an answer are allowed, where the grammar can end, and
+in grammars of kind `tool_calls` the one that begins a segment.
 """
 
 import threading
@@ -25,10 +26,10 @@ from triton_models.text.vocabulary import Vocabulary
 from wire.grammar import Grammar
 
 CACHED: Final = 64
-"""Compiled grammars that are kept."""
+"""Most compiled grammars in the cache."""
 
 CACHED_CHARACTERS: Final = 2_000_000
-"""Total length of their texts: compiled, the largest were measured to take 200 bytes per character."""
+"""Most characters of all cached grammars. The largest were measured to take 200 bytes per character."""
 
 LIMITS: Final = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -38,16 +39,15 @@ LIMITS: Final = llguidance.LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-"""A second to compile, about 10 ms for one mask and 100 MB at the very worst: all other requests wait for the
-masks of a step."""
+"""At worst 1 s to compile, about 10 ms per mask and 100 MB: all other requests wait for a step's masks."""
 
 SPENT_AFTER: Final = 5_000
-"""Tokens after which a grammar is recompiled for later answers. All its answers share its lexer's states,
-which reached `max_lexer_states` after 50 000 tokens in the worst case measured."""
+"""Number of tokens after which a grammar is recompiled for later answers. All its answers share the states of
+one lexer, which reached `max_lexer_states` after 50 000 tokens in the worst case that was measured."""
 
 TRIED: Final = 8
-"""Tokens that are tried after each opening of a grammar while it is compiled: an object with thousands of
-properties is most expensive in its first masks."""
+"""Tokens that are tried after each opening when a grammar is compiled: the first masks of an object with
+thousands of properties are the most expensive."""
 
 _LIBRARY = "llguidance"
 _WORD_BITS = 32
@@ -57,15 +57,16 @@ class Words(Protocol):
     """A row of a bit mask, as passed to `engine.sampling.TokenMask`: an int32 tensor on the CPU."""
 
     def numpy(self) -> NDArray[np.int32]:
-        """Return the row's own memory."""
+        """Return an array that shares the row's memory."""
         ...
 
 
 class CompiledGrammar:
     """A compiled grammar, for any number of answers, in sequence or at the same time.
 
-    A mask copies the parser, but all masks share one lexer, under a lock of llguidance's: states that it
-    makes for one answer exist for all, count for all, and are never freed. So a grammar wears out.
+    Each mask has its own copy of the parser, but all masks share one lexer, which llguidance guards with a
+    lock. The states that the lexer creates for one answer count towards the limit of all, and are never
+    freed. So a grammar can only be used for a limited number of tokens.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, allowed: NDArray[np.int32]) -> None:
@@ -90,9 +91,9 @@ class CompiledGrammar:
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
-        """Use this grammar for no further answer if the block fails: the fault may be in the shared state.
+        """If the block fails, use this grammar for no further answer: the fault may be in the shared state.
 
-        Every exception counts, including panics, which are not an `Exception`.
+        Every exception counts, including panics, which do not derive from `Exception`.
         """
         try:
             yield
@@ -115,7 +116,7 @@ class GrammarMask:
         """See `TokenMask.fill`.
 
         Raises:
-            TokenMaskError: the grammar has become too complex here, or nothing can follow.
+            TokenMaskError: the grammar is too complex at this position, or nothing can follow.
         """
         with self._grammar.noting_failure():
             row = words.numpy()[: len(self._allowed)]
@@ -143,10 +144,10 @@ class Grammars:
     """Compiles grammars for one model, and caches the most recently used. Thread-safe.
 
     Args:
-        vocabulary: of the model's tokenizer.
-        stop_ids: the ids by which the model ends an answer.
-        segment_id: the id by which it begins another segment, if its format has one.
-        call_format: name of the format of its tool calls; None: the model has no tools.
+        vocabulary: the bytes of the ids of the model's tokenizer.
+        stop_ids: the ids with which the model ends an answer.
+        segment_id: the id with which the model begins another segment, if its chat format has one.
+        call_format: the chat format whose notation the model's tool calls have; None: the model has no tools.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class Grammars:
             metadata: the answer's first line, if it is part of the prompt.
 
         Raises:
-            InvalidGrammarError: it is broken, too large, or asks for what cannot be enforced.
+            InvalidGrammarError: the grammar is broken or too large, or cannot be enforced.
             LibraryPanicError: llguidance panicked.
         """
         key = (grammar.kind, grammar.text, continues, metadata)
@@ -225,7 +226,7 @@ class Grammars:
         if grammar.kind == "tool_calls" and self._segment_id is not None:
             special.append(self._segment_id)
         compiled = CompiledGrammar(matcher, self._allowed(special))
-        # Everything that is compiled on first use is compiled here, and an answer can begin.
+        # This compiles now what llguidance compiles on first use, and checks that an answer can begin.
         for opening, part in document.openings.items():
             try:
                 self._try(compiled.mask(), opening)
@@ -235,10 +236,10 @@ class Grammars:
         return compiled
 
     def _try(self, mask: GrammarMask, opening: str) -> None:
-        """Begin an answer with `opening`, and continue with the shortest visible tokens.
+        """Try an answer that begins with `opening` and continues with the shortest visible tokens.
 
         Raises:
-            TokenMaskError: no answer can begin so.
+            TokenMaskError: no answer can begin in this way.
         """
         row = np.zeros(self._word_count, dtype=np.int32)
         for token_id in self.prepare().greedy_tokenize(opening):
@@ -251,7 +252,7 @@ class Grammars:
             mask.accept(int(self._smallest_first[allowed.argmax()]))
 
     def prepare(self) -> llguidance.LLTokenizer:
-        """Return llguidance's form of the vocabulary; making it takes tenths of a second, once."""
+        """Return llguidance's form of the vocabulary; the first call takes tenths of a second."""
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = llguidance.LLTokenizer(
@@ -264,7 +265,7 @@ class Grammars:
         return -(-len(self._vocabulary.pieces) // _WORD_BITS)
 
     def _allowed(self, special: Collection[int]) -> NDArray[np.int32]:
-        """Return the bits of all ids that are text, and of some that are not."""
+        """Return a bit mask, packed into int32 words, of all ids that are text and of those in `special`."""
         bits = np.zeros(self._word_count * _WORD_BITS, dtype=np.uint8)
         text = [token_id for token_id, piece in enumerate(self._vocabulary.pieces) if piece is not None]
         bits[[*text, *special]] = 1
@@ -272,7 +273,7 @@ class Grammars:
 
 
 class _Row:
-    """Memory of our own, as `Words`."""
+    """An array of our own in the form of `Words`."""
 
     def __init__(self, words: NDArray[np.int32]) -> None:
         self._words = words
@@ -282,7 +283,7 @@ class _Row:
 
 
 class _Wrapper(llguidance.TokenizerWrapper):
-    """A vocabulary in llguidance's interface. It never asks for the ids of a text: see `no_forcing`."""
+    """A vocabulary with llguidance's interface, which never tokenizes a text: see `no_forcing`."""
 
     is_tokenizer_wrapper = True
 

@@ -1,8 +1,9 @@
 """JSON schemas as grammars of Python literals, the form of ChatGLM3's arguments.
 
-A grammar here may allow less than its schema, never more: properties come in the schema's order, and only
-those that the schema names; numbers have at most 18 digits before the point. What JSON and Python write the
-same way (strings by a pattern or a format, numbers within bounds) is left to llguidance's own JSON schemas.
+For a strict tool, a grammar may allow less than the schema, never more: properties come in the schema's
+order, and only those that the schema names; numbers have at most 18 digits before the point. What JSON and
+Python write in the same way (strings with a pattern or a format, numbers with bounds) is left to llguidance's
+own JSON schemas.
 """
 
 import json
@@ -43,7 +44,7 @@ class LiteralGrammar:
     """Writes the rules for the arguments of one tool.
 
     Args:
-        tool: its schema is an object's.
+        tool: the tool; its schema must describe an object.
         name: prefix of the rules' names.
     """
 
@@ -130,16 +131,16 @@ class LiteralGrammar:
         return '"{}"' if more is False else self._map(schema, more, path)
 
     def _map(self, schema: dict[str, Any], more: Any, path: str) -> str:
-        """Return the expression for a dictionary with any keys."""
+        """Return the expression for a dictionary with arbitrary keys, whose values conform to `more`."""
         value = self._value(more, f"{path}.additionalProperties")
         least = schema.get("minProperties", 0)
         if least > 1:
-            self._cannot(path, "minProperties over 1")  # A key may occur twice, and counts once.
+            self._cannot(path, "minProperties over 1")  # A repeated key counts once.
         items = repeated(f"STR COLON {value}", min(least, 1), schema.get("maxProperties"))
         return self._rule(f'"{{" {items} "}}"')
 
     def _entries(self, schema: dict[str, Any], path: str) -> list[Entry]:
-        """Return the properties that an object may have, in order; none beyond those of the schema."""
+        """Return the properties that an object may have, in order: only those that the schema names."""
         properties = schema.get("properties", {})
         required = schema.get("required", [])
         more = schema.get("additionalProperties", True)
@@ -204,7 +205,7 @@ class LiteralGrammar:
         upper = [asked[name] for name in ("maximum", "exclusiveMaximum") if name in asked]
         if not all(type(value) in (int, float) for value in asked.values()):
             raise InvalidGrammarError(f"{path} has a bound that is no number")
-        # Bounded on both sides, so that no number is too long to be parsed.
+        # Bounds on both sides, so that no number is too long to be parsed.
         if not lower:
             asked["minimum"] = min(-_LARGEST, *(int(value) - _LARGEST for value in upper), 0)
         if not upper:

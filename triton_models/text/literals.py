@@ -32,7 +32,7 @@ def either(parts: Iterable[str]) -> str:
 
 
 def repeated(item: str, least: int, most: int | None) -> str:
-    """Return what matches so many items, `SEP` between."""
+    """Return the expression for `least` to `most` items (None: no limit), separated by `SEP`."""
     if most == 0:
         return ""
     if most == 1:
@@ -42,7 +42,7 @@ def repeated(item: str, least: int, most: int | None) -> str:
 
 
 def times(least: int, most: int | None) -> str:
-    """Return the repetition of what stands before it."""
+    """Return the operator that repeats the expression before it `least` to `most` times (None: no limit)."""
     if most is None:
         return f"{{{least},}}"
     return f"{{{least},{max(least, min(most, LONGEST))}}}"

@@ -1,4 +1,4 @@
-"""The order of an object's entries, some of them optional, as grammar rules."""
+"""Grammar rules for an object's entries in fixed order, some of which are optional."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ _NOTHING: Final = '""'
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of an object: its name, what matches it, and whether it has to be there."""
+    """One entry of an object: its name, the expression that matches it, and whether it is required."""
 
     name: str
     body: str
@@ -19,8 +19,9 @@ class Entry:
 def in_order(entries: Sequence[Entry], new_rule: Callable[[str], str]) -> str:
     """Return the expression for `entries` in order, separated by `SEP`; optional ones may be left out.
 
-    Two rules per entry: one if nothing was written before it, one if something was. They are built from the
-    last entry, so that the grammar grows with the number of entries, not with that of their combinations.
+    Each entry has two rules: one if no entry was written before it, one if some was. They are built starting
+    from the last entry, so that the grammar grows with the number of entries, not with that of their
+    combinations.
 
     Args:
         entries: at least one.

@@ -1,4 +1,4 @@
-"""How log-probability reports show the tokens of a prompt: as the pieces of its text."""
+"""How log-probability reports show the tokens of a prompt: as pieces of the prompt's text."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,9 +10,9 @@ def shown_tokens(
 ) -> Iterator[tuple[str, bytes]]:
     """Yield how each of a prompt's ids is shown, and the UTF-8 bytes that it adds to the prompt's text.
 
-    The joined bytes are the text that a `Detokenizer` makes of the ids. The joined shown strings are the
-    same, except for the names of special tokens and for characters that several tokens share. The only
-    difference to `Tokenizer.display` is that a text's first space does not count.
+    The joined bytes are the text that a `Detokenizer` makes of the ids. The joined strings are that text,
+    too, except for the names of special tokens and for characters that several tokens share. The only
+    difference from `Tokenizer.display` is that the leading space of the text is dropped.
 
     Args:
         tokenizer: of the model.

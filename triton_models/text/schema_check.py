@@ -1,7 +1,7 @@
 """Finds keywords of JSON Schema that would be silently ignored, before a schema is compiled.
 
-llguidance refuses by name the keywords of current drafts that it cannot enforce. The ones here it does not
-know, because they are older, or does not enforce in full.
+llguidance itself refuses, by name, the keywords of current drafts that it cannot enforce. This module covers
+the keywords that it does not know, because they are older, or does not enforce in full.
 """
 
 from typing import Any, Final
@@ -16,7 +16,8 @@ def check_schema(schema: Any, path: str = "$") -> None:
     """Check that no part of a schema would be ignored.
 
     Raises:
-        InvalidGrammarError: one would, or the schema is broken; the message names the keyword and its place.
+        InvalidGrammarError: a part would be ignored, or the schema is broken; the message names the keyword
+            and its path.
     """
     check_keywords(schema, path)
     for where, each in subschemas(schema, path):
@@ -24,5 +25,5 @@ def check_schema(schema: Any, path: str = "$") -> None:
             if keyword in each:
                 raise InvalidGrammarError(f"{where}: the keyword {keyword} cannot be enforced")
         if each.get("minProperties", 0) > 1:
-            # A key that `properties` does not name may occur twice, and counts once.
+            # A key that `properties` does not name may be generated twice, and then counts only once.
             raise InvalidGrammarError(f"{where}: minProperties over 1 cannot be enforced")

@@ -1,7 +1,7 @@
 """Checks that the keywords of a JSON schema have valid values, before anything is compiled.
 
-Covers as much of JSON Schema as our grammars use: 2020-12, and the older `items` as a list. Keywords that are
-only annotations are not checked.
+Covers the part of JSON Schema that our grammars use: draft 2020-12, and the older form of `items` as a list.
+Keywords that are only annotations are not checked.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,15 +13,15 @@ from triton_models.errors import InvalidGrammarError
 TYPES: Final = frozenset({"object", "array", "string", "integer", "number", "boolean", "null"})
 
 OPTIONAL: Final = 500
-"""Optional properties of one object. Before each of them all following ones are possible, which makes masks
-too expensive with a few hundred more."""
+"""Most optional properties of one object. At each of them, all the following ones are possible next, so that
+masks become too expensive with a few hundred more."""
 
 PROPERTIES: Final = 5_000
-"""Properties of a whole schema, and of the schemas of all tools together: the time to compile them grows
+"""Most properties in a whole schema, and in the schemas of all tools together: the time to compile them grows
 faster than their number."""
 
 VALUES: Final = 10_000
-"""Total number of enumerated values in tools' schemas: half a second for arguments in Python's notation."""
+"""Most enumerated values in the schemas of all tools: they take half a second in Python's notation."""
 
 _IN_PLACE: Final = ("anyOf", "oneOf", "allOf")
 _OF_ONE: Final = ("additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames")
@@ -90,17 +90,17 @@ _RULES: Final[MappingProxyType[str, _Rule]] = MappingProxyType(
 
 
 class SchemaSize(NamedTuple):
-    """The size of what is to be compiled."""
+    """The size of a schema that is to be compiled."""
 
     properties: int = 0
     values: int = 0
-    """In enumerations."""
+    """Number of values in enumerations."""
 
     def check(self, what: str) -> None:
-        """Check that it is not too large to be enforced; `what` is named in the error.
+        """Check that the schema is not too large to be enforced; the error names it as `what`.
 
         Raises:
-            InvalidGrammarError: it is.
+            InvalidGrammarError: it is too large.
         """
         for count, bound, name in (
             (self.properties, PROPERTIES, "properties"),
@@ -114,10 +114,11 @@ def check_keywords(schema: Any, path: str = "$") -> SchemaSize:
     """Check that every keyword has a valid value within bounds, and that no schema refers only to itself.
 
     Returns:
-        Its size, within the limit on properties.
+        The schema's size; its number of properties is within the limit.
 
     Raises:
-        InvalidGrammarError: it does not hold; the message names the keyword and its place.
+        InvalidGrammarError: the schema fails a check; the message names the place, and the keyword if one is
+            at fault.
     """
     if not _is_schema(schema):
         raise InvalidGrammarError("a JSON schema is an object")
@@ -156,7 +157,7 @@ def target(schema: Any, pointer: Any) -> Any:
     """Return what `pointer`, the value of a `$ref`, refers to within `schema`.
 
     Raises:
-        LookupError: nothing, or something elsewhere.
+        LookupError: it refers to nothing, or to another document.
     """
     if not isinstance(pointer, str) or not pointer.startswith("#"):
         raise LookupError(pointer)
@@ -182,7 +183,7 @@ def _parts(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _reachable(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what `subschemas` does, and what references lead to besides, each once."""
+    """Yield what `subschemas` yields, and the schemas that references lead to, each once."""
     pending, seen = [(path, schema)], set()
     while pending:
         path, each = pending.pop()
@@ -199,17 +200,17 @@ def _referred(schema: Any, each: dict[str, Any]) -> list[Any]:
     try:
         return [target(schema, each["$ref"])] if "$ref" in each else []
     except LookupError:
-        return []  # Refused when it is compiled.
+        return []  # Refused later, when it is compiled.
 
 
 def _in_place(schema: Any, each: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the schemas that apply to a value if `each` does."""
+    """Return the schemas that `each` applies to the same value: by `$ref`, `anyOf`, `oneOf` or `allOf`."""
     parts = [*_referred(schema, each), *(part for keyword in _IN_PLACE for part in each.get(keyword, ()))]
     return [part for part in parts if isinstance(part, dict)]
 
 
 def _has_cycle(edges: dict[int, list[int]]) -> bool:
-    """Return whether there is a cycle: something is left after removing all ends."""
+    """Return whether there is a cycle: whether nodes remain after repeatedly removing those without edges."""
     before: dict[int, list[int]] = {node: [] for node in edges}
     left = {node: len(targets) for node, targets in edges.items()}
     for node, targets in edges.items():

@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text."""
+"""Finds stop strings in a stream of text."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ class _Matcher:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.matched = 0
-        """Length of the longest prefix of `stop` that the text so far ends with."""
+        """Length of the longest prefix of `stop` with which the text so far ends."""
         self._fallback = [0] * len(stop)
         for index in range(1, len(stop)):
             self._fallback[index] = self._extend(self._fallback[index - 1], stop[index])
@@ -30,12 +30,12 @@ class _Matcher:
 class StopStrings:
     """Finds the first stop string in text that arrives in pieces, and never returns a part of it.
 
-    The text ends at the first character that completes a stop string, and is cut where that one begins, as if
-    the model wrote character by character. Of several completed by the same character the longest counts; of
-    equal ones, the first in the list. So the outcome does not depend on how the text is cut into pieces, and
-    text is held back no longer than necessary.
+    The text ends at the first character that completes a stop string, and is cut where that stop string
+    begins, as if the model wrote character by character. If one character completes several, the longest
+    counts; of equal ones, the first in the list. So the result does not depend on how the text is cut into
+    pieces, and text is held back no longer than necessary.
 
-    One pass, each character at a constant cost per stop string. Not thread-safe.
+    The text is read once, at constant average cost per character and stop string. Not thread-safe.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -51,13 +51,13 @@ class StopStrings:
 
     @property
     def any(self) -> bool:
-        """Whether there is any stop string; without one, text only passes through."""
+        """Whether there are any stop strings; without them, text is passed on unchanged."""
         return bool(self._matchers)
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return the text that cannot be part of a stop string, and the stop string if it was found.
+        """Return the text that cannot be part of a stop string, and the stop string if one was found.
 
-        The longest ending that may still become a stop string is held back. After a match, matching starts
+        The longest suffix that may still become a stop string is held back. After a match, matching starts
         over.
         """
         if not self._matchers:

@@ -1,4 +1,4 @@
-"""The bytes that each token id adds to a text: all that a grammar needs to know of a tokenizer."""
+"""The bytes that each token id adds to a text: all that a grammar needs to know about a tokenizer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +10,10 @@ from triton_models.text.tokenizers import Tokenizer
 class Vocabulary:
     """The ids of one tokenizer.
 
-    `pieces` has the bytes that each id adds to a text, None for those that are not text (special and control
-    ids, the unknown one). If `hides_space` is set, a separate text, such as an answer in a conversation,
-    begins with a space that is not shown: SentencePiece's dummy prefix, which every text had in training.
+    `pieces` holds, at the index of each id, the bytes that the id adds to a text; None if it is not text
+    (special and control ids, the unknown token). If `hides_space` is true, a separate text, such as an answer
+    in a conversation, begins with a space that is not shown: SentencePiece's dummy prefix, which every text
+    had in training.
     """
 
     pieces: Sequence[bytes | None]
@@ -22,8 +23,8 @@ class Vocabulary:
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
     """Return the vocabulary of `tokenizer`.
 
-    Pieces that are strings may lose a leading space at the beginning of a text, bytes never do. So in a
-    vocabulary with both, the byte of a space is left out: it would be visible where the piece is not.
+    A piece that is a string loses its leading space at the beginning of a text; bytes never do. So in a
+    vocabulary with both, the byte piece for a space is left out: the space would be visible there.
     """
     pieces = [tokenizer.piece(token_id) for token_id in range(tokenizer.size)]
     hides_space = " " in pieces

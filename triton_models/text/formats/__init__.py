@@ -14,12 +14,12 @@ def chat_format(name: str, tokenizer: Tokenizer, template: str | None = None) ->
     """Return the format called `name`.
 
     Args:
-        name: as settings and the wire spell it.
-        tokenizer: encodes the text; of the same chat format.
+        name: the format's name in settings and on the wire.
+        tokenizer: encodes the text; it must be for the same chat format.
         template: the checkpoint's own `chat_template`, for wording that differs between revisions.
 
     Raises:
-        TextError: there is none of that name.
+        TextError: there is no format of that name.
     """
     match name:
         case ChatGLM2Format.name:

@@ -32,7 +32,7 @@ class ChatFormat(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """As checkpoints, settings and the wire spell it."""
+        """The format's name in settings and on the wire."""
 
     @property
     @abstractmethod
@@ -47,10 +47,10 @@ class ChatFormat(ABC):
         add_generation_prompt: bool = True,
         answer_metadata: str | None = None,
     ) -> list[int]:
-        """Return the input ids of `turns`, the newest included.
+        """Return the input ids of `turns`.
 
         Args:
-            turns: oldest first.
+            turns: the whole conversation, oldest turn first.
             add_generation_prompt: end where the model's answer begins.
             answer_metadata: the answer's first line, if the model is not to choose it.
 
@@ -61,7 +61,7 @@ class ChatFormat(ABC):
     def render(
         self, history: Sequence[Turn], prompt: str, role: Role = "user", *, answer_metadata: str | None = None
     ) -> list[int]:
-        """Return the input ids for the answer to `prompt`, said by `role` after `history` (oldest first).
+        """Return the input ids to answer `prompt`, a turn of `role` that follows `history` (oldest first).
 
         Raises:
             TextError: the format cannot express it.
@@ -69,9 +69,9 @@ class ChatFormat(ABC):
         return self.render_turns([*history, Turn(role, prompt)], answer_metadata=answer_metadata)
 
     def render_text(self, text: str) -> list[int]:
-        """Return the input ids of plain text to be continued: the ids that begin every prompt, then its own.
+        """Return the input ids of plain text to be continued: those that begin every prompt, then the text's.
 
-        As the published tokenizers encode text (`build_inputs_with_special_tokens`).
+        The published tokenizers encode text in the same way (`build_inputs_with_special_tokens`).
 
         Raises:
             TextError: `text` is not valid Unicode.
@@ -80,5 +80,5 @@ class ChatFormat(ABC):
 
 
 def refuse(turns: Sequence[Turn], at: int, why: str) -> TextError:
-    """Return the error for turn `at`, counted from 0, the prompt being the last."""
+    """Return the error for turn `at`, counted from 0; the prompt is the last turn."""
     return TextError(f"turn {at} ({turns[at].role}) of the conversation: {why}")

@@ -1,7 +1,7 @@
 """ChatGLM2's prompt: numbered rounds of question and answer in plain text.
 
 Format: `build_prompt` of the published `modeling_chatglm.py`. It is plain text throughout, so a `[Round 2]`
-typed by a user looks like a real one: a weakness of the format that no rendering can fix.
+typed by a user looks like a real one. This weakness of the format cannot be fixed here.
 """
 
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ class _Round:
 class ChatGLM2Format(ChatFormat):
     """Rounds of `[Round i]`, question and answer, separated by blank lines.
 
-    A system turn, which must be the first, comes before the first question. Consecutive turns of one role
-    form one question or answer, joined by blank lines. An answer without a question, such as a greeting,
-    answers an empty question.
+    A system turn, which must be the first turn, becomes part of the first question. Consecutive turns of one
+    role form one question or answer, joined by blank lines. An answer without a question, such as a greeting,
+    is given an empty question.
     """
 
     name: Final = "chatglm2"

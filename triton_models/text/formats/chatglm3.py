@@ -1,4 +1,4 @@
-"""ChatGLM3's prompt: tagged turns, the tools behind the system's own text.
+"""ChatGLM3's prompt: tagged turns, with the tools after the system turn's own text.
 
 Format: `build_chat_input` of the published `tokenization_chatglm.py`.
 """

@@ -1,7 +1,7 @@
-"""GLM-4's prompt: tagged turns; tools have a system turn of their own, with the format's wording.
+"""GLM-4's prompt: tagged turns; tools are described in a separate system turn, in the format's wording.
 
-Format: `chat_template` of the published `tokenizer_config.json`. The system's own text, if there is any, is
-the turn after the one with the tools.
+Format: `chat_template` of the published `tokenizer_config.json`. The text of the conversation's own system
+turn, if any, follows as another system turn.
 """
 
 from typing import Any, Final
@@ -13,7 +13,7 @@ INTRODUCTION: Final = (
     "你是一个名为 ChatGLM 的人工智能助手。你是基于智谱AI训练的语言模型 GLM-4 模型开发的，"
     "你的任务是针对用户的问题和要求提供适当的答复和支持。"
 )
-"""The text before the tools, unless the template has its own."""
+"""The text before the tools, unless the checkpoint's template has another."""
 
 _TITLE: Final = "\n\n# 可用工具"
 _AFTER_TOOL: Final = "\n在调用上述函数时，请使用 Json 格式表示调用的参数。"

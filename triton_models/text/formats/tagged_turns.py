@@ -1,7 +1,8 @@
-"""Prompts of turns that begin with special ids, so that no text can pass for another role's.
+"""Prompts whose turns begin with special ids, so that no text can pass for the turn of another role.
 
 Format: `build_single_message` of the published `tokenization_chatglm.py`, the same for ChatGLM3 and GLM-4. A
-turn is its role's id, then the metadata and a newline, then the content; these two are tokenized separately.
+turn is its role's id, then the metadata and a newline, then the content. The metadata line and the content
+are tokenized separately.
 """
 
 import json
@@ -16,14 +17,14 @@ from triton_models.text.tokenizers import Tokenizer
 from wire.history import Role, Turn
 
 LONGEST_TOOLS: Final = 2**20
-"""Limit on the characters of tools in the prompt, more than any context holds. Indenting turns a few nested
-brackets into thousands of characters, so a limit on what the client sent would not be enough."""
+"""Limit on the characters that describe tools in the prompt, more than any context holds. Indentation turns a
+few nested brackets into thousands of characters, so a limit on the client's document would not be enough."""
 
 _TOOLS_ENCODER = json.JSONEncoder(indent=4, ensure_ascii=False)
 
 
 class TaggedTurnsFormat(ChatFormat):
-    """System (first only), user, assistant and observation turns; tools with the system turn.
+    """System (only as the first), user, assistant and observation turns; the system turn may offer tools.
 
     Args:
         tokenizer: writes the turns.
@@ -76,7 +77,7 @@ class TaggedTurnsFormat(ChatFormat):
 
     @abstractmethod
     def _with_tools(self, content: str, tools: list[dict[str, Any]]) -> Iterable[str]:
-        """Return the contents of the turns for a system turn of `content` that offers `tools`.
+        """Return the contents of the prompt's turns for a system turn with `content` that offers `tools`.
 
         Raises:
             TextError: the tools are too long.
@@ -87,10 +88,10 @@ class TaggedTurnsFormat(ChatFormat):
 
 
 def indented(document: Any, *, longest: int = LONGEST_TOOLS) -> str:
-    """Return one or all tools as JSON in the prompt's form.
+    """Return one tool or all tools as JSON, indented as in the prompt.
 
     Raises:
-        TextError: it is longer than `longest` characters.
+        TextError: the JSON is longer than `longest` characters.
     """
     parts: list[str] = []
     left = longest

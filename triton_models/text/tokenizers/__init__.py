@@ -1,4 +1,4 @@
-"""Tokenizers: text <-> ids, for each kind of vocabulary that a chat format comes with."""
+"""Tokenizers, which convert between text and ids: one for each kind of vocabulary of the model family."""
 
 from pathlib import Path
 
@@ -11,14 +11,14 @@ from triton_models.text.tokenizers.sentence_pieces import SentencePieceTokenizer
 __all__ = ["SPECIAL_TOKENS", "TOKENIZER_FILE", "Tokenizer", "load_tokenizer"]
 
 SPECIAL_TOKENS = sentence_pieces.SPECIAL_TOKENS | {"glm4": byte_pairs.SPECIAL_TOKENS}
-"""By chat format, in the order of their ids."""
+"""The special tokens of each chat format, in the order of their ids."""
 
 
 def load_tokenizer(directory: Path, chat_format: str) -> Tokenizer:
     """Read `tokenizer.model` of a checkpoint whose special tokens are those of `chat_format`.
 
     Raises:
-        CheckpointError: the file is missing, broken or not built as the family's tokenizers are.
+        CheckpointError: the file is missing or broken, or is not a tokenizer of this model family.
         TextError: no chat format has that name.
     """
     if chat_format not in SPECIAL_TOKENS:

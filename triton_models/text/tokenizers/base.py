@@ -7,19 +7,19 @@ from typing import Final, Protocol
 from triton_models.errors import CheckpointError, TextError
 
 TOKENIZER_FILE: Final = "tokenizer.model"
-"""The file's name in every checkpoint of the family, whatever its format."""
+"""The name of the tokenizer's file in every checkpoint of the model family, whatever its contents."""
 
 
 class Tokenizer(Protocol):
-    """Text <-> ids. Immutable once made, so any number of threads may share one.
+    """Converts text to ids and back. Immutable after creation, so any number of threads may share one.
 
-    A special id exists only as a number. `<|user|>` in a text becomes ordinary pieces, which keeps a user's
-    text from passing for another role's.
+    No text is ever encoded to a special id. `<|user|>` in a text becomes ordinary pieces, so a user's text
+    cannot pass for the turn of another role.
     """
 
     @property
     def special_ids(self) -> Mapping[str, int]:
-        """The id of each special token by name; they follow the ordinary ones."""
+        """The id of each special token by name; these ids follow the ordinary ones."""
         ...
 
     @property
@@ -29,14 +29,14 @@ class Tokenizer(Protocol):
 
     @property
     def size(self) -> int:
-        """Number of ids with a meaning; a checkpoint's padded vocabulary is larger."""
+        """Number of ids that are in use; a checkpoint's padded vocabulary is larger."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, never a special one and without any prefix.
+        """Return the ids of `text`, without any special id or prefix.
 
         Raises:
-            TextError: `text` holds lone surrogates.
+            TextError: `text` contains lone surrogates.
         """
         ...
 
@@ -44,24 +44,24 @@ class Tokenizer(Protocol):
         """Return the text of `ids`, decoded all at once.
 
         Special and control ids, the unknown token (ChatGLM's padding) and ids beyond the vocabulary have no
-        text, and separate their neighbours: bytes on both sides of one never form a character. Bytes that are
-        not UTF-8 become U+FFFD each.
+        text, and separate their neighbours: bytes before and after such an id never form a character
+        together. Each byte that is not valid UTF-8 becomes U+FFFD.
         """
         ...
 
     def piece(self, token_id: int) -> str | bytes:
-        """Return what a token adds to the text; empty if nothing.
+        """Return what a token adds to the text; empty if it adds nothing.
 
-        Bytes join with their neighbours to form characters. A string is complete, and loses its leading space
-        at the beginning of a text.
+        A piece of type bytes may form characters together with its neighbours. A string is complete, and
+        loses its leading space at the beginning of a text.
         """
         ...
 
     def display(self, token_id: int) -> tuple[str, bytes]:
-        r"""Return how a log-probability report shows `token_id` (any number), and its UTF-8 bytes.
+        r"""Return how a log-probability report shows `token_id` (any integer), and its UTF-8 bytes.
 
-        Tokens that are not text are shown by name and have no bytes. The bytes of others may be part of a
-        character; each is then shown as an escape such as ``\xe4``, as in OpenAI's own reports.
+        Tokens that are not text are shown by name and have no bytes. Other tokens may hold part of a
+        character; each such byte is shown as an escape such as ``\xe4``, as in OpenAI's own reports.
         """
         ...
 
@@ -70,7 +70,7 @@ def to_utf8(text: str) -> bytes:
     """Return the bytes of `text`.
 
     Raises:
-        TextError: it holds lone surrogates.
+        TextError: it contains lone surrogates.
     """
     try:
         return text.encode()
@@ -84,7 +84,7 @@ def read_tokenizer(file: Path) -> bytes:
     """Return the contents of `file`.
 
     Raises:
-        CheckpointError: it cannot be read, or is empty.
+        CheckpointError: the file cannot be read, or is empty.
     """
     try:
         document = file.read_bytes()

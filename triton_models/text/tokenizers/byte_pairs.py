@@ -1,8 +1,8 @@
-"""The tokenizer of GLM-4: pairs of bytes merged by rank, then special ids that text never encodes to.
+"""The tokenizer of GLM-4: byte-pair encoding, plus special ids to which no text is encoded.
 
-`tokenizer.model` is text with one line per token: its bytes in base64, a space, its rank, which is its id.
-Special ids follow the ranks. Pattern, names and order are those of `ChatGLM4Tokenizer` in the published
-`tokenization_chatglm.py`; the merging is tiktoken's, as there.
+`tokenizer.model` is a text file with one line per token: its bytes in base64, a space, and its rank, which is
+its id. The special ids follow the ranks. The pattern and the names and order of the special tokens are those
+of `ChatGLM4Tokenizer` in the published `tokenization_chatglm.py`; tiktoken does the merging, as there.
 """
 
 import base64
@@ -30,20 +30,20 @@ PATTERN: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Splits text into the words within which bytes are merged."""
+"""Splits text into words; bytes are only merged within a word."""
 
 LONGEST_BLANK: Final = 2**16
-"""Longest run of white space that is not split. About ten times as many characters exceed the lookahead of
-`PATTERN`'s matching, and merged they exceed any context."""
+"""Longest run of white space that is not split. A run about ten times as long exceeds the lookahead of
+`PATTERN`'s matching, and even when merged into tokens it exceeds any context."""
 
 _BLANK = re.compile(r"\s+")
-_ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # where "surrogateescape" leaves invalid bytes, one for each
+_ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of each invalid byte
 _NO_TEXT: Final = ""
 _BYTES: Final = 256
 
 
 class BytePairTokenizer:
-    """See the module, and `Tokenizer`. Every token is bytes; a text's first one keeps its leading space."""
+    """See the module, and `Tokenizer`. Every piece is bytes; a text's first token keeps its leading space."""
 
     def __init__(self, directory: Path) -> None:
         """Read `tokenizer.model`.
@@ -65,10 +65,10 @@ class BytePairTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """See `Tokenizer.encode`. White space beyond `LONGEST_BLANK` characters is merged in parts.
+        """See `Tokenizer.encode`. Runs of white space over `LONGEST_BLANK` characters are encoded in parts.
 
         Raises:
-            TextError: see there.
+            TextError: see `Tokenizer.encode`.
             LibraryPanicError: tiktoken panicked.
         """
         to_utf8(text)
@@ -94,9 +94,9 @@ class BytePairTokenizer:
 
 
 def parts(text: str) -> Iterator[str]:
-    """Yield `text`, split after every `LONGEST_BLANK` characters of a longer run of white space.
+    """Yield the parts of `text`, split after every `LONGEST_BLANK` characters of a longer run of white space.
 
-    Each run is matched once and split afterwards: a pattern for that many characters would be retried at each
+    Each run is matched once and then split. A pattern for so many characters would instead be retried at each
     character of a shorter run.
     """
     start = 0

@@ -1,4 +1,4 @@
-"""The tokenizer of ChatGLM2 and ChatGLM3: SentencePiece pieces, then ids that text never encodes to."""
+"""The tokenizer of ChatGLM2 and ChatGLM3: SentencePiece, plus special ids to which no text is encoded."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,18 +18,18 @@ SPECIAL_TOKENS = {
 }
 """By chat format, in the order of their ids (`SPTokenizer` of the published `tokenization_chatglm.py`)."""
 
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # what SentencePiece writes for a space inside a piece
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece's pieces
 _NO_TEXT = ""
 
 
 class SentencePieceTokenizer:
-    """See the module, and `Tokenizer`. The space that a text's first piece may begin with is dropped."""
+    """See the module, and `Tokenizer`. A leading space in the first piece of a text is dropped."""
 
     def __init__(self, directory: Path, special_tokens: Sequence[str]) -> None:
         """Read `tokenizer.model`; the ids of `special_tokens` follow its pieces, in that order.
 
         Raises:
-            CheckpointError: the file is missing, broken or not built as ChatGLM's tokenizers are.
+            CheckpointError: the file is missing or broken, or is not a ChatGLM tokenizer.
         """
         file = directory / TOKENIZER_FILE
         self._processor = _load(file)
