@@ -1,16 +1,17 @@
-"""How a raw ChatGLM answer becomes the text that a client sees.
+"""Turns a raw ChatGLM answer into the text that a client sees.
 
-Both sides show answers, the gateway to clients of OpenAI's API and entry `M` to its own, and must agree
-(divergences 6 and 9 in ARCHITECTURE.md).
+Both sides show answers, the gateway to clients of OpenAI's API and entry `M` to its own clients, and must
+show the same text (divergences 6 and 9 in ARCHITECTURE.md).
 
-The answer is one or more segments, each opened by a role token that the wire reports beside the text. If no
-tools are offered, everything is text: a segment's first line, where ChatGLM3 writes a tool's name, is usually
-empty; if it is not, it stays in the text, so that nothing is lost. As in the models' own code, white space
-around a segment is stripped and the placeholder for the training date is filled in (`process_response` of the
-published `modeling_chatglm.py`). Segments are joined by a newline; blank ones add nothing.
+The answer consists of one or more segments; a role token opens each further segment, and the wire reports it
+separately from the text. If no tools are offered, everything is text. A segment's first line, where ChatGLM3
+writes a tool's name, is then usually empty; if it is not, it stays in the text, so that nothing is lost. As
+in the models' own code, white space around a segment is stripped and the placeholder for the training date is
+replaced (`process_response` of the published `modeling_chatglm.py`). Segments are joined by newlines; blank
+ones add nothing.
 
-The result does not depend on how the answer was cut into deltas. What may turn out to be trailing white space
-or the placeholder is held back; everything else is passed on at once.
+The result does not depend on how the answer was cut into deltas. Text that may turn out to be trailing white
+space or the placeholder is held back; everything else is passed on at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,9 +24,9 @@ _SEPARATOR = "\n"
 
 
 def by_segment(text: str, segments: Sequence[Segment]) -> Iterator[tuple[Segment | None, str]]:
-    """Split one delta of a raw answer: each segment that begins in it, with its part of `text`.
+    """Split one delta of a raw answer: yield each segment that begins in it with its part of `text`.
 
-    The first part continues the segment that was open before; None stands for that.
+    The first item is None with the part that continues the segment that was open before; it may be empty.
 
     Raises:
         ValueError: a segment begins outside `text`, or before the one ahead of it.

@@ -24,4 +24,4 @@ NOTATIONS: Final[Mapping[str, CallNotation]] = MappingProxyType(
         "glm4": CallNotation(json_calls.write_call, json_calls.read_call),
     }
 )
-"""By chat format, for those with tools."""
+"""The notation of each chat format that has tools."""

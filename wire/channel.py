@@ -1,9 +1,9 @@
 """The delta channel: one stream that brings a client the deltas of all its generations, one frame per step.
 
-A client opens it with `{"open_channel": id}` and names it in the `channel` of its generations. Their own
-streams then carry only `accepted` or a refusal, heartbeats while nothing else is sent for them, and the last
-response of each choice. Its `delivered` says how many deltas went over the channel, so that none can be lost
-unnoticed. The document below is the `meta` of every response to `open_channel`.
+A client opens it with `{"open_channel": id}` and names it in the `channel` of its generations. The
+generations' own streams then carry only `accepted` or a refusal, heartbeats while nothing else is sent for
+them, and the last response of each choice. In that response, `delivered` says how many deltas went over the
+channel, so that no loss goes unnoticed. The document below is the `meta` of every response to `open_channel`.
 """
 
 from typing import Annotated, Literal
@@ -26,15 +26,15 @@ class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     frame: Annotated[int, msgspec.Meta(ge=0)]
     """The number of this response on the channel, without gaps."""
     streams: list[int] = []
-    """The choice's number: its generation's `channel.stream` plus the index of the choice."""
+    """The choice's number on the channel: its generation's `channel.stream` plus the index of the choice."""
     tokens: list[int] = []
     """Number of sampled tokens that the delta covers."""
     texts: list[str] = []
     metas: dict[int, msgspec.Raw] = {}
-    """By a delta's index in the columns: everything else about it, as a `wire.meta.Meta` document."""
+    """By a delta's index in the columns: everything else about the delta, as a `wire.meta.Meta` document."""
 
     def __post_init__(self) -> None:
-        """Check that the columns fit together."""
+        """Check that the columns have equal lengths, and that each key of `metas` is a delta's index."""
         count = len(self.streams)
         if len(self.tokens) != count or len(self.texts) != count:
             raise ValueError("the columns of a frame differ in length")

@@ -1,4 +1,4 @@
-"""Decoding of documents with parts of arbitrary shape."""
+"""Decodes documents that have parts of arbitrary structure."""
 
 from typing import TypeVar
 
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def decode_bounded(decoder: "msgspec.json.Decoder[T]", document: bytes) -> T:
-    """Decode `document`, treating too deep nesting as an error in the document.
+    """Decode `document`; nesting that is too deep is reported as an error in the document.
 
     Raises:
         msgspec.ValidationError: nested too deeply, or not what the decoder expects.

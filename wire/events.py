@@ -1,4 +1,4 @@
-"""The events that the embedded Triton's process sends its parent: one JSON document per line on stdout."""
+"""The events that the embedded Triton's process sends to its parent, one JSON document per line on stdout."""
 
 from typing import IO
 
@@ -12,7 +12,7 @@ class Notice(msgspec.Struct, frozen=True, tag="notice", tag_field="event"):
 
 
 class Starting(msgspec.Struct, frozen=True, tag="starting", tag_field="event"):
-    """The server process is being started; `log` is the file that its output goes to."""
+    """The server process is being started; `log` is the file to which its output goes."""
 
     log: str
 
@@ -23,7 +23,7 @@ class Loading(msgspec.Struct, frozen=True, tag="loading", tag_field="event"):
     model: str
     elapsed_s: float
     progress: float | None = None
-    """Share of the checkpoint that was read, 0 to 1, if the model reports it."""
+    """Share of the checkpoint that has been read, 0 to 1, if the model reports it."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event", kw_only=True):
@@ -57,7 +57,7 @@ class ServerDown(msgspec.Struct, frozen=True, tag="server_down", tag_field="even
 
 
 class ServerUp(msgspec.Struct, frozen=True, tag="server_up", tag_field="event"):
-    """The server runs again, on the same ports; its models follow."""
+    """The server runs again, on the same ports; its models are loaded next."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="event"):

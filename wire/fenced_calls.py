@@ -1,8 +1,8 @@
 r"""How ChatGLM3 writes a tool call: a fenced block with `tool_call(city='北京', days=3)`.
 
 Format: `process_response` of the published `modeling_chatglm.py`, which evaluates the block. Here the
-arguments are Python literals and nothing else. They are parsed, never evaluated, and only after their size,
-their nesting and everything outside strings was checked, so that hostile ones cannot exhaust the stack.
+arguments can only be Python literals. They are parsed, never evaluated, and only after their size, their
+nesting and everything outside strings have been checked, so that hostile input cannot exhaust the stack.
 """
 
 import ast
@@ -14,12 +14,12 @@ from typing import Any, Final
 
 FENCE: Final = "```"
 OPENING: Final = FENCE + "python\ntool_call("
-"""Every call begins with it."""
+"""The text with which every call begins."""
 
 MAX_LENGTH: Final = 2**15
-"""Longest call that is parsed, in characters; about as many as a context of 8,192 tokens holds."""
+"""Longest call that is parsed, in characters: about as many as a context of 8,192 tokens can hold."""
 MAX_DEPTH: Final = 64
-"""Brackets within brackets."""
+"""Deepest nesting of brackets that is parsed."""
 
 _FENCED = re.compile(r"\s*```[^\n]*\n(.*?)\n?```\s*", re.DOTALL)
 
@@ -35,20 +35,21 @@ _TOKEN = re.compile(
     | [\s,:=*]+""",
     re.VERBOSE | re.DOTALL,
 )
-"""The tokens of literals and their names. Strings have no prefix, so that all escapes mean the same."""
+"""The tokens of literals and parameter names. Strings have no prefix, so that escapes always mean the
+same."""
 
 _ESCAPE = re.compile(r"\\([0-7]{1,3}|.)", re.DOTALL)
 _ESCAPES = frozenset("\\'\"abfnrtvxuUN\n")
 _LARGEST_OCTAL = 0o377
 
 _MARK = "_"
-"""Put before each parameter's name for parsing: some names, such as `from`, are Python keywords."""
+"""Prepended to each parameter's name for parsing, because some names, such as `from`, are Python keywords."""
 
 
 def read_call(content: str) -> dict[str, Any] | None:
-    """Return the arguments of the call in `content`, with or without its fence; None: it is no call.
+    """Return the arguments of the call in `content`, with or without its fence; None if it is not a call.
 
-    Every value can be written as JSON, tuples as arrays.
+    Every value can be written as JSON; tuples become arrays.
     """
     fenced = _FENCED.fullmatch(content)
     source = (fenced[1] if fenced else content).strip()
@@ -73,7 +74,7 @@ def write_call(arguments: Mapping[str, Any]) -> str:
 
 
 def _mark_parameters(source: str) -> str | None:
-    """Return `source` with marked parameters; None: it has more than literals, or nests too deeply."""
+    """Return `source` with marked parameters; None if it holds more than literals or nests too deeply."""
     parts = []
     depth = position = 0
     while position < len(source):
@@ -97,14 +98,14 @@ def _mark_parameters(source: str) -> str | None:
 
 
 def _escape(found: re.Match[str]) -> str:
-    r"""Double the backslash of an escape that Python does not know: it keeps both, but warns (`'\d'`)."""
+    r"""Double the backslash of an escape that Python does not know and keeps, with a warning (`'\d'`)."""
     after = found[1]
     known = int(after, 8) <= _LARGEST_OCTAL if after[0] in "01234567" else after in _ESCAPES
     return found[0] if known else "\\" + found[0]
 
 
 def _arguments(call: ast.Call) -> dict[str, Any]:
-    """Return the literals by name; `**{...}` holds those whose names are no identifiers.
+    """Return the values by name; `**{...}` holds those whose names are not identifiers.
 
     Raises:
         ValueError: something is not a literal, or a name occurs twice.
@@ -125,6 +126,6 @@ def _arguments(call: ast.Call) -> dict[str, Any]:
 
 
 def _written(name: str, value: Any) -> str:
-    # Python normalises identifiers, which would change other names.
+    # Python normalises identifiers, so a name that is not in NFKC would change.
     plain = name.isidentifier() and unicodedata.normalize("NFKC", name) == name
     return f"{name}={value!r}" if plain else f"**{ {name: value}!r}"

@@ -1,4 +1,4 @@
-"""The `history` document: a JSON list of role objects, oldest first, for all chat formats alike."""
+"""The `history` document: a JSON list of role objects, oldest first, the same for all chat formats."""
 
 from typing import Any, Literal
 
@@ -12,8 +12,8 @@ Role = Literal["system", "user", "assistant", "observation"]
 class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One past message.
 
-    `metadata` is the tool's name on an assistant turn that calls one, else empty. `tools` belongs to a
-    system turn only: bare `{name, description, parameters}` objects, written into the prompt as JSON.
+    `metadata` is the tool's name in an assistant turn that calls a tool, else empty. `tools` is only for a
+    system turn: plain `{name, description, parameters}` objects, written into the prompt as JSON.
     """
 
     role: Role

@@ -1,4 +1,4 @@
-"""How GLM-4 writes a tool call: the arguments as a JSON object, after the line with the tool's name."""
+"""How GLM-4 writes a tool call: the arguments as a JSON object, after a line with the tool's name."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ _decoder = msgspec.json.Decoder(dict[str, Any])
 
 
 def read_call(content: str) -> dict[str, Any] | None:
-    """Return the arguments of the call in `content`; None: it is no call."""
+    """Return the arguments of the call in `content`; None if it is not a call."""
     try:
         arguments = decode_bounded(_decoder, content.encode())
         json.dumps(arguments)
@@ -22,5 +22,5 @@ def read_call(content: str) -> dict[str, Any] | None:
 
 
 def write_call(arguments: Mapping[str, Any]) -> str:
-    """Return the object."""
+    """Return `arguments`, which are JSON values, as a JSON object."""
     return json.dumps(dict(arguments), ensure_ascii=False)

@@ -1,11 +1,11 @@
-"""The `meta` document: what one response of a stream entry says beside its text.
+"""The `meta` document: everything in one response of a stream entry except its text.
 
-A generation answers in this order: a refusal (an error, no `meta`), or `accepted`; deltas and heartbeats;
-the last response of each choice, with `finish_reason`, when that ends; the final one also has `usage`. Some
-response comes at least every heartbeat interval.
+The responses to a generation come in this order: a refusal (an error, without `meta`), or `accepted`; then
+deltas and heartbeats; when a choice ends, its last response, with `finish_reason`. The final response of all
+also has `usage`. In each heartbeat interval there is at least one response.
 
-Where the generation named a delta channel (`wire.channel`), its deltas go there, and they count as responses
-for the interval.
+If the generation names a delta channel (`wire.channel`), its deltas go there, and they count as responses for
+the interval.
 """
 
 from typing import Literal
@@ -16,19 +16,19 @@ FinishReason = Literal["stop", "length"]
 
 
 class Accepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """The request was validated and queued; its answer will follow."""
+    """The request has been validated and queued; its answer will follow."""
 
     request_id: str
     prompt_tokens: int
     prompt_token_ids: list[int] | None = None
-    """Only where `return_token_ids` asked for them."""
+    """Only if the request set `return_token_ids`."""
 
 
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A role token opened a new segment of the answer.
 
-    `at` is the offset, in code points of this response's text, where the new segment begins. The role token
-    itself is never text, so a typed `<|assistant|>` cannot pass for one.
+    `at` is the offset in this response's text, in code points, at which the new segment begins. The role
+    token itself is never text, so a typed `<|assistant|>` cannot be mistaken for one.
     """
 
     at: int
@@ -55,10 +55,10 @@ class TokenLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Natural-log probability of a prompt's token behind those before it, floored at -9999.
+    """Natural-log probability of a prompt's token given the tokens before it, floored at -9999.
 
-    Of the first token, which nothing is before, it is null, and there are no likely ones. `bytes` are what
-    the token adds to the prompt's text.
+    For the first token, `logprob` is null and `top` is empty, because there is nothing before it. `bytes` are
+    what the token adds to the prompt's text.
     """
 
     id: int
@@ -67,15 +67,15 @@ class PromptLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     logprob: float | None
     top: list[TopLogprob]
     rank: int | None = None
-    """Where `prompt_ranks` asked for it, but of the first: its place among `top`; below them, how many tokens
-    are at least as likely, itself among them."""
+    """Only if the request set `prompt_ranks`, and not for the first token: the token's position in `top`; if
+    it is not among those, the number of tokens that are at least as likely, including itself."""
 
 
 class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """Token counts of the whole request.
 
-    The prompt counts once; `completion_tokens` counts every sampled token of every choice, the stop id too.
-    `cached_tokens` are those of the prompt that no choice had to compute.
+    The prompt counts once; `completion_tokens` counts every sampled token of every choice, including the stop
+    id. `cached_tokens` is the number of the prompt's tokens that no choice had to compute.
     """
 
     prompt_tokens: int
@@ -84,19 +84,20 @@ class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class Delivered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How much of a choice went over a delta channel: a client with fewer deltas by that frame lost some."""
+    """How much of a choice went over a delta channel, so that a client can tell whether it lost deltas."""
 
     deltas: int
     """Number of the choice's deltas in the channel's frames."""
     frame: int
-    """A frame number; none of the deltas came in a later frame."""
+    """A frame number; none of the deltas is in a later frame."""
 
 
 class ProbeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The engine's state, and what it serves."""
+    """The engine's state, and the properties of the model that it serves."""
 
     heartbeat_age_s: float
-    """Seconds since the engine's last loop iteration or, if longer, that a response waits to be taken."""
+    """Seconds since the engine's last loop iteration or, if longer, how long a response has waited to be
+    taken."""
     running: int
     waiting: int
     format: str
@@ -108,7 +109,7 @@ class ProbeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """One response's document. A response with none of the optional keys is a heartbeat."""
+    """The document of one response. One without any optional key is a heartbeat."""
 
     v: Literal[1] = 1
     accepted: Accepted | None = None
@@ -119,7 +120,8 @@ class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     token_ids: list[int] | None = None
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[PromptLogprob] | None = None
-    """Of the prompt's next tokens, some hundreds at most; all come with the first of `tokens`, or before."""
+    """Those of the prompt's next tokens, some hundreds at most. All have come when the first `tokens`
+    come."""
     segments: list[Segment] | None = None
     finish_reason: FinishReason | None = None
     """Set in the choice's last response."""

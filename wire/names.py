@@ -20,10 +20,10 @@ TEXT = "text"
 TOKENS = "tokens"
 
 URGENT_PRIORITY = 1
-"""Triton queue priority of cancels and probes: they overtake generations waiting in Triton's queue."""
+"""Triton's queue priority for cancels and probes: they overtake generations that wait in Triton's queue."""
 
 DEFAULT_PRIORITY = 2
-"""Triton queue priority of generations."""
+"""Triton's queue priority for generations."""
 
 PRIORITY_LEVELS = 2
 

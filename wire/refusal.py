@@ -1,6 +1,6 @@
-"""Errors of a stream entry, as text that both people and the gateway can understand.
+"""Errors of a stream entry, as text that both people and the gateway can read.
 
-Triton carries an error as a status and a message, and on a stream often as the message alone. So the message
+Triton transmits an error as a status and a message, on a stream often as the message alone. So the message
 begins with a code: ``tritongate:queue_full: 512 requests are waiting already``.
 """
 
@@ -13,13 +13,13 @@ class RefusalCode(enum.StrEnum):
 
     INVALID_REQUEST = "invalid_request"
     INVALID_GRAMMAR = "invalid_grammar"
-    """The request's grammar is broken, too large, or asks for what cannot be enforced."""
+    """The request's grammar is broken or too large, or cannot be enforced."""
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     QUEUE_FULL = "queue_full"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     CANCELLED = "cancelled"
     CHANNEL_LOST = "channel_lost"
-    """The delta channel that the request names is not open, or no longer."""
+    """The delta channel that the request names is not open, or no longer open."""
     SHUTTING_DOWN = "shutting_down"
     UNAVAILABLE = "unavailable"
     """Another entry that this one needs is not loaded, or does not answer."""
@@ -27,18 +27,18 @@ class RefusalCode(enum.StrEnum):
 
 
 LONGEST_MESSAGE = 1000
-"""In characters. gRPC carries a status's message in a header of at most 16 KiB, non-ASCII bytes as `%XX`."""
+"""In characters. gRPC sends a status message in a header of at most 16 KiB, with non-ASCII bytes as `%XX`."""
 
 _MESSAGE = re.compile(r"tritongate:([a-z_]+): (.*)", re.DOTALL)
 
 
 def refusal_text(code: RefusalCode, message: str) -> str:
-    """Return the message that carries `code`; it is cut, because it may quote what a client sent."""
+    """Return the message that carries `code`; it is truncated, because it may quote what a client sent."""
     return f"tritongate:{code}: {message[:LONGEST_MESSAGE]}"
 
 
 def parse_refusal(text: str) -> tuple[RefusalCode, str] | None:
-    """Find a refusal in an error text, to which Triton may have added a prefix; None: there is none."""
+    """Find a refusal in an error text, to which Triton may have added a prefix; None if there is none."""
     found = _MESSAGE.search(text)
     if found is None or found[1] not in RefusalCode.__members__.values():
         return None

@@ -1,8 +1,9 @@
 """The `sampling` document: everything in a request to a stream entry except prompt and history.
 
-Four kinds share the tensor, distinguished by their keys: a generation, `{"cancel": request_id}`,
-`{"probe": true}` and `{"open_channel": id}`. In each an unknown key is an error, so that nothing is accepted
-and ignored: an older model refuses a newer gateway's key by name instead of obeying half of the request.
+Four kinds of documents share the tensor and are distinguished by their keys: a generation, `{"cancel":
+request_id}`, `{"probe": true}` and `{"open_channel": id}`. An unknown key is an error in all of them, so that
+nothing is accepted and ignored: an older model refuses a newer gateway's key by name instead of obeying half
+of the request.
 """
 
 from typing import Annotated, Literal
@@ -41,19 +42,20 @@ class ChannelStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     id: ChannelId
     stream: Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
-    """The number of the first choice, picked by the client; the other choices have the numbers after it. Open
-    generations of one channel must not share numbers."""
+    """The number of the first choice, chosen by the client; the other choices have the numbers after it. Open
+    generations on one channel must not share numbers."""
 
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """A request for text.
 
-    The prompt is either the tensors `prompt` and `history` (with `role` saying who speaks in `prompt`) or
-    `prompt_token_ids`, never both. With `raw` the tensor `prompt` is plain text, and `history` is empty.
+    The prompt is either the tensors `prompt` and `history` (`role` says who speaks in `prompt`) or
+    `prompt_token_ids`, never both. With `raw`, the tensor `prompt` is plain text, and `history` is empty.
 
     Raises:
-        ValueError: a channel for an answer that is not streamed or has `prompt_logprobs`, or without numbers
-            for all choices (a ValidationError while decoding).
+        ValueError: `prompt_ranks` without `prompt_logprobs`; or a channel for an answer that is not streamed
+            or has `prompt_logprobs`, or whose choices' numbers exceed int64 (a ValidationError while
+            decoding).
     """
 
     v: Literal[1] = 1
@@ -64,23 +66,24 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """Continue the prompt exactly as given, outside the chat format: text gets the tokenizer's prefix ids and
     nothing else; the answer has no segments and keeps its first space."""
     answer_metadata: Metadata | None = None
-    """The first line of the answer, made part of the prompt: a tool's name forces a call of it, an empty line
-    forces text. Absent: the model decides, and the line is in its answer."""
+    """The first line of the answer, made part of the prompt: a tool's name forces a call of that tool, an
+    empty line forces text. Absent: the model decides, and the line is part of its answer."""
     end_after_call_of: Annotated[list[ToolName], msgspec.Meta(max_length=TOOLS_LIMIT)] = []
-    """The answer ends when a segment begins after one whose first line is one of these."""
+    """The answer ends when a new segment begins after a segment whose first line is one of these names."""
     grammar: Grammar | None = None
-    """The answer is sampled to conform to it as a whole, unless it ends with the reason `length` or at a stop
-    of the request's own. In a conversation, a grammar of any kind but `tool_calls` makes the answer a single
-    segment of text, whose first line is part of the prompt."""
+    """The answer as a whole conforms to this, unless it ends with the reason `length` or at one of the
+    request's own stop strings or ids. In a conversation, a grammar of any kind but `tool_calls` makes the
+    answer a single segment of text, whose first line is part of the prompt."""
 
     n: Annotated[int, msgspec.Meta(ge=1, le=ANSWERS_LIMIT)] = 1
-    """Number of choices: answers to the prompt, sampled independently. They are queued all or none."""
+    """Number of choices: answers to the prompt, sampled independently. Either all of them are queued or
+    none."""
     max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """New tokens of each choice; absent: the rest of the context. With 0 the answer is empty and ends with
     the reason `length`; the context must still have room for one token."""
     max_total_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Limit of prompt and answer together. It shortens the answer instead of refusing the request: the
-    smallest of this, the context and `max_tokens` counts. Without it, a `max_tokens` beyond the context is
+    """Limit on prompt and answer together. With it, an answer is shortened instead of refused: the strictest
+    of this, the context and `max_tokens` applies. Without it, a `max_tokens` beyond the context is
     refused."""
     min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
@@ -89,52 +92,54 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
     """0 keeps every token."""
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    """Minimum probability of a token, as a share of the most likely one's."""
+    """Minimum probability of a token, as a fraction of that of the most likely token."""
     repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] = 1.0
-    """Divides positive logits of tokens in prompt or answer, and multiplies negative ones."""
+    """For tokens in prompt or answer: positive logits are divided by it, negative ones multiplied."""
     presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
     """Subtracted from the logits of tokens in the answer."""
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
     """Subtracted from the logits of tokens in the answer, once per occurrence."""
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=INT64_MAX)] | None = None
-    """Choice i has the seed `seed + i` (after the largest int64 comes the smallest); absent: each draws its
-    own."""
+    """Choice i has the seed `seed + i` (which wraps around in int64); absent: each choice gets a random
+    one."""
     logit_bias: Annotated[dict[TokenId, Bias], msgspec.Meta(max_length=LOGIT_BIAS_LIMIT)] = {}
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
-    """Log-probabilities of each sampled token and of this many most likely ones; absent: none."""
+    """Return the log-probabilities of each sampled token and of this many most likely tokens; absent:
+    none."""
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
-    """Log-probabilities of each token of the prompt and of this many most likely ones, with each choice;
-    absent: none. The whole prompt is computed for it. Not over a channel: they are some hundred times the
-    size of their text, and of what comes over a channel its clients keep little unread."""
+    """Return, with each choice, the log-probabilities of each token of the prompt and of this many most
+    likely tokens; absent: none. The whole prompt is computed for it. Not allowed with a channel: they are
+    about a hundred times as large as their text, and a channel's clients buffer little."""
     prompt_ranks: bool = False
-    """With `prompt_logprobs`: each token's rank, too."""
+    """With `prompt_logprobs`: also return each token's rank."""
 
     stop: Annotated[list[StopString], msgspec.Meta(max_length=STOPS_LIMIT)] = []
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=STOP_IDS_LIMIT)] = []
     ignore_eos: bool = False
     """Continue past the model's own stop ids (`stop_token_ids` still stop)."""
     include_stop: bool = False
-    """Keep at the end of the text what stopped it: the stop string, or the text of the stop id."""
+    """Keep what stopped the answer at the end of its text: the stop string, or the text of the stop id."""
     show_special: bool = False
-    """Show the answer's special tokens in its text, by name; they open no segments."""
+    """Show the answer's special tokens in its text, by name; they then open no segments."""
 
     echo: bool = False
-    """Each answer's text begins with the prompt's, in its first delta. For raw prompts only."""
+    """Each answer's text begins with the prompt's text, in its first delta. For raw prompts only."""
 
     stream: bool = True
-    """False: no deltas, the whole answer in the final response; only `prompt_logprobs` come before it."""
+    """False: there are no deltas, but the whole answer is in the final response; only `prompt_logprobs` come
+    earlier."""
     channel: ChannelStream | None = None
     """Deltas go to this channel instead of the request's own stream."""
     return_token_ids: bool = False
-    """Prompt ids in `accepted`, new ids in every delta."""
+    """Return the prompt's ids in `accepted`, and the new ids in every delta."""
 
     priority: Annotated[int, msgspec.Meta(ge=-PRIORITY_LIMIT, le=PRIORITY_LIMIT)] = 0
-    """Order in the engine's waiting list: lower first, equal ones in order of arrival."""
+    """Order in the engine's waiting list: lower values first, equal ones in order of arrival."""
     deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=INT64_MAX)] | None = None
     """Milliseconds from receipt after which the request is given up, waiting or running."""
 
     def __post_init__(self) -> None:
-        """Check that ranks have their log-probabilities, the channel its deltas, and these their numbers."""
+        """Check the combinations of fields that the class's docstring excludes."""
         if self.prompt_ranks and self.prompt_logprobs is None:
             raise ValueError("prompt_ranks are told with prompt_logprobs, which are not asked for")
         if self.channel is None:
@@ -148,14 +153,14 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """End the generation with this id. The one response's `meta.cancelled` says whether it existed."""
+    """End the generation with this id. The only response's `meta.cancelled` says whether it existed."""
 
     cancel: RequestId
     v: Literal[1] = 1
 
 
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Ask for the engine's state. Answered at once, even under full load, with one `meta.probe`."""
+    """Ask for the engine's state. Answered at once, even under full load, by one `meta.probe`."""
 
     probe: Literal[True]
     v: Literal[1] = 1
@@ -172,7 +177,7 @@ Sampling = Generation | Cancel | Probe | OpenChannel
 
 
 class _Kind(msgspec.Struct):
-    """Determines which of the four a document is; strict decoding follows."""
+    """Used to determine which of the four kinds a document is; strict decoding follows."""
 
     cancel: msgspec.Raw = msgspec.Raw()
     probe: msgspec.Raw = msgspec.Raw()
@@ -188,10 +193,11 @@ _encoder = msgspec.json.Encoder()
 
 
 def decode_sampling(document: bytes) -> Sampling:
-    """Read the `sampling` tensor; empty bytes are a generation with every default.
+    """Read the `sampling` tensor; empty bytes are a generation with all defaults.
 
     Raises:
-        msgspec.ValidationError: an unknown key, a wrong type or a value out of range, with its path.
+        msgspec.ValidationError: an unknown key, a wrong type or a value out of range; the message has its
+            path.
         msgspec.DecodeError: not JSON.
     """
     if not document:

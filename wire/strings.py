@@ -25,10 +25,10 @@ def unpack_strings(raw: bytes) -> list[bytes]:
 
 
 def each_string(raw: bytes) -> Iterator[bytes]:
-    """Read them one by one.
+    """Yield the elements of a BYTES tensor one by one from its raw contents.
 
     Raises:
-        ValueError: a length points beyond the end of `raw`; what is before it was yielded.
+        ValueError: a length points beyond the end of `raw`; the elements before it have been yielded.
     """
     position = 0
     while position < len(raw):

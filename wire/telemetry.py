@@ -1,7 +1,7 @@
-"""Exports a process's spans: OTLP over HTTP, in batches, on a thread of the SDK's.
+"""Exports a process's spans by OTLP over HTTP, in batches, on a thread of the SDK.
 
-Only this module and those that make spans import the SDK, and only if an endpoint is set: it comes with the
-extra `tracing`. Knows nothing of which spans there are.
+The SDK comes with the extra `tracing`, so only this module and those that create spans import it, and only if
+an endpoint is set. This module does not know which spans there are.
 """
 
 import threading
@@ -19,18 +19,20 @@ _DELAY_MS: Final = 500.0
 _TIMEOUT_S: Final = 5.0
 """For one export, including its retries."""
 _LAST_WORDS_S: Final = 2.0
-"""How long a process that ends waits for the collector to take the last spans."""
+"""How long a process that exits waits for the collector to take the last spans."""
 
 
 class Telemetry:
-    """Makes a process's spans and sends them. Thread-safe; only `close` waits for the collector.
+    """Creates a process's spans and sends them. Thread-safe; only `close` waits for the collector.
 
-    A missing collector costs spans, never requests: what does not fit into the queue of 2,048 is dropped.
+    If the collector is missing, spans are lost but no requests: spans that do not fit into the queue of 2,048
+    are dropped.
 
     Args:
         endpoint: the collector's URL for traces, such as `http://127.0.0.1:4318/v1/traces`.
         service: this process's name in traces.
-        share: of the traces that begin here, 0 to 1; those from elsewhere carry the decision themselves.
+        share: the sampled share, 0 to 1, of traces that begin here; other traces carry the decision with
+            them.
         attributes: further attributes of this process.
     """
 
@@ -47,7 +49,7 @@ class Telemetry:
         self.tracer = self._provider.get_tracer(_SCOPE)
 
     def close(self) -> None:
-        """Send what is left, for at most two seconds; later spans are dropped."""
+        """Send the remaining spans, for at most two seconds; later spans are dropped."""
         # The SDK would wait for half a minute.
         closing = threading.Thread(target=self._provider.shutdown, name="telemetry-close", daemon=True)
         closing.start()

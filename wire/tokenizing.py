@@ -1,4 +1,4 @@
-"""The `request` document of a tokenizer entry: exactly one of text, messages and ids."""
+"""The `request` document of a tokenizer entry: it has exactly one of text, messages and ids."""
 
 from typing import Annotated
 
@@ -11,14 +11,14 @@ from wire.sampling import Metadata, TokenId
 
 
 class Tokenizing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """`text` and `messages` are turned into ids, `ids` into text.
+    """A request to turn `text` or `messages` into ids, or `ids` into text.
 
-    `text` gets no special ids, except those of `prefix`; `messages` are rendered in the model's chat format.
+    `text` gets no special ids, except with `prefix`; `messages` are rendered in the model's chat format.
     """
 
     text: str | None = None
     prefix: bool = False
-    """Put the ids that begin every prompt in front of `text`, as for a raw prompt."""
+    """Put the ids with which every prompt begins before those of `text`, as for a raw prompt."""
     messages: Annotated[list[Turn], msgspec.Meta(min_length=1)] | None = None
     add_generation_prompt: bool = True
     """Whether rendered messages end where the model's answer begins."""
@@ -26,14 +26,14 @@ class Tokenizing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """The answer's first line, as in a generation: rendered messages end after it."""
     ids: Annotated[list[TokenId], msgspec.Meta(max_length=IDS_LIMIT)] | None = None
     strings: bool = False
-    """Also return how each id is displayed: the output `tokens`."""
+    """Also return how each id is displayed, in the output `tokens`."""
 
     def __post_init__(self) -> None:
-        """Check that there is one thing to do.
+        """Check that exactly one of the three is given, and only the options that belong to it.
 
         Raises:
-            ValueError: none or several of the three are given, a prefix for what is no text, or a first
-                line of no answer (a ValidationError while decoding).
+            ValueError: none or several of the three are given, `prefix` without `text`, or `answer_metadata`
+                without messages that end where an answer begins (a ValidationError while decoding).
         """
         given = [name for name in ("text", "messages", "ids") if getattr(self, name) is not None]
         if len(given) != 1:
@@ -52,7 +52,8 @@ def decode_tokenizing(document: bytes) -> Tokenizing:
     """Read the `request` tensor.
 
     Raises:
-        msgspec.ValidationError: not one of the three, an unknown key, a wrong type, nested too deeply.
+        msgspec.ValidationError: not exactly one of the three, an unknown key, a wrong type, or nested too
+            deeply.
         msgspec.DecodeError: not JSON.
     """
     return decode_bounded(_decoder, document)
