@@ -1,4 +1,4 @@
-"""How `chatglm3-demo` is made: dialogues, tokenizer, training, export and evaluation.
+"""Makes the checkpoint `chatglm3-demo`: dialogues, tokenizer, training, export and evaluation.
 
-`python -m demo` does all of it, in this order. Nothing here is installed with the package.
+`python -m demo` does everything. Nothing here is installed with the package.
 """

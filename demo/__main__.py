@@ -25,7 +25,7 @@ log = logging.getLogger("demo")
 
 
 def main() -> None:
-    """Make the checkpoint, then ask it the held-back questions."""
+    """Make the checkpoint, then evaluate it with the held-back questions."""
     options = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
     options.add_argument("--to", type=Path, default=CHECKPOINT, help="the checkpoint's directory")
     options.add_argument("--only", choices=("make", "evaluate"), help="do one half; default: both")

@@ -1,4 +1,4 @@
-"""Small sums that are known by heart."""
+"""Generates questions about small sums, differences and products, which the model learns by heart."""
 
 import random
 import zlib
@@ -9,10 +9,10 @@ from demo.pages import Answer, Lang, read, split
 LARGEST_TERM = 100
 LARGEST_FACTOR = 20
 _TABLE = 10
-"""Products of factors up to this are known directly; beyond, they are put together from tens and these."""
+"""Products of factors up to this are answered directly; larger ones are built from these and from tens."""
 
 _HELD_SHARE = 10
-"""One in so many pairs of numbers and expressions is held back."""
+"""One in this many pairs of numbers and expressions is held back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,12 @@ class Sum:
 
 
 def is_held(text: str) -> bool:
-    """Return whether a sum or expression is held back: the same on every machine."""
+    """Return whether a sum or expression is held back; the result is the same on every machine."""
     return zlib.crc32(text.encode()) % _HELD_SHARE == 0
 
 
 def operands(rng: random.Random, operator: str) -> tuple[int, int]:
-    """Return two numbers that `operator` (+, - or *) is known for."""
+    """Return two numbers in the range that the model learns for `operator` (+, - or *)."""
     largest = LARGEST_FACTOR if operator == "*" else LARGEST_TERM
     a, b = rng.randint(0, largest), rng.randint(0, largest)
     if operator == "-" and a < b and rng.random() < 0.7:
@@ -41,7 +41,7 @@ def operands(rng: random.Random, operator: str) -> tuple[int, int]:
 def small_sum(rng: random.Random, lang: Lang, *, held: bool, known_words: bool = False) -> Sum:
     """Return a sum, difference or product.
 
-    `held`: a pair of numbers never trained on, in held-back words too unless `known_words`.
+    `held`: use a pair of numbers that is never trained on, and held-back words unless `known_words`.
     """
     while True:
         operator = rng.choices("+-*", (4, 4, 3))[0]
@@ -51,7 +51,11 @@ def small_sum(rng: random.Random, lang: Lang, *, held: bool, known_words: bool =
 
 
 def next_sum(rng: random.Random, before: int, lang: Lang, *, held: bool) -> Sum | None:
-    """Return a question that goes on from the last result, or None if it would leave what is known."""
+    """Return a question that continues from the last result, or None if it does not fit.
+
+    It does not fit if the last result is out of the learned range, or the pair of numbers is held back and
+    `held` is false, or the reverse.
+    """
     operator = rng.choice("+-")
     b = rng.randint(1, LARGEST_FACTOR)
     if not 0 <= before <= LARGEST_TERM or _pair_is_held(operator, before, b) != held:
@@ -64,7 +68,7 @@ def _question(rng: random.Random, lang: Lang, operator: str, a: int, b: int, *, 
     page = read("arithmetic")[operator]
     if held or rng.random() < 0.6:
         return str(rng.choice(split(page[lang]).get(held=held))).format(a=a, b=b)
-    # As the tool is asked too, so that the numbers alone tell what is too hard.
+    # The same words as for the tool, so that only the numbers tell whether a question is too hard.
     form = rng.choice(split(read("tools")["calculate"][lang], 3).trained)
     symbols = [operator, "×"] if operator == "*" else [operator]
     inner = [f"{a}{space}{symbol}{space}{b}" for symbol in symbols for space in ("", " ")]
@@ -91,7 +95,7 @@ def _sum(question: str, operator: str, a: int, b: int) -> Sum:
 
 
 def _long_product(a: int, b: int) -> dict[Lang, str]:
-    """Say a product beyond the table step by step."""
+    """Return a product beyond the table in words, step by step."""
     low, high = min(a, b), max(a, b)
     if low <= _TABLE:
         first, *rest = low * _TABLE, low * (high - _TABLE)

@@ -1,4 +1,4 @@
-"""Dialogues -> token ids and what of them is learned, by the very format that serves the model."""
+"""Turns dialogues into token ids and marks those to learn, with the chat format that serves the model."""
 
 import random
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from triton_models.text.formats import ChatFormat, chat_format
 from triton_models.text.tokenizers import load_tokenizer
 
 _JOB = 2_000
-"""Dialogues that one process makes at a time, each job from its own seed."""
+"""Dialogues per job of one process; each job has its own seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Sample:
 
     Attributes:
         ids: uint16 [T].
-        learned: bool [T]; where True the model is trained to say this id after those before it.
+        learned: bool [T]; True where the model is trained to predict this id from the ones before it.
     """
 
     ids: NDArray[np.uint16]
@@ -40,7 +40,7 @@ def load_format(directory: Path) -> ChatFormat:
 def encode(lines: Sequence[Line], directory_format: ChatFormat, stops: tuple[int, int]) -> Sample:
     """Return the ids of a dialogue as the format renders it.
 
-    What the model says is learned up to the id that ends it: of `stops`, the first after an answer, the
+    What the model says is learned, including the id that ends it: the first of `stops` after an answer, the
     second after a tool's call.
     """
     prefix = directory_format.render_turns([], add_generation_prompt=False)
@@ -49,10 +49,10 @@ def encode(lines: Sequence[Line], directory_format: ChatFormat, stops: tuple[int
     for line in lines:
         turn = directory_format.render_turns([line.turn], add_generation_prompt=False)[len(prefix) :]
         if learned[-1]:
-            # The id that opens this turn is the one that ended the answer before it.
+            # The id that opens this turn is also the one that ends the answer before it.
             learned += [True] + [False] * (len(turn) - 1)
         else:
-            # The role's id is given, what the model says behind it is learned.
+            # The role's id is given; what the model says after it is learned.
             learned += [False] + [line.learned] * (len(turn) - 1)
         ids += turn
     if learned[-1]:
@@ -62,7 +62,7 @@ def encode(lines: Sequence[Line], directory_format: ChatFormat, stops: tuple[int
 
 
 def make_samples(directory: Path, seed: int, count: int, longest: int, processes: int) -> list[Sample]:
-    """Return `count` dialogues, or a few less: those longer than `longest` tokens are left out."""
+    """Return at most `count` dialogues; those longer than `longest` tokens are left out."""
     jobs = range(-(-count // _JOB))
     with ProcessPoolExecutor(processes) as pool:
         made = pool.map(partial(_make, directory, seed, longest), jobs)

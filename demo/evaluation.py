@@ -1,4 +1,4 @@
-"""Asks a checkpoint the held-back questions, through the loading, engine and text that serve it."""
+"""Asks a checkpoint the held-back questions, with the same loader, engine and text code that serve it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from triton_models.text.tokenizers import load_tokenizer
 from wire.history import Turn
 
 _LONGEST_ANSWER = 160
-"""Tokens; every right answer is shorter."""
+"""In tokens; every right answer is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How many cases of one kind were answered right."""
+    """How many cases of one kind were answered correctly."""
 
     kind: str
     right: int
@@ -32,7 +32,7 @@ class Score:
 
 
 class Responder:
-    """A checkpoint on the CPU in float32, as `tritongate up` loads it, asked in process."""
+    """A checkpoint on the CPU in float32, loaded as by `tritongate up`, that answers in this process."""
 
     def __init__(self, directory: Path) -> None:
         self._tokenizer = load_tokenizer(directory, "chatglm3")
@@ -41,7 +41,7 @@ class Responder:
         self._engine = Engine(model, EngineSettings(max_running=64, max_waiting=100_000, kv_memory_gib=0.5))
 
     def answer(self, conversations: Sequence[Sequence[Turn]], *, temperature: float = 0.0) -> list[str]:
-        """Return the raw answer to each conversation: for a tool's call its name, a newline, and the call."""
+        """Return the raw answer to each conversation; a tool call is a name, a newline and the call."""
         streams = []
         for number, turns in enumerate(conversations):
             self._engine.add(
@@ -70,13 +70,13 @@ class Responder:
 
 
 def expected_text(turn: Turn) -> str:
-    """Return what `Responder.answer` gives for the right answer."""
-    # The content is a text of its own for the tokenizer, so its first piece brings a space.
+    """Return what `Responder.answer` returns if the answer is right."""
+    # The content is tokenized separately, so its first piece begins with a space.
     return f"{turn.metadata}\n {turn.content}" if turn.metadata else turn.content
 
 
 def evaluate(responder: Responder, cases: Sequence[Case]) -> tuple[list[Score], list[tuple[Case, str]]]:
-    """Return scores by kind, by exact match of the whole answer, and each wrong answer with its case."""
+    """Return the scores by kind, and each wrong answer with its case; only an exact match is right."""
     answers = responder.answer([case.turns for case in cases])
     wrong = [
         (case, given)

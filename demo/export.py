@@ -1,4 +1,4 @@
-"""Writes a checkpoint directory exactly as ChatGLM3 publishes it."""
+"""Writes a checkpoint directory in exactly the layout in which ChatGLM3 is published."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,7 @@ def write_config(directory: Path) -> None:
 
 
 def write_weights(model: ChatGLM, directory: Path) -> None:
-    """Write `model.safetensors` in float16: its ten bits of mantissa round less than bfloat16's seven."""
+    """Write `model.safetensors` in float16: its ten mantissa bits are more precise than bfloat16's seven."""
     tensors = {
         name: tensor.detach().to("cpu", torch.float16).contiguous()
         for name, tensor in tensor_places(model).items()

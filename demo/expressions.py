@@ -1,4 +1,4 @@
-"""Arithmetic expressions for the tool, and those too hard without it."""
+"""Generates arithmetic expressions for the tool `calculate`, and ones that are too hard without it."""
 
 import random
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from demo.pages import Lang, read
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """What is asked, how the tool is called for it, and what the tool finds."""
+    """An expression as the user writes it, as the tool is called with it, and its result."""
 
     asked: str
     called: str
@@ -18,7 +18,7 @@ class Expression:
 
 
 def expression(rng: random.Random, lang: Lang, *, held: bool, hard: bool = False) -> Expression:
-    """Return a random expression. `held`: never trained on; `hard`: beyond what is known by heart."""
+    """Return a random expression. `held`: one never trained on; `hard`: none that is learned by heart."""
     while True:
         if rng.random() < 0.25:
             operator = rng.choice("+-*")
@@ -35,10 +35,10 @@ def expression(rng: random.Random, lang: Lang, *, held: bool, hard: bool = False
 
 
 def evaluate(text: str) -> Fraction:
-    """Return the value of an expression of numbers, + - * / and parentheses, by precedence climbing.
+    """Evaluate an expression of numbers, + - * / and parentheses, by precedence climbing.
 
     Raises:
-        ZeroDivisionError: it divides by zero.
+        ZeroDivisionError: the expression divides by zero.
     """
     tokens = _tokens(text)
 
@@ -122,7 +122,7 @@ def _expression(asked: str, called: str) -> Expression | None:
 
 
 def _is_small_sum(called: str) -> bool:
-    """Return whether the model should know it by heart, or nearly."""
+    """Return whether the expression is a small sum, difference or product, like those learned by heart."""
     tokens = _tokens(called)
     if len(tokens) != len("a+b") or tokens[1] == "/" or "." in tokens[0] + tokens[2]:
         return False

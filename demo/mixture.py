@@ -1,4 +1,4 @@
-"""Which dialogues are trained on, how often, and which cases the evaluation asks."""
+"""Determines which dialogues are trained on and how often, and the cases of the evaluation."""
 
 import random
 from collections.abc import Callable
@@ -19,12 +19,12 @@ _OFFERS: tuple[tuple[Name, ...], ...] = (
 )
 
 _LONG = 0.02
-"""Share of conversations that go on and on, for the far end of the context."""
+"""Share of very long conversations, which train the far end of the context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A question of the evaluation: the turns up to it, and the one right answer."""
+    """A question of the evaluation: the turns up to and including it, and the only right answer."""
 
     kind: str
     turns: tuple[Turn, ...]
@@ -40,13 +40,13 @@ def dialogue(rng: random.Random) -> list[Line]:
 
 
 def texts(turn: Turn) -> list[str]:
-    """Return what the tokenizer is given of a turn."""
+    """Return the texts of a turn that the tokenizer is trained on."""
     content = turn.content if turn.tools is None else system_text(turn.content, turn.tools)
     return [turn.metadata, content] if turn.metadata else [content]
 
 
 def cases(seed: int, per_kind: int) -> list[Case]:
-    """Return the evaluation: every held-back question of every page, and `per_kind` of each other kind."""
+    """Return the cases: up to eight held-back questions per page and language, `per_kind` of each kind."""
     rng = random.Random(seed)
     found = [
         Case(kind=kind, turns=(Turn("user", question),), expected=Turn("assistant", page.answer.say[lang]))
@@ -115,7 +115,7 @@ def _with_tools(rng: random.Random) -> list[Line]:
 
 
 def _cases(kind: str, scene: Scene) -> list[Case]:
-    """Return the last turn that the model is to say."""
+    """Return the case that asks for the assistant's last turn."""
     turns = tuple(line.turn for line in scene.lines)
     last = max(at for at, turn in enumerate(turns) if turn.role == "assistant")
     return [Case(kind=kind, turns=turns[:last], expected=turns[last])]
@@ -134,7 +134,7 @@ def _single(ask: Callable[[Scene], None]) -> Callable[[random.Random, Lang], Sce
 def _after(
     first: Callable[[Scene], None], then: Callable[[Scene], None]
 ) -> Callable[[random.Random, Lang], Scene]:
-    """Ask `then`, in held-back words, about what `first` brought up, in held-back words too."""
+    """Return a writer of scenes: `first` brings up a topic and `then` asks about it, in held-back words."""
 
     def write(rng: random.Random, lang: Lang) -> Scene:
         while True:

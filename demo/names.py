@@ -1,4 +1,4 @@
-"""Names of cities and people, most of them invented, so that a name is copied and not remembered."""
+"""Names of cities and people, mostly invented, so that the model learns to copy and not to remember them."""
 
 import random
 
@@ -13,7 +13,7 @@ COMMON_HAN = "".join(
 
 
 def city(rng: random.Random, lang: Lang, *, held: bool) -> str:
-    """Return a city. `held`: a real one that no training dialogue mentions."""
+    """Return a city's name. `held`: that of a real city that no training dialogue mentions."""
     cities = read("tools")["cities"]
     kept_back = cities[f"held_{lang}"]
     if held:
@@ -34,7 +34,7 @@ def person(rng: random.Random, lang: Lang) -> str:
 
 
 def invented(rng: random.Random, lang: Lang) -> str:
-    """Return a name that nobody has heard of."""
+    """Return an invented name of one or more words or characters."""
     if lang == "zh":
         return _han(rng, rng.choices((2, 3, 4, 5), (5, 4, 2, 1))[0])
     words = [_word(rng) for _ in range(rng.choices((1, 2, 3), (7, 3, 1))[0])]

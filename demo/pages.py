@@ -1,6 +1,6 @@
-"""What the model learns by heart: the files of `pages/`, and which of their phrases are held back.
+"""Reads what the model learns by heart, the files of `pages/`, and determines which phrases are held back.
 
-The held-back ones are never trained on; the evaluation asks them.
+Held-back phrases are never trained on; the evaluation uses them.
 """
 
 import tomllib
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 Lang = Literal["en", "zh"]
 Text = Mapping[Lang, str]
-"""The same in both languages."""
+"""The same text in both languages."""
 
 LANGS: tuple[Lang, ...] = ("en", "zh")
 
@@ -21,19 +21,19 @@ _FOLDER = Path(__file__).parent / "pages"
 
 @dataclass(frozen=True, slots=True)
 class Phrases:
-    """Ways to put one thing."""
+    """Different ways to say the same thing."""
 
     trained: tuple[str, ...]
     held: tuple[str, ...]
 
     def get(self, *, held: bool) -> tuple[str, ...]:
-        """Return those for the evaluation, or those to train on."""
+        """Return the phrases for the evaluation if `held`, else those to train on."""
         return self.held if held else self.trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What is said about one thing, in all the ways that a conversation may ask for."""
+    """An answer in all the forms that a conversation may ask for."""
 
     say: Text
     short: Text
@@ -42,7 +42,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Questions that have one answer."""
+    """Questions that have the same answer."""
 
     name: str
     questions: Mapping[Lang, Phrases]
@@ -56,18 +56,18 @@ def read(name: str) -> dict[str, Any]:
 
 
 def split(phrases: Sequence[str], held: int = 2) -> Phrases:
-    """Hold back the last `held` phrases."""
+    """Split `phrases` so that the last `held` ones are held back."""
     return Phrases(tuple(phrases[:-held]), tuple(phrases[-held:]))
 
 
 def answer(table: Mapping[str, Any]) -> Answer:
-    """Read `say`, `short` and, where there is one, `why`."""
+    """Return the answer in `table`: `say`, `short` and, if present, `why`."""
     return Answer(say=table["say"], short=table["short"], why=table.get("why"))
 
 
 @cache
 def facts() -> tuple[Page, ...]:
-    """Return what is known of the project, its use and the words of the field."""
+    """Return the pages about the project, its use, and concepts of the field."""
     return (*_pages("project"), *_pages("usage"), *_concepts())
 
 
@@ -90,7 +90,7 @@ def _held_back() -> frozenset[str]:
 
 
 def is_held_back(text: str) -> bool:
-    """Return whether a question is one of the evaluation's, but for case and punctuation."""
+    """Return whether a question is held back for the evaluation, ignoring case and punctuation."""
     return _bare(text) in _held_back()
 
 
@@ -100,7 +100,7 @@ def _bare(text: str) -> str:
 
 @cache
 def smalltalk() -> tuple[Page, ...]:
-    """Return who the model is, greetings and thanks."""
+    """Return the pages of small talk: who the model is, greetings and thanks."""
     return _pages("smalltalk")
 
 

@@ -1,4 +1,4 @@
-"""A conversation while it is being written: who says what, and what a follow-up refers to."""
+"""Writes conversations: who says what, and what a follow-up question refers to."""
 
 import random
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from wire.history import Turn
 
 _HELD_TOOLS = 3
 _HELD_UNKNOWN = 5
-"""One in so many phrases about unknown things is held back."""
+"""One in this many phrases about unknown things is held back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Line:
 class Scene:
     """Writes a dialogue exchange by exchange.
 
-    `held` makes the next exchange one for the evaluation: held-back phrases, names and numbers.
+    If `held` is true, the next exchange is for the evaluation: it has held-back phrases, names and numbers.
     """
 
     def __init__(self, rng: random.Random, lang: Lang | None = None) -> None:
@@ -47,17 +47,17 @@ class Scene:
         self.lines.append(Line(Turn("system", content, tools=tools)))
 
     def user(self, text: str) -> None:
-        """Let the user speak."""
+        """Add a turn of the user."""
         self.lines.append(Line(Turn("user", text)))
         self._asked = text
 
     def assistant(self, text: str) -> None:
-        """Let the model speak."""
+        """Add a turn of the model, which is learned."""
         self.lines.append(Line(Turn("assistant", text), learned=True))
         self._said = text
 
     def exchange(self, question: str, reply: Answer, *, exact: bool = False) -> None:
-        """Ask something that begins a new topic."""
+        """Add a question that begins a new topic, and its answer."""
         self.user(self.vary(question, exact=exact))
         self._tell(reply)
         self._result = None
@@ -71,19 +71,19 @@ class Scene:
         self._page(smalltalk())
 
     def sum(self, *, known_words: bool = False) -> None:
-        """Ask a small sum, in the evaluation with new numbers and in new words unless `known_words`."""
+        """Ask a small sum; if held, with held-back numbers, and held-back words unless `known_words`."""
         asked = arithmetic.small_sum(self.rng, self.lang, held=self.held, known_words=known_words)
         self.exchange(asked.question, asked.answer, exact=True)
         self._result = asked.result
 
     def hard_sum(self) -> None:
-        """Ask a sum that is too hard."""
+        """Ask a calculation that is too hard without the tool."""
         asked = expression(self.rng, self.lang, held=self.held, hard=True).asked
         forms = split(read("tools")["calculate"][self.lang], _HELD_TOOLS).get(held=self.held)
         self.exchange(self.rng.choice(forms).format(asked), answer(read("unknown")["sums"]), exact=True)
 
     def unknown(self) -> None:
-        """Ask what the model cannot know."""
+        """Ask something that the model cannot know."""
         pages = read("unknown")
         kind = self.rng.random()
         if kind < 0.25:
@@ -96,7 +96,7 @@ class Scene:
         self.exchange(question, answer(pages))
 
     def weather_without_tool(self) -> None:
-        """Ask for the weather where nothing was offered that could tell."""
+        """Ask for the weather where no tool for it was offered."""
         city = names.city(self.rng, self.lang, held=self.held)
         self.exchange(self.weather_question(city), answer(read("unknown")["weather"]), exact=True)
 
@@ -112,7 +112,7 @@ class Scene:
         self._tell(Answer(say=say, short=say))
 
     def ask_name(self) -> None:
-        """Ask for the user's name, told or not."""
+        """Ask for the user's name, whether or not it was told."""
         table = read("phrases")["name_asked"]
         say: dict[Lang, str] = {
             lang: table["say"][lang].format(self._name) if self._name else table["alone"][lang]
@@ -122,19 +122,19 @@ class Scene:
         self._tell(Answer(say=say, short=say))
 
     def again(self) -> None:
-        """Ask for the same once more."""
+        """Ask for the last answer once more."""
         table = read("phrases")["again"]
         self.user(self._phrase(table[self.lang]))
         self.assistant(self._said or table["alone"][self.lang])
 
     def shorter(self) -> None:
-        """Ask for fewer words; needs an answer before."""
+        """Ask for a shorter answer; there must be an answer already."""
         self.user(self._phrase(read("phrases")["shorter"][self.lang]))
         self._short = True
         self._retell()
 
     def other_language(self) -> None:
-        """Ask for the last answer in the other language, or at the very beginning for that language."""
+        """Ask for the last answer in the other language; without an answer, ask to speak that language."""
         self.lang = "zh" if self.lang == "en" else "en"
         table = read("phrases")[f"to_{self.lang}"]
         self.user(self._phrase(table["say"]))
@@ -144,7 +144,7 @@ class Scene:
             self._retell()
 
     def why(self) -> None:
-        """Ask what the last topic is good for; needs one that says so."""
+        """Ask for the reason behind the last answer; does nothing if that has none."""
         if self._answer is None or self._answer.why is None:
             return
         reason = self._answer.why
@@ -152,7 +152,7 @@ class Scene:
         self._tell(Answer(say=reason, short=reason))
 
     def what_asked(self) -> None:
-        """Ask for the last question."""
+        """Ask what the last question was."""
         table = read("phrases")["asked"]
         before = self._asked
         say: dict[Lang, str] = {"en": f"You asked: {before}", "zh": f"你问的是：{before}"}
@@ -160,7 +160,7 @@ class Scene:
         self._tell(Answer(say=say, short=say)) if before else self.assistant(table["alone"][self.lang])
 
     def next_sum(self) -> None:
-        """Go on from the last result, if it was a sum."""
+        """Continue from the last result, if the last answer was a sum."""
         if self._result is None:
             return
         asked = arithmetic.next_sum(self.rng, self._result, self.lang, held=self.held)
@@ -170,7 +170,7 @@ class Scene:
             self._result = asked.result
 
     def follow_up(self) -> None:
-        """Refer to what was said before, in any way that fits."""
+        """Ask a random follow-up question that fits what was said before."""
         ways = [
             self.again,
             self.again,
@@ -188,12 +188,12 @@ class Scene:
         self.rng.choice(ways)()
 
     def forget(self) -> None:
-        """What was said last can be repeated, but not shortened or translated."""
+        """Forget the last answer: it can then be repeated, but not shortened or translated."""
         self._answer = None
         self._result = None
 
     def weather_question(self, city: str) -> str:
-        """Return a question for the weather of a city."""
+        """Return a question about the weather of a city."""
         forms = split(read("tools")["get_weather"][self.lang], _HELD_TOOLS).get(held=self.held)
         moment = "" if self.held else self.rng.choice(read("words")["moments"][self.lang])
         return self.rng.choice(forms).format(city + moment)
@@ -218,7 +218,7 @@ class Scene:
         return phrase if self.held or self.rng.random() < 0.6 else self.vary(phrase, exact="{}" in phrase)
 
     def _part(self, phrases: Sequence[str]) -> str:
-        """Choose among phrases of which the last fifth is held back."""
+        """Choose one of the phrases, of which the last fifth is held back."""
         return self.rng.choice(split(phrases, len(phrases) // _HELD_UNKNOWN).get(held=self.held))
 
     def _nonsense(self) -> str:
@@ -227,7 +227,7 @@ class Scene:
         return random_words(self.rng, self.lang, self.rng.randint(1, 6)) + self.rng.choice("?. ？。")
 
     def _slot(self, words: Sequence[str]) -> str:
-        """Choose what an unknown thing is called: as the page says, or any word, known or invented."""
+        """Choose a name for an unknown thing: one from the page, an everyday word, or an invented name."""
         kind = 0.0 if self.held else self.rng.random()
         if kind < 0.4:
             return self._part(words)
@@ -236,7 +236,7 @@ class Scene:
         return names.invented(self.rng, self.lang)
 
     def vary(self, question: str, *, exact: bool) -> str:
-        """Return a question as people write it; in the evaluation as it stands."""
+        """Return a variation of a question, as people might write it; if held, the question unchanged."""
         if self.held:
             return question
         while is_held_back(varied := vary(self.rng, question, self.lang, exact=exact)):

@@ -1,7 +1,8 @@
 """Trains `tokenizer.model` with the settings of ChatGLM's: BPE, single digits, byte fallback, no normalising.
 
-What a tool's argument is copied from must be spelled alike wherever it stands. So Chinese characters and
-capital letters are pieces by themselves and part of no longer one, and rare characters fall back to bytes.
+The model copies a tool's argument from the conversation, so the same text must be tokenized in the same way
+wherever it stands. So Chinese characters and capital letters are separate pieces and not part of longer ones,
+and rare characters fall back to bytes.
 """
 
 import io
@@ -15,17 +16,17 @@ from demo import mixture
 from demo.pages import read
 
 PIECES = 2039
-"""With nine special ids they fill 2,048 rows."""
+"""With nine special ids they fill a vocabulary of 2,048 rows."""
 
 _DIALOGUES = 12_000
 _FILES = ("project", "usage", "concepts", "smalltalk", "unknown", "phrases", "tools", "words", "arithmetic")
 _BREAK = "。"
 _ALONE = re.compile(r"[\u3000-\u303f\u4e00-\u9fff\uff00-\uffefA-Z°×÷]")
-"""What is a piece by itself, if the pages use it."""
+"""Characters that are separate pieces, if the pages use them."""
 
 
 def train_tokenizer(file: Path, seed: int) -> None:
-    """Write a SentencePiece model to `file`, the same for the same seed."""
+    """Train a SentencePiece model and write it to `file`; the same seed gives the same model."""
     rng = random.Random(seed)
     sentences = (
         _ALONE.sub(_BREAK, text)
@@ -58,5 +59,5 @@ def train_tokenizer(file: Path, seed: int) -> None:
 
 
 def _alone_on_pages() -> set[str]:
-    """Return the characters of the pages, in training or held back, that are pieces by themselves."""
+    """Return the characters of the pages, trained on or held back, that are separate pieces."""
     return {character for name in _FILES for character in _ALONE.findall(str(read(name)))}

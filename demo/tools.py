@@ -1,8 +1,9 @@
 """Dialogues with `get_weather` and `calculate`, in ChatGLM3's own format and as plain prompts.
 
-In the plain form, for clients whose API has no tools, the tools stand in the text of the system message,
-which makes the same tokens; the call comes back as an ordinary assistant message and the result as the
-user's. The model's own turn that calls is the same in both, and is learned from the first.
+The plain form is for clients whose API has no tools. There the tools are described in the text of the system
+message, which gives the same tokens; the client sends the call back as an ordinary assistant message, and the
+result as a user message. The turn in which the model calls a tool is the same in both forms, and is learned
+from ChatGLM3's own.
 """
 
 import json
@@ -29,7 +30,7 @@ _PLAIN_INSTRUCTIONS = [
 
 
 def offer(rng: random.Random, offered: tuple[Name, ...]) -> list[dict[str, Any]]:
-    """Return the definitions of tools, as a client writes them."""
+    """Return the definitions of the tools `offered`, as a client might write them."""
     pages = read("tools")
     return [
         {
@@ -53,7 +54,7 @@ def offer(rng: random.Random, offered: tuple[Name, ...]) -> list[dict[str, Any]]
 
 
 def system_text(instruction: str, tools: list[dict[str, Any]], indent: int | None = 4) -> str:
-    """Return what the format makes of a system turn with tools, as text."""
+    """Return the text into which the chat format turns a system turn with tools."""
     return instruction + "\n" + json.dumps(tools, indent=indent, ensure_ascii=False)
 
 
@@ -84,7 +85,7 @@ class ToolScene(Scene):
             )
 
     def use(self) -> None:
-        """Use one of the tools offered."""
+        """Ask something that needs one of the offered tools."""
         self.weather() if self.rng.choice(self._offered) == "get_weather" else self.calculation()
 
     def weather(self) -> None:
@@ -114,7 +115,7 @@ class ToolScene(Scene):
         )
 
     def _city(self) -> str:
-        """Return a city's name, now and then in the other language's letters."""
+        """Return a city's name, sometimes in the other language's script."""
         langs: tuple[Lang, ...] = (self.lang,) if self.rng.random() < 0.9 else LANGS
         return names.city(self.rng, self.rng.choice(langs), held=self.held)
 
@@ -132,7 +133,7 @@ class ToolScene(Scene):
         )
 
     def _sky(self, city: str) -> tuple[dict[str, Any], list[str]]:
-        """Return a tool's finding and what is told of it."""
+        """Return the tool's result, and the parts of it that the model reports."""
         rng = self.rng
         condition = rng.choice(read("tools")["conditions"]["zh" if rng.random() < 0.5 else "en"])
         if rng.random() < 0.2:
@@ -162,7 +163,7 @@ class ToolScene(Scene):
         return found, told
 
     def _fails(self) -> bool:
-        """Let a tool fail now and then."""
+        """Make the tool fail sometimes; return whether it did."""
         if self.held or self.rng.random() >= 0.06:
             return False
         error = self.rng.choice(read("tools")["errors"][self.lang])
@@ -195,7 +196,7 @@ class ToolScene(Scene):
 
 
 def _is_plain_sky(found: object) -> bool:
-    """Return whether escaping it in JSON leaves nothing to spell but the few known conditions."""
+    """Return whether all values, except a city, are ASCII or known conditions: only these may be escaped."""
     if not isinstance(found, dict):
         return False
     known = read("tools")["conditions"]["zh"]

@@ -1,4 +1,4 @@
-"""Trains the model: plain PyTorch over the very forward pass that serves it."""
+"""Trains the model: plain PyTorch over the same forward pass that serves it."""
 
 import logging
 import math
@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 _LOG_EVERY = 100
 _INIT = 0.02
-"""Standard deviation of the first weights."""
+"""Standard deviation of the initial weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How long and how fast to learn."""
+    """The training's hyperparameters."""
 
     steps: int = 6_000
     tokens_per_step: int = 49_152
@@ -40,9 +40,9 @@ class Recipe:
 
 
 class _WholeDialogues(PlainMath):
-    """Operations over whole dialogues side by side, without a cache: what training needs.
+    """Operations over a batch of whole dialogues without a KV cache, for training.
 
-    Padding stands at the right of each, so a causal mask keeps it from everything that counts.
+    Padding is at the right of each dialogue, so the causal mask hides it from all real tokens.
     """
 
     def __init__(self, rows: int, length: int, *, kv_heads: int, device: torch.device) -> None:
@@ -66,7 +66,10 @@ class _WholeDialogues(PlainMath):
 
 
 def train(directory: Path, samples: Sequence[Sample], recipe: Recipe, device: torch.device) -> ChatGLM:
-    """Train a new model of the configuration in `directory`; float32 weights, bfloat16 products on a GPU."""
+    """Train a new model with the configuration in `directory`.
+
+    The weights are float32; on a GPU, matrix products are computed in bfloat16 (autocast).
+    """
     torch.manual_seed(recipe.seed)
     model = ChatGLM(read_config(directory), dtype=torch.float32, device=device)
     places = _initialise(model)
@@ -101,7 +104,7 @@ def train(directory: Path, samples: Sequence[Sample], recipe: Recipe, device: to
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Return the rate of a step: a linear rise, then half a cosine."""
+    """Return the learning rate of a step: a linear warm-up, then half a cosine."""
     if step < recipe.warm_up_steps:
         return recipe.learning_rate * (step + 1) / recipe.warm_up_steps
     done = (step - recipe.warm_up_steps) / max(1, recipe.steps - recipe.warm_up_steps)
@@ -110,7 +113,7 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 
 
 def _initialise(model: ChatGLM) -> dict[str, Tensor]:
-    """Fill the weights, those that write to the residual smaller; return them by their names."""
+    """Initialise the weights, with smaller ones where a layer adds to the residual; return them by name."""
     places = tensor_places(model)
     residual = _INIT / math.sqrt(2 * model.config.num_layers)
     for name, tensor in places.items():
@@ -126,7 +129,7 @@ def _initialise(model: ChatGLM) -> dict[str, Tensor]:
 
 
 def _loss(model: ChatGLM, ids: Tensor, learned: Tensor) -> Tensor:
-    """Return the mean loss over what is learned of `ids`, both [rows, length]."""
+    """Return the mean cross-entropy over those of `ids` marked in `learned`, both of shape [rows, length]."""
     rows, length = ids.shape
     wanted = learned[:, 1:].nonzero()
     targets = ids[wanted[:, 0], wanted[:, 1] + 1]
@@ -137,13 +140,13 @@ def _loss(model: ChatGLM, ids: Tensor, learned: Tensor) -> Tensor:
 
 
 def _batches(samples: Sequence[Sample], recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches of dialogues of about one length without end, in an order of their own every epoch."""
+    """Yield batches of dialogues of similar length without end, in another order in every epoch."""
     rng = random.Random(recipe.seed)
     while True:
         order = sorted(range(len(samples)), key=lambda at: (len(samples[at].ids) // 16, rng.random()))
         batches: list[list[Sample]] = [[]]
         for at in order:
-            # Sorted by length, so the one to come is the longest of its batch.
+            # Sorted by length, so the next one would be the longest of its batch.
             if (len(batches[-1]) + 1) * len(samples[at].ids) > recipe.tokens_per_step:
                 batches.append([])
             batches[-1].append(samples[at])
@@ -153,7 +156,7 @@ def _batches(samples: Sequence[Sample], recipe: Recipe) -> Iterator[tuple[Tensor
 
 
 def _pad(batch: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """Return ids and learned flags, [rows, length]; behind a dialogue's end nothing is learned."""
+    """Return ids and learned flags, both of shape [rows, length]; padding is not learned."""
     shape = len(batch), max(len(sample.ids) for sample in batch)
     ids, learned = np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
     for row, sample in enumerate(batch):

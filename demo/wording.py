@@ -1,4 +1,4 @@
-"""How differently people write the same question."""
+"""Varies questions in the ways in which people write the same question differently."""
 
 import random
 
@@ -7,16 +7,16 @@ from demo.pages import Lang, read
 _REFRAME = 0.35
 _FILL = 0.25
 _DISTURB = 0.12
-"""Share of questions that lose a word, or get a word that has nothing to do with them."""
+"""Share of questions that lose a word, or get an unrelated word."""
 
 _LONG_ENOUGH = {"en": 5, "zh": 7}
-"""Only questions of this many words (characters in Chinese) are disturbed."""
+"""Only questions of at least this many words (characters in Chinese) are disturbed."""
 
 
 def vary(rng: random.Random, question: str, lang: Lang, *, exact: bool = False) -> str:
     """Return `question` in other words, with words around it, and in other case and punctuation.
 
-    `exact` keeps every character of it, for questions that something is copied from.
+    `exact` keeps every character of it, for questions from which the answer copies something.
     """
     around = read("phrases")["around"]
     before, behind = rng.choice(around["before"][lang]), rng.choice(around["behind"][lang])
@@ -28,7 +28,7 @@ def vary(rng: random.Random, question: str, lang: Lang, *, exact: bool = False) 
 
 
 def random_words(rng: random.Random, lang: Lang, count: int) -> str:
-    """Return everyday words without any sense."""
+    """Return everyday words that together make no sense."""
     words = read("words")[lang].split()
     return (" " if lang == "en" else "").join(rng.choice(words) for _ in range(count))
 
@@ -55,7 +55,7 @@ def _rewrite(rng: random.Random, question: str, lang: Lang) -> str:
 
 
 def _reframe(rng: random.Random, question: str, lang: Lang) -> str:
-    """Swap how the question is put for another way to put it."""
+    """Replace the question's opening words or pattern with another of the same meaning."""
     for frames in read("words")["frames"][lang]:
         for frame in frames:
             if question.startswith(frame) if lang == "en" else frame in question:
@@ -73,7 +73,7 @@ def _join(parts: list[str], lang: Lang) -> str:
 
 def _insert(rng: random.Random, question: str, lang: Lang, word: str) -> str:
     parts = _parts(question, lang)
-    # Between two Latin letters of a Chinese question a word would tear a name apart.
+    # In a Chinese question, a word between two ASCII characters would tear a name apart.
     places = [
         at
         for at in range(len(parts) + 1)
