@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m bench engine|serving|all`. Results go, with their date, to LOG.md."""
+"""Benchmarks: `python -m bench engine|serving|delivery|usual|all`. Dated results go into LOG.md."""

@@ -1,7 +1,8 @@
-"""What it costs the serving process to get tokens from the engine to Triton: CPU per token.
+"""Measures the CPU time per token that the serving process needs to get tokens from the engine to Triton.
 
-The engine is all sleep and the responders keep nothing, so that what is left is ours: detokenising, looking
-for stops, joining, encoding. Triton's own `send` (70-90 microseconds a response) comes on top.
+The engine only sleeps and the responders discard their input, so what is measured is our own code:
+detokenising, looking for stop strings, joining, encoding. Triton's own `send` (70-90 microseconds per
+response) is not included.
 """
 
 import itertools
@@ -27,24 +28,24 @@ from wire.sampling import ChannelStream, Generation, OpenChannel, encode_samplin
 
 _STEP_S = 0.005
 _FIRST_PIECE = 300
-"""Behind the control and byte pieces, which text seldom has."""
+"""The first id used: those before it include the control and byte pieces, which are rare in text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveryRow:
-    """One measurement of the serving process; the times are microseconds of CPU per token."""
+    """One measurement of the serving process; times are microseconds of CPU time per token."""
 
     delivery: str
     streams: int
     tokens: int
     responses: int
     engine_thread: float
-    """Without making the outputs."""
+    """Excluding the time to create the outputs."""
     other_threads: float
 
 
 def measure(checkpoint: Path, streams: tuple[int, ...], *, new_tokens: int) -> Iterator[DeliveryRow]:
-    """Run so many streams at a time, plainly and over a delta channel."""
+    """Measure each number of concurrent streams, plainly and over a delta channel."""
     for number, over_channel in itertools.product(streams, (False, True)):
         yield _run(checkpoint, number, new_tokens, over_channel=over_channel)
 
@@ -94,14 +95,14 @@ def _thread_seconds() -> dict[str, float]:
 
 def _no_metrics() -> SimpleNamespace:
     def note(*_: object) -> None:
-        """Write nothing down."""
+        """Record nothing."""
 
     hooks = ("start", "stop", "step", "accepted", "first_token", "finished")
     return SimpleNamespace(**dict.fromkeys(hooks, note))
 
 
 class _Responder:
-    """Encodes what it is given, and forgets it."""
+    """Encodes its input as a real responder would, and discards it."""
 
     sent = 0
 
@@ -124,21 +125,21 @@ class _Responder:
             raise RuntimeError(message)
 
     def trace_context(self) -> None:
-        """Nobody traces it."""
+        """Return None: nothing is traced."""
 
     def cancelled(self) -> bool:
         return False
 
 
 class _SleepingEngine:
-    """Gives every open request a token per step; a step is a sleep. Does as much as the service asks for."""
+    """Gives every open request a token per step, which only sleeps; has what the service calls."""
 
     def __init__(self, vocabulary: int, new_tokens: int) -> None:
         self.settings = EngineSettings(max_running=1024, max_batched_tokens=1024)
         self.max_context = 100_000
         self.started = threading.Event()
         self.making_s = 0.0
-        """CPU time spent on making outputs, which is not delivery."""
+        """CPU time in seconds spent on creating outputs, which is not part of delivery."""
         self._vocabulary = vocabulary
         self._new_tokens = new_tokens
         self._open: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The engine alone, in this process: tokens per second and milliseconds per step by batch size."""
+"""Measures the engine alone, in this process: tokens per second and milliseconds per step by batch size."""
 
 import itertools
 import statistics
@@ -52,7 +52,7 @@ SAMPLINGS = {
 
 
 def random_model(config: ChatGLMConfig, *, dtype: torch.dtype, device: torch.device) -> ChatGLM:
-    """Return a model of this shape with random weights, for its speed alone."""
+    """Return a model of this shape with random weights, of which only the speed is meaningful."""
     model = ChatGLM(config, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(0)
     norms = [model.final_norm]
@@ -70,7 +70,7 @@ def random_model(config: ChatGLMConfig, *, dtype: torch.dtype, device: torch.dev
 
 
 def models(checkpoint: Path) -> Iterator[tuple[str, CausalModel]]:
-    """Yield what is measured: a real checkpoint, and the medium random model in both dtypes."""
+    """Yield the measured models by name: a real checkpoint, and the medium random model in both dtypes."""
     cpu = torch.device("cpu")
     yield checkpoint.name, load_model(checkpoint, torch.float32, cpu)
     for dtype in (torch.float32, torch.bfloat16):
@@ -93,7 +93,7 @@ def measure(
                 )
                 for _ in range(rounds + 1)
             ]
-            taken = statistics.median(seconds[1:])  # the first warms caches and the allocator
+            taken = statistics.median(seconds[1:])  # the first is the warm-up
             yield EngineRow(
                 model=name,
                 batch=batch,
@@ -106,7 +106,7 @@ def measure(
 def _decode(
     engine: Engine, vocabulary: int, batch: int, *, sampling: SamplingParams, prompt: int, new_tokens: int
 ) -> float:
-    """Return the seconds of `new_tokens - 1` decode steps of `batch` sequences; prefill is not in them."""
+    """Return the seconds that `new_tokens - 1` decode steps of `batch` sequences take, without prefill."""
     generator = torch.Generator().manual_seed(1)
     for number in range(batch):
         ids = torch.randint(vocabulary, (prompt,), generator=generator).tolist()

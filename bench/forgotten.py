@@ -1,6 +1,6 @@
-"""Counts requests that Triton forgot: bursts of probes straight at a stream entry, nothing behind them.
+"""Counts requests that Triton forgets, by sending bursts of probes directly to a stream entry.
 
-`python -m bench.forgotten 127.0.0.1:8001 chatglm3-demo`; ARCHITECTURE.md says why it forgets any.
+`python -m bench.forgotten 127.0.0.1:8001 chatglm3-demo`; ARCHITECTURE.md explains why Triton forgets any.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from gateway.dialects.chatglm import ChatGLMDialect
 _BURSTS = (1, 2, 4, 8)
 _WITHIN_S = 1.5e-3
 _FORGOTTEN_S = 0.3
-"""The batcher sleeps for half a second; a probe takes a millisecond."""
+"""A probe that takes longer was forgotten: the batcher sleeps for half a second, and a probe takes 1 ms."""
 
 
 @click.command()

@@ -1,8 +1,8 @@
-"""What it costs the gateway to bring tokens from Triton's responses to a client's socket: CPU per token.
+"""Measures the CPU time per token that the gateway needs to pass tokens from Triton's responses to a client.
 
-The whole application runs in this process, with a scripted connection in the place of gRPC and nobody behind
-the ASGI `send`, so that what is left is ours and the web framework's. Reading a response from gRPC (some 25
-microseconds each) and the system call of each write come on top.
+The whole application runs in this process, with scripted responses in place of gRPC and no server behind the
+ASGI `send`, so what is measured is our own code and the web framework's. Reading a response from gRPC (about
+25 microseconds each) and the system call of each write are not included.
 """
 
 import asyncio
@@ -33,17 +33,17 @@ _BODY = json.dumps(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayDeliveryRow:
-    """One measurement of the gateway, without requests' beginnings and ends."""
+    """One measurement of the gateway, excluding the beginnings and ends of requests."""
 
     delivery: str
     streams: int
     tokens: int
     microseconds: float
-    """Of CPU per token."""
+    """CPU time per token."""
 
 
 def measure(streams: tuple[int, ...], *, new_tokens: int) -> Iterator[GatewayDeliveryRow]:
-    """Run so many streams at a time, plainly and over a delta channel."""
+    """Measure each number of concurrent streams, plainly and over a delta channel."""
     for number, over_channel in itertools.product(streams, (False, True)):
         triton = _ScriptedTriton(number, over_channel=over_channel)
         with (
@@ -61,7 +61,7 @@ async def _run(triton: "_ScriptedTriton", new_tokens: int) -> GatewayDeliveryRow
         clients = [_Client() for _ in range(triton.streams)]
         tasks = [asyncio.create_task(app(client.scope(), client.receive, client.send)) for client in clients]
         await _until(lambda: triton.accepted == triton.streams and all(client.begun for client in clients))
-        triton.step()  # the first token brings the role along
+        triton.step()  # the first token comes with the role
         await _until(lambda: all(client.written.is_set() for client in clients))
         await _until_written(clients)
         steps = [triton.prepare() for _ in range(new_tokens)]
@@ -86,14 +86,14 @@ async def _until(holds: Any) -> None:
 
 
 async def _until_written(clients: list["_Client"]) -> None:
-    """Wait until each client has one more chunk than at the last call."""
+    """Wait until each client has received another chunk since the last call."""
     for client in clients:
         await client.written.wait()
         client.written.clear()
 
 
 class _Client:
-    """One HTTP client as ASGI sees it."""
+    """One HTTP client, in the form in which ASGI presents it."""
 
     def __init__(self) -> None:
         self.begun = False
@@ -130,7 +130,7 @@ class _Client:
 
 
 class _ScriptedTriton:
-    """Stands where `gateway.triton.channel.Channel` does: responses as gRPC has read them."""
+    """Replaces `gateway.triton.channel.Channel`; its responses are what gRPC would have read."""
 
     address = "127.0.0.1:1"
 
@@ -143,10 +143,10 @@ class _ScriptedTriton:
         self._count = 0
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is nothing to close."""
 
     def end_inference(self, *_: object) -> None:
-        """Nothing dies here."""
+        """Do nothing: there is no connection to end."""
 
     async def unary(self, _method: str, _request: Any, *, timeout_s: float) -> Any:
         del timeout_s
@@ -188,7 +188,7 @@ class _ScriptedTriton:
                 yield response
 
     def step(self) -> None:
-        """Make one step's responses and deliver them."""
+        """Create one step's responses and deliver them."""
         self.send(self.prepare())
 
     def prepare(self) -> list[pb.ModelInferResponse]:

@@ -1,7 +1,7 @@
-"""A client for HTTP/1.1 that costs next to nothing: it must never be what a benchmark measures.
+"""A client for HTTP/1.1 that needs very little CPU time, so that a benchmark measures the server only.
 
 One connection carries one request at a time and is kept for the next. Server-sent events are timed when their
-bytes arrive, before anything is decoded. It understands what servers of OpenAI's API send, and no more.
+bytes arrive, before anything is decoded. It understands only what servers with OpenAI's API send.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ OnEvent = Callable[[float, bytes], None]
 
 
 class HttpError(Exception):
-    """The request failed: no connection, an answer cut short, or a status other than 200."""
+    """The request failed: no connection, no complete answer (in time), or a status other than 200."""
 
 
 class Connection(asyncio.Protocol):
@@ -50,20 +50,20 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is not declared one
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's does not derive from it
 
     def connection_lost(self, _error: Exception | None) -> None:
-        """Fail the request that is under way."""
+        """Make the request in progress fail."""
         self._transport = None
         self._end(HttpError("the connection was closed before the answer's end"))
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         if self._transport is not None:
             self._transport.close()
 
     async def post(self, request: bytes, on_event: OnEvent) -> bytes:
-        """Send a whole request; return what of the body was no event, which is all of a plain answer.
+        """Send a complete request; return the part of the body that is not events: all of a plain answer.
 
         Raises:
             HttpError: the connection ended, or the status was not 200.
@@ -77,7 +77,7 @@ class Connection(asyncio.Protocol):
         return await self._answered
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes as they come."""
+        """Process bytes as they arrive."""
         now = monotonic()
         self._received += data
         while not self._complete and self._advance():
@@ -89,7 +89,7 @@ class Connection(asyncio.Protocol):
             self._end(None if ok else HttpError(f"status {self._status}: {said}"))
 
     def _advance(self) -> bool:
-        """Read the next part of the answer; False when it is not there yet."""
+        """Read the next part of the answer; return False if it has not arrived yet."""
         if self._status is None:
             return self._read_head()
         if self._left:
@@ -114,7 +114,7 @@ class Connection(asyncio.Protocol):
         return True
 
     def _read_chunk_size(self) -> bool:
-        """Read the line with a chunk's size, behind the line end of the chunk before; 0 is the last."""
+        """Read the line with a chunk's size, after the line end of the previous chunk; 0 marks the end."""
         start = len(_LINE_END) if self._received.startswith(_LINE_END) else 0
         end = self._received.find(_LINE_END, start)
         if end < 0:
@@ -148,7 +148,7 @@ class Connection(asyncio.Protocol):
 
 
 class Client:
-    """Connections to one server, kept and used again."""
+    """A pool of connections to one server, which are reused."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -158,7 +158,7 @@ class Client:
         self._idle: list[Connection] = []
 
     async def post(self, path: str, body: bytes, on_event: OnEvent, *, timeout_s: float) -> bytes:
-        """Send JSON; see `Connection.post`.
+        """Send a JSON body; see `Connection.post`.
 
         Raises:
             HttpError: the request failed, or took longer than `timeout_s`.
@@ -181,7 +181,7 @@ class Client:
         return answer
 
     def close(self) -> None:
-        """Close what is idle."""
+        """Close all idle connections."""
         for connection in self._idle:
             connection.close()
 

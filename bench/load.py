@@ -1,11 +1,12 @@
-"""Load on any OpenAI endpoint, from several processes.
+"""Puts load on any OpenAI endpoint, from several processes.
 
-Closed loop: so many clients, each asking again as soon as it was answered. Open loop: requests begin at
-random moments, so many a second on average, whatever became of those before (a Poisson process). Prompts are
-token ids at `/v1/completions`, the same for every server, or one question at `/v1/chat/completions`.
+In a closed loop, a fixed number of clients each send the next request as soon as the last was answered. In an
+open loop, requests begin at random moments with a given mean rate, regardless of earlier ones (a Poisson
+process). Prompts are token ids sent to `/v1/completions`, the same for every server, or one question sent to
+`/v1/chat/completions`.
 
-Requests, rows and seeds are the same for the same options. The clients are spread over processes, so that the
-server and not Python is what is measured.
+The same options give the same requests. The clients are spread over processes, so that the server and not
+Python is measured.
 """
 
 import asyncio
@@ -26,24 +27,24 @@ from bench.load_answer import Answer
 from bench.load_rows import LoadRow, summarise
 
 _START_S = 0.5
-"""Between asking the processes to begin and their beginning, which is together."""
+"""Time from telling the processes to begin until all of them begin together."""
 
 _TEXT_IDS = range(300, 60_000)
-"""Ids that are text in every vocabulary of this size: no byte, no special one."""
+"""Ids that are text in every vocabulary of this size, neither bytes nor special."""
 
 _QUESTION = "你好，请介绍一下自己。"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is asked."""
+    """The requests of a measurement."""
 
     url: str
     model: str
     ids: int | None = None
-    """Length of a prompt of random ids; None: a question in words."""
+    """Length of prompts of random ids; None: a question in words."""
     shared: int = 0
-    """Ids that all prompts begin with, the same in each, within that length."""
+    """Number of ids at the beginning that are the same in all prompts; they count towards `ids`."""
     ids_below: int = _TEXT_IDS.stop
     out: int = 256
     """Tokens of each answer, exactly: `ignore_eos` is set."""
@@ -53,7 +54,7 @@ class Workload:
 
     @property
     def path(self) -> str:
-        """The route."""
+        """The path of the route."""
         return "/v1/chat/completions" if self.ids is None else "/v1/completions"
 
     def body(self, name: str) -> bytes:
@@ -90,11 +91,11 @@ class _Part:
     """Requests a second; 0: closed loop."""
     seconds: float
     begin: float
-    """Of `time.monotonic`, which all processes of a machine share."""
+    """On the clock of `time.monotonic`, which all processes of a machine share."""
 
 
 def closed_loop(pool: "LoadPool", workload: Workload, name: str, *, clients: int, requests: int) -> LoadRow:
-    """Have `clients` clients ask `requests` times in all."""
+    """Let `clients` clients send `requests` requests in all."""
     shares = min(pool.processes, clients)
     parts = [
         {"clients": _share(clients, shares, number), "requests": _share(requests, shares, number)}
@@ -104,20 +105,20 @@ def closed_loop(pool: "LoadPool", workload: Workload, name: str, *, clients: int
 
 
 def open_loop(pool: "LoadPool", workload: Workload, name: str, *, rate: float, seconds: float) -> LoadRow:
-    """Begin `rate` requests a second on average, for `seconds`, and wait for the last answer."""
+    """Begin `rate` requests per second on average, for `seconds`, and wait for the last answer."""
     parts = [{"rate": rate / pool.processes, "seconds": seconds} for _ in range(pool.processes)]
     return pool.run(workload, name, parts)
 
 
 class LoadPool:
-    """Processes that ask, kept over many rows."""
+    """Processes that send requests, kept for many rows."""
 
     def __init__(self, processes: int) -> None:
         self.processes = processes
         self._executor = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
 
     def __enter__(self) -> Self:
-        # All of them are there before the first row, which begins at one moment.
+        # Start all processes before the first row, which they begin together.
         list(self._executor.map(time.sleep, [_START_S] * self.processes))
         return self
 
@@ -125,7 +126,7 @@ class LoadPool:
         self._executor.shutdown()
 
     def run(self, workload: Workload, name: str, parts: Sequence[dict[str, Any]]) -> LoadRow:
-        """Run one row, a part in each process."""
+        """Measure one row, with one part in each process."""
         begin = time.monotonic() + _START_S
         rate = sum(part.get("rate", 0.0) for part in parts)
         clients = sum(part.get("clients", 0) for part in parts)
@@ -151,7 +152,7 @@ async def _closed(part: _Part) -> list[Answer]:
     client = Client(part.workload.url)
 
     async def keep_asking() -> list[Answer]:
-        # All of a process's clients take from the same names: whoever was answered asks the next.
+        # All clients of a process share the iterator of names: the next free client takes the next.
         return [await _ask(client, part.workload, f"{part.name}/{number}") for number in names]
 
     await asyncio.sleep(part.begin - time.monotonic())
@@ -182,7 +183,7 @@ def _gaps(name: str, rate: float) -> Iterator[float]:
 
 
 async def _ask(client: Client, workload: Workload, name: str, due: float | None = None) -> Answer:
-    """Ask once. What counts as its begin is when it was due, however late this process was."""
+    """Send one request. In an open loop its time counts from when it was `due`, even if it began late."""
     body = workload.body(name)
     answer = Answer(asked=time.monotonic() if due is None else due)
     try:

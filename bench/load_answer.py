@@ -1,4 +1,4 @@
-"""One streamed or whole answer, as a load generator sees it: when its pieces came, and the counts it gave."""
+"""One streamed or whole answer as a load generator sees it: when its pieces arrived, and its token counts."""
 
 from dataclasses import dataclass, field
 from time import monotonic
@@ -23,7 +23,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Document(msgspec.Struct):
-    """What is read of a chunk or of a whole answer, of either route."""
+    """The fields that are read of a chunk or of a whole answer, from either route."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -35,19 +35,19 @@ _decode = msgspec.json.Decoder(_Document).decode
 
 @dataclass(slots=True)
 class Answer:
-    """Instants are of `time.monotonic`, in seconds."""
+    """The timing and token counts of one answer. Times are those of `time.monotonic`, in seconds."""
 
     asked: float
     pieces: list[float] = field(default_factory=list)
-    """When each chunk came that shows something: text, or the end."""
+    """Arrival time of each chunk that holds text or the end of the answer."""
     ended: float = 0.0
     prompt_tokens: int = 0
     tokens: int = 0
     error: str | None = None
-    """Why it counts as failed."""
+    """The reason why the request counts as failed; None: it does not."""
 
     def take_event(self, now: float, data: bytes) -> None:
-        """Take the data of one event of a stream."""
+        """Process the data of one event of a stream."""
         if data == b"[DONE]":
             return
         chunk = _decode(data)
@@ -60,10 +60,10 @@ class Answer:
             self._count(chunk.usage)
 
     def finish(self, whole: bytes | None) -> None:
-        """End it; `whole` is an answer that was not streamed.
+        """End the answer; `whole` is the body of an answer that was not streamed.
 
         Raises:
-            ValueError: it is not what an OpenAI server answers.
+            ValueError: `whole` is not an answer of an OpenAI server.
         """
         self.ended = monotonic()
         if whole is not None:

@@ -1,4 +1,4 @@
-"""From answers to one row of a table."""
+"""Summarises answers as one row of a table."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -10,46 +10,46 @@ from bench.load_answer import Answer
 
 TTFT_LIMIT_S = 0.5
 PER_TOKEN_LIMIT_S = 0.015
-"""What an answer must keep to count as within the limits."""
+"""The limits that an answer must keep to count in `LoadRow.within`, both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRow:
-    """One measurement. Times are milliseconds, of answers that did not fail."""
+    """One measurement. Times are milliseconds and exclude failed requests."""
 
     clients: int
-    """Of a closed loop."""
+    """Number of clients in a closed loop."""
     rate: float
-    """Requests a second of an open loop."""
+    """Requests per second in an open loop."""
     requests: int
     failed: int
     tokens_per_second: float
-    """Of output, from the first request to the last answer."""
+    """Output tokens per second, from the first request to the last answer."""
     ttft_p50: float
     ttft_p99: float
     per_token_p50: float
-    """Mean time per output token after the first, of an answer."""
+    """Percentile over answers of their mean time per output token after the first."""
     per_token_p99: float
     gap_p50: float
-    """Between two pieces of one answer."""
+    """Time between two pieces of one answer."""
     gap_p99: float
     gap_max: float
     within: float
-    """Share of all requests whose first token and mean time per token kept the limits."""
+    """Share of all requests whose time to first token and mean time per token kept the limits."""
     prompt_tokens: float
     output_tokens: float
     pieces: float
-    """These three: mean of an answer."""
+    """These three are means over the answers."""
     seconds: float
     error: str = ""
-    """Of the first that failed."""
+    """The error of the first request that failed."""
 
 
 def summarise(answers: Sequence[Answer], *, clients: int, rate: float) -> LoadRow:
     """Return the row of one measurement.
 
     Raises:
-        RuntimeError: every request failed: there is nothing to measure.
+        RuntimeError: every request failed, so there is nothing to measure.
     """
     failures = [answer.error for answer in answers if answer.error is not None]
     good = [answer for answer in answers if answer.error is None]
@@ -86,13 +86,13 @@ def summarise(answers: Sequence[Answer], *, clients: int, rate: float) -> LoadRo
 
 
 def median_row(rows: Sequence[LoadRow]) -> LoadRow:
-    """Return the row of the median throughput: of several measurements alike, one that was."""
+    """Return the row with the median throughput: an actual measurement, not a mean of several."""
     ordered = sorted(rows, key=lambda row: row.tokens_per_second)
     return ordered[(len(ordered) - 1) // 2]
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Return the smallest value that `percent` of them do not exceed; 0 of none."""
+    """Return the smallest value that at least `percent` % of `values` do not exceed; 0 without values."""
     if not values:
         return 0.0
     ordered = sorted(values)

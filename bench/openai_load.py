@@ -12,14 +12,14 @@ from bench.load_rows import LoadRow, table
 
 
 class Numbers(click.ParamType[tuple[float, ...]]):
-    """Numbers with commas between them."""
+    """Numbers separated by commas."""
 
     name = "N,N,..."
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[float, ...]:
-        """Read them."""
+        """Parse the numbers."""
         if isinstance(value, tuple):
             return value
         try:

@@ -1,8 +1,8 @@
 """The usual way to serve: transformers' `generate` on padded, static batches.
 
-ChatGLM's own code no longer runs on today's transformers. Its native `Glm` class has the same arithmetic
-(half of each head rotated in pairs, grouped queries, a bias at queries, keys and values alone, SwiGLU of one
-fused matrix), so it takes the weights of our model as they are, and then says the same.
+ChatGLM's own code no longer runs on today's transformers. The native `Glm` class of transformers has the same
+arithmetic (half of each head rotated in pairs, grouped queries, a bias only for queries, keys and values,
+SwiGLU with one fused matrix), so it takes the weights of our model as they are, and gives the same answers.
 """
 
 from collections.abc import Sequence
@@ -16,21 +16,21 @@ from triton_models.engine.models.chatglm import ROPE_BASE, ChatGLM, ChatGLMConfi
 
 
 class PaddedGenerate:
-    """A `ChatGLM` behind `generate`, which shares its matrices."""
+    """Runs a `ChatGLM` through transformers' `generate`, sharing the model's matrices."""
 
     def __init__(self, model: ChatGLM) -> None:
         config = _native_config(model.config)
         with torch.device("meta"):
             native = GlmForCausalLM(config)
         native.load_state_dict(_native_weights(model), assign=True)
-        # Its tables are no weights, and were made on the device that computes nothing.
+        # Its tables are not weights, so they were created on the meta device, which holds no data.
         native.model.rotary_emb = type(native.model.rotary_emb)(config).to(model.device)
         native.eval()
         self._native = native
         self._device = model.device
 
     def answer(self, batch: Sequence[Asked]) -> list[list[int]]:
-        """Sample for a batch until its longest answer ends; each has what it asked for of it."""
+        """Sample until the batch's longest answer ends; return each answer cut to the length asked for."""
         longest = max(len(asked.prompt) for asked in batch)
         ids = torch.zeros((len(batch), longest), dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -49,12 +49,12 @@ class PaddedGenerate:
         return [row[: asked.answer] for row, asked in zip(answers, batch, strict=True)]
 
     def greedy(self, prompt: Sequence[int], new_tokens: int) -> list[int]:
-        """Return the most likely continuation."""
+        """Return the greedy continuation."""
         ids = torch.tensor([prompt])
         return self._generate(ids, torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)[0]
 
     def _generate(self, ids: Tensor, mask: Tensor, **options: float) -> list[list[int]]:
-        # Without a stop id in its configuration it goes on to the end, as `ignore_eos` has it elsewhere.
+        # Its configuration has no stop id, so it always generates the full length, as with `ignore_eos`.
         whole = self._native.generate(
             ids.to(self._device), attention_mask=mask.to(self._device), pad_token_id=0, **options
         )
@@ -87,7 +87,7 @@ def _native_config(config: ChatGLMConfig) -> GlmConfig:
 
 
 def _native_weights(model: ChatGLM) -> dict[str, Tensor]:
-    """Return the weights by their native names: views, except for the norms, which are not float32 there."""
+    """Return the weights by their native names: views, except the norms, which become the model's dtype."""
     config, dtype = model.config, model.dtype
     widths = [config.query_width, config.kv_width, config.kv_width]
     weights = {

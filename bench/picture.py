@@ -1,4 +1,4 @@
-"""Draws a comparison's closed loops, latency over throughput: `python -m bench.picture DATA.json OUT.svg`."""
+"""Plots latency over throughput of compared closed loops: `python -m bench.picture DATA.json OUT.svg`."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def main(data: Path, out: Path) -> None:
     """Draw what `bench.gpu.compare` wrote to DATA."""
     document = json.loads(data.read_text(encoding="utf-8"))
     rows = [row for row in document["rows"] if row["clients"]]
-    # Text stays text, and the same data gives the same file.
+    # Text remains text in the SVG, and the same data gives the same file.
     mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "bench", "font.size": 9})
     figure = Figure(figsize=(9, 4), layout="constrained")
     for axes, (field, label) in zip(figure.subplots(1, len(_PANELS)), _PANELS.items(), strict=True):
@@ -53,7 +53,7 @@ def _draw(axes: Axes, rows: list[dict[str, Any]], field: str) -> None:
 
 
 def _median(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row that the comparison's own table has, of the same setting measured several times."""
+    """Return the row with the median throughput, which is also the one in the comparison's own table."""
     return sorted(rows, key=lambda row: row["tokens_per_second"])[(len(rows) - 1) // 2]
 
 

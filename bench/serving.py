@@ -1,4 +1,4 @@
-"""The whole path on this machine: load -> gateway -> gRPC -> Triton -> engine, by `tritongate up`."""
+"""Measures the whole path on this machine with `tritongate up`: load, gateway, gRPC, Triton, engine."""
 
 import contextlib
 import signal
@@ -53,7 +53,7 @@ def _await_ready(process: "subprocess.Popen[bytes]", url: str) -> None:
 
 
 def measure(*arguments: str, clients: tuple[int, ...], new_tokens: int, rounds: int) -> Iterator[LoadRow]:
-    """Start a server and put each number of clients on it in turn."""
+    """Start a server, and measure it with each number of clients in turn."""
     with running(*arguments) as url, LoadPool(1) as pool:
         model = httpx.get(url + "/v1/models").json()["data"][0]["id"]
         workload = Workload(url=url, model=model, out=new_tokens)

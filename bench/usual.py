@@ -1,9 +1,9 @@
-"""The usual recipe against ours: transformers' `generate` on padded, static batches, and continuous batching.
+"""Compares the usual recipe, transformers' `generate` on padded, static batches, with continuous batching.
 
-A static batch begins when the one before has ended, and ends when its longest answer does: who asked for less
-waits with it, and whoever comes meanwhile waits for the next. The model is the same in both, and in this
-process its matrices too; on transformers' side it runs in the native `Glm` class, since ChatGLM's own code no
-longer runs there (see `padded_generate`).
+A static batch begins when the previous one has ended, and ends with its longest answer: shorter answers wait
+for that end, and new requests wait for the next batch. Both use the same model, and in this process even the
+same matrices. In transformers it runs in the native `Glm` class, since ChatGLM's own code no longer runs
+there (see `padded_generate`).
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from triton_models.engine.settings import EngineSettings
 from triton_models.engine.warm_up import warm_up
 
 Way = Callable[[Sequence[Asked], int], Run]
-"""Takes the requests and the number of clients."""
+"""A way to serve: takes the requests and the number of clients."""
 
 ALONE, PADDED = "generate, one by one", "generate, padded batches"
 ENGINE, SERVED = "our engine alone", "tritongate up"
@@ -41,25 +41,25 @@ _CONTEXT = 320
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured."""
+    """The size of a measurement."""
 
     clients: tuple[int, ...]
-    """Padded batches are as large; without batching `generate` runs at the first of these numbers only."""
+    """Padded batches have this size, too; `generate` without batching runs only with the first of these."""
     requests: int
     longest: int
     """Tokens of the longest answer."""
     rounds: int
     limit_s: float
-    """`generate` begins no batch after so many seconds; its throughput does not hang on how long it runs."""
+    """Seconds after which `generate` begins no batch; its throughput does not depend on how long it runs."""
 
     def asked(self, vocabulary: int, clients: int, turn: int) -> list[Asked]:
-        """Return the requests of one turn: the same for every way, and never those of another turn."""
+        """Return the requests of one turn: the same for every way, different from those of other turns."""
         seed = f"{clients} clients, {turn}"
         return draw(self.requests, vocabulary=vocabulary, longest=self.longest, seed=seed)
 
     @property
     def mean_answer(self) -> float:
-        """Tokens of the mean answer."""
+        """Mean length of the answers, in tokens."""
         return (1 + self.longest) / 2
 
 
@@ -72,13 +72,13 @@ class UsualRow:
     way: str
     requests: int
     request_s: float
-    """Seconds of the server for a request: those of a mean answer, at this throughput."""
+    """Seconds of server time per request: the time for an answer of mean length at this throughput."""
     wait_p50: float
     """Seconds that a client waits for its whole answer."""
     wait_p99: float
     tok_s: float
     to_generate: str
-    """Throughput over that of `generate` for as many clients, round by round."""
+    """Throughput relative to that of `generate` for as many clients: the median of the rounds' ratios."""
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class Measured:
                     self.runs.setdefault((clients, name), []).append(way(asked, clients))
 
     def rows(self, model: str, plan: Plan) -> Iterator[UsualRow]:
-        """Return the table."""
+        """Yield the rows of the table."""
         for clients in plan.clients:
             here = {way: runs for (number, way), runs in self.runs.items() if number == clients}
             generate = here.get(PADDED) or here.get(ALONE)
@@ -121,8 +121,8 @@ class Measured:
 
 
 def ways_here(model: ChatGLM, plan: Plan) -> dict[str, Way]:
-    """Return the ways that run in this process, each set up and warm."""
-    # Whoever measures anything else needs no transformers.
+    """Return the ways that run in this process, each set up and warmed up."""
+    # Not at the top: the other measurements do not need transformers.
     from bench.padded_generate import PaddedGenerate  # noqa: PLC0415
 
     generate = PaddedGenerate(model).answer
@@ -131,8 +131,8 @@ def ways_here(model: ChatGLM, plan: Plan) -> dict[str, Way]:
     engine = Engine(model, settings)
     warm_up(engine)
     for size in {1, *plan.clients}:
-        # On a GPU attention may be planned anew for each length that a batch of this size comes to, for a
-        # tenth of a second each: whoever serves has met them all.
+        # On a GPU, attention may be planned anew for each length that a batch of this size reaches, which
+        # takes a tenth of a second each. A server in use has met all lengths already.
         generate(warm_up_batch(size, longest=plan.longest))
     limit_s = plan.limit_s
     return {
@@ -145,7 +145,7 @@ def ways_here(model: ChatGLM, plan: Plan) -> dict[str, Way]:
 
 
 def way_served(url: str, model: str, vocabulary: int) -> Way:
-    """Return the way through a running server, warm."""
+    """Return the way through a running server, warmed up."""
 
     def ask(asked: Sequence[Asked], clients: int) -> Run:
         return asyncio.run(by_server(url, model, asked, clients=clients))
@@ -158,8 +158,8 @@ def measure_on_cpu(checkpoint: Path, plans: Mapping[str, Plan]) -> Iterator[Usua
     """Measure a real checkpoint and a random model of 100 million parameters, in float32 and bfloat16.
 
     Args:
-        checkpoint: the real one.
-        plans: what is measured of `demo` and of `random`.
+        checkpoint: the real checkpoint.
+        plans: the plans for `demo` (the real checkpoint) and `random`.
     """
     with tempfile.TemporaryDirectory() as folder:
         medium = Path(folder)
@@ -184,14 +184,15 @@ def measure_shape(
     device: str,
     dtype: str,
 ) -> None:
-    """Measure a checkpoint's shape, in this process with random weights, and then what `server` serves of it.
+    """Measure a checkpoint's shape in this process, with random weights, and then the running `server`.
 
-    Not in turn: a GPU has room for one of the two. `measured` holds what was done, whatever fails.
+    The ways do not alternate, since a GPU has room for only one of the two. If something fails, `measured`
+    still holds the runs before it.
 
     Raises:
         ServerError: the server did not become ready.
-        RuntimeError: a request failed, or transformers.
-        ImportError: there is no transformers.
+        RuntimeError: a request or transformers failed.
+        ImportError: transformers is not installed.
     """
     config = read_config(checkpoint)
     model = random_model(config, dtype=getattr(torch, dtype), device=torch.device(device))

@@ -1,4 +1,4 @@
-"""What the usual recipe and ours are asked, and how: each client asks again as soon as it was answered."""
+"""The requests for the usual recipe and for ours, and the closed loops that send them."""
 
 import asyncio
 import json
@@ -15,18 +15,18 @@ from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request
 
 TEMPERATURE, TOP_P = 0.8, 0.8
-"""As the original models' own `chat` samples."""
+"""The defaults of `chat` in the original models' own code."""
 
 _PROMPTS = (20, 40)
 _NO_TEXT = 300
-"""Ids at either end of a vocabulary may be bytes, specials or padding."""
+"""Ids at either end of a vocabulary that are not used: they may be bytes, special or padding."""
 _TIMEOUT_S = 300.0
 _PATH = "/v1/completions"
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request: its prompt's ids, and the tokens of its answer, exactly."""
+    """One request: its prompt's ids, and the exact length of its answer in tokens."""
 
     prompt: tuple[int, ...]
     answer: int
@@ -34,14 +34,15 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What became of some requests."""
+    """The result of some requests."""
 
     seconds: float
-    """From the first question to the last answer."""
+    """From the first request to the last answer."""
     waited: list[float]
-    """Of each request: seconds from asking to its whole answer."""
+    """For each request, the seconds until its whole answer."""
     tokens: int
-    """That were asked for; what a padded batch computes beyond a row's own answer does not count."""
+    """Number of requested tokens; those that a padded batch computes beyond a row's own answer do not
+    count."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -50,7 +51,7 @@ class Run:
 
 
 def draw(count: int, *, vocabulary: int, longest: int, seed: str) -> list[Asked]:
-    """Return requests: prompts of 20 to 40 random ids, answers of 1 to `longest` tokens, evenly drawn."""
+    """Return requests, drawn uniformly: prompts of 20 to 40 random ids, answers of 1 to `longest` tokens."""
     dice = random.Random(seed)  # noqa: S311 - a prompt is no secret
     return [
         Asked(
@@ -62,9 +63,9 @@ def draw(count: int, *, vocabulary: int, longest: int, seed: str) -> list[Asked]
 
 
 def warm_up_batch(size: int, *, longest: int) -> list[Asked]:
-    """Return requests that, answered together, come to every length that drawn ones can have.
+    """Return requests that, answered in one batch, pass through every length that drawn ones can have.
 
-    Drawn prompts are of unequal length, and so are these: what is padded is computed by other means.
+    Drawn prompts are of unequal length, and so are these, because padded batches are computed differently.
     """
     shortest, most = _PROMPTS
     first = Asked((_NO_TEXT,) * (shortest - 1), longest + most - shortest + 1)
@@ -81,7 +82,8 @@ def in_batches(
 ) -> Run:
     """Answer in static batches of up to `size`, first come, first served; begin none after `limit_s`.
 
-    A batch begins when the one before has ended, with whoever waits then; all are answered at its end.
+    A batch begins when the previous one has ended, with the requests that then wait; all are answered at its
+    end.
     """
     waited: list[float] = []
     tokens = 0
@@ -99,7 +101,7 @@ def in_batches(
 
 
 def by_engine(engine: Engine, asked: Sequence[Asked], *, clients: int) -> Run:
-    """Answer by our engine, in this thread.
+    """Answer the requests with our engine, in this thread.
 
     Raises:
         RuntimeError: a request failed.
@@ -132,11 +134,10 @@ def by_engine(engine: Engine, asked: Sequence[Asked], *, clients: int) -> Run:
 
 
 async def by_server(url: str, model: str, asked: Sequence[Asked], *, clients: int) -> Run:
-    """Answer by an OpenAI server at `url`, streamed.
+    """Answer the requests with the OpenAI server at `url`, streamed.
 
     Raises:
-        RuntimeError: a request failed.
-        HttpError: it failed with a status.
+        RuntimeError: an answer has an error or a wrong number of tokens. HttpError: a request failed.
     """
     client = Client(url)
     ahead = iter(asked)

@@ -1,1 +1,1 @@
-"""Measuring on a GPU host, also one without a network: see README.md beside this."""
+"""Benchmarks for a GPU host, which may be without a network: see README.md in this folder."""

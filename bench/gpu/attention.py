@@ -1,6 +1,7 @@
 """Checks and times the attention kernels on a CUDA device: `python -m bench.gpu.attention`.
 
-`--interpret` runs the whole flow on CPU, tiny and by Triton's interpreter: its times mean nothing.
+`--interpret` runs the whole flow on the CPU, with tiny shapes in Triton's interpreter: its times are
+meaningless.
 """
 
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if "--interpret" in sys.argv:
-    # Read when triton is first imported.
+    # Must be set before triton is first imported, which reads it.
     os.environ["TRITON_INTERPRET"] = "1"
 
 import click
@@ -44,7 +45,7 @@ PROGRAMS_PER_SM = (1, 2, 4, 8)
 
 
 def compile_all(setup: Setup) -> None:
-    """Fill the compiler's cache from several processes: each kernel keeps a core busy for seconds."""
+    """Fill the compiler's cache from several processes, since each kernel keeps a core busy for seconds."""
     kernels = [*setup.decode_configs, *setup.prefill_configs, None]
     with ProcessPoolExecutor(min(8, os.cpu_count() or 1), get_context("spawn")) as pool:
         for kernel, outcome in [(each, pool.submit(compile_kernel, setup, each)) for each in kernels]:
@@ -53,7 +54,7 @@ def compile_all(setup: Setup) -> None:
 
 
 def check(setup: Setup, cache: Cache, results: Results) -> None:
-    """Print how far each kernel is from float64, or whether it has the plain operation's bits."""
+    """Print each kernel's error against float64, or whether it equals the plain operation bitwise."""
     print("\nchecks (relative error by norms)")
     for decode in setup.decode_configs:
         label = f"decode {decode.tile}/{decode.warps}/{decode.stages}"
@@ -65,12 +66,12 @@ def check(setup: Setup, cache: Cache, results: Results) -> None:
 
 
 def time_launches(step: Decode | Prefill | Rotation, *constants: Any) -> float:
-    """Return microseconds of one launch of the step."""
+    """Return the microseconds that one launch of the step takes."""
     return microseconds(step.launches(*constants), step.device)
 
 
 def time_decode(setup: Setup, cache: Cache, results: Results, sm_count: int, rate: float) -> None:
-    """Print microseconds of one layer, by how a sequence is split and by constants."""
+    """Print the microseconds that one layer takes, by the number of splits and by kernel constants."""
     first, *others = setup.decode_configs
     columns = [(first, programs) for programs in PROGRAMS_PER_SM] + [(each, 4) for each in others]
     names = [f"{each.tile}/{each.warps}/{each.stages} x{programs}" for each, programs in columns]
@@ -99,7 +100,7 @@ def time_decode(setup: Setup, cache: Cache, results: Results, sm_count: int, rat
 
 
 def time_prefill(setup: Setup, cache: Cache, results: Results) -> None:
-    """Print microseconds of one layer and TFLOP/s."""
+    """Print the microseconds that one layer takes, and its TFLOP/s."""
     rows = []
     for case in setup.prompts:
         sequences, offset, count = case
@@ -120,7 +121,7 @@ def time_prefill(setup: Setup, cache: Cache, results: Results) -> None:
 
 
 def time_sdpa(setup: Setup, case: tuple[int, int, int]) -> float | str:
-    """Return microseconds of torch's own attention over contiguous keys, for comparison."""
+    """Return the microseconds that torch's own attention over contiguous keys takes, for comparison."""
     sequences, offset, count = case
     if offset:
         return "-"
@@ -136,7 +137,7 @@ def time_sdpa(setup: Setup, case: tuple[int, int, int]) -> float | str:
 
 
 def time_rotation(setup: Setup, cache: Cache, results: Results) -> None:
-    """Print microseconds of one layer and the rate."""
+    """Print the microseconds that one layer takes, and its GB/s."""
     rows = []
     for tokens in setup.rotated:
         step = Rotation(setup, cache, tokens)

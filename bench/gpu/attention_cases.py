@@ -1,4 +1,4 @@
-"""What the attention kernels are checked and timed on: a random paged cache, and steps over it."""
+"""The data on which the attention kernels are checked and timed: a random paged cache, and steps over it."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -25,7 +25,7 @@ FLUSH_BYTES = 2**28
 
 
 class Cache:
-    """A random cache of every layer, NaN in the last block; block tables take random blocks of it."""
+    """A random cache for all layers, with NaN in the last block; block tables take random other blocks."""
 
     def __init__(self, setup: Setup, blocks: int) -> None:
         size = (setup.layers, blocks, setup.block_size, setup.kv_heads, setup.head_dim)
@@ -36,7 +36,7 @@ class Cache:
         self.blocks = blocks
 
     def tables(self, sequences: int, width: int) -> Tensor:
-        """Return [sequences, width + 1] int32 of different blocks; the last column is the spoilt block."""
+        """Return int32 [sequences, width + 1] of different blocks; the last column is the block with NaN."""
         device = self.keys.device
         blocks = torch.randperm(self.blocks - 1, device=device)[: sequences * width].view(sequences, width)
         spoilt = torch.full((sequences, 1), self.blocks - 1, device=device)
@@ -44,12 +44,12 @@ class Cache:
 
 
 def integers(setup: Setup, numbers: Iterable[int]) -> Tensor:
-    """Return int32 numbers on the device."""
+    """Return the numbers as an int32 tensor on the device."""
     return torch.tensor(list(numbers), dtype=torch.int32, device=setup.device)
 
 
 def direct(setup: Setup, cache: Cache, table: Tensor, queries: Tensor, offset: int) -> Tensor:
-    """Attend the queries of one sequence in layer 0, in float64."""
+    """Return the attention of the queries of one sequence in layer 0, computed in float64."""
     length = offset + len(queries)
     blocks = table[: -(-length // setup.block_size)].long()
     group = setup.query_heads // setup.kv_heads
@@ -64,12 +64,12 @@ def direct(setup: Setup, cache: Cache, table: Tensor, queries: Tensor, offset: i
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
-    """Return the relative error by norms; NaN where either holds one."""
+    """Return the relative error by norms; NaN if either tensor contains NaN."""
     return float((actual.double() - expected).norm() / expected.norm())
 
 
 class Decode:
-    """Decode steps of one batch size and context length over every layer, several sets of sequences."""
+    """Decode steps over all layers for several sets of sequences, each set with the same `lengths`."""
 
     def __init__(self, setup: Setup, cache: Cache, lengths: list[int]) -> None:
         batch = len(lengths)
@@ -111,7 +111,7 @@ def workspace_for(setup: Setup, rows: int) -> DecodeWorkspace:
 
 
 def check_decode(setup: Setup, cache: Cache, config: DecodeConfig) -> str:
-    """Compare with float64, and the bits of every way to split."""
+    """Compare with float64, and compare the results of different numbers of splits bitwise."""
     longest = max(setup.contexts)
     lengths = [1, 15, 16, 17, 33, longest // 2 + 3, longest]
     step = Decode(setup, cache, lengths)
@@ -132,7 +132,7 @@ def check_decode(setup: Setup, cache: Cache, config: DecodeConfig) -> str:
 
 
 class Prefill:
-    """Prompts of some sequences over every layer."""
+    """Prefill of the prompts of some sequences, over all layers."""
 
     def __init__(self, setup: Setup, cache: Cache, case: tuple[int, int, int]) -> None:
         sequences, self.offset, self.count = case
@@ -163,7 +163,7 @@ class Prefill:
 
 
 def check_prefill(setup: Setup, cache: Cache, config: PrefillConfig) -> str:
-    """Compare each case with float64."""
+    """Compare the last sequence of each case with float64, and look for NaN in all."""
     errors = []
     for case in setup.prompts:
         step = Prefill(setup, cache, case)
@@ -177,7 +177,7 @@ def check_prefill(setup: Setup, cache: Cache, config: PrefillConfig) -> str:
 
 
 class Rotation:
-    """Tokens of one sequence over every layer, from position 5."""
+    """Rotation and storing of the tokens of one sequence over all layers, from position 5."""
 
     def __init__(self, setup: Setup, cache: Cache, tokens: int) -> None:
         self.device = setup.device
@@ -190,7 +190,7 @@ class Rotation:
         self.cos, self.sin = angles.cos(), angles.sin()
         self.tables = cache.tables(1, (tokens + 5) // setup.block_size + 1)
         self._rows = integers(setup, [0] * tokens)
-        # Both ways for the queries' rotated numbers and for the keys and values; one way only for the rest.
+        # Everything is read; the queries' rotated numbers and the keys and values are written, too.
         rotated = setup.query_heads * 2 * setup.pairs + 2 * setup.kv_heads * setup.head_dim
         self.bytes = tokens * (heads * setup.head_dim + rotated) * setup.dtype.itemsize
 
@@ -209,7 +209,7 @@ class Rotation:
 
 
 def check_rotation(setup: Setup, cache: Cache) -> str:
-    """Compare the bits with the plain operation's."""
+    """Compare the results bitwise with the plain operation's."""
     step = Rotation(setup, cache, max(setup.rotated))
     expected = step.projected[0].clone()
     cos, sin = (each[step.positions, None, :] for each in (step.cos, step.sin))
@@ -227,7 +227,7 @@ def check_rotation(setup: Setup, cache: Cache) -> str:
 
 
 def compile_kernel(setup: Setup, what: DecodeConfig | PrefillConfig | None) -> None:
-    """Launch one kernel in every variant, on little data, for what it leaves in the compiler's cache."""
+    """Launch one kernel in every variant, on little data, to fill the compiler's cache."""
     cache = Cache(setup, 64)
     if isinstance(what, DecodeConfig):
         for splits in (1, 2):

@@ -22,7 +22,7 @@ class Setup:
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     prompts: tuple[tuple[int, int, int], ...]
-    """Sequences, tokens of each before, new tokens of each."""
+    """For each case: number of sequences, earlier tokens of each, new tokens of each."""
     rotated: tuple[int, ...]
     decode_configs: tuple[DecodeConfig, ...]
     prefill_configs: tuple[PrefillConfig, ...]

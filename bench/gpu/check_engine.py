@@ -1,4 +1,4 @@
-"""Is the engine on a GPU right, and where does a step's time go: `python -m bench.gpu.check_engine`."""
+"""Checks the engine's answers on a GPU, and profiles its steps: `python -m bench.gpu.check_engine`."""
 
 import json
 from collections.abc import Callable
@@ -23,13 +23,13 @@ from triton_models.engine.warm_up import warm_up
 
 _KERNELS_SHOWN = 12
 _PROMPT_TOKENS = 1024
-"""Of the step of prompts that is profiled."""
+"""Number of tokens in the profiled step of prompts."""
 
 _DECODE_STEPS = 10
 
 
 def answers(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
-    """Run the requests to their end; token ids by request."""
+    """Run the requests to their end; return the token ids by request."""
     for request in requests:
         engine.add(request)
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
@@ -44,7 +44,7 @@ def answers(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
 
 
 def check_golden(directory: Path, dtype: torch.dtype, device: torch.device, backend: Backend) -> str:
-    """Compare greedy tokens with the original code's."""
+    """Compare greedy tokens with those of the original code."""
     cases = json.loads((directory / "golden.json").read_text(encoding="utf-8"))["cases"]
     engine = Engine(load_model(directory, dtype, device), EngineSettings(max_running=16), backend=backend)
     found = answers(
@@ -63,7 +63,7 @@ def check_golden(directory: Path, dtype: torch.dtype, device: torch.device, back
 
 
 def check_sampled(directory: Path, device: torch.device, backend: Backend) -> str:
-    """Compare sampled tokens of a mixed batch with the plain backend's, in fp32."""
+    """Compare sampled tokens of a mixed batch with those of the plain backend, in float32."""
     model = load_model(directory, torch.float32, device)
     generator = torch.Generator().manual_seed(7)
     requests = [
@@ -90,10 +90,10 @@ def check_sampled(directory: Path, device: torch.device, backend: Backend) -> st
 
 
 def profile(model: CausalModel, backend: Backend, batch: int, *, prompt: int) -> None:
-    """Print what the device does in a step of prompts, and in steps in which all sequences decode."""
-    # One step at a time: what a launch ahead adds would be counted, too.
+    """Print the kernels of a step of prompts, and of steps in which all sequences decode."""
+    # One step at a time: otherwise the kernels of a step launched ahead would be counted, too.
     settings = EngineSettings(max_running=batch, max_batched_tokens=max(_PROMPT_TOKENS, 2 * batch))
-    # At least half a step is left to prompts, so none ends before the last one decodes.
+    # At least half of each step is left for prompts, so no sequence ends before the last one decodes.
     new_tokens = _DECODE_STEPS + 2 + 2 * (1 + batch * prompt // settings.max_batched_tokens)
     settings = replace(settings, max_context=prompt + new_tokens)
     engine = Engine(model, settings, backend=replace(backend, overlap=False))
@@ -110,7 +110,7 @@ def profile(model: CausalModel, backend: Backend, batch: int, *, prompt: int) ->
 
 
 def print_kernels(title: str, work: Callable[[], object], times: int) -> None:
-    """Print the kernels of `work`, per call, the longest first."""
+    """Print the kernels of `work`, with times per call, the longest first."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(times):
             work()

@@ -1,4 +1,4 @@
-"""Writes a checkpoint directory as ChatGLM3-6B publishes it, with random weights: for its speed alone."""
+"""Writes a checkpoint directory in the layout of ChatGLM3-6B, with random weights, to measure its speed."""
 
 import json
 import time
@@ -16,7 +16,7 @@ from triton_models.engine.models.chatglm import ChatGLMConfig
 from triton_models.text.tokenizers import SPECIAL_TOKENS, TOKENIZER_FILE
 
 _SPECIAL = len(SPECIAL_TOKENS["chatglm3"])
-"""Ids behind the pieces."""
+"""Number of special ids, which follow the pieces."""
 
 CHATGLM3_6B = ChatGLMConfig(
     num_layers=28,
@@ -34,16 +34,17 @@ CHATGLM3_6B = ChatGLMConfig(
 TINY = replace(
     CHATGLM3_6B, num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, kv_channels=16
 )
-"""The same vocabulary and context, and next to no arithmetic."""
+"""The same vocabulary and context, but almost no arithmetic."""
 
 _SHARD_BYTES = 2 * 2**30
 
 
 def write_checkpoint(directory: Path, config: ChatGLMConfig, device: torch.device) -> int:
-    """Write a checkpoint in bfloat16, its weights drawn on `device`, and return the weights' bytes."""
+    """Write a checkpoint in bfloat16 with weights drawn on `device`; return the weights' size in bytes."""
     directory.mkdir(parents=True, exist_ok=True)
-    # ChatGLM3's own has 64,789 pieces, and some 230 ids that fill the vocabulary up and are never drawn. With
-    # random weights every id is, and one without text joins two chunks: here nearly all have text.
+    # ChatGLM3's own tokenizer has 64,789 pieces; about 230 further ids pad the vocabulary and are never
+    # sampled. With random weights every id is sampled, and one without text would merge two chunks of a
+    # stream. So here nearly all ids have text.
     (directory / TOKENIZER_FILE).write_bytes(tokenizer_model(config.padded_vocab_size - _SPECIAL))
     numbers = asdict(config)
     rope_ratio = numbers.pop("rope_ratio")
@@ -93,7 +94,7 @@ def _write_weights(directory: Path, config: ChatGLMConfig, device: torch.device)
 @click.option("--layers", type=click.IntRange(1), help="another number of layers than the shape's own")
 @click.option("--device", default=None, help="where weights are drawn; default: the GPU if there is one")
 def main(directory: Path, layers: int | None, device: str | None, *, tiny: bool) -> None:
-    """Write one."""
+    """Write a checkpoint and print its size."""
     config = TINY if tiny else CHATGLM3_6B
     if layers is not None:
         config = replace(config, num_layers=layers)

@@ -1,8 +1,9 @@
 """Measures this project and another OpenAI server on one machine with the same load, one after the other.
 
-Prints one table, and writes every row to FOLDER/compare.json, the servers' output beside it. What no time is
-left for is left out and said so. The other server is given by a script (`--other`) that starts it and returns
-when it answers, and ends it when called with the one argument `stop`.
+Prints one table, and writes every row to FOLDER/compare.json and the servers' output to files beside it.
+Measurements for which no time is left are left out, with a note. The other server is given by a script
+(`--other`), which starts it and returns when it answers, and stops it when called with the single argument
+`stop`.
 """
 
 import json
@@ -167,7 +168,7 @@ def _steps_in_time(
 
 
 def report(machine: str, comparison: Comparison, steps: list[StepRow], usual: list[UsualRow]) -> str:
-    """Return what is read by people."""
+    """Return the report for people to read, as Markdown."""
     parts = [machine]
     if comparison.medians:
         parts.append(table(ComparedRow, compared(comparison.medians)))
@@ -179,7 +180,7 @@ def report(machine: str, comparison: Comparison, steps: list[StepRow], usual: li
 
 
 def describe() -> str:
-    """Return when and on what this is measured."""
+    """Return the date, the hardware and the versions of the measurement."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else f"no GPU, {platform.machine()}"
     now = datetime.now(UTC)
     return f"{now:%Y-%m-%d %H:%M} UTC, {gpu}, Python {platform.python_version()}, torch {torch.__version__}"

@@ -1,4 +1,4 @@
-"""One load on several servers in turn, and their rows side by side."""
+"""Puts the same load on several servers in turn, and arranges their rows side by side."""
 
 import time
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from bench.load import LoadPool, Workload, closed_loop, open_loop
 from bench.load_rows import LoadRow, median_row
 
 _FEWEST_REQUESTS = 4
-"""Of a closed loop, so that one client gives a median too."""
+"""Fewest requests of a closed loop, so that there is a median even with one client."""
 _WARM_UP_TOKENS = 32
 _PEAK_SHARES = (0.5, 0.7, 0.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured of each server."""
+    """The measurements that are made of each server."""
 
     clients: tuple[int, ...]
     rounds: int
@@ -32,7 +32,7 @@ class Plan:
     rates: tuple[float, ...]
     processes: int
     ends: float
-    """Of `time.monotonic`: nothing is begun after it."""
+    """On the clock of `time.monotonic`: no measurement begins later."""
 
     @property
     def in_time(self) -> bool:
@@ -41,23 +41,23 @@ class Plan:
 
 
 class Comparison:
-    """Measures servers by one plan. What no time is left for is left out, with a note."""
+    """Measures servers by one plan. Measurements for which no time is left are left out, with a note."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self.medians: dict[str, list[LoadRow]] = {}
-        """Of each server, in the order of the plan's settings."""
+        """For each server, the rows in the order of the plan's settings."""
         self.rows: list[dict[str, Any]] = []
         """Every single measurement."""
         self.notes: list[str] = []
 
     def note(self, text: str) -> None:
-        """Keep a remark, and show it."""
+        """Store a remark, and print it."""
         self.notes.append(text)
         click.echo(f"note: {text}", err=True)
 
     def run(self, name: str, starting: AbstractContextManager[Server]) -> None:
-        """Start a server, measure it, stop it; one that fails is noted."""
+        """Start a server, measure it and stop it; a failure becomes a note."""
         if not self._plan.in_time:
             self.note(f"{name} not started: no time left")
             return
@@ -80,7 +80,7 @@ class Comparison:
 
     def _closed_loops(self, name: str, pool: LoadPool, workload: Workload) -> Iterator[LoadRow]:
         plan = self._plan
-        # Every number of clients once before any counts: shapes, caches and connections of all kinds.
+        # A warm-up with every number of clients before any row counts: shapes, caches and connections.
         short = replace(workload, out=min(workload.out, _WARM_UP_TOKENS))
         for clients in plan.clients:
             closed_loop(pool, short, f"warm-up {clients}", clients=clients, requests=clients)
@@ -134,7 +134,7 @@ class ComparedRow:
 
 
 def compared(measured: dict[str, list[LoadRow]]) -> list[ComparedRow]:
-    """Return all rows, setting by setting; `to_first` is throughput over that of the first server."""
+    """Return all rows, ordered by setting; `to_first` is the throughput relative to the first server's."""
     first = next(iter(measured.values()), [])
     baseline = {_setting(row): row.tokens_per_second for row in first}
     order = list(dict.fromkeys(_setting(row) for rows in measured.values() for row in rows))
@@ -165,6 +165,6 @@ def _setting(row: LoadRow) -> str:
 
 
 def peak_rates(rows: list[LoadRow]) -> tuple[float, ...]:
-    """Return the open loop's rates: shares of the requests a second that a closed loop came to at best."""
+    """Return the rates for open loops: shares of the highest rate of requests that a closed loop reached."""
     best = max((row.tokens_per_second / row.output_tokens for row in rows if not row.rate), default=0.0)
     return tuple(round(share * best, 1) for share in _PEAK_SHARES) if best else ()

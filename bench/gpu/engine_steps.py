@@ -1,4 +1,4 @@
-"""The engine alone, in this process: milliseconds of one decode step by batch size, in one context."""
+"""Measures the engine alone, in this process: milliseconds per decode step by batch size, in one context."""
 
 import statistics
 import time
@@ -22,7 +22,7 @@ _MAX_BATCHED_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """One batch size. Times are milliseconds; the context is the mean one of the steps that count."""
+    """One batch size. Times are milliseconds; `context` is the mean context length of the measured steps."""
 
     batch: int
     context: int
@@ -30,13 +30,13 @@ class StepRow:
     step_ms_p99: float
     decode_tok_s: float
     prefill_tok_s: float
-    """Of all prompts, from the first step to the last that computed any of them."""
+    """Rate over all prompts, from the first step to the last one that computed prompt tokens."""
 
 
 def measure_steps(
     checkpoint: Path, batches: tuple[int, ...], *, device: str, dtype: str, context: int = 512
 ) -> Iterator[StepRow]:
-    """Run a model of the checkpoint's shape, its weights random, at each batch size."""
+    """Measure a model of the checkpoint's shape with random weights at each batch size."""
     model = random_model(read_config(checkpoint), dtype=getattr(torch, dtype), device=torch.device(device))
     settings = EngineSettings(
         max_running=max(batches),
@@ -64,7 +64,7 @@ def _row(batch: int, context: int, prefill_s: float, steps_s: list[float]) -> St
 def _decode(
     engine: Engine, vocabulary: int, batch: int, *, prompt: int, steps: int = _STEPS
 ) -> tuple[float, list[float]]:
-    """Return the seconds of all prompts, and of each step that only decoded, `steps` or a few less."""
+    """Return the seconds for all prompts, and those of each step that only decoded: about `steps` of them."""
     dice = torch.Generator().manual_seed(batch)
     for number in range(batch):
         ids = torch.randint(vocabulary, (prompt,), generator=dice).tolist()
@@ -84,4 +84,4 @@ def _decode(
         elif engine.open_requests == batch:
             decodes.append(now - before)
     engine.take_outputs()
-    return prefill_s, decodes[1:]  # the first waits for what the prompts left
+    return prefill_s, decodes[1:]  # the first still waits for the prompts' work

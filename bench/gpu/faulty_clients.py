@@ -1,4 +1,4 @@
-"""Clients that only tell how a request ended: with a status, with an error in its stream, or not at all."""
+"""Clients that only report how a request ended: with a status, with an error in its stream, or not at all."""
 
 import http.client
 import json
@@ -25,17 +25,17 @@ class Flood:
 
     @property
     def errors(self) -> int:
-        """Requests that were told of an error."""
+        """Number of requests that were answered with an error."""
         return sum(count for end, count in self.ends.items() if end in ANSWERED - {"200"})
 
     def verdict(self) -> dict[str, Any]:
-        """Return whether each had an answer, and what there was."""
+        """Return whether every request was answered, and the numbers of each kind of end."""
         answered = all(end in ANSWERED for end in self.ends)
         return {"ok": answered, "ends": dict(self.ends), "slowest_s": round(self.slowest_s, 1)}
 
 
 class Clients:
-    """Ask for completions of random token ids: every other one streamed, every third with penalties."""
+    """Send prompts of random token ids: every other request is streamed, every third has a penalty."""
 
     def __init__(self, url: str, *, requests: int, prompt: int, out: int, deadline_s: float) -> None:
         self._address = urlsplit(url).netloc
@@ -45,12 +45,12 @@ class Clients:
         self._deadline_s = deadline_s
 
     def ask(self, *, seed: int | None = None) -> str:
-        """Send one short request; returns how it ended."""
+        """Send one short request; return how it ended."""
         extra = {} if seed is None else {"seed": seed}
         return self._end_of({"prompt": [5, 6, 7, 8], "max_tokens": 4, "stream": False} | extra)
 
     def flood(self, when_begun: Callable[[], object]) -> Flood:
-        """Send all requests at once; `when_begun` is called as soon as one of them is being answered."""
+        """Send all requests at once; call `when_begun` as soon as one of them is being answered."""
         flood, begun = Flood(), threading.Event()
         numbers = random.Random(0)  # noqa: S311 - no secrets
         with ThreadPoolExecutor(self._requests) as pool:

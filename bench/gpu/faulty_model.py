@@ -1,7 +1,7 @@
-"""A stream entry's `model.py` whose engine breaks when a request asks it to, by its seed.
+"""A `model.py` for a stream entry, whose engine breaks when a request has one of two special seeds.
 
-`python -m bench.gpu.provoke` copies this file into a repository of its own: it runs in Triton's stub, where
-the package `bench` need not exist. On a GPU the faults are real. On the CPU what they would do is imitated.
+`python -m bench.gpu.provoke` copies this file into a separate repository: it runs in Triton's stub, where the
+package `bench` need not exist. On a GPU the faults are real; on the CPU their effects are imitated.
 """
 
 from typing import Any, Final
@@ -15,17 +15,18 @@ from triton_models.serving.stream import TritonPythonModel
 __all__ = ["TritonPythonModel"]
 
 MEMORY_SEED: Final = 7_700_000_001
-"""The step that computes such a request's prompt finds the device's memory full."""
+"""With this seed, the step that computes the request's prompt finds the device's memory full."""
 KERNEL_SEED: Final = 7_700_000_002
-"""The step that computes such a request's prompt has a kernel read out of range: the context is lost."""
+"""With this seed, a kernel reads out of range in the step that computes the prompt: CUDA's context is
+lost."""
 
 _SMALLEST: Final = 2**20
 _DEMANDED: Final = 2**28
-"""Bytes."""
+"""Both in bytes."""
 
 
 class _Device:
-    """What was done to the device."""
+    """The faults that the device has at present."""
 
     hoard: list[torch.Tensor] = []  # noqa: RUF012 - the process's one
     full = False
@@ -49,20 +50,20 @@ def _faulty_launch(self: Runner, batch: Batch) -> Launched:
             raise RuntimeError("provoked: an illegal memory access was encountered")
     launched = _launch(self, batch)
     if _Device.full:
-        # A small model's step may find room in what the allocator still had.
+        # A small model's step may fit into memory that the allocator had kept.
         torch.empty(_DEMANDED, dtype=torch.uint8, device=device)
     return launched
 
 
 def _reset_and_free(self: Runner) -> None:
-    """What follows a failed step: whoever held the memory lets go of it."""
+    """Replaces `Runner.reset`, which follows a failed step: also frees the memory that was taken."""
     _Device.hoard.clear()
     _Device.full = False
     _reset(self)
 
 
 def _fill(device: torch.device) -> None:
-    """Take all memory that is left, down to pieces too small to be of use."""
+    """Take all free memory, except for pieces that are too small to be useful."""
     _Device.full = True
     if device.type != "cuda":
         return
@@ -77,7 +78,7 @@ def _fill(device: torch.device) -> None:
 
 
 def _read_out_of_range(device: torch.device) -> None:
-    """Have a kernel index far outside a tensor; the host learns of it later, from whatever it asks next."""
+    """Let a kernel read far outside a tensor; the host learns of it later, from its next CUDA call."""
     _Device.lost = True
     if device.type == "cuda":
         one: Any = torch.zeros(1, device=device)

@@ -23,7 +23,7 @@ _FAULTY = Path(__file__).with_name("faulty_model.py")
 
 
 class FaultyServer:
-    """As a context it runs. What both programs print goes to `output`."""
+    """A context manager: the server runs inside it. The output of both programs goes to `output`."""
 
     def __init__(self, checkpoint: Path, device: str, repository: Path, output: IO[bytes]) -> None:
         self._entry = ModelEntry(name=MODEL, checkpoint=str(checkpoint.resolve()), device=device)
@@ -37,7 +37,7 @@ class FaultyServer:
         """Start everything.
 
         Raises:
-            ServerError: it does not become ready.
+            ServerError: the server does not become ready.
         """
         write_entries(self._repository, model=self._entry)
         shutil.copy(_FAULTY, self._repository / names.stream_entry(MODEL) / "1" / "model.py")
@@ -77,7 +77,7 @@ class FaultyServer:
         for line in process.stdout:
             event = decode_event(line)
             if isinstance(event, Ready):
-                # What it says later is read so that it is never kept waiting.
+                # Keep reading, so that the process never blocks on a full pipe.
                 threading.Thread(target=self._copy, args=(process.stdout,), daemon=True).start()
                 return event
             if isinstance(event, Failed):

@@ -1,4 +1,4 @@
-"""How cost grows with prompt and answer, and what a shared beginning saves: one run of `tritongate up`."""
+"""Measures how cost grows with prompt and answer, and what a shared prefix saves, on one `tritongate up`."""
 
 import json
 from collections.abc import Iterator
@@ -24,21 +24,21 @@ class Case:
     out: int
     """Tokens of each answer."""
     shared: int = 0
-    """Tokens that all prompts begin with."""
+    """Tokens with which all prompts begin, the same in each."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrowthRow:
-    """What a setting came to. Times are milliseconds."""
+    """The result for one setting. Times are milliseconds."""
 
     setting: str
     prompt: int
     answer: int
     shared: int
     tok_s: float
-    """Of output."""
+    """Output tokens per second."""
     in_out_tok_s: float
-    """Of prompts and output."""
+    """Prompt and output tokens per second."""
     ttft_p50: float
     ttft_p99: float
     token_p50: float
@@ -47,11 +47,11 @@ class GrowthRow:
 
 
 def cases(prompts: tuple[int, ...], answers: tuple[int, ...], shared: int) -> Iterator[Case]:
-    """Yield the settings: prompts with short answers, answers after short prompts, and a shared beginning."""
+    """Yield the settings: prompts of several lengths, answers of several lengths, and a shared prefix."""
     yield from (Case("prompt", ids, 128) for ids in prompts)
     yield from (Case("answer", 259, out) for out in answers)
     if shared:
-        # A question of 64 tokens after a system prompt that nobody, and then everybody, has in common.
+        # A question of 64 tokens after a system prompt: first all have different ones, then all the same.
         yield Case("cold", shared + 64, 128)
         yield Case("shared", shared + 64, 128, shared)
 
@@ -96,7 +96,7 @@ def main(
 
 
 def measure(pool: LoadPool, workload: Workload, case: Case, clients: int, repeats: int) -> LoadRow:
-    """Return the median row. Prompts are drawn by name: all names differ, so nothing else is shared."""
+    """Return the median row. Prompts are drawn by request name; all differ, so nothing else is shared."""
     name = f"{case.name} {case.ids} {case.out}"
     closed_loop(pool, replace(workload, out=8), f"{name} warm-up", clients=clients, requests=clients)
     return median_row(

@@ -1,6 +1,7 @@
 """Checks and times the kernels around attention on a CUDA device: `python -m bench.gpu.kernels`.
 
-`--interpret` runs the whole flow on CPU, tiny and by Triton's interpreter: its times mean nothing.
+`--interpret` runs the whole flow on the CPU, with tiny shapes in Triton's interpreter: its times are
+meaningless.
 """
 
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if "--interpret" in sys.argv:
-    # Read when triton is first imported.
+    # Must be set before triton is first imported, which reads it.
     os.environ["TRITON_INTERPRET"] = "1"
 
 import click
@@ -37,16 +38,16 @@ if TYPE_CHECKING:
 
 _EPS = 1e-5
 _TRUNCATION_CONSTANTS = ((4096, 16), (4096, 8), (8192, 16))
-"""Logits taken up at once, and warps."""
+"""Number of logits that a program loads at once, and number of warps."""
 
 
 def rate_of(text: str, size: int) -> str:
-    """Write microseconds and the GB/s that they mean."""
+    """Return microseconds with the GB/s to which they correspond."""
     return text if text == "err" else f"{text} ({size / float(text) / 1e3:.0f})"
 
 
 def check_products(shape: Shape, operands: Operands, tilings: dict[str, Tiling], results: Results) -> None:
-    """Print the products' errors against float64."""
+    """Print the relative errors of the products against float64."""
     print("\nrelative errors of the products, at", *shape.rows, "rows")
     for product in products(shape):
         tiling = tilings[product.name]
@@ -62,7 +63,7 @@ def check_products(shape: Shape, operands: Operands, tilings: dict[str, Tiling],
 
 
 def time_products(shape: Shape, operands: Operands, search: Search, results: Results) -> None:
-    """Print each product's microseconds (GB/s), ours and the library's, and their sums over a step."""
+    """Print each product's microseconds (GB/s), ours and the library's, and the sums over a step."""
     table = []
     ours, library = dict.fromkeys(shape.rows, 0.0), dict.fromkeys(shape.rows, 0.0)
     for product in products(shape):
@@ -87,7 +88,7 @@ def time_products(shape: Shape, operands: Operands, search: Search, results: Res
 
 
 def time_chain(shape: Shape, chain: Chain, compilers: Compilers, results: Results) -> None:
-    """Print microseconds of a step without attention, by whose the products are."""
+    """Print the microseconds of a step without attention, with the library's products and with ours."""
     compilers.compile(chain.jobs())
     table = [
         [
@@ -101,7 +102,7 @@ def time_chain(shape: Shape, chain: Chain, compilers: Compilers, results: Result
 
 
 def time_rows(shape: Shape, operands: Operands, results: Results) -> None:
-    """Print errors, microseconds and GB/s of the norm and the gate."""
+    """Print the errors, microseconds and GB/s of the norm and of the gate (SwiGLU)."""
     weight = torch.ones(shape.width, device=shape.device)
     table = []
     for rows in shape.token_rows:
@@ -141,7 +142,7 @@ def time_rows(shape: Shape, operands: Operands, results: Results) -> None:
 
 
 def time_sampling(shape: Shape, results: Results) -> None:
-    """Print microseconds of sampling and how many draws differ, beside the plain sampler."""
+    """Print the microseconds of the plain sampler and of ours, and how many draws differ between them."""
     table = []
     for limits in LIMITS:
         constants = _TRUNCATION_CONSTANTS if limits != "all tokens" else _TRUNCATION_CONSTANTS[:1]

@@ -1,4 +1,4 @@
-"""A decode step without its attention: norms, products and gates of all layers in order, and the head."""
+"""Times a decode step without attention: norms, products and gates of all layers in order, and the head."""
 
 from dataclasses import dataclass
 
@@ -18,14 +18,14 @@ _EPS = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The step with given constants. What attention would hand on is a fixed tensor."""
+    """A step with given tilings. A fixed tensor takes the place of attention's output."""
 
     shape: Shape
     operands: Operands
     tilings: dict[str, Tiling]
 
     def jobs(self) -> list[Job]:
-        """Return the variants that it needs."""
+        """Return the kernel variants to compile."""
         return [
             (product, rows, self.tilings[product.name])
             for product in products(self.shape)
@@ -33,7 +33,7 @@ class Chain:
         ]
 
     def time_library(self, rows: int) -> float:
-        """Return microseconds with the library's products, as steps of more rows have them."""
+        """Return the microseconds of a step with the library's products, which steps with more rows use."""
         hidden, attended, weight = self._inputs(rows)
         weights = self.operands.weights
 
@@ -48,7 +48,7 @@ class Chain:
         return microseconds([step], self.shape.device)
 
     def time_kernels(self, rows: int) -> float:
-        """Return microseconds with our products and what is fused into them."""
+        """Return the microseconds of a step with our products and the operations fused into them."""
         hidden, attended, weight = self._inputs(rows)
         by_name = {each.name: each for each in products(self.shape)}
 
@@ -66,7 +66,7 @@ class Chain:
         return microseconds([step], self.shape.device)
 
     def _inputs(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return hidden state, what attention gives, and a norm's weight."""
+        """Return a hidden state, a substitute for attention's output, and a norm's weight."""
         width = self.shape.width
         weight = torch.ones(width, device=self.shape.device)
         return self.operands.random(rows, width), self.operands.random(rows, width), weight

@@ -1,4 +1,4 @@
-"""Finds the constants of each product by measurement."""
+"""Finds the best tiling of each product by measurement."""
 
 import os
 import time
@@ -14,18 +14,18 @@ from triton_models.engine.kernels.tilings import Tiling, tiling_for
 
 FINALISTS = 4
 Job = tuple[Product, int, Tiling]
-"""A variant to compile: for so many rows."""
+"""A variant to compile: a product, the number of rows, and a tiling."""
 
 
 class Compilers:
-    """Processes that fill the compiler's cache: each variant keeps a core busy for a second or more."""
+    """Processes that fill the compiler's cache, since each variant keeps a core busy for a second or more."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
         self._pool = ProcessPoolExecutor(min(14, os.cpu_count() or 1), get_context("spawn"))
 
     def compile(self, jobs: Iterable[Job]) -> None:
-        """Compile all. What fails here fails again, and is reported, where it is measured."""
+        """Compile all. A variant that fails here fails again when it is measured, and is reported then."""
         if self._shape.device.type != "cuda":
             return
         futures = [
@@ -41,25 +41,25 @@ class Compilers:
 
 
 def text_of(tiling: Tiling) -> str:
-    """Write a tiling in short: outputs x keys, splits, warps, stages."""
+    """Return a tiling in short form: outputs x keys, splits, warps, stages."""
     return f"{tiling.block_n}x{tiling.block_k}/{tiling.splits}s/{tiling.warps}w/{tiling.stages}"
 
 
 @dataclass(slots=True)
 class Search:
-    """Measures tilings, coarsely all and then the best ones, until its time is over."""
+    """Measures tilings: first all of them coarsely, until the deadline, and then the best ones."""
 
     shape: Shape
     operands: Operands
     compilers: Compilers
     deadline: float
-    """Of the coarse round, on the monotonic clock."""
+    """End of the coarse round, on the monotonic clock."""
     results: Results
     times: dict[tuple[str, Tiling, int], float] = field(default_factory=dict)
     best: dict[str, Tiling] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Fill `best`; the tiling in use stays where nothing was measured."""
+        """Fill `best`; a product without measurements keeps the tiling in use."""
         todo = products(self.shape)
         candidates = {each.name: self._candidates(each) for each in todo}
         print("candidates:", {name: len(tilings) for name, tilings in candidates.items()}, flush=True)
@@ -67,7 +67,7 @@ class Search:
         self.compilers.compile(
             (product, first, tiling) for product in todo for tiling in candidates[product.name]
         )
-        # By turns, so that the time that is left falls on all alike.
+        # Alternating between products, so that each gets the same share of the time.
         for turn in zip_longest(*([(each, tiling) for tiling in candidates[each.name]] for each in todo)):
             for product, tiling in filter(None, turn):
                 if time.monotonic() < self.deadline:
@@ -103,7 +103,7 @@ class Search:
                 self.times[key] = float(text)
 
     def _ranked(self, product: Product, rows: Iterable[int]) -> list[Tiling]:
-        """Order the tilings by their times relative to the best, summed over the numbers of rows."""
+        """Return the tilings ordered by the sum, over `rows`, of their times relative to the best."""
         rows = list(rows)
         measured = {
             tiling

@@ -1,4 +1,4 @@
-"""A decode step's matrix products: their weights, ways to cut them up, and the library's for comparison."""
+"""A decode step's matrix products: weights, possible tilings, and the library's products for comparison."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from triton_models.engine.kernels.linear import linear, linear_swiglu, new_arriv
 from triton_models.engine.kernels.tilings import Tiling
 
 _SHARED = (24 * 1024, 113 * 1024)
-"""Bytes that one program keeps in flight: enough, and no more than leaves room for two."""
+"""Least and most bytes that one program keeps in flight: enough, but few enough for two programs to fit."""
 
 _PROGRAMS = (132, 132 * 16)
 _SPLIT_PROGRAMS = 132 * 6
@@ -34,7 +34,7 @@ class Shape:
     rows: tuple[int, ...]
     searched_rows: tuple[int, ...]
     token_rows: tuple[int, ...]
-    """Of the kernels around the products."""
+    """Numbers of rows for the kernels around the products."""
     sampled_rows: tuple[int, ...]
 
 
@@ -68,7 +68,7 @@ TINY = Shape(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """One of a step's products; `count` of them in a step. The gated one has `outputs` of each half."""
+    """A product that occurs `count` times in a step. In the gated one, each half has `outputs` outputs."""
 
     name: str
     outputs: int
@@ -85,11 +85,11 @@ class Product:
 
     @property
     def bytes(self) -> int:
-        """Size of the weights, which decides the time."""
+        """Size of the weights in 16 bits, which determines the time."""
         return 2 * self.weight_rows * self.keys
 
     def tilings(self) -> Iterator[Tiling]:
-        """Yield what is worth a try."""
+        """Yield the tilings that are worth measuring."""
         for block_n, block_k in _TILES:
             tile = 2 * block_k * (block_n * (2 if self.gated else 1) + 16)
             stages = [each for each in (3, 4, 6) if _SHARED[0] <= (each - 1) * tile <= _SHARED[1]]
@@ -117,7 +117,7 @@ def products(shape: Shape) -> list[Product]:
 
 @dataclass(slots=True)
 class Operands:
-    """Random weights of every layer, and what else the products need."""
+    """Random weights for all layers, and the products' other operands."""
 
     shape: Shape
     arrivals: Tensor = field(init=False)
@@ -125,7 +125,7 @@ class Operands:
     weights: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Fill the weights so that outputs have the size of the inputs."""
+        """Create the weights, scaled so that outputs are of the same magnitude as inputs."""
         self.arrivals = new_arrivals(self.shape.device)
         self.bias = self.random(self.shape.qkv)
         for product in products(self.shape):
@@ -135,11 +135,11 @@ class Operands:
             ]
 
     def random(self, *size: int) -> Tensor:
-        """Return normal numbers."""
+        """Return normally distributed numbers."""
         return torch.empty(size, dtype=self.shape.dtype, device=self.shape.device).normal_()
 
     def run(self, product: Product, x: Tensor, weight: Tensor, residual: Tensor, tiling: Tiling) -> Tensor:
-        """Launch one product with whatever is fused into it; `residual` is what an added one adds to."""
+        """Launch one product with the operations fused into it; an `added` product adds to `residual`."""
         if product.gated:
             return linear_swiglu(x, weight, arrivals=self.arrivals, tiling=tiling)
         return linear(
@@ -152,7 +152,7 @@ class Operands:
         )
 
     def time(self, product: Product, rows: int, tiling: Tiling) -> float:
-        """Return microseconds of one product, over different weights."""
+        """Return the microseconds of one product, measured over several copies of the weights."""
         x, residual = self.random(rows, product.keys), self.random(rows, product.outputs)
 
         def launch(weight: Tensor) -> Launch:
@@ -164,7 +164,7 @@ class Operands:
         return microseconds(self._each_copy(product, launch), self.shape.device)
 
     def time_library(self, product: Product, rows: int) -> float:
-        """Return microseconds of the library's bare product."""
+        """Return the microseconds of the library's product, without fused operations except the bias."""
         x = self.random(rows, product.keys)
         bias = self.bias if product.biased else None
 
@@ -207,7 +207,7 @@ class Operands:
 
 
 def compile_product(shape: Shape, product: Product, rows: int, tiling: Tiling) -> None:
-    """Launch a product once, for what it leaves in the compiler's cache."""
+    """Launch a product once, to fill the compiler's cache."""
     operands = Operands(replace(shape, layers=0, vocabulary=8))
     x = operands.random(rows, product.keys)
     weight = torch.empty((product.weight_rows, product.keys), dtype=shape.dtype, device=shape.device)

@@ -1,11 +1,12 @@
-"""Breaks a served model's engine on purpose, and checks that everybody is answered and that it comes back.
+"""Breaks a served model's engine on purpose; checks that every client is answered and the model recovers.
 
-The supervisor and the gateway of `tritongate up`, as two processes, over a repository whose engine has faults
-built in (`faulty_model.py`). Prints a line of JSON for every check, and exits with 1 if one does not hold.
+Runs the supervisor and the gateway of `tritongate up`, as two processes, over a repository whose engine has
+built-in faults (`faulty_model.py`). Prints a line of JSON for every check, and exits with 1 if one fails.
 
 * `memory`: a step finds the device's memory full.
-* `kernel`: a kernel reads out of range, which ends the process's CUDA context. The model must be loaded anew.
-* `outside`: another process takes nearly all memory that is left on the GPU, then requests come.
+* `kernel`: a kernel reads out of range, which destroys the process's CUDA context. The model must be
+  reloaded.
+* `outside`: another process takes nearly all free memory of the GPU, then requests come.
 
 On the CPU the first two are imitated, and there is no `outside`.
 """
@@ -26,7 +27,7 @@ from bench.gpu.faulty_server import FaultyServer
 from triton_models.engine.memory import GIB
 
 KERNEL_SEED, MEMORY_SEED = 7_700_000_002, 7_700_000_001
-"""As in `faulty_model.py`, which is nothing to import here: it breaks the engine's classes."""
+"""As in `faulty_model.py`, which cannot be imported here, because it patches the engine's classes."""
 
 _LEFT_BYTES = 64 * 2**20
 _HOG = f"""
@@ -43,19 +44,19 @@ sys.stdin.read()
 
 
 class Checks:
-    """Prints what was checked, and remembers whether all of it held."""
+    """Prints the result of each check, and remembers whether any failed."""
 
     def __init__(self) -> None:
         self.failed = False
 
     def __call__(self, fault: str, check: str, *, ok: bool, **details: object) -> None:
-        """Print one."""
+        """Print one result."""
         self.failed |= not ok
         print(json.dumps({"fault": fault, "check": check, "ok": ok} | details), flush=True)
 
 
 class Provocation:
-    """The faults, one after the other, on one server."""
+    """Provokes faults on one server, one after the other."""
 
     def __init__(self, server: FaultyServer, clients: Clients, checks: Checks, *, come_back_s: float) -> None:
         self._server = server
@@ -64,14 +65,14 @@ class Provocation:
         self._come_back_s = come_back_s
 
     def outside(self) -> None:
-        """Have another process hold the memory while requests come; they may fail, and must be answered."""
+        """Let another process hold the memory while requests come; they may fail, but must be answered."""
         with memory_hog() as left:
             flood = self._clients.flood(when_begun=lambda: None)
         self._checks("outside", "everybody is answered", **flood.verdict(), free_gib=round(left / GIB, 2))
         self._comes_back("outside")
 
     def inside(self, fault: str, seed: int, *, reloads: bool) -> None:
-        """Have a request break a step while others run."""
+        """Let a request break a step while others run; then check the others, and the model's recovery."""
         stub = self._server.stub()
         flood = self._clients.flood(when_begun=lambda: self._clients.ask(seed=seed))
         self._checks(fault, "everybody is answered", **flood.verdict())
@@ -94,7 +95,7 @@ class Provocation:
 
 @contextmanager
 def memory_hog() -> Iterator[int]:
-    """Hold nearly all memory that is left on the first GPU; yields the bytes that are not held."""
+    """Hold nearly all free memory of the first GPU; yields the number of bytes that are still free."""
     with subprocess.Popen(
         [sys.executable, "-c", _HOG], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as hog:
@@ -124,7 +125,7 @@ def main(
     come_back_s: float,
     log: Path | None,
 ) -> None:
-    """Run all that the device allows."""
+    """Run all checks that the device allows."""
     checks = Checks()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="provoke-")))

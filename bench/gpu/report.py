@@ -1,14 +1,14 @@
-"""What the scripts for the kernels print: tables, and errors that do not end a run."""
+"""Output of the scripts that measure kernels: tables, and errors that do not end a run."""
 
 import traceback
 from collections.abc import Callable, Iterable
 
 Results = dict[str, str]
-"""Measured text by label."""
+"""Measurements as text, by label."""
 
 
 def guarded(results: Results, label: str, measure: Callable[[], object]) -> str:
-    """Keep and return the measurement as text; an error is printed and does not end the run."""
+    """Store and return a measurement as text; an error is printed, and its text is `err`."""
     try:
         value = measure()
     except Exception as error:  # noqa: BLE001 - device time is scarce: go on with the next

@@ -1,7 +1,8 @@
-"""Whether trained weights say on the GPU what they say on the CPU: the demo's answers at temperature 0.
+"""Checks whether trained weights give the same answers on the GPU as on the CPU: the demo's at temperature 0.
 
-Through `tritongate up`, chat and all. Where two answers part, the margin says whether they had to: the
-difference of log-probability between the CPU's choice and its second best, at the first token that differs.
+Asks in chats through `tritongate up`. Where two answers differ, the margin shows whether that is to be
+expected: it is the difference in log-probability between the CPU's first and second choice at the first token
+that differs.
 """
 
 import json
@@ -45,7 +46,7 @@ _AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A generated token, and by how much it was ahead of the second best, as natural log-probability."""
+    """A generated token, and the difference in natural log-probability between the two most likely tokens."""
 
     text: str
     margin: float
@@ -53,12 +54,12 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class TextRow:
-    """One server against the reference."""
+    """Comparison of one server with the reference."""
 
     server: str
     equal: str
     largest_margin: float
-    """Of the reference at tokens where answers part; 0 where none does."""
+    """The reference's largest margin at tokens where answers begin to differ; 0 if none differs."""
 
 
 @click.command(help=__doc__)
@@ -66,7 +67,7 @@ class TextRow:
 @click.option("--checkpoint", type=click.Path(exists=True, path_type=Path), default=BUILT_IN_CHECKPOINT)
 @click.option("--device", default="cuda:0", show_default=True)
 def main(*, folder: Path, checkpoint: Path, device: str) -> None:
-    """Ask all, print the table, write every answer."""
+    """Ask all questions, print the table, write every answer to FOLDER/texts.json."""
     folder.mkdir(parents=True, exist_ok=True)
     answers: dict[str, list[list[Token]]] = {}
     for where, dtype in (("cpu", "float32"), (device, "float32"), (device, "bfloat16")):
@@ -106,7 +107,7 @@ def ask(url: str, question: str) -> list[Token]:
 
 
 def compare(name: str, found: list[list[Token]], wanted: list[list[Token]]) -> TextRow:
-    """Count equal answers, and find how sure the reference was where others part from it."""
+    """Count equal answers, and find the reference's largest margin where other answers begin to differ."""
     margins = [
         margin
         for ours, theirs in zip(found, wanted, strict=True)
@@ -117,11 +118,11 @@ def compare(name: str, found: list[list[Token]], wanted: list[list[Token]]) -> T
 
 
 def parting_margin(found: list[Token], wanted: list[Token]) -> float | None:
-    """Return the reference's margin at the first token that differs; None where the answers are equal."""
+    """Return the reference's margin at the first token that differs; None if the answers are equal."""
     for ours, theirs in zip(found, wanted, strict=False):
         if ours.text != theirs.text:
             return theirs.margin
-    # One ended where the other went on: an end is a token too, and is not listed.
+    # One ended where the other continued: the token that ends an answer is not listed, so has no margin.
     return None if len(found) == len(wanted) else float("nan")
 
 

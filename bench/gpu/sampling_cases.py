@@ -1,4 +1,4 @@
-"""Sampling by kernels beside the plain sampler: the same draws, and their times."""
+"""Compares sampling by kernels with the plain sampler: whether they draw the same tokens, and their times."""
 
 from dataclasses import dataclass
 
@@ -21,12 +21,13 @@ LIMITS: dict[str, tuple[int, float, float]] = {
 """top_k, top_p and min_p of every row."""
 
 _SPREAD = 2.5
-"""Of normal logits; a nucleus of 0.8 holds thousands of tokens, many more than a trained model's."""
+"""Standard deviation of the normal logits; a nucleus of 0.8 then holds thousands of tokens, many more than a
+trained model's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Random logits and what their rows ask for."""
+    """Random logits, and the sampling parameters of each row."""
 
     logits: Tensor
     temperatures: Tensor
@@ -39,7 +40,7 @@ class Rows:
 
     @classmethod
     def make(cls, shape: Shape, rows: int, limits: str, dtype: torch.dtype) -> "Rows":
-        """Return rows that all ask for the same limits."""
+        """Return rows that all have the limits called `limits`."""
         device = shape.device
         top_k, top_p, min_p = LIMITS[limits]
         limited = (top_k, top_p, min_p) != LIMITS["all tokens"]
@@ -56,7 +57,7 @@ class Rows:
         )
 
     def choose(self) -> Tensor:
-        """Return the kernels' status."""
+        """Return the status from the kernels."""
         limits = Truncation(rows=self.truncated, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
         return choose(
             self.logits,
@@ -67,7 +68,7 @@ class Rows:
         )
 
     def sample(self) -> Tensor:
-        """Return the plain sampler's status."""
+        """Return the status from the plain sampler."""
         inputs = SamplerInputs.unconstrained(
             temperatures=self.temperatures,
             seeds=self.seeds,
@@ -81,11 +82,11 @@ class Rows:
         return sample(self.logits.clone(), inputs).status
 
     def differing(self) -> int:
-        """Return how many rows' tokens are not the plain sampler's."""
+        """Return the number of rows whose token differs from the plain sampler's."""
         return int((self.choose()[0] != self.sample()[0]).sum())
 
     def time(self, device: torch.device, *, plain: bool) -> float:
-        """Return microseconds of one call."""
+        """Return the microseconds that one call takes."""
         call = self.sample if plain else self.choose
 
         def launch() -> None:

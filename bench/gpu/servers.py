@@ -1,4 +1,4 @@
-"""The servers that are compared: started, waited for, stopped. Each runs alone on the GPU."""
+"""Starts, waits for and stops the servers that are compared. Each runs alone on the GPU."""
 
 import contextlib
 import os
@@ -22,20 +22,20 @@ class ServerError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """Where a running server is, and what its model is called there."""
+    """The address of a running server, and its model's name."""
 
     url: str
     model: str
     started_s: float
-    """What it took to become ready."""
+    """Time that it took to become ready."""
 
 
 @contextlib.contextmanager
 def ours(checkpoint: Path, log: Path, arguments: Sequence[str], port: int = 8080) -> Iterator[Server]:
-    """Run `tritongate up` on the checkpoint; `arguments` are added.
+    """Run `tritongate up` on the checkpoint with additional `arguments`.
 
     Raises:
-        ServerError: with the end of its output.
+        ServerError: it did not become ready; the message has the end of its output.
     """
     command = [str(Path(sys.executable).with_name("tritongate")), "up", "--model", f"glm={checkpoint}"]
     for name, number in (("", port), ("triton-http-", 0), ("triton-grpc-", 0), ("triton-metrics-", 0)):
@@ -61,23 +61,23 @@ def ours(checkpoint: Path, log: Path, arguments: Sequence[str], port: int = 8080
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Another server: its script starts it and returns when it answers; called with `stop` it ends it."""
+    """Another server. Its script starts it and returns when it answers; called with `stop`, it stops it."""
 
     script: Path
     arguments: tuple[str, ...]
     url: str
     model: str
     python: str
-    """The interpreter that has it, given to the script as `PY`."""
+    """The Python interpreter in which it is installed, passed to the script as `PY`."""
     log: Path
 
 
 @contextlib.contextmanager
 def other(program: Program) -> Iterator[Server]:
-    """Run it.
+    """Run another server.
 
     Raises:
-        ServerError: with the end of the script's output.
+        ServerError: its script failed; the message has the end of the script's output.
     """
     environment = os.environ | {"PY": program.python}
     began = time.monotonic()
@@ -98,7 +98,7 @@ def other(program: Program) -> Iterator[Server]:
 
 
 def answers(url: str) -> bool:
-    """Return whether a GET of `url` is answered with 200 now."""
+    """Return whether a GET of `url` is answered with status 200."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310 - our own address
             return bool(answer.status == 200)  # noqa: PLR2004 - HTTP's OK

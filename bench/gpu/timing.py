@@ -1,4 +1,4 @@
-"""Times launches on a CUDA device inside a graph, as an engine replays them."""
+"""Times launches on a CUDA device inside a CUDA graph, which is how the engine runs them."""
 
 import statistics
 import time
@@ -16,8 +16,9 @@ def microseconds(launches: Sequence[Launch], device: torch.device) -> float:
     """Return the median time of one launch.
 
     Args:
-        launches: captured one after the other; give enough different data to pass the L2 cache by.
-        device: without CUDA the launches run once each, by the wall clock.
+        launches: captured one after the other; use enough different data that it does not fit into the L2
+            cache.
+        device: without CUDA, each launch runs once, timed by the wall clock.
     """
     if device.type != "cuda":
         began = time.perf_counter()
@@ -46,7 +47,7 @@ def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def terabytes_per_second(device: torch.device, size: int) -> float:
-    """Return the rate of a large copy, bytes read and written: what memory gives at most, or nearly."""
+    """Return the rate of a large copy, in bytes read plus written: nearly the memory's maximum."""
     source = torch.empty(size, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
 

@@ -1,7 +1,7 @@
-"""A `tokenizer.model` of any number of pieces, made without training: for checkpoints of random weights.
+"""Makes a `tokenizer.model` of any number of pieces without training, for checkpoints of random weights.
 
-The file is SentencePiece's ModelProto (`sentencepiece_model.proto`), written here field by field: the classes
-that sentencepiece brings for it ask for another protobuf runtime than Triton's client.
+The file is SentencePiece's ModelProto (`sentencepiece_model.proto`), written here field by field, because the
+classes that come with sentencepiece need another protobuf runtime than Triton's client.
 """
 
 import itertools
@@ -18,10 +18,10 @@ _LETTERS = string.ascii_lowercase
 
 
 def tokenizer_model(pieces: int) -> bytes:
-    """Return a BPE model of `pieces` pieces: ChatGLM's controls and bytes, then characters, then words.
+    """Return a BPE model of `pieces` pieces: ChatGLM's control and byte pieces, then characters, then words.
 
     Raises:
-        ValueError: fewer than bytes and printable ASCII need.
+        ValueError: `pieces` is below 512, too few for bytes and printable ASCII.
     """
     names = list(itertools.islice(_names(), pieces))
     if pieces < 2 * 256:

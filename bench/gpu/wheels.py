@@ -1,9 +1,8 @@
-"""Which wheels a GPU host without a network is brought: one requirement a line, for pip.
+"""Lists the wheels to bring to a GPU host without a network: one requirement per line, for pip.
 
-They are what `tritongate[embedded]` needs on that host's Python, in the versions of `constraints.txt`,
-without what the host has and must keep (torch, and with it the CUDA libraries), and without what
-`nvidia-pytriton` needs for its own Python API: only its tritonserver is used. Run it where the project is
-installed.
+They are what `tritongate[embedded]` needs on that host's Python, in the versions of `constraints.txt`, except
+for what the host has and must keep (torch, and with it the CUDA libraries), and for what `nvidia-pytriton`
+needs for its own Python API, since only its tritonserver is used. Run it where the project is installed.
 """
 
 import importlib.metadata
@@ -19,11 +18,11 @@ from packaging.utils import NormalizedName, canonicalize_name
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 
 HOSTS = frozenset({"torch"})
-"""Of the host."""
+"""Packages that the host has and must keep."""
 BINARIES = frozenset({"nvidia-pytriton"})
-"""Used without their Python dependencies."""
+"""Packages that are used without their Python dependencies."""
 TOOLS = ("aiohttp",)
-"""What the measuring itself needs."""
+"""Packages that the measurements themselves need."""
 
 
 def needed(python: str) -> set[NormalizedName]:
@@ -59,7 +58,7 @@ def pinned(names: set[NormalizedName]) -> list[str]:
     """Return `name==version` of each, from the constraints.
 
     Raises:
-        KeyError: one is not among them.
+        KeyError: a name is not in the constraints.
     """
     versions = {}
     for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines():
