@@ -277,8 +277,7 @@ class EntryWatcher:
         """Unload an entry that failed: loading does nothing while Triton considers the entry ready.
 
         Streams that were running on a dead stub never end, so its instance remains UNLOADING until the server
-        stops. But that instance holds no model any more, and a load creates a new one in its place, so we
-        wait only briefly.
+        stops. But it holds no model any more, and a load creates a new instance: the wait can be short.
         """
         name, client = self._entry.name, self._around.client
         # A stuck stub would delay its own unloading, and keep its memory beside the new stub's.
