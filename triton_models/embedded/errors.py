@@ -6,7 +6,7 @@ EmbeddedError
 ├── PortInUseError   another process listens there already
 ├── ServerError      tritonserver did not start, died or hangs
 ├── LoadError        a model could not be loaded or unloaded, or does not answer
-└── StoppedError not a fault: the stop request came while something was being waited for
+└── StoppedError     not a fault: the stop request came while waiting
 
 Each message is one line for the person at the terminal.
 """
