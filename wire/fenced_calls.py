@@ -40,7 +40,6 @@ same."""
 
 _ESCAPE = re.compile(r"\\([0-7]{1,3}|.)", re.DOTALL)
 _ESCAPES = frozenset("\\'\"abfnrtvxuUN\n")
-_LARGEST_OCTAL = 0o377
 
 _MARK = "_"
 """Prepended to each parameter's name for parsing, because some names, such as `from`, are Python keywords."""
@@ -98,10 +97,11 @@ def _mark_parameters(source: str) -> str | None:
 
 
 def _escape(found: re.Match[str]) -> str:
-    r"""Double the backslash of an escape that Python does not know and keeps, with a warning (`'\d'`)."""
+    r"""Rewrite an escape that Python warns of: an unknown one (`'\d'`), or an octal over 0o377."""
     after = found[1]
-    known = int(after, 8) <= _LARGEST_OCTAL if after[0] in "01234567" else after in _ESCAPES
-    return found[0] if known else "\\" + found[0]
+    if after[0] in "01234567":
+        return rf"\u{int(after, 8):04x}"
+    return found[0] if after in _ESCAPES else "\\" + found[0]
 
 
 def _arguments(call: ast.Call) -> dict[str, Any]:

@@ -49,6 +49,7 @@ def test_what_is_written_is_read(arguments: dict[str, Any]) -> None:
         ),
         ("tool_call(城市='北京', a_1=0x1f)", {"城市": "北京", "a_1": 31}),
         ("tool_call(a='x, b=1)', b='''y\n'z''')", {"a": "x, b=1)", "b": "y\n'z"}),
+        (r"tool_call(a='\400\777\0001')", {"a": "\u0100\u01ff\x001"}),
         (r"tool_call(a='\d\n\'\N{BULLET}\101', b='C:\\x')", {"a": "\\d\n'•A", "b": "C:\\x"}),
         ("tool_call(**{'a-b': 1}, c=2)", {"a-b": 1, "c": 2}),
         ("tool_call(a='x' 'y')", {"a": "xy"}),
