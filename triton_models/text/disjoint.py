@@ -27,5 +27,16 @@ def _constants(schema: Any) -> dict[str, str]:
         if isinstance(each, dict) and len(each.get("enum", [])) == 1:
             values = each["enum"]
         if values:
-            found[name] = json.dumps(values[0])
+            found[name] = json.dumps(_canonical(values[0]), sort_keys=True)
     return found
+
+
+def _canonical(value: Any) -> Any:
+    """Return `value` such that what JSON Schema takes for equal (`1` and `1.0`) is written in one way."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_canonical(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _canonical(each) for name, each in value.items()}
+    return value
