@@ -14,7 +14,8 @@ def choose_device(asked: str) -> tuple[str, str]:
     """Return the device, `cpu` or `cuda:N`, and the reason; `auto` is the first GPU that torch can use.
 
     Raises:
-        PlatformError: `asked` is not a device name, or the driver shows no GPU with that number.
+        PlatformError: `asked` is not a device name, the driver shows no GPU with that number, or torch does
+            not say in time whether it can use one.
     """
     gpus = _gpu_count()
     if asked == "auto":
@@ -34,9 +35,13 @@ def choose_device(asked: str) -> tuple[str, str]:
 
 def _torch_uses_gpu() -> bool:
     """Ask torch, of which a CPU build cannot use the GPU; in a child process, since its import is costly."""
-    answer = subprocess.run(  # noqa: S603 - our own command
-        [sys.executable, "-c", _TORCH], stdout=subprocess.DEVNULL, timeout=_TORCH_TIMEOUT_S, check=False
-    )
+    command = [sys.executable, "-c", _TORCH]
+    try:
+        answer = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=_TORCH_TIMEOUT_S, check=False)  # noqa: S603 - our own command
+    except subprocess.TimeoutExpired:
+        raise PlatformError(
+            f"torch did not say within {_TORCH_TIMEOUT_S:.0f} s whether it can use the GPU: name --device"
+        ) from None
     return answer.returncode == 0
 
 

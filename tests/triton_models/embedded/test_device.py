@@ -34,3 +34,11 @@ def test_what_there_is_not(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
     monkeypatch.setattr(device, "_gpu_count", lambda: 2)
     with pytest.raises(PlatformError, match="--device"):
         choose_device(asked)
+
+
+def test_a_driver_that_hangs_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_gpu_count", lambda: 1)
+    monkeypatch.setattr(device, "_TORCH", "import time; time.sleep(60)")
+    monkeypatch.setattr(device, "_TORCH_TIMEOUT_S", 0.1)
+    with pytest.raises(PlatformError, match="--device"):
+        choose_device("auto")
