@@ -39,7 +39,11 @@ def running(*arguments: str) -> Iterator[str]:
         yield url
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(_STOP_S)
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _await_ready(process: "subprocess.Popen[bytes]", url: str) -> None:

@@ -97,6 +97,7 @@ class FaultyServer:
             stdout=self._output,
             stderr=self._output,
         )
+        self._stack.callback(process.kill)  # the last of the three: nothing is left of one that hangs
         self._stack.callback(process.wait, _STOP_S)
         self._stack.callback(process.terminate)
         began = time.monotonic()
