@@ -45,7 +45,10 @@ def change(url: str, action: str) -> httpx.Response:
 def generate(url: str) -> str | None:
     with openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) as sdk:
         answer = sdk.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "你好"}], max_tokens=4
+            model=MODEL,
+            messages=[{"role": "user", "content": "你好"}],
+            max_tokens=4,
+            extra_body={"ignore_eos": True},
         )
         return answer.choices[0].finish_reason
 
