@@ -40,7 +40,7 @@ class OpenedChannel:
 
     def close(self) -> None:
         self.call.cancel()
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     def _read(self) -> None:
@@ -63,5 +63,5 @@ def open_channel(client: StreamClient, model: str, channel_id: str) -> OpenedCha
         request.raw_input_contents.append(pack_strings([value.encode()]))
     request.parameters["priority"].uint64_param = 1
     channel = OpenedChannel(client.send(request))
-    assert channel.opened.wait(20)
+    assert channel.opened.wait(60)
     return channel

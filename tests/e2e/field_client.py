@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 import tritonclient.grpc as grpcclient
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 100.0
 
 
 class FieldError(Exception):

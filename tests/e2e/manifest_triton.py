@@ -98,7 +98,7 @@ class ManifestTriton:
 
     def is_ready(self) -> bool:
         try:
-            return httpx.get(f"http://{self.http}/v2/health/ready", timeout=5).status_code == 200
+            return httpx.get(f"http://{self.http}/v2/health/ready", timeout=20).status_code == 200
         except httpx.TransportError:
             return False
 

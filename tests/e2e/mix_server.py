@@ -24,7 +24,7 @@ WANTED_BLOCKS = AT_ONCE * 16
 """What so many answers of that length hold at their ends, with some 40 tokens of prompt."""
 
 RUNNING, WAITING = 2, 60
-SHORT_TIMEOUT_S = 2.0
+SHORT_TIMEOUT_S = 4.0
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Mix:
     triton: StreamClient
     base_url: str
     hasty_url: str
-    """A gateway that gives a request two seconds."""
+    """A gateway that gives a request only `SHORT_TIMEOUT_S`."""
 
     def count(self, name: str, **labels: str) -> float:
         return self.server.gauge("tritongate_engine_" + name, **labels)

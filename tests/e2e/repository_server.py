@@ -15,7 +15,7 @@ from tests.ports import free_ports
 from tests.tied import tied
 from wire.events import Ready, decode_event
 
-ANSWERS_WITHIN_S = 5.0
+ANSWERS_WITHIN_S = 20.0
 
 
 class RepositoryServer:
@@ -41,7 +41,7 @@ class RepositoryServer:
             [*command, "--repository", str(self._repository)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self._stack.callback(process.stdout.close)
-        self._stack.callback(process.wait, 20)
+        self._stack.callback(process.wait, 60)
         self._stack.callback(process.stdin.close)
         for line in process.stdout:
             event = decode_event(line)
@@ -67,7 +67,7 @@ def gateway(triton_grpc: str, *arguments: str) -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 def is_ready(url: str) -> bool:

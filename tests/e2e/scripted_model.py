@@ -1,9 +1,9 @@
 """A stream entry's `1/model.py` that does what its prompt says, to see how Triton carries each failure.
 
-`refuse CODE`, `raise`, `block SECONDS` (inside execute, which is noted by a file `blocking` in the entry's
-folder), `hang` (accepted, then nothing until cancelled, which is noted by a file `cancelled` there), `beat`
-(the same with heartbeats), `die`; anything else is answered by itself. It is loading as long as there is a
-file `hold` in the folder.
+`refuse CODE`, `raise`, `block` (inside execute, as long as there is a file `blocking` in the entry's folder,
+which it makes), `hang` (accepted, then nothing until cancelled, which is noted by a file `cancelled` there),
+`beat` (the same with heartbeats), `die`; anything else is answered by itself. It is loading as long as there
+is a file `hold` in the folder.
 """
 
 import os
@@ -54,7 +54,8 @@ class TritonPythonModel:
         else:
             if word == "block":
                 (self.folder / "blocking").touch()
-                time.sleep(float(argument))
+                while (self.folder / "blocking").exists():
+                    time.sleep(0.05)
             responder.send("", ACCEPTED, final=False)
             responder.send(word, LAST, final=True)
 

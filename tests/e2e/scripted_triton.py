@@ -56,6 +56,10 @@ class Scripted:
         self.entry = entry
 
     @property
+    def blocking(self) -> Path:
+        return self.entry / "blocking"
+
+    @property
     def saw_cancel(self) -> Path:
         return self.entry / "cancelled"
 
@@ -80,10 +84,10 @@ def scripted_triton(repository: Path) -> Iterator[Scripted]:
     finally:
         process.stdin.close()
         process.stdout.close()
-        process.wait(20)
+        process.wait(60)
 
 
-async def until(condition: Callable[[], bool], *, within_s: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], *, within_s: float = 60.0) -> None:
     end = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end, "it never came true"
@@ -104,7 +108,7 @@ async def ready(upstream: TritonUpstream) -> None:
     await until(lambda: any(card.ready for card in upstream.models()))
 
 
-def asking(script: str, *, time_s: float = 30.0, model: str = "m") -> Generation:
+def asking(script: str, *, time_s: float = 60.0, model: str = "m") -> Generation:
     return Generation(
         request_id="statuses",
         model=model,
@@ -113,11 +117,11 @@ def asking(script: str, *, time_s: float = 30.0, model: str = "m") -> Generation
     )
 
 
-async def ask(upstream: TritonUpstream, script: str, *, time_s: float = 30.0) -> list[Event]:
+async def ask(upstream: TritonUpstream, script: str, *, time_s: float = 60.0) -> list[Event]:
     return [event async for event in upstream.generate(asking(script, time_s=time_s))]
 
 
-async def failure(upstream: TritonUpstream, script: str, *, time_s: float = 30.0) -> GatewayError:
+async def failure(upstream: TritonUpstream, script: str, *, time_s: float = 60.0) -> GatewayError:
     with pytest.raises(GatewayError) as raised:
         await ask(upstream, script, time_s=time_s)
     assert not any(secret in raised.value.message for secret in ("secret", "/", "Traceback", "m-stream"))
@@ -129,8 +133,8 @@ async def stream_failure(channel: Channel, entry: str, shape: list[int]) -> Trit
     for name in ("prompt", "history", "sampling"):
         request.inputs.add(name=name, datatype="BYTES", shape=shape)
         request.raw_input_contents.append(pack_strings([b"{}"]))
-    deadline = asyncio.get_running_loop().time() + 30
-    responses = channel.stream_infer(request, deadline=deadline, idle_timeout_s=20)
+    deadline = asyncio.get_running_loop().time() + 60
+    responses = channel.stream_infer(request, deadline=deadline, idle_timeout_s=60)
     with pytest.raises(TritonError) as raised:
         await anext(responses)
     return raised.value

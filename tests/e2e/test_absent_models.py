@@ -21,7 +21,7 @@ from tests.e2e.scripted_triton import (
     upstream_of,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 UNLOAD = service_pb2.RepositoryModelUnloadRequest(model_name="m-stream")
 LOAD = service_pb2.RepositoryModelLoadRequest(model_name="m-stream")
@@ -51,14 +51,14 @@ async def test_a_stub_that_dies_and_is_brought_back(upstream: TritonUpstream) ->
 async def test_an_unloaded_model(upstream: TritonUpstream, scripted: Scripted) -> None:
     channel = Channel(scripted.address)
     try:
-        await channel.unary("RepositoryModelUnload", UNLOAD, timeout_s=20)
+        await channel.unary("RepositoryModelUnload", UNLOAD, timeout_s=60)
         assert (await stream_failure(channel, "m-stream", [1, 1])).fault is Fault.NOT_READY
         readiness = service_pb2.ModelReadyRequest(name="m-stream")
-        assert not (await channel.unary("ModelReady", readiness, timeout_s=5)).ready
+        assert not (await channel.unary("ModelReady", readiness, timeout_s=60)).ready
         await until(lambda: not upstream.model("m").ready)
         assert type(await failure(upstream, "hello")) is UnavailableError
     finally:
-        await channel.unary("RepositoryModelLoad", LOAD, timeout_s=30)
+        await channel.unary("RepositoryModelLoad", LOAD, timeout_s=60)
         await channel.close()
     await ready(upstream)
 
@@ -72,7 +72,7 @@ async def test_a_model_that_is_being_loaded(scripted: Scripted) -> None:
         async with upstream_of(scripted) as upstream:
             await ready(upstream)
             hold.touch()
-            await channel.unary("RepositoryModelUnload", UNLOAD, timeout_s=20)
+            await channel.unary("RepositoryModelUnload", UNLOAD, timeout_s=60)
             loading = asyncio.create_task(channel.unary("RepositoryModelLoad", LOAD, timeout_s=60))
             await until(lambda: upstream.replicas()[0].state is ReplicaState.NOT_READY)
             error = await failure(upstream, "hello")

@@ -18,7 +18,7 @@ from tests.e2e.up_process import UpProcess, wait_until
 from wire.channel import Frame
 from wire.meta import Meta
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 STREAMS = 64
 LONG: dict[str, Any] = {
@@ -70,10 +70,10 @@ def test_closing_a_channel_ends_what_is_on_it(up: UpProcess, triton: StreamClien
 
     owns = [
         triton.stream("chatglm3", "你好", max_tokens=480, ignore_eos=True, channel=where(stream))
-        for stream in range(16)  # so that steps take a while
+        for stream in range(64)  # so that steps take a while
     ]
     assert all(next(own)[1].accepted is not None for own in owns)
-    wait_until(lambda: channel.deltas(15) > 0)
+    wait_until(lambda: channel.deltas(63) > 0)
     channel.close()
     ends = [end_of(own) for own in owns]
     # On a busy machine some were through before it was closed.
@@ -129,6 +129,19 @@ async def lasting(client: openai.AsyncOpenAI, **changes: Any) -> tuple[str, str]
     return reason, text
 
 
+async def again_and_again(
+    client: openai.AsyncOpenAI, over: asyncio.Event, **changes: Any
+) -> list[tuple[str, str]]:
+    """Stream one long answer after the other until it is over; return what `lasting` said of each."""
+    ends = []
+    while not over.is_set():
+        try:
+            ends.append(await lasting(client, **changes))
+        except httpx.TransportError as error:
+            ends.append((f"error: {error}", ""))
+    return ends
+
+
 @pytest.fixture
 async def proxy(up: UpProcess) -> AsyncIterator[MeddlingProxy]:
     proxy = MeddlingProxy(up.triton_grpc)
@@ -153,11 +166,18 @@ async def test_a_channel_lost_under_load_leaves_no_stream_silent(
         ends: list[tuple[str, str]] = []
         for _ in range(4):
             tasks = [asyncio.create_task(lasting(client, temperature=0)) for _ in range(16)]
-            await until(lambda: up.gauge("tritongate_engine_requests_running", model="chatglm3") >= 8)
+            await until(
+                lambda tasks=tasks: (
+                    up.gauge("tritongate_engine_requests_running", model="chatglm3") >= 8
+                    or all(task.done() for task in tasks)
+                )
+            )
             opened = proxy.opened
             proxy.reset_channels()
-            ends += await asyncio.wait_for(asyncio.gather(*tasks), 60)
-        async with asyncio.timeout(30):  # without one while the pause after losses lasts, and then anew
+            ends += await asyncio.wait_for(asyncio.gather(*tasks), 100)
+        # Its probes come through this loop, which was busy with all those streams.
+        await until(meddled.is_ready)
+        async with asyncio.timeout(100):  # without one while the pause after losses lasts, and then anew
             while proxy.opened == opened:
                 assert await lasting(client, temperature=0) == expected
     for reason, text in ends:
@@ -189,17 +209,19 @@ async def test_a_killed_worker_frees_its_requests_and_harms_no_other(
 ) -> None:
     doomed, other = worker(), worker()
     async with doomed.sdk() as dies, other.sdk() as lives:
-        lost = [asyncio.create_task(lasting(dies)) for _ in range(16)]
-        kept = [asyncio.create_task(lasting(lives, temperature=0)) for _ in range(4)]
-        await until(lambda: up.gauge("tritongate_engine_requests_running", model="chatglm3") >= 18)
+        killed = asyncio.Event()
+        lost = [asyncio.create_task(again_and_again(dies, killed)) for _ in range(32)]
+        kept = [asyncio.create_task(again_and_again(lives, killed, temperature=0)) for _ in range(4)]
+        await until(lambda: up.gauge("tritongate_engine_requests_running", model="chatglm3") >= 34)
         doomed.process.kill()
+        killed.set()
         await until(lambda: up.gauge("tritongate_engine_requests_running", model="chatglm3") <= 4)
-        ends = await asyncio.gather(*kept)
+        ends = [end for each in await asyncio.gather(*kept) for end in each]
         assert {reason for reason, _ in ends} == {"length"}
         assert len({text for _, text in ends}) == 1
-        failed = await asyncio.gather(*lost, return_exceptions=True)
+        failed = await asyncio.gather(*lost)
         # On a busy machine some were through before it was killed.
-        assert not all(isinstance(each, tuple) and each[0] == "length" for each in failed)
+        assert any(each[-1][0].startswith("error: ") for each in failed)
     await idle(up)
 
 
@@ -219,11 +241,16 @@ async def test_a_client_that_does_not_read_stalls_nobody(
         assert slow.recv(12) == b"HTTP/1.1 200"  # and never anything more
         async with served.sdk() as client:
             ends = await asyncio.wait_for(
-                asyncio.gather(*(lasting(client, temperature=0) for _ in range(8))), 60
+                asyncio.gather(*(lasting(client, temperature=0) for _ in range(8))), 100
             )
         assert {reason for reason, _ in ends} == {"length"}
         assert len({text for _, text in ends}) == 1
-        await until(lambda: up.gauge("tritongate_engine_requests_running", model="chatglm3") == 0)
-        assert await asyncio.to_thread(served.gauge, "tritongate_requests_in_flight") == 1, "none is stuck"
+        # The engine is idle between two of its answers, too, and then there is none in flight.
+        await until(
+            lambda: (
+                up.gauge("tritongate_engine_requests_running", model="chatglm3") == 0
+                and served.gauge("tritongate_requests_in_flight") == 1
+            )
+        )
     await until(lambda: served.gauge("tritongate_requests_in_flight") == 0)
     await idle(up)

@@ -16,10 +16,10 @@ import pytest
 from tests.e2e.up_process import GOLDEN, UpProcess, lives, wait_until
 from tests.ports import free_ports
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-CLEAR_WITHIN_S = 15.0
-FAILS_WITHIN_S = 60.0
+CLEAR_WITHIN_S = 30.0
+FAILS_WITHIN_S = 100.0
 RECOVER_WITHIN_S = 60.0
 STREAMS = 8
 HELLO = [{"role": "user", "content": "你好"}]
@@ -80,7 +80,7 @@ async def break_under_load(up: UpProcess, victim: psutil.Process) -> None:
         await asyncio.to_thread(wait_until, up.is_ready, RECOVER_WITHIN_S)
         await asyncio.to_thread(wait_until, lambda: answers(up), RECOVER_WITHIN_S)
     assert not lives(victim)
-    assert up.gauge("tritongate_requests_in_flight") == 0
+    await asyncio.to_thread(wait_until, lambda: up.gauge("tritongate_requests_in_flight") == 0)
     await asyncio.to_thread(wait_until, lambda: up.gauge("tritongate_engine_kv_blocks_used") == 0)
 
 
@@ -101,7 +101,7 @@ def test_nothing_outlives_a_killed_parent(own_up: UpProcess, victim: str) -> Non
     else:
         own_up.supervisor().kill()
         assert own_up.process.wait(CLEAR_WITHIN_S) != 0
-    wait_until(lambda: not own_up.tree(), 10)
+    wait_until(lambda: not own_up.tree())
 
 
 def broken_checkpoint(folder: Path, damage: str) -> Path:

@@ -21,7 +21,7 @@ from tests.e2e.field_client import (
 from tests.e2e.stream_client import StreamClient
 from tests.e2e.up_process import UpProcess, wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 CONTEXT = 512
 HELLO = "你好"

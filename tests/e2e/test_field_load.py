@@ -13,12 +13,14 @@ from tritonclient.utils import InferenceServerException
 from tests.e2e.field_client import FieldError, ask_batched, ask_chatglm2, conversation
 from tests.e2e.up_process import UpProcess, wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 HELLO = "你好"
 MANY = 256
 LONG = "512"
-CLEAR_WITHIN_S = 25.0
+GIVE_UP, PATIENCE_S = 96, 3.0
+"""So many long answers take longer than this, and the engine has begun with them by then."""
+CLEAR_WITHIN_S = 60.0
 RECOVER_WITHIN_S = 60.0
 
 
@@ -39,13 +41,14 @@ def test_hundreds_are_in_flight_and_memory_does_not_grow(up: UpProcess) -> None:
             futures = [threads.submit(ask, number) for number in range(MANY)]
             wait_until(lambda: stub.num_threads() > MANY // 2 or all(each.done() for each in futures))
             assert all(each.result() for each in futures)
+        # The stack of each thread is memory, too, and how many there are at once is a matter of chance.
+        wait_until(lambda: stub.num_threads() < MANY // 2)
         return int(stub.memory_info().rss)
 
     ask_many()  # whatever is allocated once
     before = ask_many()
     after = max(ask_many() for _ in range(2))
     assert after - before < 8 * 2**20
-    wait_until(lambda: stub.num_threads() < MANY // 2)
     wait_until(lambda: idle(up))
 
 
@@ -60,17 +63,17 @@ def test_a_client_that_gives_up_frees_the_engine(up: UpProcess) -> None:
             contextlib.suppress(InferenceServerException),
             grpcclient.InferenceServerClient(up.triton_grpc) as client,
         ):
-            ask_chatglm2(client, HELLO, [], temperature="1.5", max_token=LONG, timeout_s=0.5)
+            ask_chatglm2(client, HELLO, [], temperature="1.5", max_token=LONG, timeout_s=PATIENCE_S)
 
     before = cancelled()
-    with ThreadPoolExecutor(48) as threads:
-        list(threads.map(give_up, range(48)))
+    with ThreadPoolExecutor(GIVE_UP) as threads:
+        list(threads.map(give_up, range(GIVE_UP)))
     wait_until(lambda: idle(up, "chatglm2") and cancelled() > before)
 
 
 def answers(up: UpProcess) -> bool:
     try:
-        return bool(ask_batched(up.triton_http, HELLO, timeout_s=10))
+        return bool(ask_batched(up.triton_http, HELLO, timeout_s=30))
     except (FieldError, httpx.TransportError):
         return False
 

@@ -15,7 +15,7 @@ from tests.e2e.up_process import GOLDEN, metric, wait_until
 from triton_models.entries import ModelEntry, write_entries
 from wire.events import Ready, decode_event
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 HELLO = "你好"
 MINIMAL = 'backend: "python"\nparameters {{ key: "checkpoint" value {{ string_value: "{checkpoint}" }} }}\n'
@@ -48,7 +48,7 @@ def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ready]:
             [*command, "--repository", str(repository)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         stack.callback(process.stdout.close)
-        stack.callback(process.wait, 30)
+        stack.callback(process.wait, 60)
         stack.callback(process.stdin.close)
         said = []
         for line in process.stdout:
@@ -64,7 +64,7 @@ def url(ready: Ready, version: int) -> str:
 
 
 def config(ready: Ready, entry: str) -> dict[str, object]:
-    found: dict[str, object] = httpx.get(f"http://{ready.http}/v2/models/{entry}/config", timeout=30).json()
+    found: dict[str, object] = httpx.get(f"http://{ready.http}/v2/models/{entry}/config", timeout=60).json()
     return found
 
 
@@ -120,7 +120,7 @@ def test_each_version_has_its_own_metrics(by_hand: Ready) -> None:
 
 
 def gauge(ready: Ready, name: str, **labels: str) -> float:
-    exposition = httpx.get(f"http://{ready.metrics}/metrics", timeout=30).text
+    exposition = httpx.get(f"http://{ready.metrics}/metrics", timeout=60).text
     return metric(exposition, f"tritongate_engine_{name}", **labels)
 
 

@@ -14,11 +14,12 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.up_process import GOLDEN, UpProcess, wait_until
+from tests.e2e.up_process import GOLDEN, UpProcess, command_of, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 ENTRIES = ["chatglm3-tokenizer", "chatglm3-stream", "chatglm3"]
+TIMEOUT_S = 120.0
 HELLO: list[Any] = [{"role": "user", "content": "你好"}]
 KEYS = json.dumps(
     [
@@ -48,12 +49,13 @@ def change(up: UpProcess, action: str, key: str = "sk-admin", **options: Any) ->
 
 def model(up: UpProcess) -> dict[str, Any]:
     url = up.base_url + "/v1/models/chatglm3"
-    return dict(httpx.get(url, headers={"Authorization": "Bearer sk-client"}).json())
+    headers = {"Authorization": "Bearer sk-client"}
+    return dict(httpx.get(url, headers=headers, timeout=TIMEOUT_S).json())
 
 
 def stubs(up: UpProcess) -> list[psutil.Process]:
     return [
-        process for process in up.tree() if "triton_python_backend_stub" in " ".join(process.cmdline()[:1])
+        process for process in up.tree() if "triton_python_backend_stub" in " ".join(command_of(process)[:1])
     ]
 
 
@@ -76,7 +78,7 @@ def test_a_model_is_unloaded_and_its_memory_comes_back(up: UpProcess) -> None:
     wait_until(lambda: not stubs(up))
     assert memory > 100 * 2**20
     assert model(up)["unloaded"]
-    ready = httpx.get(up.base_url + "/health/ready")
+    ready = httpx.get(up.base_url + "/health/ready", timeout=TIMEOUT_S)
     assert (ready.status_code, ready.json()["models"]) == (200, [])
     with pytest.raises(openai.APIStatusError) as refused:
         ask(up)
@@ -100,7 +102,7 @@ def test_requests_in_flight_finish_and_parallel_changes_conflict(up: UpProcess) 
     assert chunks[-1].choices[0].finish_reason == "length"
     assert statuses == [200, 409, 409, 409]
     assert model(up)["ready"]
-    assert len(stubs(up)) == len(ENTRIES)
+    wait_until(lambda: len(stubs(up)) == len(ENTRIES))
 
 
 def test_who_may_and_what_may_not(up: UpProcess) -> None:
@@ -110,7 +112,8 @@ def test_who_may_and_what_may_not(up: UpProcess) -> None:
     assert (elsewhere.status_code, elsewhere.json()["error"]["param"]) == (400, "upstream")
     for name, status in (("nope", 404), ("chatglm3-stream", 404), ("..%2fx", 400)):
         url = f"{up.base_url}/v1/models/{name}/load"
-        assert httpx.post(url, json={}, headers={"Authorization": "Bearer sk-admin"}).status_code == status
+        headers = {"Authorization": "Bearer sk-admin"}
+        assert httpx.post(url, json={}, headers=headers, timeout=TIMEOUT_S).status_code == status
     assert model(up)["ready"]
 
 
@@ -139,9 +142,9 @@ def test_by_command(up: UpProcess) -> None:
 def test_by_curl_on_triton(up: UpProcess) -> None:
     """The supervisor leaves alone what somebody unloaded, and readiness follows."""
     repository = up.triton_http + "/v2/repository/models/chatglm3-stream"
-    assert httpx.post(repository + "/unload", json={}).status_code == 200
+    assert httpx.post(repository + "/unload", json={}, timeout=TIMEOUT_S).status_code == 200
     wait_until(lambda: model(up).get("unloaded", False))
-    assert httpx.get(up.base_url + "/health/ready").status_code == 200
+    assert httpx.get(up.base_url + "/health/ready", timeout=TIMEOUT_S).status_code == 200
     wait_until(lambda: len(stubs(up)) == len(ENTRIES) - 1)
     assert httpx.post(repository + "/load", json={}, timeout=120).status_code == 200
     wait_until(lambda: model(up)["ready"])
@@ -162,7 +165,7 @@ def test_what_cannot_be_loaded_says_why(up: UpProcess) -> None:
     assert (answer.status_code, "/nowhere/at/all" in message) == (502, True)
     assert "\n" not in message
     assert "At:" not in message
-    assert httpx.get(up.base_url + "/health/ready").status_code == 503
+    assert httpx.get(up.base_url + "/health/ready", timeout=TIMEOUT_S).status_code == 503
     config.write_text(good, encoding="utf-8")
     assert change(up, "load").status_code == 200
     assert ask(up, max_tokens=2).choices[0].finish_reason == "length"

@@ -8,10 +8,10 @@ import pytest
 
 from tests.e2e.up_process import UpProcess
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 BURST = 8
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 """Of every ten bursts of tokenizations some have one; of generations, one or two."""
 
 

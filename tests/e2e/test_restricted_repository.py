@@ -60,7 +60,7 @@ def check(triton: ManifestTriton, key: str | None) -> tuple[int, str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     return done.returncode, done.stdout + done.stderr
@@ -85,7 +85,7 @@ def test_with_the_key_models_are_listed_unloaded_and_loaded(
     triton: ManifestTriton, with_key: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with gateway(triton.grpc, "--log-level", "debug") as url:
-        listed = httpx.get(url + "/v1/models").json()["data"]
+        listed = httpx.get(url + "/v1/models", timeout=60).json()["data"]
         assert [model["id"] for model in listed] == [MODEL]
         assert change(url, "unload").json()["changes"][0]["entries"] == ENTRIES[::-1]
         assert change(url, "load").json()["changes"][0]["entries"] == ENTRIES
@@ -108,7 +108,7 @@ def test_the_check_says_what_is_missing(triton: ManifestTriton) -> None:
 def test_the_restriction_is_tritons_own(triton: ManifestTriton) -> None:
     """Over HTTP as well; what probes and clients ask is open."""
     index = f"http://{triton.http}/v2/repository/index"
-    assert httpx.post(index).status_code == 403
-    listed = httpx.post(index, headers={"admin-key": RESTRICTED_KEY})
+    assert httpx.post(index, timeout=60).status_code == 403
+    listed = httpx.post(index, headers={"admin-key": RESTRICTED_KEY}, timeout=60)
     assert {entry["name"] for entry in json.loads(listed.text)} == set(ENTRIES)
-    assert httpx.get(f"http://{triton.http}/v2/health/ready").status_code == 200
+    assert httpx.get(f"http://{triton.http}/v2/health/ready", timeout=60).status_code == 200

@@ -19,7 +19,7 @@ from tests.tied import tied
 from triton_models.embedded.environments import EnvironmentClaim, remove_empty
 from triton_models.embedded.installation import find_installation
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 REPOSITORY = Path(__file__).parents[2] / "triton_models" / "repository"
 START_S = 100.0
