@@ -44,11 +44,14 @@ async def test_an_agent_calls_its_function_and_goes_on(agent: Agent[None]) -> No
 
 
 async def test_a_streamed_run_is_the_whole_one(agent: Agent[None]) -> None:
-    run = Runner.run_streamed(agent, QUESTION)
-    pieces = [
-        event.data.delta
-        async for event in run.stream_events()
-        if event.type == "raw_response_event" and event.data.type == "response.output_text.delta"
-    ]
-    assert len(pieces) > 1
-    assert "".join(pieces) == run.final_output == ANSWER
+    lengths = []
+    for _ in range(5):  # a busy machine may join the pieces of a short answer
+        run = Runner.run_streamed(agent, QUESTION)
+        pieces = [
+            event.data.delta
+            async for event in run.stream_events()
+            if event.type == "raw_response_event" and event.data.type == "response.output_text.delta"
+        ]
+        assert "".join(pieces) == run.final_output == ANSWER
+        lengths.append(len(pieces))
+    assert max(lengths) > 1

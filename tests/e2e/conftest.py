@@ -1,11 +1,14 @@
 """`tritongate up`, started once for all tests that do not break it, and a scripted Triton."""
 
+import json
+import shutil
 from collections.abc import AsyncIterator, Iterator
 
 import openai
 import pytest
 
 from gateway.triton.pool import TritonUpstream
+from tests.e2e.relay import Relay
 from tests.e2e.scripted_triton import Scripted, ready, scripted_triton, upstream_of
 from tests.e2e.stream_client import StreamClient
 from tests.e2e.up_process import GOLDEN, UpProcess
@@ -29,6 +32,28 @@ def own_up() -> Iterator[UpProcess]:
         yield process.wait_ready()
     finally:
         process.close()
+
+
+@pytest.fixture(scope="session")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
+    """One whose answers may be so long that whatever a test does meanwhile is done well before they end."""
+    folder = tmp_path_factory.mktemp("patient") / "chatglm3"
+    shutil.copytree(GOLDEN / "chatglm3", folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"seq_length": 8192}), encoding="utf-8")
+    process = UpProcess("--model", str(folder), "--dtype", "float32")
+    try:
+        yield process.wait_ready()
+    finally:
+        process.close()
+
+
+@pytest.fixture(scope="module")
+def relay(patient: UpProcess) -> Iterator[Relay]:
+    """Between a gateway and a Triton of long answers, which it can be kept from hearing of."""
+    relay = Relay(patient.triton_grpc)
+    yield relay
+    relay.close()
 
 
 @pytest.fixture(scope="session")

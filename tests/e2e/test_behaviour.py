@@ -118,7 +118,7 @@ def test_short_answers_stream_whole(answer: str, sdk: openai.OpenAI) -> None:
 
 def test_usage_is_null_in_all_chunks_but_the_last(up: UpProcess) -> None:
     body = {"model": "chatglm3", "messages": MESSAGES, "max_tokens": 3, "stream": True}
-    body["stream_options"] = {"include_usage": True}
+    body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
     answer = httpx.post(up.base_url + "/v1/chat/completions", json=body, timeout=60)
     *chunks, last, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
     assert done == "[DONE]"
@@ -158,7 +158,7 @@ def test_there_is_one_shape_of_errors(
 ) -> None:
     method, path = asked.split()
     headers = {"Content-Type": media_type, "X-Request-Id": "mine-1"}
-    answer = httpx.request(method, up.base_url + path, content=content, headers=headers)
+    answer = httpx.request(method, up.base_url + path, content=content, headers=headers, timeout=60)
     assert answer.status_code == status
     assert set(answer.json()) == {"error"}
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

@@ -101,6 +101,7 @@ def test_choices_of_a_completion_are_those_of_the_seeds_that_follow(model: str, 
 def test_the_prompt_is_computed_once(up: UpProcess, sdk: openai.OpenAI) -> None:
     hits, prompts = (f"tritongate_engine_{name}_tokens_total" for name in ("prefix_hit", "prompt"))
     labels = {"model": "chatglm3"}
+    up.wait_counted("chatglm3")
     before = up.gauge(hits, **labels), up.gauge(prompts, **labels)
     answer = chat(sdk, messages=[{"role": "user", "content": NOBODY_ELSES}], n=4, max_tokens=4)
     assert answer.usage.prompt_tokens_details is None, "nobody had said this before"

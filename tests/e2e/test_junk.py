@@ -96,7 +96,10 @@ def test_a_bad_request_in_a_batch_fails_alone(up: UpProcess, triton: StreamClien
 )
 def test_a_junk_body_is_a_400_in_openais_shape(up: UpProcess, body: bytes) -> None:
     answer = httpx.post(
-        up.base_url + "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+        up.base_url + "/v1/chat/completions",
+        content=body,
+        headers={"content-type": "application/json"},
+        timeout=60,
     )
     assert answer.status_code == 400
     assert set(json.loads(answer.text)["error"]) == {"message", "type", "param", "code"}

@@ -182,9 +182,14 @@ def test_a_full_tokenizer_says_so_and_forgets_who_left(http: httpx.Client, up: U
             refused.append(str(error))
 
     client = InferenceServerClient(up.triton_grpc)
-    calls = [client.async_infer("chatglm3-tokenizer", [long], ended) for _ in range(100)]
-    wait_until(lambda: refused)
-    full = http.post("/tokenize", json={"model": "chatglm3", "prompt": "a"})
+    tokenizer = up.stub("chatglm3-tokenizer")
+    tokenizer.suspend()  # so that the queue is as full when it is asked as when the last was refused
+    try:
+        calls = [client.async_infer("chatglm3-tokenizer", [long], ended) for _ in range(100)]
+        wait_until(lambda: refused)
+        full = http.post("/tokenize", json={"model": "chatglm3", "prompt": "a"})
+    finally:
+        tokenizer.resume()
     assert (full.status_code, full.headers["retry-after"]) == (429, "1")
     assert full.json()["error"]["message"] == "The model's queue is full; try again shortly."
     for call in calls:

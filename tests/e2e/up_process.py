@@ -110,6 +110,11 @@ class UpProcess:
         )
         return metric(httpx.get(url, timeout=20).text, name, **labels)
 
+    def wait_counted(self, model: str) -> None:
+        """Wait until the engine has written what it has counted by now, which it does four times a second."""
+        now = time.time()
+        wait_until(lambda: self.gauge("tritongate_engine_heartbeat_timestamp_seconds", model=model) > now)
+
     def stop(self) -> int:
         """End it as Ctrl-C does; hold that it takes its time limit only and leaves no process."""
         self.tree()
