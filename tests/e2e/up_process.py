@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 TRITONGATE = Path(sys.executable).with_name("tritongate")
 READY_TIMEOUT_S = 100.0
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 10.0
 """Ten are promised; the others are for a machine that several tests share."""
 
 
