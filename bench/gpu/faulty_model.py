@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from triton_models.engine.batch import Batch
-from triton_models.engine.runner import Launched, Runner
+from triton_models.engine.runner import Begun, Runner
 from triton_models.serving.stream import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
@@ -33,10 +33,10 @@ class _Device:
     lost = False
 
 
-_launch, _reset = Runner.launch, Runner.reset
+_begin, _reset = Runner.begin, Runner.reset
 
 
-def _faulty_launch(self: Runner, batch: Batch) -> Launched:
+def _faulty_begin(self: Runner, batch: Batch) -> Begun:
     seeds = {chunk.sequence.seed for chunk in batch.prefills}
     device = self._model.device
     if MEMORY_SEED in seeds:
@@ -48,11 +48,11 @@ def _faulty_launch(self: Runner, batch: Batch) -> Launched:
             raise torch.OutOfMemoryError("provoked: the device's memory is full")
         if _Device.lost:
             raise RuntimeError("provoked: an illegal memory access was encountered")
-    launched = _launch(self, batch)
+    begun = _begin(self, batch)
     if _Device.full:
         # A small model's step may fit into memory that the allocator had kept.
         torch.empty(_DEMANDED, dtype=torch.uint8, device=device)
-    return launched
+    return begun
 
 
 def _reset_and_free(self: Runner) -> None:
@@ -85,5 +85,5 @@ def _read_out_of_range(device: torch.device) -> None:
         one.index_select(0, torch.tensor([2**30], device=device))
 
 
-Runner.launch = _faulty_launch  # type: ignore[method-assign]
+Runner.begin = _faulty_begin  # type: ignore[method-assign]
 Runner.reset = _reset_and_free  # type: ignore[method-assign]

@@ -39,6 +39,11 @@ class Batch:
         """Every chunk, decodes first."""
         return self.decodes + self.prefills
 
+    @property
+    def masks_wait(self) -> bool:
+        """Whether a token mask must be told a token that is in flight before it can be asked for the next."""
+        return any(chunk.sequence.masked and chunk.sequence.in_flight for chunk in self.decodes)
+
     def advance(self) -> None:
         """Record that the step was launched: steps launched later find its keys and values."""
         for chunk in self.decodes:

@@ -4,7 +4,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from triton_models.engine.backend import Backend, choose_backend
@@ -16,22 +15,14 @@ from triton_models.engine.model import CausalModel
 from triton_models.engine.rehearsal import memory_beside_cache
 from triton_models.engine.request_check import check_request
 from triton_models.engine.results import Sampled, token_output
-from triton_models.engine.runner import Launched, Runner
+from triton_models.engine.runner import Runner
 from triton_models.engine.scheduler import Scheduler
 from triton_models.engine.sequence import FinishReason, Request, Sequence, SequenceState, TokenOutput
 from triton_models.engine.settings import EngineSettings, choose_capacity
 from triton_models.engine.stats import EngineStats, StepStats
+from triton_models.engine.step import Step
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """A step that was launched but not collected yet."""
-
-    launched: Launched
-    began: float
-    batch: Batch
 
 
 class Engine:
@@ -61,9 +52,9 @@ class Engine:
         self._capacity = choose_capacity(settings, model, memory)
         log.info("%s", self._capacity.reason)
         self._runner = Runner(model, backend, settings, self._capacity)
-        self._launched: _Step | None = None
+        self._launched: Step | None = None
         self._fault: Exception | None = None
-        self._uncollected: deque[Batch] = deque()
+        self._uncollected = deque[Batch]()
         """Steps that were scheduled and are not known to have finished."""
         self._collected_at = 0.0
         self._intake = Intake(settings.max_running + settings.max_waiting)
@@ -116,8 +107,9 @@ class Engine:
     def step(self) -> StepStats | None:
         """Finish a step; None if there was nothing to compute.
 
-        With overlap, the following step is launched before waiting for this one's results. If that fails, the
-        next call raises the error, because this step's results come first.
+        With overlap, the following step is launched before waiting for this one's results, except for its
+        sampling where a token mask has to be told these results first. If that fails, the next call raises
+        the error, because this step's results come first.
         """
         fault, self._fault = self._fault, None
         if fault is not None:
@@ -131,7 +123,13 @@ class Engine:
                 self._launched = self._launch()
             except Exception as error:  # noqa: BLE001 - raised by the next call
                 self._fault = error
-        return self._collect(current)
+        stats = self._collect(current)
+        if self._launched is not None:
+            try:
+                self._launched.sample()
+            except Exception as error:  # noqa: BLE001 - as above
+                self._fault = error
+        return stats
 
     def take_outputs(self) -> list[TokenOutput]:
         """Return the outputs since the last call, oldest first."""
@@ -181,7 +179,7 @@ class Engine:
             burst_tokens=self.settings.largest_step,
         )
 
-    def _launch(self) -> "_Step | None":
+    def _launch(self) -> Step | None:
         """Schedule a step and have the device compute it; None if there is nothing to compute."""
         self._welcome_and_dismiss()
         began = time.perf_counter()
@@ -193,14 +191,12 @@ class Engine:
         for chunk in batch.prefills:
             if chunk.sequence.scheduled_at is None:
                 chunk.sequence.scheduled_at = self._clock()
-        launched = self._runner.launch(batch)
-        batch.advance()
-        return _Step(launched=launched, began=began, batch=batch)
+        return Step(self._runner, batch, began=began)
 
-    def _collect(self, step: "_Step") -> StepStats:
+    def _collect(self, step: Step) -> StepStats:
         """Wait for a step's results and apply them."""
         batch = step.batch
-        accepted = [self._accept(each) for each in self._runner.collect(step.launched)]
+        accepted = [self._accept(each) for each in step.collect()]
         self._uncollected.popleft()
         now = time.perf_counter()
         began, self._collected_at = max(step.began, self._collected_at), now

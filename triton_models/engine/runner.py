@@ -27,13 +27,31 @@ from triton_models.engine.prompt_scoring import (
 from triton_models.engine.results import Sampled, sampled_tokens
 from triton_models.engine.sampler import MASK_BITS, SamplerOutputs
 from triton_models.engine.sampling_rows import sampler_inputs, stage_sampling
-from triton_models.engine.sequence import Sequence
+from triton_models.engine.sequence import Sequence, SequenceState
 from triton_models.engine.settings import Capacity, EngineSettings
 from triton_models.engine.slots import SlotTable, slot_of, stage_blocks, stage_sequences
 from triton_models.engine.staging import Staging, upload
 from triton_models.engine.step_inputs import StepInputs, chunk_rows, stage_prompts, step_inputs
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A step that has its forward pass on the device, but not its sampling.
+
+    `sampling`: the sequences that it samples for; `views`: what was uploaded for it; `logits`: [S,
+    vocabulary] of their rows, and of padding rows behind them, valid until the next step is begun.
+    """
+
+    sampling: list[Sequence]
+    decodes: int
+    views: dict[str, Tensor]
+    logits: Tensor
+    captured: CapturedSteps | None
+    """If they have the sampling of this step, too."""
+    scores: Scores | None
+    """Log-probabilities of prompts, if any are requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +62,6 @@ class Launched:
     outputs: SamplerOutputs | None
     mask_errors: dict[str, MaskFault]
     scores: Scores | None
-    """Log-probabilities of prompts, if any are requested."""
     done: torch.cuda.Event | None
     """None: the step has finished."""
 
@@ -52,9 +69,10 @@ class Launched:
 class Runner:
     """Owns the model, its KV cache and the slots.
 
-    `launch` returns as soon as the work is queued on the device, and a step may be launched before the
-    previous one was collected: the device computes them in order, and finds the newest tokens in its own
-    tables. A step's data is uploaded in one copy; only token masks need a second one.
+    `begin` and `sample` return as soon as the work is queued on the device, and a step may be launched before
+    the previous one was collected: the device computes them in order, and finds the newest tokens in its own
+    tables. A step's data is uploaded in one copy; only token masks need a second one. They are asked in
+    `sample`, so a step whose masks depend on the previous step's tokens can be begun before those are known.
 
     Its methods may run on any thread, one at a time: each makes the model's device the current one, for
     kernels, graphs and events.
@@ -111,12 +129,18 @@ class Runner:
                 self._captured.capture()
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> Launched:
-        """Have the device compute a step."""
+    def begin(self, batch: Batch) -> Begun:
+        """Have the device compute a step up to its logits; `sample` it before the next one is begun."""
         with current(self._model.device):
-            return self._launch(batch)
+            return self._begin(batch)
 
-    def _launch(self, batch: Batch) -> Launched:
+    @torch.inference_mode()
+    def sample(self, begun: Begun) -> Launched:
+        """Have the device sample a step's tokens; its masks must have been told all tokens before."""
+        with current(self._model.device):
+            return self._sample(begun)
+
+    def _begin(self, batch: Batch) -> Begun:
         staging = Staging()
         sampling = [chunk.sequence for chunk in batch.chunks if chunk.samples]
         chunks = chunk_rows(batch)
@@ -125,7 +149,6 @@ class Runner:
         scored = scored_chunks(batch, chunks)
         if scored:
             stage_scores(staging, scored)
-        masks, mask_errors = self._fill_masks(sampling)
         views = staging.upload(self._model.device)
         self._slots.load(views)
         self._penalties.load(views)
@@ -133,7 +156,7 @@ class Runner:
             self._cache.clear(views["new_blocks"])
         slots = views["decode_slots"]
         longest = max((chunk.end for chunk in batch.decodes), default=0)
-        outputs = scores = None
+        scores = None
         if batch.prefills:
             inputs = step_inputs(views, self._slots)
             layout, hidden = self._compute_prompts(inputs, chunks, longest, captured)
@@ -142,15 +165,24 @@ class Runner:
             logits = self._step.logits(hidden[inputs.rows], layout) if sampling else hidden[:0]
         else:
             logits = captured.decodes.forward(slots) if captured else self._step.decode(slots, longest)
-        if captured and not batch.prefills and all(map(_is_plain, sampling)):
-            outputs = SamplerOutputs(captured.decodes.finish(len(slots)), None, None)
+        if batch.prefills or not all(map(_is_plain, sampling)):
+            captured = None
+        return Begun(sampling, len(batch.decodes), views, logits, captured, scores)
+
+    def _sample(self, begun: Begun) -> Launched:
+        sampling, views = begun.sampling, begun.views
+        slots = views["decode_slots"]
+        masks, mask_errors = self._fill_masks(sampling)
+        outputs = None
+        if begun.captured is not None:
+            outputs = SamplerOutputs(begun.captured.decodes.finish(len(slots)), None, None)
         elif sampling:
             rules = sampler_inputs(views, self._slots, self._penalties, masks, sampling)
-            outputs = self._backend.sample(logits[: len(sampling)], rules)
-            self._slots.advance(slots[: len(batch.decodes)], views["sampling_slots"], outputs.status[0])
+            outputs = self._backend.sample(begun.logits[: len(sampling)], rules)
+            self._slots.advance(slots[: begun.decodes], views["sampling_slots"], outputs.status[0])
             if rules.penalties is not None:
                 rules.penalties.count(outputs.status[0])
-        return self._send_back(sampling, outputs, mask_errors, scores)
+        return self._send_back(sampling, outputs, mask_errors, begun.scores)
 
     def collect(self, launched: Launched) -> list[Sampled]:
         """Wait for a step; returns results of the chunks that sample, in order, then of those only scored."""
@@ -226,13 +258,18 @@ class Runner:
         return score(scored, views, hidden, lambda rows: self._step.logits(rows, layout))
 
     def _fill_masks(self, sampling: list[Sequence]) -> tuple[Tensor | None, dict[str, MaskFault]]:
-        """Ask every token mask; returns their words on the device, and errors by request."""
+        """Ask every token mask; returns their words on the device, and errors by request.
+
+        Those of sequences that have ended since the step was begun are not asked: their tokens are dropped.
+        """
         errors: dict[str, MaskFault] = {}
-        masked = [each for each in sampling if each.request.sampling.mask is not None]
+        masked = [each for each in sampling if each.masked]
         if not masked:
             return None, errors
         words = torch.zeros((len(masked), -(-self._model.vocab_size // MASK_BITS)), dtype=torch.int32)
         for row, sequence in zip(words, masked, strict=True):
+            if sequence.state is SequenceState.FINISHED:
+                continue
             if (error := fill_mask(sequence, row)) is not None:
                 errors[sequence.request.request_id] = error
         return upload(words, self._model.device), errors

@@ -32,8 +32,9 @@ class Scheduler:
       preempted: it gives up its blocks and waits again; its known tokens are recomputed later. The
       best-ranked one is never the victim, and any admitted sequence fits into the whole cache alone, so there
       is always progress.
-    * A step may be scheduled while the tokens of the previous one are still in flight. Whatever depends on
-      their values waits for them: the token mask for the next token, and readmission after a preemption.
+    * A step may be scheduled while the tokens of the previous one are still in flight. What depends on
+      their values waits for them: readmission after a preemption. (Token masks do, too, but only the sampling
+      needs those: `Runner`.)
 
     Blocks and slots can be reused as soon as their holder stops, even if a launched step still writes there:
     later steps run after it on the same stream, and clear or fill them first.
@@ -167,7 +168,7 @@ class Scheduler:
             if sequence.state is not decode:
                 continue
             computed = sequence.computed
-            if sequence.in_flight and (sequence.masked or computed + 1 >= sequence.max_length):
+            if sequence.in_flight and computed + 1 >= sequence.max_length:
                 continue
             if computed == len(sequence.blocks) * block_size and not self._make_room(sequence, batch):
                 continue

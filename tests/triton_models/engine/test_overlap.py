@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from tests.triton_models.engine.fake_model import FakeModel, continuation, ids, request, run
+from tests.triton_models.engine.wild_mix import EvenTokens
 from triton_models.engine.backend import PLAIN
 from triton_models.engine.engine import Engine
-from triton_models.engine.runner import Runner
+from triton_models.engine.runner import Begun, Launched, Runner
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import FinishReason
 from triton_models.engine.settings import EngineSettings
@@ -85,8 +86,10 @@ class AllowOne:
 
     def __init__(self) -> None:
         self.next = 7
+        self.asked = 0
 
     def fill(self, words: Tensor) -> None:
+        self.asked += 1
         words[self.next // 32] = 1 << self.next % 32
 
     def accept(self, token_id: int) -> None:
@@ -101,6 +104,56 @@ def test_a_mask_sees_every_token_before_it_is_asked_for_the_next() -> None:
     outputs = run(engine)
     assert ids(outputs["masked"]) == [7, 8, 9, 10, 11]
     assert ids(outputs["free"]) == continuation((3, 4), 5)
+
+
+def test_a_mask_costs_no_step() -> None:
+    """The forward pass does not wait for the mask, so both get a token in every step."""
+    model = FakeModel()
+    engine = overlapped(model)
+    engine.add(request("masked", (1, 2), SamplingParams(temperature=0.0, max_tokens=5, mask=AllowOne())))
+    engine.add(request("free", (3, 4), SamplingParams(temperature=0.0, max_tokens=5)))
+    engine.step()
+    assert model.steps == [[0, 1, 0, 1], [2, 2]]  # the second was begun before the mask was told a token
+    run(engine)
+    assert model.steps[2:] == [[3, 3], [4, 4], [5, 5]]
+
+
+def test_a_mask_is_not_asked_after_its_answers_end() -> None:
+    mask = AllowOne()
+    stop = SamplingParams(temperature=0.0, max_tokens=9, stop_token_ids=frozenset({9}), mask=mask)
+    engine = overlapped(FakeModel())
+    engine.add(request("masked", (1, 2), stop))
+    engine.add(request("free", (3, 4)))
+    outputs = run(engine)
+    assert ids(outputs["masked"]) == [7, 8, 9]
+    assert outputs["masked"][-1].finish_reason is FinishReason.STOP
+    assert mask.asked == 3
+    assert ids(outputs["free"]) == continuation((3, 4), 8)
+    assert engine.stats().kv_blocks_used == 0
+
+
+def test_a_sampling_that_cannot_be_launched_costs_the_step_before_it_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = overlapped(FakeModel())
+    engine.add(request("masked", (1, 2), SamplingParams(temperature=0.0, max_tokens=5, mask=AllowOne())))
+    sample, calls = Runner.sample, []
+
+    def second_fails(runner: Runner, begun: Begun) -> Launched:
+        calls.append(begun)
+        if len(calls) == 2:
+            raise RuntimeError("device is gone")
+        return sample(runner, begun)
+
+    monkeypatch.setattr(Runner, "sample", second_fails)
+    assert engine.step() is not None
+    assert [each.token_id for each in engine.take_outputs()] == [7]
+    with pytest.raises(RuntimeError, match="device is gone"):
+        engine.step()
+    engine.fail_running("broken")
+    assert [each.error for each in engine.take_outputs()] == ["broken"]
+    engine.add(request("b", (1, 2)))
+    assert ids(run(engine)["b"]) == continuation((1, 2), 8)
 
 
 def test_a_failed_step_ends_what_ran_in_it() -> None:
@@ -136,18 +189,19 @@ def test_a_step_that_cannot_be_launched_costs_the_one_before_it_nothing() -> Non
 def test_what_did_not_run_in_the_failed_step_goes_on() -> None:
     model = FakeModel()
     engine = overlapped(model)
-    # A mask waits for its token, and so has no part in the step that is launched before that is known.
-    engine.add(request("masked", (1, 2), SamplingParams(temperature=0.0, max_tokens=5, mask=AllowOne())))
-    engine.add(request("free", (3, 4)))
-    model.faults, model.sound_steps = 1, 1
+    long = tuple(range(1, 21))
+    engine.add(request("free", (3, 4)), request("long", long))
+    engine.step()
+    # It leaves the long prompt no room in the third step, which is the one that fails.
+    engine.add(request("urgent", (5, 6, 7, 8, 9, 10, 11, 12), priority=-1))
+    model.faults = 1
     engine.step()
     with pytest.raises(RuntimeError, match="device is gone"):
         engine.step()
     engine.fail_running("broken")
     before = engine.take_outputs()
-    assert [each.token_id for each in before if each.request_id == "masked"] == [7]
-    assert [each.request_id for each in before if each.error] == ["free"]
-    assert ids(run(engine)["masked"]) == [8, 9, 10, 11]
+    assert {each.request_id for each in before if each.error} == {"free", "urgent"}
+    assert ids(run(engine)["long"]) == continuation(long, 8)
 
 
 def test_results_that_are_lost_take_the_step_on_its_way_along(
@@ -186,7 +240,13 @@ def test_tokens_behind_an_answers_end_are_not_counted() -> None:
 
 
 def seeded(number: int) -> SamplingParams:
-    return SamplingParams(temperature=1.0, top_p=0.9 if number % 2 else 1.0, seed=number, max_tokens=12)
+    return SamplingParams(
+        temperature=1.0,
+        top_p=0.9 if number % 2 else 1.0,
+        seed=number,
+        max_tokens=12,
+        mask=EvenTokens() if number % 3 == 0 else None,
+    )
 
 
 @pytest.mark.parametrize("make", [overlapped, lambda model: Engine(model, SMALL)])

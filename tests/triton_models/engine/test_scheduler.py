@@ -1,31 +1,18 @@
 import pytest
-from torch import Tensor
 
 from tests.triton_models.engine.fake_model import request
 from triton_models.engine.batch import Batch
 from triton_models.engine.block_manager import BlockManager
-from triton_models.engine.sampling import SamplingParams, TokenMask
+from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.scheduler import Scheduler
 from triton_models.engine.sequence import Sequence, SequenceState
 
 BLOCKS, BLOCK_SIZE, MAX_RUNNING, BUDGET = 12, 4, 4, 10
 
 
-class Anything:
-    """A mask; what it says is never asked here."""
-
-    def fill(self, words: Tensor) -> None:
-        raise NotImplementedError
-
-    def accept(self, token_id: int) -> None:
-        raise NotImplementedError
-
-
-def sequence(
-    name: str, prompt: int, count: int, *, priority: int = 0, arrival: int = 0, mask: TokenMask | None = None
-) -> Sequence:
+def sequence(name: str, prompt: int, count: int, *, priority: int = 0, arrival: int = 0) -> Sequence:
     """A sequence whose prompt begins like no other's."""
-    ask = request(name, [arrival] * prompt, SamplingParams(max_tokens=count, mask=mask), priority=priority)
+    ask = request(name, [arrival] * prompt, SamplingParams(max_tokens=count), priority=priority)
     return Sequence(ask, arrival=arrival, arrived_at=0.0, max_tokens=count)
 
 
@@ -144,17 +131,6 @@ def test_no_step_beyond_the_last_token_even_before_its_value_is_known() -> None:
     each.append(7)
     assert (each.generated, each.in_flight) == (1, 1)
     assert names(chosen.schedule()) == []
-
-
-def test_a_masked_sequence_waits_for_its_newest_token() -> None:
-    chosen, _ = scheduler()
-    masked = sequence("masked", 3, 5, arrival=0, mask=Anything())
-    for each in (masked, sequence("free", 3, 5, arrival=1)):
-        chosen.add(each)
-    chosen.schedule().advance()
-    assert names(chosen.schedule()) == ["free"]
-    masked.append(7)
-    assert names(chosen.schedule()) == ["masked", "free"]
 
 
 def test_a_preempted_sequence_waits_for_the_token_it_has_in_flight() -> None:

@@ -15,7 +15,6 @@ from hypothesis.stateful import (
 )
 
 from tests.triton_models.engine.dict_device import BLOCK_SIZE, DictDevice, next_token
-from tests.triton_models.engine.test_scheduler import Anything
 from triton_models.engine.batch import Batch
 from triton_models.engine.block_manager import PADDING_BLOCK, BlockManager
 from triton_models.engine.sampling import SamplingParams
@@ -29,7 +28,6 @@ OPTIONS = st.fixed_dictionaries(
     {
         "priority": st.integers(-1, 1),
         "deadline": st.sampled_from([None, None, None, 3.0, 6.0, 9.0]),
-        "masked": st.booleans(),
         "prefix_cache": st.sampled_from([True, True, True, False]),
     }
 )
@@ -96,7 +94,7 @@ class SchedulerModel(RuleBasedStateMachine):
     @rule(prompts=BURSTS, count=st.integers(1, 9), steps=STEPS)
     def burst(self, prompts: list[list[int]], count: int, steps: int) -> None:
         for prompt in prompts:
-            self.open_request(prompt, count, priority=-1, deadline=None, masked=False, prefix_cache=True)
+            self.open_request(prompt, count, priority=-1, deadline=None, prefix_cache=True)
         self.steps(steps)
 
     @precondition(lambda self: self.open)
@@ -116,14 +114,13 @@ class SchedulerModel(RuleBasedStateMachine):
         *,
         priority: int,
         deadline: float | None,
-        masked: bool,
         prefix_cache: bool,
     ) -> None:
         count = min(count, CONTEXT - len(prompt))
         request = Request(
             request_id=str(self.arrivals),
             prompt_ids=tuple(prompt),
-            sampling=SamplingParams(max_tokens=count, mask=Anything() if masked else None),
+            sampling=SamplingParams(max_tokens=count),
             priority=priority,
             deadline=deadline,
             prefix_cache=prefix_cache,
@@ -182,7 +179,7 @@ class SchedulerModel(RuleBasedStateMachine):
             each
             for each in running
             if each.state is SequenceState.DECODE
-            and not (each.in_flight and (each.masked or each.generated + 1 >= each.max_tokens))
+            and not (each.in_flight and each.generated + 1 >= each.max_tokens)
         ]
         batch = self.scheduler.schedule()
         self.seen["steps"] += 1
@@ -267,7 +264,7 @@ class SchedulerModel(RuleBasedStateMachine):
 def test_every_history_keeps_the_rules() -> None:
     SchedulerModel.seen.clear()
     run_state_machine_as_test(
-        SchedulerModel, settings=hypothesis_settings(max_examples=200, stateful_step_count=25)
+        SchedulerModel, settings=hypothesis_settings(max_examples=400, stateful_step_count=25)
     )
     # The histories would prove little if the cache were never too small, nor anything ever shared.
     assert SchedulerModel.seen["steps"] > 1000
