@@ -42,6 +42,21 @@ async def say(
         )
 
 
+async def say_after(told: asyncio.Event) -> AsyncGenerator[Event, None]:
+    """Accept, and answer with one delta once that is set."""
+    yield Accepted(prompt_tokens=1)
+    await told.wait()
+    usage = Usage(prompt_tokens=1, completion_tokens=1)
+    yield Delta(pieces=("a",), tokens=1, finish_reason="stop", usage=usage)
+
+
+async def say_and_hang(text: str) -> AsyncGenerator[Event, None]:
+    """Begin an answer that does not go on."""
+    yield Accepted(prompt_tokens=1)
+    yield Delta(pieces=(text,), tokens=1)
+    await asyncio.Event().wait()
+
+
 async def say_choices(request: Generation) -> AsyncGenerator[Event, None]:
     """Answer each choice with `Hello <index>`, two tokens, in turns; the last choice is always ahead."""
     yield Accepted(prompt_tokens=3, prompt_token_ids=((8, 9, 8),) if request.return_token_ids else None)

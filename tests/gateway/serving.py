@@ -1,7 +1,7 @@
 """A gateway on the fake upstream: in process, or on a real socket."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ def settings(**values: Any) -> Settings:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.01)
 
@@ -57,6 +57,19 @@ class Served:
     def metric(self, name: str, **labels: str) -> float:
         value = self.gateway.metrics.registry.get_sample_value("tritongate_" + name, labels)
         return 0.0 if value is None else value
+
+    async def hang_up(self, asking: Coroutine[Any, Any, Any], *, tokens: int = 0) -> None:
+        """Ask, leave once the upstream is at work and has said so much, and wait until that is noticed."""
+
+        def generated() -> float:
+            return self.metric("generated_tokens_total", model="glm")
+
+        task = asyncio.create_task(asking)
+        await until(lambda: self.upstream.running == 1 and generated() >= tokens)
+        assert not task.done()
+        task.cancel()
+        await asyncio.wait([task])
+        await until(lambda: self.upstream.running == 0)
 
     async def until_idle(self) -> None:
         """Wait until nothing is left of any request."""

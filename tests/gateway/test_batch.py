@@ -14,6 +14,7 @@ from gateway.errors import (
     UpstreamProtocolError,
 )
 from gateway.generation import Accepted, Delta, Event, Generation, Heartbeat, PlainText, Usage
+from tests.gateway.serving import until
 
 TWO_CHOICES = Generation(request_id="r", model="m", prompt=PlainText("0"), deadline=0, n=2)
 
@@ -78,9 +79,9 @@ async def test_nothing_is_told_before_all_are_accepted() -> None:
     script.gates[1] = asyncio.Event()
     async with aclosing(together(script.generate, asked(2))) as source:
         first = asyncio.ensure_future(anext(source))
+        await until(lambda: script.running == 2)
         await asyncio.sleep(0.02)
         assert not first.done()
-        assert script.running == 2
         script.gates[1].set()
         assert isinstance(await first, Accepted)
         assert len([event async for event in source]) == 6

@@ -2,16 +2,28 @@
 
 import asyncio
 import random
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 
+from gateway.generation import Event, Generation
 from tests.gateway.fake_upstream import FakeUpstream, say
-from tests.gateway.serving import CHAT, on_socket
+from tests.gateway.serving import CHAT, on_socket, until
 
 
 async def test_flood() -> None:
-    upstream = FakeUpstream(lambda _: say("a", "b", "c", gap_s=0.05))
+    full = asyncio.Event()
+
+    async def answer(_request: Generation) -> AsyncGenerator[Event, None]:
+        await full.wait()  # however slowly they come
+        async for event in say("a", "b", "c", gap_s=0.05):
+            yield event
+
+    upstream = FakeUpstream(answer)
     async with on_socket(upstream, max_in_flight=4, max_waiting=8) as served:
-        answers = await asyncio.gather(*(served.chat(stream=number % 2 == 0) for number in range(40)))
+        asked = asyncio.gather(*(served.chat(stream=number % 2 == 0) for number in range(40)))
+        await until(lambda: served.metric("requests_rejected_total", model="glm", reason="queue_full") > 0)
+        full.set()
+        answers = await asked
         statuses = [answer.status_code for answer in answers]
         refused = [answer for answer in answers if answer.status_code == 429]
         assert statuses.count(200) + len(refused) == 40

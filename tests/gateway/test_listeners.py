@@ -1,4 +1,5 @@
 import contextlib
+import select
 import socket
 
 import pytest
@@ -38,22 +39,16 @@ def test_an_address_for_several_sockets_is_parted_among_those_that_listen() -> N
         assert len({each.getsockname() for each in listeners}) == 1
         for each in listeners[1:]:
             each.listen(64)
-            each.settimeout(0)
         clients = [
             stack.enter_context(socket.create_connection(listeners[0].getsockname(), 10)) for _ in range(40)
         ]
-        accepted = [count_accepted(each, stack) for each in listeners[1:]]
-    assert sum(accepted) == len(clients)
-    assert min(accepted) > 0
-
-
-def count_accepted(listener: socket.socket, stack: contextlib.ExitStack) -> int:
-    count = 0
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            stack.enter_context(listener.accept()[0])
-            count += 1
-    return count
+        accepted = dict.fromkeys(listeners[1:], 0)
+        for _ in clients:
+            # A client may be connected a moment before its listener knows.
+            ready, _, _ = select.select(listeners[1:], [], [], 60)
+            stack.enter_context(ready[0].accept()[0])
+            accepted[ready[0]] += 1
+    assert min(accepted.values()) > 0
 
 
 @pytest.mark.parametrize("others", [1, 2], ids=["alone", "shared"])

@@ -35,9 +35,9 @@ class Process:
         assert self.url, self.process.communicate()[1]
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=10)
+        return httpx.get(self.url + path, timeout=60)
 
-    def end(self, timeout: float = 20) -> tuple[int, str]:
+    def end(self, timeout: float = 40) -> tuple[int, str]:
         _, errors = self.process.communicate(timeout=timeout)
         return self.process.returncode, errors
 
@@ -51,16 +51,16 @@ class Stream:
         body = {"model": "glm", "messages": MESSAGES, "stream": True, "max_tokens": tokens}
         self._thread = threading.Thread(target=self._read, args=(url + CHAT, body))
         self._thread.start()
-        assert self._begun.wait(20)
+        assert self._begun.wait(60)
 
     def _read(self, url: str, body: Any) -> None:
-        with httpx.stream("POST", url, json=body, timeout=20) as answer:
+        with httpx.stream("POST", url, json=body, timeout=60) as answer:
             for piece in answer.iter_text():
                 self.text += piece
                 self._begun.set()
 
     def whole(self) -> list[str]:
-        self._thread.join(20)
+        self._thread.join(60)
         return [event for event in self.text.split("\n\n") if event]
 
 
@@ -76,13 +76,13 @@ def running(**settings: Any) -> Iterator[Process]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_running_requests_end_and_new_ones_are_refused(number: signal.Signals) -> None:
-    with running(drain_s=15) as server:
-        stream = Stream(server.url, tokens=30)
+    with running(drain_s=60) as server:
+        stream = Stream(server.url, tokens=100)  # five seconds, for what happens meanwhile
         server.process.send_signal(number)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while server.get("/health/ready").status_code != 503:
             assert time.monotonic() < deadline
-        refusal = httpx.post(server.url + CHAT, json={"model": "glm", "messages": MESSAGES})
+        refusal = httpx.post(server.url + CHAT, json={"model": "glm", "messages": MESSAGES}, timeout=60)
         assert (refusal.status_code, refusal.headers["retry-after"]) == (503, "1")
         assert refusal.headers["connection"] == "close"
         events = stream.whole()
@@ -109,15 +109,15 @@ def test_a_second_signal_ends_at_once() -> None:
     with running(drain_s=60) as server:
         Stream(server.url, tokens=400)
         server.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while server.get("/health/ready").status_code != 503:
             assert time.monotonic() < deadline
         server.process.send_signal(signal.SIGTERM)
-        assert server.end(10)[0] == 128 + signal.SIGTERM
+        assert server.end()[0] == 128 + signal.SIGTERM
 
 
 def test_an_idle_server_ends_at_once() -> None:
     with running(drain_s=60) as server:
         assert server.get("/health/ready").status_code == 200
         server.process.send_signal(signal.SIGTERM)
-        assert server.end(10)[0] == 0
+        assert server.end()[0] == 0

@@ -173,8 +173,9 @@ async def test_a_hang_up_in_the_queue(collector: Receiver) -> None:
         await until(lambda: served.upstream.running == 1)
         second = asyncio.create_task(ask(served))
         await until(lambda: served.gateway.admission.waiting == 1)
-        for task in (second, first):
-            task.cancel()
+        second.cancel()
+        await until(lambda: served.gateway.admission.waiting == 0)  # before the first one's place is free
+        first.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
         await served.until_idle()
     (span,) = (span for span in collector.named("POST " + CHAT) if span.trace_id == TRACE_ID)

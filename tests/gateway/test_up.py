@@ -90,11 +90,24 @@ def test_a_child_that_dies_later_ends_the_gateway(child: Callable[[str], None]) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_it_starts_stops_it(child: Callable[[str], None], number: int, tmp_path: Path) -> None:
+def test_a_signal_while_it_starts_stops_it(
+    child: Callable[[str], None], number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     child(f"import os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); {UNTIL_EOF}")
     # A shell's background job, which this run may be part of, inherits that SIGINT is ignored.
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Thread(target=_signal_once_written, args=(tmp_path / "pid", number), daemon=True).start()
+    waiting, original = threading.Event(), EmbeddedTriton.wait_ready
+
+    def wait_ready(triton: EmbeddedTriton) -> events.Ready:
+        waiting.set()
+        return original(triton)
+
+    def send() -> None:
+        waiting.wait()  # else it could come amid the start of the child, which nobody has a hold of then
+        _signal_once_written(tmp_path / "pid", number)
+
+    monkeypatch.setattr(EmbeddedTriton, "wait_ready", wait_ready)
+    threading.Thread(target=send, daemon=True).start()
     try:
         assert run_up(TritonOptions(), _must_not_serve, io.StringIO()) == 130
     finally:
@@ -181,7 +194,7 @@ def _serve_until_sigterm(_: events.Ready) -> int:
     ended = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
     try:
-        assert ended.wait(20)
+        assert ended.wait(60)
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0

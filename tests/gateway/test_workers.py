@@ -42,8 +42,12 @@ class Gateway:
     async def series(self, name: str) -> dict[str, float]:
         """Return a metric's sums by worker."""
         sums: dict[str, float] = {}
+        up = [f'tritongate_worker_up{{worker="{number}"}} 1.0' for number in range(2)]
+        text = ""
         async with httpx.AsyncClient(timeout=30) as http:
-            text = (await http.get(self.url + "/metrics")).text
+            while not all(line in text for line in up):  # one that is slow to answer the other is left out
+                await asyncio.sleep(0.05)
+                text = (await http.get(self.url + "/metrics")).text
         for labels, value in re.findall(rf"^{name}{{(.*)}} (\S+)$", text, re.MULTILINE):
             worker = re.search(r'worker="(\d+)"', labels)[1]
             sums[worker] = sums.get(worker, 0.0) + float(value)
@@ -60,6 +64,13 @@ class Gateway:
         except httpx.TransportError:
             return False
 
+    async def wait_draining(self) -> None:
+        """Wait until a worker drains, which it does once the parent has taken a signal."""
+        status = 200
+        while status != 503:
+            async with httpx.AsyncClient(timeout=30) as http:
+                status = (await http.get(self.url + "/health/ready")).status_code
+
 
 @pytest.fixture
 async def triton() -> AsyncIterator[FakeTriton]:
@@ -70,10 +81,10 @@ async def triton() -> AsyncIterator[FakeTriton]:
 
 
 @pytest.fixture
-async def gateway(triton: FakeTriton, tmp_path: Path) -> AsyncIterator[Gateway]:
+async def gateway(triton: FakeTriton, tmp_path: Path, request: Any) -> AsyncIterator[Gateway]:
     (port,) = free_ports(1)
     flags = {"--port": port, "--workers": 2, "--upstreams": triton.address, "--max-in-flight": 100}
-    flags["--drain-s"] = 5
+    flags["--drain-s"] = getattr(request, "param", 30)  # longer than any answer here takes
     with (tmp_path / "log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             *tied(TRITONGATE, "serve", *(str(word) for flag in flags.items() for word in flag)),
@@ -115,7 +126,6 @@ async def test_both_serve_and_each_tells_of_both(gateway: Gateway) -> None:
     served = await gateway.series("tritongate_requests_total")
     assert sorted(served) == ["0", "1"]
     assert sum(served.values()) >= CLIENTS
-    assert await gateway.series("tritongate_worker_up") == {"0": 1, "1": 1}
 
 
 async def test_a_killed_worker_takes_its_own_streams_along_and_is_replaced(
@@ -153,7 +163,7 @@ async def test_one_that_cannot_be_replaced_leaves_all_connections_to_the_others(
 ) -> None:
     (tmp_path / "msgspec.py").write_text("raise SystemExit('broken by now')")
     next(iter(gateway.workers().values())).kill()
-    await until(lambda: (tmp_path / "log").read_text().count("a worker ended") == 2, within_s=STARTED_S)
+    await until(lambda: (tmp_path / "log").read_text().count("a worker ended") >= 2, within_s=STARTED_S)
     async with asyncio.timeout(STARTED_S):
         answers = await asyncio.gather(*(stream(gateway.url) for _ in range(CLIENTS)))
     assert all(map(is_whole, answers))
@@ -176,11 +186,11 @@ async def test_a_signal_lets_running_requests_of_all_end(
     streams = [asyncio.create_task(stream(gateway.url)) for _ in range(CLIENTS)]
     await until(lambda: begun == CLIENTS, within_s=60)
     gateway.process.send_signal(number)
-    await asyncio.sleep(0.3)
+    await gateway.wait_draining()
     assert len(gateway.workers()) == 2
     go_on.set()
     assert all(map(is_whole, await asyncio.gather(*streams)))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await gateway.process.wait() == 0
 
 
@@ -197,20 +207,22 @@ async def test_a_second_signal_ends_all_at_once(gateway: Gateway, triton: FakeTr
     streams = [asyncio.create_task(stream(gateway.url)) for _ in range(CLIENTS)]
     await until(lambda: begun == CLIENTS, within_s=60)
     gateway.process.terminate()
-    await asyncio.sleep(0.3)
+    await gateway.wait_draining()
     gateway.process.terminate()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await gateway.process.wait() == 128 + signal.SIGTERM
     assert not any(map(is_whole, await asyncio.gather(*streams)))
 
 
-@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize(("gateway", "signals"), [(1, 1), (30, 2)], indirect=["gateway"])
 async def test_a_stuck_worker_does_not_keep_the_others_from_ending(gateway: Gateway, signals: int) -> None:
-    next(iter(gateway.workers().values())).suspend()
-    for _ in range(signals):
+    stuck, other = gateway.workers().values()
+    stuck.suspend()
+    gateway.process.terminate()
+    assert not (await asyncio.to_thread(psutil.wait_procs, [other], 30))[1]
+    if signals > 1:
         gateway.process.terminate()
-        await asyncio.sleep(0.3)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert await gateway.process.wait() == (128 + signal.SIGTERM if signals > 1 else 0)
 
 
@@ -224,7 +236,7 @@ async def test_a_signal_while_workers_start_ends_them() -> None:
         await asyncio.sleep(0)
     process.terminate()
     children = parent.children()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await process.wait() == 0
     assert not psutil.wait_procs(children, 20)[1]
 
@@ -239,7 +251,7 @@ async def test_workers_take_no_modules_from_the_working_directory(tmp_path: Path
     async with asyncio.timeout(STARTED_S):
         line = await process.stderr.readline()
     process.terminate()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await process.communicate()
     assert b"listening" in line
 
@@ -266,6 +278,7 @@ async def test_one_that_hangs_is_replaced(
     """The watch itself, without a process in between: it looks more often here."""
     monkeypatch.setattr(workers, "_ASK_EVERY_S", 0.05)
     monkeypatch.setattr(workers, "_MISSES", 2)
+    monkeypatch.setattr(workers, "_MISSES_AT_START", 10**6)  # looks; a start takes seconds
     settings = load_settings({"upstreams": (triton.address,), "port": 0})
     (listener,) = bind_all("127.0.0.1", 0, 1)
     place = fleet.Place(number=0, count=1, folder=tmp_path)

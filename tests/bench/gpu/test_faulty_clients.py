@@ -34,7 +34,7 @@ def clients() -> Iterator[Clients]:
         thread = Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}"
-        yield Clients(url, requests=2, prompt=3, out=4, deadline_s=5)
+        yield Clients(url, requests=2, prompt=3, out=4, deadline_s=60)
         server.shutdown()
         thread.join()
 

@@ -2,7 +2,6 @@ import asyncio
 import base64
 from typing import Any
 
-import httpx
 import pytest
 
 from gateway.errors import GatewayError, InvalidRequestError, UnavailableError
@@ -97,7 +96,7 @@ async def hang(request: Prediction) -> PredictionAnswer:
 async def test_the_deadline_ends_it() -> None:
     upstream = FakeUpstream()
     upstream.predicting = hang
-    async with in_process(upstream, request_timeout_s=0.1) as served:
+    async with in_process(upstream, request_timeout_s=3) as served:
         assert (await refusal(served, body()))[0] == 504
         await served.until_idle()
     assert upstream.cancelled == 1
@@ -107,8 +106,7 @@ async def test_a_client_that_hangs_up_is_noticed() -> None:
     upstream = FakeUpstream()
     upstream.predicting = hang
     async with on_socket(upstream) as served:
-        with pytest.raises(httpx.ReadTimeout):
-            await served.http.post(PREDICT, json=body(), timeout=0.3)
+        await served.hang_up(served.http.post(PREDICT, json=body()))
         await until(lambda: upstream.cancelled == 1)
         await served.until_idle()
         await until(lambda: served.metric("client_cancels_total", model="glm") == 1)

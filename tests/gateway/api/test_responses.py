@@ -120,7 +120,7 @@ async def test_the_sdk_parses_what_it_asked_for(served: Served) -> None:
 
 
 async def test_the_stream_on_the_wire(served: Served) -> None:
-    served.upstream.script = lambda _: say("a", "b", gap_s=0.4)
+    served.upstream.script = lambda _: say("a", gap_s=3)
     answer = await ask(served, stream=True)
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     events_of(answer.text)
@@ -221,9 +221,7 @@ async def test_errors_before_the_first_byte_are_the_sdks_own(served: Served) -> 
 async def test_a_client_that_hangs_up_cancels_the_upstream() -> None:
     async with on_socket(FakeUpstream(lambda _: say(*"abc", gap_s=30))) as served:
         for stream in (False, True):
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.5):
-                    await ask(served, stream=stream)
+            await served.hang_up(ask(served, stream=stream))
         await served.until_idle()
         assert served.upstream.cancelled == 2
         assert served.metric("requests_total", route=RESPONSES, model="glm", status="499") == 2

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gateway.triton import delta_link
 from gateway.triton.pool import TritonUpstream
 from gateway.triton.replicas import HealthPolicy, ReplicaState
 from tests.gateway.triton.fake_channel import FakeChannels
@@ -44,7 +45,8 @@ async def triton(tritons: Callable[[], Awaitable[FakeTriton]]) -> FakeTriton:
 
 
 @pytest.fixture
-def fake(triton: FakeTriton) -> FakeChannels:
+def fake(triton: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> FakeChannels:
+    monkeypatch.setattr(delta_link, "OPEN_WAIT_S", 60.0)  # what is asked is to go over a channel
     return FakeChannels(triton.model)
 
 

@@ -11,6 +11,7 @@ import grpc.aio
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
 from gateway.generation import Conversation, Generation, Message
+from tests.ports import free_ports
 from wire.meta import Accepted, Meta, ProbeReport, Usage, encode_meta
 from wire.sampling import OpenChannel, Probe, decode_sampling
 from wire.strings import pack_strings, unpack_strings
@@ -122,6 +123,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
+        self.port = self.port or free_ports(1)[0]  # still its own when it is started again
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
@@ -245,7 +247,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return model
 
 
-async def until(condition: Callable[[], bool], *, within_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], *, within_s: float = 60.0) -> None:
     """Wait for `condition`; the limit is only there to fail instead of hanging."""
     end = time.monotonic() + within_s
     while not condition():

@@ -22,7 +22,7 @@ async def test_closing_a_generation_cancels_its_own_call_and_not_the_channel(
     pool = await serve(triton)
     events = await begun(pool, fake)
     await events.aclose()
-    await asyncio.wait_for(triton.cancelled.wait(), 10)
+    await asyncio.wait_for(triton.cancelled.wait(), 60)
     assert fake.closed == 0
     fake.frame((0, "nobody's"))
     asking, number = await asked(pool, fake)
@@ -44,7 +44,7 @@ async def test_a_slow_reader_stalls_nobody_and_is_given_up_beyond_a_bound(
     for turn in range(20):
         fake.frame((0, "s"), (number, "f"))
         await until(lambda turn=turn: len(fast.text) == turn + 1)
-    await asyncio.wait_for(triton.cancelled.wait(), 10)
+    await asyncio.wait_for(triton.cancelled.wait(), 60)
     fake.finish(number, 20)
     await fast.task
     kept = await anext(slow)
@@ -102,4 +102,4 @@ async def test_running_generations_end_when_the_pool_is_closed(
     await until(lambda: asking.text == "a")
     await pool.close()
     with pytest.raises(UnavailableError, match="shutting down"):
-        await asyncio.wait_for(asking.task, 10)
+        await asyncio.wait_for(asking.task, 60)

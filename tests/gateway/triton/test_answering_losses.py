@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from gateway.errors import UnavailableError, UpstreamProtocolError
 from gateway.generation import Accepted
 from tests.gateway.triton.asking import Asked, asked
+from tests.gateway.triton.conftest import FAST
 from tests.gateway.triton.fake_channel import FakeChannels
 from tests.gateway.triton.fake_triton import FakeTriton, reply, until
 from wire.meta import Meta
@@ -56,7 +58,7 @@ async def test_what_is_out_of_contract_is_an_error(
     asking, number = await asked(await serve(triton), fake, n=choices)
     answer(fake, number)
     with pytest.raises(UpstreamProtocolError):
-        await asyncio.wait_for(asking.task, 10)
+        await asyncio.wait_for(asking.task, 60)
 
 
 async def test_a_delta_too_many_is_no_answer_either(
@@ -69,7 +71,7 @@ async def test_a_delta_too_many_is_no_answer_either(
     await until(lambda: asking.text == "ab")
     fake.finish(number, 1)
     with pytest.raises(UpstreamProtocolError):
-        await asyncio.wait_for(asking.task, 10)
+        await asyncio.wait_for(asking.task, 60)
 
 
 async def test_a_missing_delta_is_noticed_by_the_count(
@@ -81,7 +83,7 @@ async def test_a_missing_delta_is_noticed_by_the_count(
     fake.frame()
     fake.finish(number, 2)
     with pytest.raises(UpstreamProtocolError):
-        await asyncio.wait_for(asking.task, 10)
+        await asyncio.wait_for(asking.task, 60)
     assert asking.text == "a"
     assert asking.deltas[-1].usage is None
     assert observer.errors == [("m", triton.address, "protocol")]
@@ -99,13 +101,13 @@ async def test_a_delta_that_is_missing_from_a_frame_still_to_come_is_noticed_wit
     assert not asking.task.done()
     fake.frame()
     with pytest.raises(UpstreamProtocolError):
-        await asyncio.wait_for(asking.task, 10)
+        await asyncio.wait_for(asking.task, 60)
 
 
 async def test_a_request_of_which_nothing_is_heard_is_given_up(
     triton: FakeTriton, fake: FakeChannels, serve: Serve, observer: Any
 ) -> None:
-    pool = await serve(triton, idle_timeout_s=0.4)
+    pool = await serve(triton, idle_timeout_s=3)
     asking, number = await asked(pool, fake)
     fake.accept(number)
     while not asking.task.done():
@@ -114,13 +116,13 @@ async def test_a_request_of_which_nothing_is_heard_is_given_up(
     with pytest.raises(UnavailableError, match="stopped answering"):
         await asking.task
     assert observer.errors == [("m", triton.address, "silent")]
-    await asyncio.wait_for(triton.cancelled.wait(), 10)
+    await asyncio.wait_for(triton.cancelled.wait(), 60)
 
 
 async def test_requests_of_a_lost_channel_are_sent_again_or_end(
     triton: FakeTriton, fake: FakeChannels, serve: Serve, observer: Any
 ) -> None:
-    pool = await serve(triton)
+    pool = await serve(triton, health=replace(FAST, backoff_first_s=60, backoff_limit_s=60))
     (begun, one), (accepted, two), (untouched, _) = [await asked(pool, fake) for _ in range(3)]
     fake.accept(one)
     fake.accept(two)
@@ -128,8 +130,8 @@ async def test_requests_of_a_lost_channel_are_sent_again_or_end(
     await until(lambda: begun.text == "par" and bool(accepted.events))
     fake.lose()
     with pytest.raises(UnavailableError, match="was lost"):
-        await asyncio.wait_for(begun.task, 10)
-    await asyncio.wait_for(asyncio.gather(accepted.task, untouched.task), 10)
+        await asyncio.wait_for(begun.task, 60)
+    await asyncio.wait_for(asyncio.gather(accepted.task, untouched.task), 60)
     for again in (accepted, untouched):
         assert again.text == "Hello"
         assert sum(isinstance(event, Accepted) for event in again.events) == 1
@@ -149,6 +151,6 @@ async def test_a_channel_that_only_the_model_knows_to_be_lost_is_opened_anew(
     await asking.task
     fake.ids[-1] = "something else"  # as after the model was loaded anew
     again = Asked(pool)
-    await asyncio.wait_for(again.task, 10)
+    await asyncio.wait_for(again.task, 60)
     assert again.text == "Hello"
     await until(lambda: fake.closed == 1)

@@ -17,13 +17,13 @@ from tests.gateway.triton.fake_channel import FakeChannels
 from tests.gateway.triton.fake_triton import FakeTriton, until
 
 DIALECT = ChatGLMChannels()
-PAUSE_S = 0.2
+PAUSE_S = 2.5
 
 
 @pytest.fixture
 async def link(triton: FakeTriton, fake: FakeChannels) -> AsyncIterator[DeltaLink]:
     channel = Channel(triton.address)
-    link = DeltaLink("m", channel, idle_timeout_s=1.0, backoff=Backoff(PAUSE_S, PAUSE_S))
+    link = DeltaLink("m", channel, idle_timeout_s=3.0, backoff=Backoff(PAUSE_S, PAUSE_S))
     yield link
     await link.close()
     await channel.close()
@@ -35,7 +35,7 @@ def new_inbox(number: int = 1) -> Inbox:
 
 async def fault(inbox: Inbox) -> Fault:
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await inbox.more():
                 pass
     except TritonError as error:

@@ -141,13 +141,13 @@ async def test_the_labels_of_who_vanished_go_away(
     await until(lambda: observer.forgotten == [going.address])
     assert observer.healthy == {("m", staying.address): True}
     # Who is back before that is not forgotten.
-    monkeypatch.setattr(members, "_FORGET_AFTER_S", 0.5)
+    monkeypatch.setattr(members, "_FORGET_AFTER_S", 3)
     resolver.records["triton"] = [going.address]
     await ready_on(pool, going)
     await until(lambda: len(pool._members._members) == 1)
     resolver.records["triton"] = [going.address, staying.address]
     await ready_on(pool, going, staying)
-    await asyncio.sleep(0.6)
+    await asyncio.sleep(3.5)
     assert observer.forgotten == [going.address]
 
 
@@ -217,4 +217,4 @@ async def test_a_pool_is_closed_whatever_its_members_are_at(
     await pool.close()
     with pytest.raises(UnavailableError, match="shutting down"):
         await anext(running)
-    await asyncio.wait_for(going.cancelled.wait(), 10)
+    await asyncio.wait_for(going.cancelled.wait(), 60)

@@ -203,7 +203,7 @@ async def test_a_model_that_failed_to_load_can_be_given_up(triton: Any, serve: A
 
 
 async def test_waiting_is_bounded(triton: Any, serve: Any) -> None:
-    pool = await serve(triton, load_timeout_s=0.2)
+    pool = await serve(triton, load_timeout_s=2)
     triton.model.lingers = asyncio.Event()
     with pytest.raises(DeadlineError, match="in flight"):
         await unload(pool)
@@ -242,7 +242,7 @@ async def test_a_dead_instance_is_not_waited_for(triton: Any, serve: Any, monkey
 async def test_one_that_is_loaded_and_does_not_answer_is_told(
     triton: Any, serve: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("gateway.triton.model_control._ANSWERS_WITHIN_S", 0.2)
+    monkeypatch.setattr("gateway.triton.model_control._ANSWERS_WITHIN_S", 2)
     pool = await serve(triton)
     triton.model.inputs = ("other",)
     await unload(pool)

@@ -20,7 +20,7 @@ from tests.gateway.triton.fake_triton import (
 from tests.gateway.triton.test_tokenizing import entry, tokenization, two_ids
 from wire.meta import Meta
 
-PATIENT = replace(FAST, nudge_after_s=0.2)
+PATIENT = replace(FAST, nudge_after_s=1.5)
 """Nothing here takes as long unless it is meant to."""
 
 
@@ -71,7 +71,7 @@ async def test_a_generation_that_was_accepted_may_take_its_time(
 ) -> None:
     async def slow(request: Any, context: Any) -> AsyncIterator[Any]:
         yield accepted()
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(4)
         yield finished("done", 1)
 
     triton.model.answer = slow
@@ -82,7 +82,7 @@ async def test_a_generation_that_was_accepted_may_take_its_time(
 
 async def test_a_model_that_is_slow_to_accept_is_nudged_once(triton: Any, serve: Any, observer: Any) -> None:
     async def slow(request: Any, context: Any) -> AsyncIterator[Any]:
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(5)
         yield accepted()
         yield finished("done", 1)
 
@@ -117,7 +117,7 @@ async def test_a_model_of_which_no_request_is_cheap_is_left_alone(
     pool = await serve(triton, health=PATIENT)
     task = asyncio.create_task(run(pool))
     await until(lambda: triton.requests)
-    await asyncio.sleep(0.8)
+    await asyncio.sleep(4)
     assert not forgetful.nudges
     assert not observer.nudges
     task.cancel()
@@ -138,5 +138,5 @@ async def test_no_nudge_is_nudged_for(triton: Any, serve: Any, observer: Any) ->
     task = asyncio.create_task(run(pool))
     await until(lambda: observer.nudges.total() == 1)
     task.cancel()
-    await asyncio.sleep(1)
+    await asyncio.sleep(4)
     assert observer.nudges.total() == 1

@@ -55,7 +55,7 @@ class Tree:
         assert len(found) == 1, found
         return found[0]
 
-    def wait_gone(self, timeout_s: float = 10.0) -> None:
+    def wait_gone(self, timeout_s: float = 60.0) -> None:
         """Hold that, in time, no process, no shared memory and no folder is left."""
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None or self.living():

@@ -1,10 +1,13 @@
 """A stream entry's `1/model.py` without an engine, for tests of what surrounds it.
 
 Its checkpoint is a folder whose files say how it behaves: `broken` fails the load, `stopped` makes the
-engine's heartbeat old. The prompt `hang` is accepted and never answered.
+heartbeat old of an engine that was loaded before it came, and of no later one. The prompt `hang` is accepted
+and never answered.
 """
 
+import contextlib
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         self.checkpoint = Path(read_parameters(args).checkpoint)
+        self.loaded_at = time.time()
         if (self.checkpoint / "broken").exists():
             raise CheckpointError(f"{self.checkpoint}/model.safetensors: tensor 'a.b' is cut short")
 
@@ -32,7 +36,7 @@ class TritonPythonModel:
             prompt, document = (_string(request, name) for name in (names.PROMPT, names.SAMPLING))
             sampling = decode_sampling(document)
             if isinstance(sampling, Probe):
-                age = 1e6 if (self.checkpoint / "stopped").exists() else 0.0
+                age = 1e6 if self._stopped() else 0.0
                 report = ProbeReport(
                     heartbeat_age_s=age, running=0, waiting=0, format="chatglm3", max_context=1
                 )
@@ -45,6 +49,11 @@ class TritonPythonModel:
             else:
                 usage = Usage(prompt_tokens=1, completion_tokens=1)
                 sender.send(_response("x", Meta(tokens=1, finish_reason="length", usage=usage)), FINAL)
+
+    def _stopped(self) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return (self.checkpoint / "stopped").stat().st_mtime > self.loaded_at
+        return False
 
 
 def _await_cancel(request: Any, sender: Any) -> None:

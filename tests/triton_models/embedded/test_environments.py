@@ -21,7 +21,7 @@ with environments.EnvironmentClaim(lambda names: print(*names)) as claim:
     print("turn", flush=True)
     sys.stdin.readline()
     (environments._ENVIRONMENTS / "python_env_other").mkdir()
-    assert claim.wait(10)
+    assert claim.wait(60)
 """
 
 
@@ -47,8 +47,8 @@ def test_another_process_has_its_turn_when_the_folder_is_there_and_each_is_given
         reader.join(0.5)
         assert not said
         (place / "python_env_own").mkdir()
-        assert claim.wait(10)
-        reader.join(10)
+        assert claim.wait(60)
+        reader.join(60)
         assert said == ["turn\n"]
         assert other.communicate("\n")[0] == "python_env_other\n"
     assert found == [{"python_env_own"}]

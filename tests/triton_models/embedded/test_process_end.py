@@ -55,8 +55,8 @@ def test_supervisor_and_warden_killed_together(
     os.kill(started.process.pid, signal.SIGSTOP)  # it must not repair anything between the two kills
     started.find("warden").kill()
     started.process.kill()
-    started.process.wait(10)
-    psutil.wait_procs([process for process in started.living() if process.name() == "tritonserver"], 10)
+    started.process.wait(60)
+    psutil.wait_procs([process for process in started.living() if process.name() == "tritonserver"], 60)
     monkeypatch.setattr("tempfile.tempdir", str(started.folder))
     RunDirectory.create().remove()
     started.wait_gone()
@@ -93,13 +93,13 @@ def test_a_broken_checkpoint_is_one_clear_line(
     repository, checkpoint = fake_repository
     (checkpoint / "broken").touch()
     started = embedded("--repository", str(repository))
-    failed = started.wait_for(events.Failed, 15)
+    failed = started.wait_for(events.Failed)
     assert failed.message.startswith(
         f"fake-stream: CheckpointError: {checkpoint}/model.safetensors: tensor 'a.b' is cut short (log: "
     )
     assert "\n" not in failed.message
     assert Path(failed.message.rpartition("(log: ")[2].removesuffix(")")).exists()
-    assert started.process.wait(10) == 1
+    assert started.process.wait(60) == 1
     assert not started.living()
 
 
@@ -108,10 +108,10 @@ def test_a_broken_config_is_one_clear_line(
 ) -> None:
     (fake_repository[0] / "fake-stream" / "config.pbtxt").write_text("max_batch_size: many")
     started = embedded("--repository", str(fake_repository[0]))
-    failed = started.wait_for(events.Failed, 15)
+    failed = started.wait_for(events.Failed)
     assert "failed to read text proto from" in failed.message
     assert "\n" not in failed.message
-    assert started.process.wait(10) == 1
+    assert started.process.wait(60) == 1
 
 
 def test_a_port_in_use(embedded: Callable[..., Any], fake_repository: tuple[Path, Path]) -> None:
@@ -119,17 +119,17 @@ def test_a_port_in_use(embedded: Callable[..., Any], fake_repository: tuple[Path
         port = taken.getsockname()[1]
         began = time.monotonic()
         started = embedded("--repository", str(fake_repository[0]), "--grpc-port", str(port))
-        failed = started.wait_for(events.Failed, 15)
+        failed = started.wait_for(events.Failed)
         assert failed.message.startswith(f"Triton's grpc port {port} is not available on 127.0.0.1: Address")
-        assert started.process.wait(10) == 1
-        assert time.monotonic() - began < 15
+        assert started.process.wait(60) == 1
+        assert time.monotonic() - began < 45
 
 
 def test_a_missing_model(embedded: Callable[..., Any]) -> None:
     started = embedded("--model", "/no/such/folder", "--device", "cpu")
-    failed = started.wait_for(events.Failed, 15)
+    failed = started.wait_for(events.Failed)
     assert failed.message == "--model /no/such/folder: /no/such/folder is not a directory"
-    assert started.process.wait(10) == 1
+    assert started.process.wait(60) == 1
 
 
 def test_the_built_in_model(embedded: Callable[..., Any]) -> None:

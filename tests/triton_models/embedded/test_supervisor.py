@@ -48,11 +48,11 @@ def test_a_stub_killed_under_load_is_replaced(shared: Any) -> None:
         old = shared.find("triton_python_backend_stub")
         killed = time.monotonic()
         old.send_signal(signal.SIGKILL)
-        down = shared.wait_for(events.ModelDown, 15)
+        down = shared.wait_for(events.ModelDown)
         assert down.model == "fake"
         assert ENTRY in down.reason
-        shared.wait_for(events.ModelUp, 15)
-        assert time.monotonic() - killed < 15
+        shared.wait_for(events.ModelUp)
+        assert time.monotonic() - killed < 45
         for stream in streams:
             stream.cancel()
     assert shared.find("triton_python_backend_stub").pid != old.pid
@@ -63,21 +63,21 @@ def test_a_stub_killed_under_load_is_replaced(shared: Any) -> None:
 def test_a_stuck_engine_is_replaced(shared: Any) -> None:
     stopped = shared.folder / "checkpoint" / "stopped"
     stopped.touch()
-    down = shared.wait_for(events.ModelDown, 15)
+    down = shared.wait_for(events.ModelDown)
     stopped.unlink()
     assert "has not moved" in down.reason
-    shared.wait_for(events.ModelUp, 30)
+    shared.wait_for(events.ModelUp)
 
 
 def test_a_reload_that_fails_is_tried_again(shared: Any) -> None:
     broken = shared.folder / "checkpoint" / "broken"
     broken.touch()
     shared.find("triton_python_backend_stub").kill()
-    shared.wait_for(events.ModelDown, 15)
-    down = shared.wait_for(events.ModelDown, 15)
+    shared.wait_for(events.ModelDown)
+    down = shared.wait_for(events.ModelDown)
     broken.unlink()
     assert down.reason.endswith("model.safetensors: tensor 'a.b' is cut short")
-    shared.wait_for(events.ModelUp, 30)
+    shared.wait_for(events.ModelUp)
 
 
 def test_an_entry_that_somebody_unloaded_is_left_alone(shared: Any) -> None:
@@ -95,10 +95,10 @@ def test_a_killed_server_or_warden_is_replaced_on_the_same_ports(shared: Any, vi
     before = shared.living()
     killed = time.monotonic()
     shared.find(victim).kill()
-    down = shared.wait_for(events.ServerDown, 15)
+    down = shared.wait_for(events.ServerDown)
     assert "killed by signal 9" in down.reason
-    shared.wait_for(events.ServerUp, 15)
-    assert time.monotonic() - killed < 15
+    shared.wait_for(events.ServerUp)
+    assert time.monotonic() - killed < 45
     with TritonClient(shared.ready.grpc) as client:
         _await_generation(client)
     assert not {process.pid for process in before} & {process.pid for process in shared.living()}

@@ -113,7 +113,7 @@ class Watched:
 
     def next(self, kind: type) -> Any:
         while True:
-            event = self.told.get(timeout=10)
+            event = self.told.get(timeout=60)
             if isinstance(event, kind):
                 return event
 
@@ -122,7 +122,7 @@ class Watched:
 
     @staticmethod
     def wait(holds: Any) -> None:
-        for _ in range(1000):
+        for _ in range(6000):
             if holds():
                 return
             threading.Event().wait(0.01)
@@ -143,7 +143,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched
     made = Watched(tmp_path)
     yield made
     made.over.set()
-    made.watcher.join(10)
+    made.watcher.join(60)
     assert not made.watcher._thread.is_alive()
     made.around.log.close()
 
@@ -166,7 +166,7 @@ def test_an_entry_that_needs_another_waits_for_it(watched: Watched) -> None:
 def test_a_first_load_that_fails_ends_the_watcher(watched: Watched) -> None:
     watched.triton.load_error = CallError("no such file")
     ended = watched.start()
-    ended.join(10)
+    ended.join(60)
     assert isinstance(ended.failure, LoadError)
     assert str(ended.failure) == "m-stream: no such file"
 
@@ -196,7 +196,7 @@ def test_an_engine_that_refuses_its_first_check_for_anything_else_is_down(watche
 def test_a_load_whose_process_died_asks_for_a_new_server(watched: Watched) -> None:
     watched.triton.hangs = True
     ended = watched.start(must_load=False)
-    ended.join(10)
+    ended.join(60)
     assert isinstance(ended.failure, ServerError)
 
 
@@ -294,19 +294,19 @@ def test_what_somebody_unloaded_waits_until_it_is_loaded(watched: Watched) -> No
 def test_a_watcher_that_breaks_asks_for_a_new_server(watched: Watched) -> None:
     watched.triton.answers.put("no report at all")
     ended = watched.start()
-    ended.join(10)
+    ended.join(60)
     assert isinstance(ended.failure, ServerError)
 
 
 def test_a_call_that_fails_with_its_server_is_not_the_entrys_fault(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watcher, "_SERVER_DEATH_S", 10)
+    monkeypatch.setattr(watcher, "_SERVER_DEATH_S", 60)
     watched.triton.load_error = CallError("Socket closed")
     ended = watched.start(must_load=False)
     watched.wait(lambda: "load" in watched.triton.calls)
     watched.over.set()
-    ended.join(10)
+    ended.join(60)
     assert ended.state is watcher.EntryState.LOADING
     assert ended.failure is None
 
@@ -322,6 +322,6 @@ def test_a_client_closed_at_the_end_of_the_servers_life_is_no_fault(
 
     monkeypatch.setattr(watched.triton, "probe", probe)
     ended = watched.start()
-    ended.join(10)
+    ended.join(60)
     assert ended.failure is None
     assert "Traceback" not in caplog.text

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.triton_models.serving.fakes import FakePbUtils, FakeResponder
+from tests.triton_models.serving.fakes import FakePbUtils, FakeResponder, wait_until
 from triton_models.checkpoint import load_model
 from triton_models.engine.engine import Engine
 from triton_models.engine.models.chatglm import ChatGLM
 from triton_models.engine.settings import EngineSettings
 from triton_models.serving.chat_text import ChatText, load_text
 from triton_models.serving.inputs import Inputs
-from triton_models.serving.metrics import EngineMetrics
+from triton_models.serving.metrics import PREFIX, EngineMetrics
 from triton_models.serving.parameters import EntryParameters
 from triton_models.serving.service import StreamService
 from triton_models.serving.spans import ModelSpans
@@ -86,6 +86,8 @@ def serve(model: ChatGLM, text: ChatText, pb_utils: FakePbUtils) -> Iterator[Cal
         metrics = EngineMetrics("glm", 1, pb_utils)
         services.append(StreamService(engine, text, metrics, heartbeat_s=HEARTBEAT_S, spans=spans))
         services[-1].start()
+        # The writing thread makes its metrics, of which this is the last one, whenever it comes to run.
+        wait_until(lambda: bool(pb_utils.MetricFamily.made.get(PREFIX + "time_to_first_token_seconds")))
         return Served(services[-1])
 
     yield start

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.triton_models.serving.conftest import HEARTBEAT_S, Served
+from tests.triton_models.serving.conftest import HEARTBEAT_S, Served, Slow
 from tests.triton_models.serving.fakes import FakePbUtils, FakeResponder, wait_until
 from triton_models.errors import ChannelLostError, InvalidRequestError, QueueFullError
 from triton_models.serving import channel as module
@@ -70,7 +70,10 @@ def test_what_else_there_is_of_a_delta_comes_with_it(served: Served) -> None:
     assert [each for meta in metas for each in meta.logprobs] == logprobs
 
 
-def test_many_answers_share_the_frames_of_the_steps(serve: Callable[..., Served]) -> None:
+def test_many_answers_share_the_frames_of_the_steps(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Slow, "STEP_S", 0.05)  # the first does not end before the last has come
     served = serve(slow=True)
     channel = open_channel(served)
     owns = [served.ask(max_tokens=30, seed=n, ignore_eos=True, **on(n)) for n in range(16)]
@@ -182,7 +185,10 @@ def test_a_refused_request_leaves_its_number_free(served: Served, sampling: dict
     assert served.ask(max_tokens=2, **GREEDY, **on(0)).wait().refusal is None
 
 
-def test_two_open_requests_of_one_number_are_refused(serve: Callable[..., Served]) -> None:
+def test_two_open_requests_of_one_number_are_refused(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Slow, "STEP_S", 0.05)  # the first is still open when the second comes
     served = serve(slow=True)
     open_channel(served)
     first = served.ask(max_tokens=50, **GREEDY, **on(3))

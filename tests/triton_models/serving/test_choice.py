@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.triton_models.serving.conftest import Served
+from tests.triton_models.serving.conftest import Served, Slow
 from tests.triton_models.serving.fakes import FakePbUtils, FakeResponder, wait_until
 from tests.triton_models.serving.test_channel import on, open_channel, running
 from tests.triton_models.serving.told import logprobs, told
@@ -129,7 +129,10 @@ def test_choices_take_a_place_each_and_are_admitted_together_or_not_at_all(
     wait_until(lambda: running(served) == 0)
 
 
-def test_no_two_generations_share_a_number_on_a_channel(serve: Callable[..., Served]) -> None:
+def test_no_two_generations_share_a_number_on_a_channel(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Slow, "STEP_S", 0.1)  # the first is still open when the others come
     served = serve(slow=True)
     channel = open_channel(served)
     first = served.ask(n=3, max_tokens=30, seed=1, ignore_eos=True, **on(3))

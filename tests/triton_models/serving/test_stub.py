@@ -5,9 +5,10 @@ import sys
 STUB = """
 import ctypes, subprocess, sys, time
 from triton_models.serving import stub
-stub.STUCK_S = 1
+stub.STUCK_S = 2
 stub.start_stub()
-time.sleep(3)  # several times as long as it may be stuck
+print("begun", file=sys.stderr, flush=True)
+time.sleep(5)  # longer than it may be stuck
 print("alive", flush=True)
 {then}
 """
@@ -23,18 +24,18 @@ def test_a_process_that_is_stuck_with_the_interpreter_ends() -> None:
     with stub(STUCK) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "alive\n"
-        assert process.wait(30) == -signal.SIGALRM
+        assert process.wait(60) == -signal.SIGALRM
 
 
 def test_it_ends_with_its_server() -> None:
     # A server that starts a stub and is gone; the pipe stays open until the stub ends, too.
     child = STUB.format(then="time.sleep(60)")
-    server = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])"
-    command = [sys.executable, "-c", f"{server}; import time; time.sleep(2)"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=30, check=True)
+    server = f"import subprocess as s, sys; p = s.Popen([sys.executable, '-c', {child!r}], stderr=s.PIPE)"
+    command = [sys.executable, "-c", f"{server}; p.stderr.readline()"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
     assert done.stdout == ""
 
 
 def test_a_process_at_work_is_left_alone() -> None:
     with stub("") as process:
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
