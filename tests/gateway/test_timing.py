@@ -157,6 +157,8 @@ INPUTS = [
 class TritonHttp(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     answers: tuple[tuple[int, Any], ...] = ()
+    clients = threading.Barrier(1)
+    """Nobody gets a first answer before all have asked."""
     asked: list[tuple[str, Any]]
     connections: set[Any]
 
@@ -164,7 +166,9 @@ class TritonHttp(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         number = len(self.asked)
         self.asked.append((self.path, body))
-        self.connections.add(self.client_address)
+        if self.client_address not in self.connections:
+            self.connections.add(self.client_address)
+            self.clients.wait(60)
         status, document = self.answers[number % len(self.answers)]
         answer = json.dumps(document).encode()
         self.send_response(status)
@@ -191,6 +195,7 @@ def triton_http() -> Iterator[tuple[str, type[TritonHttp]]]:
 def test_requests_go_over_http_on_kept_connections(triton_http: Any) -> None:
     url, seen = triton_http
     work = Work(model="m", concurrency=2, count=8)
+    seen.clients = threading.Barrier(2)
     timing = measure("http", lambda: HttpClient(url, work, INPUTS), work)
     assert (timing.answered, timing.failed, timing.first_failure) == (8, 0, None)
     assert len(seen.asked) == 8
