@@ -8,8 +8,8 @@ from gateway.setting_types import revealed
 from gateway.settings import Settings
 from gateway.triton.channel import Channel
 from gateway.triton.control import Control
+from gateway.triton.health import ReplicaReport, ReplicaState
 from gateway.triton.pool import TritonUpstream
-from gateway.triton.replicas import ReplicaReport, ReplicaState
 from gateway.triton.resolver import Name, Resolve, name_in, resolve
 from gateway.triton.status import Fault, TritonError
 

@@ -13,7 +13,7 @@ from gateway.errors import UpstreamProtocolError
 from gateway.triton.backoff import Backoff
 from gateway.triton.channel import Channel
 from gateway.triton.control import Control, EntryState
-from gateway.triton.replicas import HealthPolicy
+from gateway.triton.health import HealthPolicy
 from gateway.triton.status import TritonError
 from wire.names import STREAM_SUFFIX
 

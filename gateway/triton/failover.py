@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Callable, Sequence
 
-from gateway.triton.replicas import Replica, ReplicaState, UpstreamObserver, least_outstanding, unable
+from gateway.triton.health import ReplicaState, UpstreamObserver, unable
+from gateway.triton.replicas import Replica
 from gateway.triton.status import Fault, TritonError
 
 _log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Tries:
         replicas = self._replicas()
         replica = least_outstanding(self._untried(replicas))
         if replica is None:
-            raise unable(replicas).to_gateway()
+            raise unable([each.describe() for each in replicas]).to_gateway()
         self._newest = replica
         self._count += 1
         return replica
@@ -101,3 +102,13 @@ class Tries:
                 "detail": error.detail[:_LOGGED_LIMIT],
             },
         )
+
+
+def least_outstanding(replicas: Sequence[Replica]) -> Replica | None:
+    """Return the ready replica with the fewest running generations; of equals, the least recently chosen."""
+    ready = [replica for replica in replicas if replica.state is ReplicaState.READY]
+    if not ready:
+        return None
+    chosen = min(ready, key=lambda replica: (replica.outstanding, replica.last_chosen))
+    chosen.last_chosen = max(replica.last_chosen for replica in replicas) + 1
+    return chosen

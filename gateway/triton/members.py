@@ -18,7 +18,8 @@ from typing import Protocol
 from gateway.triton.backoff import Backoff
 from gateway.triton.channel import Channel
 from gateway.triton.delta_link import DeltaLink
-from gateway.triton.replicas import HealthPolicy, Replica, ReplicaState, UpstreamObserver
+from gateway.triton.health import HealthPolicy, ReplicaState, UpstreamObserver
+from gateway.triton.replicas import Replica
 from gateway.triton.resolver import Name, NameWatch, Outcome, Resolve, name_in
 from gateway.triton.status import Fault
 

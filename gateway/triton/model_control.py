@@ -26,7 +26,8 @@ from gateway.errors import (
 )
 from gateway.triton.channel import Channel
 from gateway.triton.control import Control, EntryState, load_failure
-from gateway.triton.replicas import Replica, ReplicaState, unable
+from gateway.triton.health import ReplicaState, unable
+from gateway.triton.replicas import Replica
 from gateway.triton.status import Fault, TritonError
 from gateway.upstream import EntriesChanged
 from wire.names import stream_entry, tokenizer_entry

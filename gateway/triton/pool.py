@@ -17,10 +17,11 @@ from gateway.triton.answering import answer_over_channel, answer_plainly
 from gateway.triton.channel import Channel
 from gateway.triton.discovery import Discovery
 from gateway.triton.failover import Tries
+from gateway.triton.health import HealthPolicy, ReplicaReport, ReplicaState
 from gateway.triton.members import Member, Members, PoolObserver
 from gateway.triton.model_control import ModelControl
 from gateway.triton.predicting import predict as predict_on
-from gateway.triton.replicas import HealthPolicy, Replica, ReplicaReport, ReplicaState
+from gateway.triton.replicas import Replica
 from gateway.triton.resolver import Resolve, resolve
 from gateway.triton.status import Fault, TritonError
 from gateway.triton.tokenizing import tokenize as tokenize_on

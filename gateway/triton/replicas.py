@@ -9,11 +9,8 @@ Knows nothing of generations beyond their number, nor of other replicas.
 
 import asyncio
 import contextlib
-import enum
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator
 
 from gateway.dialects.base import ChannelDialect, Dialect, ModelReport
 from gateway.dialects.registry import choose, choose_channels, choose_nudges
@@ -22,84 +19,19 @@ from gateway.triton.backoff import Backoff
 from gateway.triton.channel import Channel
 from gateway.triton.control import Control, EntryState
 from gateway.triton.delta_link import DeltaLink
+from gateway.triton.health import (
+    STATE_AFTER,
+    HealthPolicy,
+    ReplicaReport,
+    ReplicaState,
+    UpstreamObserver,
+    unable,
+)
 from gateway.triton.nudging import nudge_when_unheard
 from gateway.triton.status import Fault, TritonError
 from wire.names import stream_entry
 
 _log = logging.getLogger(__name__)
-
-
-class ReplicaState(enum.StrEnum):
-    """Only READY takes requests."""
-
-    UNKNOWN = "unknown"
-    """Not probed yet."""
-    READY = "ready"
-    NOT_READY = "not_ready"
-    """The server answers, but the model does not serve: unknown, loading, broken, or of another contract."""
-    UNLOADED = "unloaded"
-    """It was unloaded on purpose, through the gateway or Triton: it is not meant to serve."""
-    UNREACHABLE = "unreachable"
-    STUCK = "stuck"
-    """The model's process is dead, or makes no progress."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthPolicy:
-    """How health is watched; all values in seconds."""
-
-    interval_s: float = 1.0
-    """Between probes of a replica that is ready."""
-    probe_timeout_s: float = 5.0
-    stuck_after_s: float = 60.0
-    """An engine whose last loop iteration is older than this is stuck; on a slow CPU a step takes seconds."""
-    nudge_after_s: float = 0.03
-    """A request without any response for longer may have been forgotten in Triton's queue."""
-    backoff_first_s: float = 0.25
-    backoff_limit_s: float = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaReport:
-    """A replica as `tritongate check` and logs show it."""
-
-    model: str
-    upstream: str
-    state: ReplicaState
-    reason: str
-    report: ModelReport | None
-    """The answer to the latest probe; None until there was one."""
-
-
-class UpstreamObserver(Protocol):
-    """Told of health and errors, for metrics. Called on the event loop; must not block."""
-
-    def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
-        """`model` on `upstream` became able, or unable, to take requests."""
-        ...
-
-    def upstream_error(self, model: str, upstream: str, code: str) -> None:
-        """A generation failed on `upstream`; `code` is a value of `gateway.triton.status.Fault`."""
-        ...
-
-    def upstream_nudge(self, model: str, upstream: str) -> None:
-        """A nudge is sent to `upstream`: a request to `model` got no response for a while."""
-        ...
-
-
-_STATE_AFTER = {
-    Fault.UNREACHABLE: ReplicaState.UNREACHABLE,
-    Fault.NOT_READY: ReplicaState.NOT_READY,
-    Fault.STUB_DEAD: ReplicaState.STUCK,
-    Fault.SILENT: ReplicaState.STUCK,
-}
-"""Faults of a generation that put its replica in doubt, and its state until the next probe."""
-
-_FAULT_OF = {
-    ReplicaState.UNREACHABLE: Fault.UNREACHABLE,
-    ReplicaState.STUCK: Fault.SILENT,
-    ReplicaState.UNLOADED: Fault.UNLOADED,
-}
 
 
 class Replica:
@@ -156,11 +88,7 @@ class Replica:
     def describe(self) -> ReplicaReport:
         """Return its current state."""
         return ReplicaReport(
-            model=self.model,
-            upstream=self.upstream,
-            state=self.state,
-            reason=self.reason,
-            report=self.report,
+            model=self.model, upstream=self.upstream, state=self.state, reason=self.reason, report=self.report
         )
 
     def serving(self) -> tuple[Dialect, ModelReport]:
@@ -170,7 +98,7 @@ class Replica:
             TritonError: it is not ready.
         """
         if self.state is not ReplicaState.READY or self._dialect is None or self.report is None:
-            raise unable([self])
+            raise unable([self.describe()])
         return self._dialect, self.report
 
     async def open_link(self) -> tuple[DeltaLink, ChannelDialect] | None:
@@ -231,7 +159,7 @@ class Replica:
 
     def suspect(self, error: TritonError) -> None:
         """Record that a generation failed here."""
-        state = _STATE_AFTER.get(error.fault)
+        state = STATE_AFTER.get(error.fault)
         if state is not None:
             self._become(state, error.detail)
             self._suspected.set()
@@ -309,7 +237,7 @@ class Replica:
             return await self._why_silent(), "no answer to a probe"
         if error.fault is Fault.NOT_READY:
             return await self._why_not_ready(), error.detail
-        return _STATE_AFTER.get(error.fault, ReplicaState.NOT_READY), error.detail
+        return STATE_AFTER.get(error.fault, ReplicaState.NOT_READY), error.detail
 
     async def _why_silent(self) -> ReplicaState:
         """Distinguish a model that does not answer from a server that does not."""
@@ -372,21 +300,3 @@ class Replica:
         if self._observer is not None:
             healthy = self.state is ReplicaState.READY
             self._observer.upstream_health(self.model, self.upstream, healthy=healthy)
-
-
-def least_outstanding(replicas: Sequence[Replica]) -> Replica | None:
-    """Return the ready replica with the fewest running generations; of equals, the least recently chosen."""
-    ready = [replica for replica in replicas if replica.state is ReplicaState.READY]
-    if not ready:
-        return None
-    chosen = min(ready, key=lambda replica: (replica.outstanding, replica.last_chosen))
-    chosen.last_chosen = max(replica.last_chosen for replica in replicas) + 1
-    return chosen
-
-
-def unable(replicas: Sequence[Replica]) -> TritonError:
-    """Return the error for a request when none of `replicas` is ready, or there is none."""
-    states = {replica.state for replica in replicas}
-    fault = _FAULT_OF.get(states.pop(), Fault.NOT_READY) if len(states) == 1 else Fault.NOT_READY
-    reasons = "; ".join(f"{replica.upstream}: {replica.state}: {replica.reason}" for replica in replicas)
-    return TritonError(fault, reasons or "no Triton with the model is known")

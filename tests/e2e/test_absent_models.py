@@ -7,8 +7,8 @@ from tritonclient.grpc import service_pb2
 
 from gateway.errors import UnavailableError
 from gateway.triton.channel import Channel
+from gateway.triton.health import ReplicaState
 from gateway.triton.pool import TritonUpstream
-from gateway.triton.replicas import ReplicaState
 from gateway.triton.status import Fault
 from tests.e2e.scripted_triton import (
     Scripted,

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.triton.channel import Channel
 from gateway.triton.discovery import Discovery
-from gateway.triton.replicas import HealthPolicy
+from gateway.triton.health import HealthPolicy
 from tests.gateway.triton.fake_triton import FakeModel, until
 
 

@@ -10,8 +10,10 @@ from gateway.errors import (
     UnavailableError,
 )
 from gateway.generation import Accepted, Delta, Event
+from gateway.triton.failover import least_outstanding
+from gateway.triton.health import HealthPolicy, ReplicaState
 from gateway.triton.pool import TritonUpstream
-from gateway.triton.replicas import ReplicaState
+from gateway.triton.replicas import Replica
 from tests.gateway.triton.fake_triton import accepted, finished, generation, losing, refusing, reply, until
 from wire.meta import Meta
 
@@ -138,3 +140,31 @@ async def test_a_closed_pool_tries_no_other_replica(tritons: Any, serve: Serve, 
     with pytest.raises(UnavailableError, match="shutting down"):
         await anext(events)
     assert len(first.requests) + len(second.requests) == 1
+
+
+class Somewhere:
+    """Stands for a channel where only its address is asked for."""
+
+    address = "somewhere:8001"
+
+
+def replicas(*states: ReplicaState) -> list[Replica]:
+    made = []
+    for state in states:
+        somewhere: Any = Somewhere()
+        replica = Replica("m", somewhere, HealthPolicy(), None)
+        replica.state = state
+        made.append(replica)
+    return made
+
+
+def test_the_least_burdened_replica_is_chosen_and_equal_ones_take_turns() -> None:
+    a, b, down = replicas(ReplicaState.READY, ReplicaState.READY, ReplicaState.UNREACHABLE)
+    assert [least_outstanding([a, b, down]) for _ in range(4)] == [a, b, a, b]
+    with a.in_use():
+        assert [least_outstanding([a, b, down]) for _ in range(3)] == [b, b, b]
+        with b.in_use(), b.in_use():
+            assert least_outstanding([a, b, down]) is a
+    assert a.outstanding == b.outstanding == 0
+    assert least_outstanding([down]) is None
+    assert least_outstanding([]) is None

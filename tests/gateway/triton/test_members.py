@@ -9,7 +9,7 @@ import pytest
 from gateway.errors import ModelNotFoundError, UnavailableError
 from gateway.generation import Delta
 from gateway.triton import members
-from gateway.triton.replicas import ReplicaState
+from gateway.triton.health import ReplicaState
 from tests.gateway.triton.fake_resolver import NAME, FakeResolver, addresses, ask, ready_on
 from tests.gateway.triton.fake_triton import (
     FakeModel,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import UnavailableError
-from gateway.triton.replicas import ReplicaState
+from gateway.triton.health import ReplicaState
 from tests.gateway.triton.fake_resolver import NAME, FakeResolver, addresses, ask, ready_on
 from tests.gateway.triton.fake_triton import (
     FakeTriton,

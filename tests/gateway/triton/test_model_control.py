@@ -16,7 +16,7 @@ from gateway.errors import (
     UpstreamProtocolError,
 )
 from gateway.generation import Delta
-from gateway.triton.replicas import ReplicaState
+from gateway.triton.health import ReplicaState
 from tests.gateway.triton.fake_triton import FakeModel, FakeTriton, accepted, finished, generation, until
 
 ENTRIES = ("m-tokenizer", "m-stream", "m")

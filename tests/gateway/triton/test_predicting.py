@@ -14,7 +14,7 @@ from gateway.errors import (
     UpstreamProtocolError,
 )
 from gateway.prediction import InputTensor, Prediction
-from gateway.triton.replicas import ReplicaState
+from gateway.triton.health import ReplicaState
 from tests.gateway.triton.fake_triton import FakeModel, until
 from wire.strings import pack_strings
 

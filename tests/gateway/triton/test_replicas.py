@@ -11,13 +11,8 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from gateway.triton.channel import Channel
-from gateway.triton.replicas import (
-    HealthPolicy,
-    Replica,
-    ReplicaState,
-    least_outstanding,
-    unable,
-)
+from gateway.triton.health import HealthPolicy, ReplicaState
+from gateway.triton.replicas import Replica
 from gateway.triton.status import Fault, TritonError
 from tests.gateway.triton.fake_triton import accepted, generation, hanging, until
 
@@ -245,48 +240,3 @@ async def test_a_state_is_logged_when_it_changes_not_at_every_probe(
                 triton.model.report = msgspec.structs.replace(triton.model.report, heartbeat_age_s=age)
                 await until(lambda age=age: f"{age} s" in replica.reason)
     assert [record.getMessage() for record in caplog.records] == ["replica is ready", "replica is stuck"]
-
-
-class Somewhere:
-    """Stands for a channel where only its address is asked for."""
-
-    address = "somewhere:8001"
-
-
-def replicas(*states: ReplicaState) -> list[Replica]:
-    made = []
-    for state in states:
-        somewhere: Any = Somewhere()
-        replica = Replica("m", somewhere, HealthPolicy(), None)
-        replica.state = state
-        made.append(replica)
-    return made
-
-
-def test_the_least_burdened_replica_is_chosen_and_equal_ones_take_turns() -> None:
-    a, b, down = replicas(ReplicaState.READY, ReplicaState.READY, ReplicaState.UNREACHABLE)
-    assert [least_outstanding([a, b, down]) for _ in range(4)] == [a, b, a, b]
-    with a.in_use():
-        assert [least_outstanding([a, b, down]) for _ in range(3)] == [b, b, b]
-        with b.in_use(), b.in_use():
-            assert least_outstanding([a, b, down]) is a
-    assert a.outstanding == b.outstanding == 0
-    assert least_outstanding([down]) is None
-    assert least_outstanding([]) is None
-
-
-@pytest.mark.parametrize(
-    ("states", "fault"),
-    [
-        ([], Fault.NOT_READY),
-        ([ReplicaState.UNKNOWN], Fault.NOT_READY),
-        ([ReplicaState.UNREACHABLE, ReplicaState.UNREACHABLE], Fault.UNREACHABLE),
-        ([ReplicaState.STUCK], Fault.SILENT),
-        ([ReplicaState.STUCK, ReplicaState.UNREACHABLE], Fault.NOT_READY),
-    ],
-)
-def test_a_request_that_finds_nobody_is_told_why(states: list[ReplicaState], fault: Fault) -> None:
-    error = unable(replicas(*states))
-    assert error.fault is fault
-    assert error.to_gateway().status == 503
-    assert error.to_gateway().retry_after_s

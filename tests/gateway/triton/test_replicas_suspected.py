@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from gateway.triton.channel import Channel
-from gateway.triton.replicas import HealthPolicy, Replica, ReplicaState
+from gateway.triton.health import HealthPolicy, ReplicaState
+from gateway.triton.replicas import Replica
 from gateway.triton.status import Fault, TritonError
 from tests.gateway.triton.fake_triton import reply, until
 from tests.gateway.triton.test_replicas import becomes, watched
