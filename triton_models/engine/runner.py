@@ -162,7 +162,7 @@ class Runner:
             layout, hidden = self._compute_prompts(inputs, chunks, longest, captured)
             scores = self._score(scored, views, hidden, layout)
             # The output head has a tenth of all weights: do not read them if no row needs them.
-            logits = self._step.logits(hidden[inputs.rows], layout) if sampling else hidden[:0]
+            logits = self._step.logits(hidden[inputs.rows], layout) if sampling else hidden.new_empty(0)
         else:
             logits = captured.decodes.forward(slots) if captured else self._step.decode(slots, longest)
         if batch.prefills or not all(map(_is_plain, sampling)):

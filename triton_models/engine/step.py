@@ -2,7 +2,7 @@
 
 from triton_models.engine.batch import Batch
 from triton_models.engine.results import Sampled
-from triton_models.engine.runner import Launched, Runner
+from triton_models.engine.runner import Begun, Launched, Runner
 
 
 class Step:
@@ -21,17 +21,17 @@ class Step:
         self.batch = batch
         self.began = began
         self._runner = runner
-        self._begun = runner.begin(batch)
-        self._launched: Launched | None = None
+        # One or the other: what sampling needs (logits, above all) must not outlive it on the device.
+        self._state: Begun | Launched = runner.begin(batch)
         if not batch.masks_wait:
             self.sample()
         batch.advance()
 
     def sample(self) -> Launched:
         """Launch the sampling, unless that is done already."""
-        if self._launched is None:
-            self._launched = self._runner.sample(self._begun)
-        return self._launched
+        if isinstance(self._state, Begun):
+            self._state = self._runner.sample(self._state)
+        return self._state
 
     def collect(self) -> list[Sampled]:
         """Wait for the results."""
