@@ -59,6 +59,9 @@ _DEFAULT = "other,ours,engine"
     "--batches", type=Numbers(), default="1,32,128,256,512", show_default=True, help="of the engine alone"
 )
 @click.option(
+    "--masked", type=Numbers(), default="0", show_default=True, help="of these, how many have a token mask"
+)
+@click.option(
     "--usual-clients", type=Numbers(), default="4,32", show_default=True, help="and sizes of padded batches"
 )
 @click.option("--usual-s", default=8.0, show_default=True, help="seconds of each of them: no batch after")
@@ -87,6 +90,7 @@ def main(
     open_s: float,
     rates: tuple[float, ...],
     batches: tuple[float, ...],
+    masked: tuple[float, ...],
     usual_clients: tuple[float, ...],
     usual_s: float,
     processes: int,
@@ -130,8 +134,9 @@ def main(
             comparison.run(f"ours {arguments}".strip(), server)
     steps: list[StepRow] = []
     if "engine" in parts:
-        sizes = tuple(map(int, batches))
-        steps = list(_steps_in_time(comparison, plan, checkpoint, sizes, device=device, dtype=dtype))
+        sizes, some = tuple(map(int, batches)), tuple(map(int, masked))
+        measured_steps = measure_steps(checkpoint, sizes, device=device, dtype=dtype, masked=some)
+        steps = list(_steps_in_time(comparison, plan, measured_steps))
     usual_rows: list[UsualRow] = []
     if "usual" in parts and plan.in_time:
         usual = UsualPlan(
@@ -157,10 +162,8 @@ def main(
     (folder / "compare.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def _steps_in_time(
-    comparison: Comparison, plan: Plan, checkpoint: Path, batches: tuple[int, ...], *, device: str, dtype: str
-) -> Iterator[StepRow]:
-    for step in measure_steps(checkpoint, batches, device=device, dtype=dtype):
+def _steps_in_time(comparison: Comparison, plan: Plan, steps: Iterator[StepRow]) -> Iterator[StepRow]:
+    for step in steps:
         yield step
         if not plan.in_time:
             comparison.note(f"the engine alone: nothing beyond batch {step.batch}: no time left")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from bench.engine import random_model
 from bench.load_rows import percentile
@@ -25,6 +26,8 @@ class StepRow:
     """One batch size. Times are milliseconds; `context` is the mean context length of the measured steps."""
 
     batch: int
+    masked: int
+    """Sequences of the batch that have a token mask."""
     context: int
     step_ms_p50: float
     step_ms_p99: float
@@ -33,10 +36,30 @@ class StepRow:
     """Rate over all prompts, from the first step to the last one that computed prompt tokens."""
 
 
+class _Everything:
+    """A token mask that allows every token, and takes next to no time: what remains is the engine's own."""
+
+    def fill(self, words: Tensor) -> None:
+        """Allow every token."""
+        words.fill_(-1)
+
+    def accept(self, token_id: int) -> None:
+        """Allow what follows any token."""
+
+
 def measure_steps(
-    checkpoint: Path, batches: tuple[int, ...], *, device: str, dtype: str, context: int = 512
+    checkpoint: Path,
+    batches: tuple[int, ...],
+    *,
+    device: str,
+    dtype: str,
+    context: int = 512,
+    masked: tuple[int, ...] = (0,),
 ) -> Iterator[StepRow]:
-    """Measure a model of the checkpoint's shape with random weights at each batch size."""
+    """Measure a model of the checkpoint's shape with random weights at each batch size.
+
+    Each is measured with every number of `masked` sequences among them that is not larger.
+    """
     model = random_model(read_config(checkpoint), dtype=getattr(torch, dtype), device=torch.device(device))
     settings = EngineSettings(
         max_running=max(batches),
@@ -44,15 +67,21 @@ def measure_steps(
         max_batched_tokens=max(_MAX_BATCHED_TOKENS, *batches),
     )
     engine = Engine(model, settings)
+    prompt = context - _STEPS // 2
     for batch in batches:
-        _decode(engine, model.vocab_size, batch, prompt=context - _STEPS // 2, steps=4)  # not counted
-        yield _row(batch, context, *_decode(engine, model.vocab_size, batch, prompt=context - _STEPS // 2))
+        for some in masked:
+            if some <= batch:
+                _decode(engine, model.vocab_size, batch, some, prompt=prompt, steps=4)  # not counted
+                yield _row(
+                    batch, some, context, *_decode(engine, model.vocab_size, batch, some, prompt=prompt)
+                )
 
 
-def _row(batch: int, context: int, prefill_s: float, steps_s: list[float]) -> StepRow:
+def _row(batch: int, masked: int, context: int, prefill_s: float, steps_s: list[float]) -> StepRow:
     milliseconds = [1000 * each for each in steps_s]
     return StepRow(
         batch=batch,
+        masked=masked,
         context=context,
         step_ms_p50=statistics.median(milliseconds),
         step_ms_p99=percentile(milliseconds, 99),
@@ -62,13 +91,14 @@ def _row(batch: int, context: int, prefill_s: float, steps_s: list[float]) -> St
 
 
 def _decode(
-    engine: Engine, vocabulary: int, batch: int, *, prompt: int, steps: int = _STEPS
+    engine: Engine, vocabulary: int, batch: int, masked: int, *, prompt: int, steps: int = _STEPS
 ) -> tuple[float, list[float]]:
     """Return the seconds for all prompts, and those of each step that only decoded: about `steps` of them."""
     dice = torch.Generator().manual_seed(batch)
     for number in range(batch):
         ids = torch.randint(vocabulary, (prompt,), generator=dice).tolist()
-        sampling = SamplingParams(temperature=1.0, seed=number, max_tokens=steps)
+        mask = _Everything() if number < masked else None
+        sampling = SamplingParams(temperature=1.0, seed=number, max_tokens=steps, mask=mask)
         engine.add(Request(request_id=str(number), prompt_ids=tuple(ids), sampling=sampling))
     began = time.perf_counter()
     prefill_s = 0.0
