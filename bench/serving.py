@@ -2,7 +2,6 @@
 
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import httpx
 
+from bench.gpu.servers import free_port
 from bench.load import LoadPool, Workload, closed_loop
 from bench.load_rows import LoadRow
 
@@ -25,9 +25,7 @@ def running(*arguments: str) -> Iterator[str]:
     Raises:
         RuntimeError: it did not become ready.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     flags = ["--port", str(port)]
     for name in ("http", "grpc", "metrics"):
         flags += [f"--triton-{name}-port", "0"]

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -31,13 +32,14 @@ class Server:
 
 
 @contextlib.contextmanager
-def ours(checkpoint: Path, log: Path, arguments: Sequence[str], port: int = 8080) -> Iterator[Server]:
-    """Run `tritongate up` on the checkpoint with additional `arguments`.
+def ours(checkpoint: Path, log: Path, arguments: Sequence[str]) -> Iterator[Server]:
+    """Run `tritongate up` on the checkpoint with additional `arguments`, on free ports.
 
     Raises:
         ServerError: it did not become ready; the message has the end of its output.
     """
     command = [str(Path(sys.executable).with_name("tritongate")), "up", "--model", f"glm={checkpoint}"]
+    port = free_port()
     for name, number in (("", port), ("triton-http-", 0), ("triton-grpc-", 0), ("triton-metrics-", 0)):
         command += [f"--{name}port", str(number)]
     began = time.monotonic()
@@ -95,6 +97,13 @@ def other(program: Program) -> Iterator[Server]:
         yield Server(url=program.url, model=program.model, started_s=time.monotonic() - began)
     finally:
         subprocess.run([program.script, "stop"], env=environment, check=False, stdout=subprocess.DEVNULL)
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def answers(url: str) -> bool:
