@@ -24,8 +24,17 @@ with tarfile.open(fileobj=sys.stdin.buffer, mode="r|xz") as packed:
   cat >"$site/_hide_scipy.py" <<'END'
 from importlib.machinery import PathFinder
 
-_find = PathFinder.find_spec
-PathFinder.find_spec = lambda name, *where: None if name.partition(".")[0] in {"scipy", "sklearn"} else _find(name, *where)
+
+class _Hiding:
+    def __init__(self, find):
+        self._find = find
+
+    def find_spec(self, name, *where):
+        return None if name.partition(".")[0] in {"scipy", "sklearn"} else self._find(name, *where)
+
+
+# A bound method, as it was: pytest makes it an attribute of a class of its own.
+PathFinder.find_spec = _Hiding(PathFinder.find_spec).find_spec
 END
   echo 'import _hide_scipy' >"$site/aa_hide_scipy.pth"
   "$venv/bin/python3" -m compileall -q -j 0 "$site" >&2 || true # templates among the sources do not compile
