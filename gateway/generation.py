@@ -273,6 +273,8 @@ class Delta(Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] | None = None
     """The ids of those tokens, if requested, including the one that stopped the answer."""
     logprobs: tuple[TokenLogprob, ...] | None = None
+    """Those of tokens of the text, if requested: of this delta's or of the text before it. In a delta that
+    has them, the text comes before the calls, so that they are of one text. Calls have none."""
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
     """Those of the prompt's next tokens, in one or several deltas before the choice's first token."""
     finish_reason: FinishReason | None = None

@@ -5,7 +5,8 @@ notation (`gateway.chatglm.call_readers`). Everything else is text, as described
 of a tool that was not offered, and a malformed one. Nothing of an answer is lost.
 
 Neither text nor a call can be taken back once it was sent. So text that may still be a call is held back, and
-passed on as soon as it cannot be one. The result does not depend on how the answer was cut into deltas.
+passed on as soon as it cannot be one. The result does not depend on how the answer was cut into deltas. The
+tokens of the text, if they are known, are told beside it; those of calls are not.
 """
 
 import enum
@@ -13,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from gateway.chatglm.call_readers import CallReader, OnPart, Verdict
 from gateway.chatglm.constrained_text import ConstrainedText
-from gateway.pieces import Piece, joined_pieces
+from gateway.chatglm.text_tokens import TextTokens, Told
+from gateway.generation import TokenLogprob
 from wire.answer import AnswerText, by_segment
 from wire.meta import Segment
 
@@ -48,8 +50,9 @@ class ToolText:
     ) -> None:
         self._offered = frozenset(offered)
         self._new_reader = reader
-        self._pieces: list[Piece] = []
+        self._told: list[Told] = []
         """Determined, but not returned yet."""
+        self._tokens = TextTokens()
         self._text = AnswerText() if text is None else text
         self.cut = False
         """Whether the answer ended in the middle of a call that was reported; known at its end."""
@@ -59,32 +62,46 @@ class ToolText:
             if metadata in self._offered:
                 self._begin_call(metadata)
 
-    def push(self, text: str, segments: Sequence[Segment] = ()) -> tuple[Piece, ...]:
-        """Take one delta of the raw answer and the segments that begin in it; return what is determined.
+    def push(
+        self, text: str, segments: Sequence[Segment] = (), tokens: Iterable[TokenLogprob] = ()
+    ) -> tuple[Told, ...]:
+        """Take one delta of the raw answer, the segments that begin in it and its tokens, if they are known.
+
+        Returns:
+            What is determined now; each token after some of the text that it is of, and before any call that
+            follows.
 
         Raises:
             ValueError: a segment begins outside `text`, or before the one ahead of it.
         """
+        self._tokens.push(tokens)
         for segment, part in by_segment(text, segments):
             if segment is not None:
                 self._end_segment()
-                self._pieces.append(self._text.push("", (Segment(0, segment.role),)))
+                self._show(self._text.push("", (Segment(0, segment.role),)))
+                self._told += self._tokens.next_segment()
                 self._begin_segment()
             self._push_within_segment(part)
         return self._take()
 
-    def finish(self) -> tuple[Piece, ...]:
+    def finish(self) -> tuple[Told, ...]:
         """The answer is over: return what was held back, as text or call."""
         in_call = self._at is _At.CALL
         self._end_segment()
         self.cut = in_call and self._at is _At.CALL and not self._reader.whole
-        self._pieces.append(self._text.finish())
+        self._show(self._text.finish())
+        self._told += self._tokens.finish()
         return self._take()
 
-    def _take(self) -> tuple[Piece, ...]:
-        pieces = joined_pieces(self._pieces)
-        self._pieces.clear()
-        return pieces
+    def _take(self) -> tuple[Told, ...]:
+        told = tuple(self._told)
+        self._told.clear()
+        return told
+
+    def _show(self, text: str) -> None:
+        if text:
+            self._told.append(text)
+            self._told += self._tokens.show()
 
     def _begin_segment(self) -> None:
         self._at = _At.NAME
@@ -93,11 +110,13 @@ class ToolText:
 
     def _begin_call(self, name: str) -> None:
         self._at = _At.CALL
-        self._reader = self._new_reader(name, self._pieces.append)
+        self._reader = self._new_reader(name, self._told.append)
+        self._call_over = False
 
     def _push_within_segment(self, text: str) -> None:
+        self._tokens.read(text)
         if self._at is _At.TEXT:
-            self._pieces.append(self._text.push(text))
+            self._show(self._text.push(text))
             return
         self._held += text
         if self._at is _At.NAME:
@@ -120,7 +139,11 @@ class ToolText:
                 pass
             case Verdict.CALL:
                 self._held = ""
-                self._pieces.append(self._text.push(self._reader.take_rest()))
+                rest = self._reader.take_rest()
+                if not self._call_over:
+                    self._tokens.call(len(rest))
+                    self._call_over = self._reader.whole
+                self._show(self._text.push(rest))
             case Verdict.NO_CALL:
                 self._release()
 
@@ -134,4 +157,6 @@ class ToolText:
         """Treat the segment as text: what came so far, and the rest."""
         self._at = _At.TEXT
         held, self._held = self._held, ""
-        self._pieces.append(self._text.push(held))
+        if held.strip():
+            self._tokens.leave_out()
+        self._show(self._text.push(held))

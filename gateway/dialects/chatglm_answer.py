@@ -10,6 +10,7 @@ from tritonclient.grpc import service_pb2
 
 from gateway.chatglm.constrained_text import ConstrainedText
 from gateway.chatglm.formats import chat_form
+from gateway.chatglm.text_tokens import Told, in_runs, pieces_of
 from gateway.chatglm.tool_offer import answer_metadata, call_rules, callable_names
 from gateway.chatglm.tool_text import ToolText
 from gateway.dialects.base import ModelReport
@@ -27,7 +28,7 @@ from gateway.generation import (
     TopLogprob,
     Usage,
 )
-from gateway.pieces import CallPart, Piece, joined_pieces
+from gateway.pieces import CallPart, Piece
 from wire import meta as wire_meta
 from wire import names
 from wire.answer import AnswerText, ContinuedText
@@ -37,29 +38,42 @@ _HEARTBEAT = wire_meta.Meta()
 
 
 class _Choice:
-    """The visible part of one choice: its text and its calls."""
+    """The visible part of one choice: its text with its tokens, and its calls."""
 
     def __init__(self, generation: Generation, report: ModelReport) -> None:
         self._any_calls = False
         self._text = _shown_text(generation, report)
 
-    def push(self, text: str, segments: Sequence[wire_meta.Segment] = ()) -> tuple[Piece, ...]:
-        """Take one delta and the segments that begin in it; return what can be shown.
+    def push_text(self, text: str) -> tuple[Piece, ...]:
+        """Take one delta of text only; return what can be shown."""
+        if isinstance(self._text, ToolText):
+            return pieces_of(self._noted(self._text.push(text)))
+        shown = self._text.push(text)
+        return (shown,) if shown else ()
+
+    def push(
+        self, text: str, segments: Sequence[wire_meta.Segment], logprobs: Sequence[TokenLogprob]
+    ) -> tuple[Told, ...]:
+        """Take one delta, the segments that begin in it and its tokens; return what can be shown.
 
         Raises:
             ValueError: a segment begins outside `text`, before the one ahead of it, or where there are none.
         """
-        return self._told(self._text.push(text, segments))
+        if isinstance(self._text, ToolText):
+            return self._noted(self._text.push(text, segments, logprobs))
+        shown = self._text.push(text, segments)
+        return (shown, *logprobs) if shown else tuple(logprobs)
 
-    def finish(self) -> tuple[Piece, ...]:
+    def finish(self) -> tuple[Told, ...]:
         """Return what was held back; the choice is over."""
-        return self._told(self._text.finish())
+        if isinstance(self._text, ToolText):
+            return self._noted(self._text.finish())
+        shown = self._text.finish()
+        return (shown,) if shown else ()
 
-    def _told(self, shown: str | tuple[Piece, ...]) -> tuple[Piece, ...]:
-        if isinstance(shown, str):
-            return (shown,) if shown else ()
-        self._any_calls = self._any_calls or any(isinstance(piece, CallPart) for piece in shown)
-        return shown
+    def _noted(self, told: tuple[Told, ...]) -> tuple[Told, ...]:
+        self._any_calls = self._any_calls or any(isinstance(each, CallPart) for each in told)
+        return told
 
     def reason(self, reason: wire_meta.FinishReason | None) -> FinishReason | None:
         """Return the finish reason, if it ended; all of its pieces were returned before.
@@ -107,7 +121,7 @@ class ChatGLMAnswer:
         self._wants_ranks = generation.prompt_ranks
 
     def decode(self, response: service_pb2.ModelInferResponse) -> list[Event]:
-        """Return the one event in `response`.
+        """Return the events in `response`.
 
         Raises:
             UpstreamProtocolError: it cannot be understood, or comes out of order.
@@ -119,7 +133,7 @@ class ChatGLMAnswer:
         self._check_order(meta)
         if not text and meta == _HEARTBEAT:
             return [Heartbeat()]
-        return [self._delta(meta.index, text, meta.tokens, meta)]
+        return self._delta(meta.index, text, meta.tokens, meta)
 
     def end(self) -> None:
         """Check, when no response is left, that the final one was seen.
@@ -130,36 +144,47 @@ class ChatGLMAnswer:
         if self._choices:
             raise not_understood("it ended without its final response")
 
-    def _delta(self, index: int, text: str, tokens: int, meta: wire_meta.Meta) -> Event:
-        """Return the event for a choice's delta of `tokens` tokens; `meta` has the rest of it."""
+    def _delta(self, index: int, text: str, tokens: int, meta: wire_meta.Meta) -> list[Event]:
+        """Return the events for a choice's delta of `tokens` tokens; `meta` has the rest of it.
+
+        It is more than one if text follows a call, so that all log-probabilities in one are of one text.
+        """
+        scored = meta.logprobs is not None
         try:
             choice = self._choice(index)
-            pieces = choice.push(text, meta.segments or ())
+            told = choice.push(text, meta.segments or (), _logprobs(meta.logprobs or ()))
         except ValueError as error:
             raise not_understood(str(error)) from error
         if meta.finish_reason is not None:
-            pieces = joined_pieces((*pieces, *choice.finish()))
+            told = (*told, *choice.finish())
             del self._choices[index]
             if (meta.usage is None) == (not self._choices):
                 raise not_understood("usage belongs to the end of the last choice")
         prompt_logprobs = self._prompt_logprobs(meta.prompt_logprobs)
-        if meta.finish_reason is None and not (pieces or tokens or prompt_logprobs):
-            return Heartbeat()
-        return Delta(
-            pieces=pieces,
-            tokens=tokens,
-            index=index,
-            token_ids=_ids(meta.token_ids),
-            logprobs=_logprobs(meta.logprobs),
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=choice.reason(meta.finish_reason),
-            stop_reason=meta.stop_reason,
-            usage=_usage(meta.usage),
-        )
+        if meta.finish_reason is None and not (told or tokens or prompt_logprobs):
+            return [Heartbeat()]
+        *before, (pieces, logprobs) = in_runs(told) if scored else [(pieces_of(told), ())]
+        return [
+            *(
+                Delta(pieces=earlier, tokens=0, index=index, logprobs=theirs if scored else None)
+                for earlier, theirs in before
+            ),
+            Delta(
+                pieces=pieces,
+                tokens=tokens,
+                index=index,
+                token_ids=_ids(meta.token_ids),
+                logprobs=logprobs if scored else None,
+                prompt_logprobs=prompt_logprobs,
+                finish_reason=choice.reason(meta.finish_reason),
+                stop_reason=meta.stop_reason,
+                usage=_usage(meta.usage),
+            ),
+        ]
 
     def _plain(self, index: int, text: str, tokens: int) -> Delta:
         """Return the event for a delta of text only."""
-        return Delta(pieces=self._choice(index).push(text), tokens=tokens, index=index)
+        return Delta(pieces=self._choice(index).push_text(text), tokens=tokens, index=index)
 
     def _prompt_logprobs(self, logprobs: list[wire_meta.PromptLogprob] | None) -> tuple[PromptLogprob, ...]:
         for each in logprobs or ():
@@ -218,9 +243,7 @@ def _ids(ids: list[int] | None) -> tuple[int, ...] | None:
     return None if ids is None else tuple(ids)
 
 
-def _logprobs(logprobs: list[wire_meta.TokenLogprob] | None) -> tuple[TokenLogprob, ...] | None:
-    if logprobs is None:
-        return None
+def _logprobs(logprobs: Sequence[wire_meta.TokenLogprob]) -> tuple[TokenLogprob, ...]:
     return tuple(
         TokenLogprob(
             token=sampled.token,

@@ -88,12 +88,12 @@ class ChannelledAnswer(ChatGLMAnswer):
                 text += added
                 tokens += count
             else:
-                events.append(self._detailed(index, added, count, document))
+                events += self._detailed(index, added, count, document)
         if tokens:
             events.append(self._plain(choice, text, tokens))
         return events
 
-    def _detailed(self, index: int, text: str, tokens: int, document: bytes) -> Event:
+    def _detailed(self, index: int, text: str, tokens: int, document: bytes) -> list[Event]:
         try:
             meta = decode_meta(document)
         except msgspec.MsgspecError as error:

@@ -187,13 +187,6 @@ class ResponsesRequest(StructuredRequest):
             raise InvalidRequestError(
                 'top_logprobs needs "message.output_text.logprobs" in include.', param="top_logprobs"
             )
-        if self.include and self.offer is not None and self.offer.choice != "none":
-            # It is not known which tokens belong to a call, and those must not appear in a message.
-            raise InvalidRequestError(
-                "Log-probabilities of messages cannot be told from those of calls:"
-                ' leave the tools out, set tool_choice to "none", or ask /v1/chat/completions.',
-                param="include",
-            )
         super().check_combinations()
         _ = self.continued  # refuses what is wrong with it
 

@@ -77,6 +77,27 @@ def test_log_probabilities_are_those_of_the_chat(demo: openai.OpenAI) -> None:
     assert all(len(token.top_logprobs) == 2 for token in part.logprobs)
 
 
+def test_log_probabilities_beside_tools_are_those_of_the_text(demo: openai.OpenAI) -> None:
+    """The same for a response, a chat, and either streamed; a call has none."""
+    asked: dict[str, Any] = {"tools": TOOLS, "include": LOGPROBS, "top_logprobs": 2}
+    (call,) = ask(demo, WEATHER, **asked).output
+    assert call.type == "function_call"
+    events = list(ask(demo, WEATHER, stream=True, **asked))
+    assert not any("output_text" in event.type for event in events)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": SUNNY}
+    said = [{"role": "user", "content": WEATHER}, call, result]
+    (part,) = ask(demo, said, **asked).output[0].content
+    assert "".join(token.token for token in part.logprobs).strip() == part.text
+    assert all(len(token.top_logprobs) == 2 for token in part.logprobs)
+    deltas = [
+        event for event in ask(demo, said, stream=True, **asked) if event.type == "response.output_text.delta"
+    ]
+    assert "".join(event.delta for event in deltas) == part.text
+    assert [token.token for event in deltas for token in event.logprobs] == [
+        token.token for token in part.logprobs
+    ]
+
+
 @pytest.mark.parametrize(("text", "name", "arguments"), QUESTIONS)
 def test_a_question_is_a_call_streamed_and_not(
     text: str, name: str, arguments: dict[str, Any], demo: openai.OpenAI

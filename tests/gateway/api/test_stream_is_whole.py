@@ -171,7 +171,7 @@ def test_completions(choices: list[Choice], order: list[int], asked: Any, runner
         check_stop_reason(parts, choice, choices[index])
         if logprobs is not None:
             for name, told in choice["logprobs"].items():
-                assert len(told) == choices[index].tokens + 5 * echo
+                assert len(told) == len(choices[index].tokens) + 5 * echo
                 nulls = [0] if echo and name in {"token_logprobs", "top_logprobs"} else []
                 assert [place for place, each in enumerate(told) if each is None] == nulls
                 told_in_parts = [each for part in parts for each in (part["logprobs"] or {}).get(name, ())]
@@ -184,10 +184,10 @@ def test_completions(choices: list[Choice], order: list[int], asked: Any, runner
 @given(
     model=st.sampled_from(["chatglm3", "glm4"]),
     choice=CHOICES,
-    asked=st.sampled_from([{}, LOGPROBS, {"tools": FLAT_TOOLS}]),
+    asked=st.sampled_from([{}, LOGPROBS, {"tools": FLAT_TOOLS}, {"tools": FLAT_TOOLS, **LOGPROBS}]),
 )
-@example(model="chatglm3", choice=BEHIND_FENCED, asked={"tools": FLAT_TOOLS})
-@example(model="glm4", choice=BEHIND_JSON, asked={"tools": FLAT_TOOLS})
+@example(model="chatglm3", choice=BEHIND_FENCED, asked={"tools": FLAT_TOOLS, **LOGPROBS})
+@example(model="glm4", choice=BEHIND_JSON, asked={"tools": FLAT_TOOLS, **LOGPROBS})
 def test_responses(model: str, choice: Choice, asked: dict[str, Any], runner: asyncio.Runner) -> None:
     body: dict[str, Any] = {"model": model, "input": "hi", **asked}
     whole, events = both(runner, "/v1/responses", body, [choice], [0])
@@ -208,6 +208,14 @@ def test_responses(model: str, choice: Choice, asked: dict[str, Any], runner: as
         ]
         text = item["content"][0]["text"] if item["type"] == "message" else item["arguments"]
         assert "".join(pieces) == text
+        if "include" in asked and item["type"] == "message":
+            told_of = [
+                token["token"]
+                for event in events
+                if event["type"] == told["message"] and event["output_index"] == place
+                for token in event["logprobs"]
+            ]
+            assert told_of == [token["token"] for token in item["content"][0]["logprobs"]]
 
 
 def nameless(node: Any) -> Any:

@@ -6,8 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.chatglm.call_readers import FencedCallReader
+from gateway.chatglm.text_tokens import Told, pieces_of
 from gateway.chatglm.tool_text import ToolText
-from gateway.pieces import CallPart, Piece, joined_pieces
+from gateway.generation import TokenLogprob
+from gateway.pieces import CallPart, Piece
 from wire.answer import AnswerText
 from wire.fenced_calls import OPENING, write_call
 from wire.meta import Segment
@@ -31,18 +33,29 @@ def told(
     segments: list[str], cuts: list[int] | None = None, metadata: str | None = None
 ) -> tuple[Piece, ...]:
     """Return all of it in order."""
+    return pieces_of(told_with(segments, [], cuts, metadata))
+
+
+def told_with(
+    segments: list[str],
+    tokens: list[TokenLogprob],
+    cuts: list[int] | None = None,
+    metadata: str | None = None,
+) -> list[Told]:
+    """The same with the tokens, all of which come with the first delta."""
     whole = "".join(segments)
     starts = [sum(map(len, segments[:number])) for number in range(1, len(segments))]
     answer = ToolText(OFFERED, FencedCallReader, metadata=metadata)
-    pieces: list[Piece] = []
+    told: list[Told] = []
     bounds = [0, *sorted(cut % (len(whole) + 1) for cut in cuts or ()), len(whole)]
     for number, (begin, end) in enumerate(pairwise(bounds)):
         # A segment that begins where two deltas meet may be told with either; with the later one here.
         last = number == len(bounds) - 2
         here = [at for at in starts if begin <= at < end or (last and at == end)]
-        pieces += answer.push(whole[begin:end], [Segment(at - begin, "assistant") for at in here])
+        segments_here = [Segment(at - begin, "assistant") for at in here]
+        told += answer.push(whole[begin:end], segments_here, tokens if number == 0 else ())
         starts = [at for at in starts if at not in here]
-    return joined_pieces((*pieces, *answer.finish()))
+    return [*told, *answer.finish()]
 
 
 def plain(*segments: str) -> str:
@@ -172,3 +185,39 @@ def test_nothing_is_lost(segments: list[str]) -> None:
         *("" if called else segment for segment, (_, called) in zip(segments, alone, strict=True))
     )
     assert all(json.loads(arguments) is not None for _, arguments in calls)
+
+
+def tokens_of(segment: str, width: int) -> list[TokenLogprob]:
+    """Cut a segment into tokens of `width` bytes, the last one perhaps of fewer."""
+    utf8 = segment.encode()
+    parts = [utf8[at : at + width] for at in range(0, len(utf8), width)]
+    return [TokenLogprob(token="", utf8=part, logprob=-1.0, top=()) for part in parts]
+
+
+@given(
+    st.lists(st.lists(PIECES, max_size=3).map("".join), min_size=1, max_size=4),
+    st.lists(st.integers(0, 2000), max_size=8),
+    st.integers(1, 5),
+)
+def test_the_tokens_of_text_are_told_and_those_of_calls_are_not(
+    segments: list[str], cuts: list[int], width: int
+) -> None:
+    """Those of a segment that is not shown belong to the next one, or else to the last one."""
+    role = TokenLogprob(token="<|assistant|>", utf8=b"", logprob=-2.0, top=())
+    tokens: list[TokenLogprob] = []
+    expected: list[TokenLogprob] = []
+    undecided: list[TokenLogprob] = []
+    last = "text"
+    for number, segment in enumerate(segments):
+        of_segment = [*([role] if number else []), *tokens_of(segment, width)]
+        tokens += of_segment
+        undecided += of_segment
+        shown, calls = read([segment])
+        if shown or calls:
+            last = "call" if calls else "text"
+            expected += [] if calls else undecided
+            undecided = []
+    expected += undecided if last == "text" else []
+    found = told_with(segments, tokens, cuts)
+    assert [each for each in found if isinstance(each, TokenLogprob)] == expected
+    assert pieces_of(found) == told(segments)

@@ -259,6 +259,29 @@ def test_log_probabilities() -> None:
     assert response["top_logprobs"] == 1
 
 
+def test_log_probabilities_beside_calls_are_those_of_the_messages() -> None:
+    """Each delta has those of one text, which its calls follow."""
+    deltas = (
+        Delta(pieces=("a",), tokens=1, logprobs=logprob("a")),
+        Delta(pieces=CALLS[:1], tokens=2, logprobs=logprob(" ")),
+        Delta(pieces=CALLS[1:], tokens=1, logprobs=()),
+        Delta(pieces=("b", *CALLS[:1]), tokens=2, logprobs=logprob("b")),
+        Delta(pieces=("c",), tokens=1, logprobs=logprob("c")),
+    )
+    _, response = run(*deltas, last("tool_calls"), tools=TOOLS, **WITH_LOGPROBS)
+    told = [item["content"][0] if item["type"] == "message" else item["name"] for item in response["output"]]
+    assert [each if isinstance(each, str) else each["text"] for each in told] == [
+        "a",
+        "get_weather",
+        "now",
+        "b",
+        "get_weather",
+        "c",
+    ]
+    tokens = [[token["token"] for token in each["logprobs"]] for each in told if not isinstance(each, str)]
+    assert tokens == [["a", " "], ["b"], ["c"]]
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [

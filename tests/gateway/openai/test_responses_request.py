@@ -60,7 +60,9 @@ def test_every_parameter_arrives() -> None:
     assert (generation.ignore_eos, generation.stop_token_ids) == (True, (2,))
     assert (generation.priority, generation.show_special) == (-3, True)
     assert read(include=[LOGPROBS]).generation(request_id="r", deadline=0).logprobs == 0
-    assert read(include=[LOGPROBS], tools=[TOOL], tool_choice="none").include == [LOGPROBS]
+    for choice in ("none", "auto", "required"):
+        beside = read(include=[LOGPROBS], tools=[TOOL], tool_choice=choice)
+        assert beside.generation(request_id="r", deadline=0).logprobs == 0
 
 
 def test_instructions_come_before_the_conversation() -> None:
@@ -175,7 +177,6 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"include": LOGPROBS}, "include"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs"),
-        ({"tools": [TOOL], "include": [LOGPROBS]}, "include"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
         (
             {"stream": True, "stream_options": {"include_obfuscation": True}},
