@@ -59,7 +59,3 @@ class WaitingList:
         ]
         self._earliest_deadline = min((deadline for deadline, _ in deadlines), default=math.inf)
         return [sequence for deadline, sequence in deadlines if deadline <= now]
-
-    def members(self) -> list[Sequence]:
-        """Return every sequence, in order."""
-        return list(self._order)

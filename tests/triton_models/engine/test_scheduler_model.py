@@ -234,7 +234,7 @@ class SchedulerModel(RuleBasedStateMachine):
 
     @invariant()
     def every_open_sequence_is_in_one_place(self) -> None:
-        running, waiting = self.scheduler.running, self.scheduler.waiting.members()
+        running, waiting = self.scheduler.running, list(self.scheduler.waiting)
         assert {*running, *waiting} == set(self.open)
         assert len(running) + len(waiting) == len(self.open)
         assert len(running) <= MAX_RUNNING
