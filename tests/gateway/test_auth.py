@@ -1,8 +1,12 @@
+import contextlib
 import hashlib
+import secrets
+from types import SimpleNamespace
 
 import openai
 import pytest
 
+from gateway import auth
 from gateway.auth import Keyring
 from gateway.errors import AuthenticationError, PermissionDeniedError
 from gateway.setting_types import ApiKey, Scope
@@ -40,6 +44,27 @@ def test_unknown_keys(keyring: Keyring, header: str | None) -> None:
     with pytest.raises(AuthenticationError) as refusal:
         keyring.authorize(header, None)
     assert "sk-" not in refusal.value.message
+
+
+@pytest.mark.parametrize(
+    "presented", ["sk-1", "sk-2", "sk-3", "clé à".encode().decode("latin-1"), "sk-9", "s", "sk-1" * 50]
+)
+def test_each_key_is_compared_in_constant_time(presented: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every known key, whichever it is, and as digests, so that all are equally long."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare_digest(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return secrets.compare_digest(one, other)
+
+    keyring = Keyring([ApiKey.model_validate(key) for key in KEYS])
+    monkeypatch.setattr(auth, "hmac", SimpleNamespace(compare_digest=compare_digest))
+    with contextlib.suppress(AuthenticationError):
+        keyring.authorize(f"Bearer {presented}", None)
+    digest = hashlib.sha256(presented.encode("latin-1")).digest()
+    assert [other for _, other in compared] == [digest] * len(KEYS)
+    assert {len(each) for each, _ in compared} == {len(digest)}
+    assert len({each for each, _ in compared}) == len(KEYS)
 
 
 async def test_a_key_beyond_ascii_is_sent_as_its_utf8() -> None:
