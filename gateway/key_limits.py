@@ -36,7 +36,7 @@ class KeyUse:
         self._tokens = _Bucket("tokens", key.tokens_per_minute)
 
     def begin(self, answers: int) -> int:
-        """Count a request that asks for `answers` answers.
+        """Count a request that asks for `answers` answers, whatever becomes of it (divergence 15).
 
         As in `gateway.admission`, a request for more answers than the limit takes the whole limit.
 

@@ -106,6 +106,34 @@ def test_a_refused_request_costs_nothing(pass_time: Callable[[float], None]) -> 
     key.begin(1)
 
 
+async def test_a_request_counts_even_if_the_gateway_is_full() -> None:
+    """As with OpenAI, where unsuccessful requests count (divergence 15): sending it again and again costs."""
+    go_on = asyncio.Event()
+
+    async def answer(_request: Any) -> Any:
+        async for event in say("a"):
+            yield event
+            await go_on.wait()
+
+    key = {"name": "k", "key": "one", "requests_per_minute": 2}
+    async with on_socket(FakeUpstream(answer), api_keys=[key], max_in_flight=1, max_waiting=0) as served:
+
+        async def ask() -> Any:
+            body = {"model": "glm", "messages": MESSAGES}
+            return await served.http.post(CHAT, json=body, headers={"Authorization": "Bearer one"})
+
+        first = asyncio.create_task(ask())
+        await until(lambda: served.upstream.running == 1)
+        full, *over = [await ask() for _ in range(3)]
+        assert [each.status_code for each in (full, *over)] == [429] * 3
+        assert "The gateway is full" in full.json()["error"]["message"]
+        # Those that its own limit refused did not count: the wait is no longer for the second of them.
+        assert all("2 requests a minute" in each.json()["error"]["message"] for each in over)
+        assert all(int(each.headers["retry-after"]) <= 30 for each in over)
+        go_on.set()
+        assert (await first).status_code == 200
+
+
 def test_a_key_without_bounds_has_none() -> None:
     key = use()
     for _ in range(1000):
