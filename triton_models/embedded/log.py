@@ -12,6 +12,8 @@ _MAX_BYTES = 4 * 1024 * 1024
 _KEPT_LINES = 40
 _ERROR = re.compile(rb'E\d{4} [\d:.]+ \d+ [^\]]+\] "?(.*?)"?$')
 _INFORMATION = re.compile(rb"[IW]\d{4} [\d:.]+ \d+ ")
+_UNCAUGHT = re.compile(r"terminate called after throwing an instance of '(.+)'")
+"""What the C++ runtime says before it aborts a process."""
 _PROGRESS = re.compile(rb"(\d{1,3})%\|")
 """A tqdm bar, such as the checkpoint reader draws."""
 
@@ -38,6 +40,7 @@ class ServerLog:
         )
         self._errors: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         self._other: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+        self._uncaught: str | None = None
         self._progress: float | None = None
         self._thread: threading.Thread | None = None
 
@@ -48,6 +51,7 @@ class ServerLog:
         """
         self._errors.clear()
         self._other.clear()
+        self._uncaught = None
         self._thread = threading.Thread(target=self._copy, args=(descriptor,), name="triton-log", daemon=True)
         self._thread.start()
 
@@ -69,6 +73,11 @@ class ServerLog:
     def errors(self) -> list[str]:
         """Return the latest error messages, oldest first."""
         return list(self._errors)
+
+    @property
+    def uncaught(self) -> str | None:
+        """The type of the C++ exception that ended the server, or one of its stubs; None if none did."""
+        return self._uncaught
 
     def reset_progress(self) -> None:
         """Forget the last progress bar."""
@@ -97,6 +106,8 @@ class ServerLog:
             return
         written = text.decode(errors="replace")
         self._handler.emit(logging.LogRecord("triton", logging.INFO, "", 0, written, None, None))
+        if (uncaught := _UNCAUGHT.match(written)) is not None:
+            self._uncaught = uncaught[1]
         error = _ERROR.match(text)
         if error is not None:
             self._errors.append(error[1].decode(errors="replace"))

@@ -1,6 +1,7 @@
 """Runs one tritonserver process, from its start until everything that belongs to it has ended."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -95,7 +96,10 @@ class TritonServer:
         if status is not None and status < 0:
             return f"the warden of tritonserver was killed by signal {-status}"
         if status is not None and status > SIGNAL_STATUS:
-            return f"tritonserver was killed by signal {status - SIGNAL_STATUS}"
+            number = status - SIGNAL_STATUS
+            uncaught = self._log.uncaught if number == signal.SIGABRT else None
+            why = f": uncaught {uncaught}" if uncaught else ""
+            return f"tritonserver was killed by signal {number}{why}"
         return f"tritonserver ended with status {status}: {self._log.complaint()}"
 
     def stubs(self, entry: str) -> list[psutil.Process]:

@@ -44,6 +44,14 @@ def test_without_an_error_the_last_unusual_line_is(server_log: ServerLog) -> Non
     server_log.close()
 
 
+def test_what_aborted_the_server_is_its_uncaught_exception(server_log: ServerLog) -> None:
+    follow(server_log, b"terminate called after throwing an instance of 'std::bad_alloc'\nwhat(): ...\n")
+    assert server_log.uncaught == "std::bad_alloc"
+    follow(server_log, b"that was another server\n")
+    assert server_log.uncaught is None
+    server_log.close()
+
+
 def test_progress_bars_are_read_and_their_redrawing_is_not_kept(server_log: ServerLog) -> None:
     follow(server_log, b"loading m:  43%|####      | 3/7\rloading m: 100%|##########| 7/7\n")
     assert server_log.progress == 1.0
