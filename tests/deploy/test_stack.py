@@ -94,7 +94,7 @@ def eventful(stack: ComposeStack, sdk: openai.OpenAI) -> ComposeStack:
 def lose_the_engine(stack: ComposeStack, sdk: openai.OpenAI) -> None:
     """Kill the model's process under a request; what Compose runs and restarts repairs it.
 
-    Triton (2.51) aborts where that process held one of the locks that they share; then it is done again.
+    Triton may die of it, too (divergence 16); then it is done again.
     """
     for _ in range(TRIES):
         kill_the_engine(stack, sdk)
