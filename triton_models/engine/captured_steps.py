@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from triton_models.engine.device_step import DeviceStep
-from triton_models.engine.graphs import PoolHandle, SizedGraphs
+from triton_models.engine.graphs import CapturePool, SizedGraphs
 from triton_models.engine.layout import StepLayout
 from triton_models.engine.slots import SlotTable
 from triton_models.engine.step_inputs import StepInputs
@@ -72,7 +72,7 @@ class CapturedDecodes:
         self.sample(self._finish.largest)
         return len(self._forward) + len(self._finish)
 
-    def capture(self, pool: PoolHandle) -> None:
+    def capture(self, pool: CapturePool) -> None:
         """Capture every size."""
         self._forward.capture(self.compute, pool)
         self._finish.capture(self.sample, pool)
@@ -131,7 +131,7 @@ class CapturedPrompts:
         self.compute(self._graphs.largest)
         return len(self._graphs)
 
-    def capture(self, pool: PoolHandle) -> None:
+    def capture(self, pool: CapturePool) -> None:
         """Capture every size."""
         self._graphs.capture(self.compute, pool)
 
@@ -186,7 +186,7 @@ class CapturedSteps:
     def capture(self) -> None:
         """Compile and capture everything."""
         began = time.monotonic()
-        pool = torch.cuda.graph_pool_handle()
+        pool = CapturePool()
         self.prompts.capture(pool)
         self.decodes.capture(pool)
         log.info("captured the steps in %.1f s", time.monotonic() - began)

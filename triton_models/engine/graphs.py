@@ -2,12 +2,23 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-PoolHandle = Any
-"""The result of `torch.cuda.graph_pool_handle`; torch has no public name for its type."""
+
+@dataclass(frozen=True, slots=True)
+class CapturePool:
+    """The memory and the stream of graphs that are replayed one after the other, on the current device.
+
+    They share one stream because memory is reused within a stream only. It is not torch's own stream for
+    captures: that belongs to the device that was current at the first capture of this process.
+    """
+
+    memory: Any = field(default_factory=torch.cuda.graph_pool_handle)
+    """Torch has no public name for its type."""
+    stream: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
 
 
 class SizedGraphs:
@@ -35,14 +46,14 @@ class SizedGraphs:
         place = bisect_left(self._sizes, count)
         return self._sizes[place] if place < len(self._sizes) else None
 
-    def capture(self, work: Callable[[int], None], pool: PoolHandle) -> None:
+    def capture(self, work: Callable[[int], None], pool: CapturePool) -> None:
         """Compile and capture each size, the largest first, so that smaller graphs reuse its memory."""
         for size in reversed(self._sizes):
             # Compiles kernels and initialises libraries, neither of which may happen during a capture.
             work(size)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool.memory, stream=pool.stream):
                 work(size)
             self._graphs[size] = graph
 
