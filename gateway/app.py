@@ -13,12 +13,13 @@ from gateway.auth import Keyring
 from gateway.body_limit import BodyLimitMiddleware
 from gateway.drain import Drain
 from gateway.fleet import Fleet, Place
-from gateway.key_limits import KeyLimits
+from gateway.key_limits import KeyLimits, KeyUse
 from gateway.metrics import Metrics
 from gateway.middleware import ExchangeMiddleware
 from gateway.resources import Gateway
 from gateway.setting_types import revealed
 from gateway.settings import Settings
+from gateway.tally import Tally
 from gateway.tracing import PassOn, Tracing
 from gateway.triton.pool import TritonUpstream
 from gateway.upstream import Upstream
@@ -38,16 +39,26 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
         place: among the processes of this gateway; None: it is the only one.
     """
     metrics = Metrics()
+    keys = len(settings.api_keys)
+    tally = Tally(
+        gauges=2 * Admission.GAUGES + 1 + keys * KeyUse.GAUGES, counters=keys * KeyUse.COUNTERS, place=place
+    )
     gateway = Gateway(
         settings=settings,
         upstream=upstream if upstream is not None else triton_upstream(settings, metrics),
         metrics=metrics,
-        admission=Admission(max_in_flight=settings.max_in_flight, max_waiting=settings.max_waiting),
-        tokenizing=Admission(
-            max_in_flight=_TOKENIZED_AT_ONCE, max_waiting=settings.max_waiting, work="tokenizations"
+        admission=Admission(
+            max_in_flight=settings.max_in_flight, max_waiting=settings.max_waiting, tally=tally
         ),
+        tokenizing=Admission(
+            max_in_flight=_TOKENIZED_AT_ONCE,
+            max_waiting=settings.max_waiting,
+            tally=tally,
+            work="tokenizations",
+        ),
+        body_bytes=tally.gauge(),
         keyring=Keyring(settings.api_keys),
-        key_limits=KeyLimits(settings.api_keys),
+        key_limits=KeyLimits(settings.api_keys, tally),
         drain=Drain(),
         tracing=make_tracing(settings),
         fleet=None if place is None else Fleet(place, metrics),
@@ -57,10 +68,13 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         if gateway.fleet is not None:
             await gateway.fleet.start()
+        following = None if place is None else asyncio.create_task(gateway.key_limits.follow())
         await gateway.upstream.start()
         try:
             yield
         finally:
+            if following is not None:
+                following.cancel()
             await gateway.upstream.close()
             await asyncio.to_thread(gateway.tracing.close)
             if gateway.fleet is not None:

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import BodyTimeoutError, BodyTooLargeError, GatewayError, RateLimitError
 from gateway.resources import Gateway
+from gateway.tally import Number
 
 _LINGER_S = 2.0
 _RETRY_AFTER_S = 1
@@ -28,7 +29,7 @@ class BodyLimitMiddleware:
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app
         self._gateway = gateway
-        self._held = _Held(gateway.settings.max_held_body_bytes)
+        self._held = _Held(gateway.settings.max_held_body_bytes, gateway.body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request with a guarded body."""
@@ -43,11 +44,11 @@ class BodyLimitMiddleware:
 
 
 class _Held:
-    """Counts the bytes of all bodies that are being read or processed."""
+    """Counts the bytes of all bodies that are being read or processed, in whichever process."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, number: Number) -> None:
         self._limit = limit
-        self._bytes = 0
+        self._bytes = number
 
     def add(self, count: int) -> None:
         """Count more bytes.
@@ -55,13 +56,14 @@ class _Held:
         Raises:
             RateLimitError: they would exceed the limit.
         """
-        if self._bytes + count > self._limit:
+        self._bytes.own += count  # before the others' are read, as in `gateway.admission`
+        if self._bytes.total() > self._limit:
+            self._bytes.own -= count
             raise RateLimitError("Too many requests are being sent at once.", retry_after_s=_RETRY_AFTER_S)
-        self._bytes += count
 
     def remove(self, count: int) -> None:
         """Uncount bytes."""
-        self._bytes -= count
+        self._bytes.own -= count
 
 
 class _Body:

@@ -9,6 +9,7 @@ from gateway.fleet import Fleet
 from gateway.key_limits import KeyLimits
 from gateway.metrics import Metrics
 from gateway.settings import Settings
+from gateway.tally import Number
 from gateway.tracing import Tracing
 from gateway.upstream import Upstream
 
@@ -24,6 +25,8 @@ class Gateway:
     """Limits generations."""
     tokenizing: Admission
     """Limits tokenizations, which work while the engines are full."""
+    body_bytes: Number
+    """Bytes of all request bodies that are held."""
     keyring: Keyring
     key_limits: KeyLimits
     drain: Drain

@@ -26,6 +26,7 @@ from gateway.logs import configure_logging
 from gateway.server import caught_signals
 from gateway.server import run as run_alone
 from gateway.settings import Settings
+from gateway.tally import mark_ended
 from gateway.triton.backoff import Backoff
 from gateway.worker import encode_order
 
@@ -42,7 +43,6 @@ _MISSES_AT_START = 30
 """The same until its first answer: it imports and starts meanwhile."""
 _LONGEST_FOLDER = 80
 """A socket's path has at most 107 bytes (unix(7))."""
-_SHARED_BOUNDS = ("max_in_flight", "max_waiting")
 
 _log = logging.getLogger(__name__)
 
@@ -71,18 +71,12 @@ def run(
     configure_logging(settings.log_level, settings.log_format)
     listen_all(listeners)
     with tempfile.TemporaryDirectory(prefix="tritongate-", dir=_folder()) as folder:
-        return asyncio.run(_run(_share(settings), listeners, Path(folder), on_ready))
+        return asyncio.run(_run(settings, listeners, Path(folder), on_ready))
 
 
 def _folder() -> str | None:
     """Return where to put the sockets' folder; None: with other temporary files."""
     return None if len(tempfile.gettempdir()) < _LONGEST_FOLDER else "/tmp"  # noqa: S108 - made with mode 0700
-
-
-def _share(settings: Settings) -> Settings:
-    """Return the settings of one worker, with its share of the limits."""
-    parts = {name: -(-getattr(settings, name) // settings.workers) for name in _SHARED_BOUNDS}
-    return settings.model_copy(update=parts)
 
 
 async def _run(
@@ -133,7 +127,7 @@ class _Worker:
     """Keeps one process running.
 
     Args:
-        settings: the worker's own.
+        settings: the gateway's.
         listener: the worker's own; closed here when no further process will need it.
         place: its number among the workers.
     """
@@ -215,6 +209,7 @@ class _Worker:
         status = await process.wait()
         watching.cancel()
         process.stdin.close()
+        mark_ended(self._place)
         return status
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:

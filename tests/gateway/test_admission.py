@@ -1,13 +1,27 @@
 import asyncio
+from pathlib import Path
 
 import pytest
 
+from gateway import admission as rules
 from gateway.admission import Admission
 from gateway.errors import RateLimitError
+from gateway.fleet import Place
+from gateway.tally import Tally, mark_ended
+from tests.gateway.serving import until
+
+
+def admits(in_flight: int, *, waiting: int, place: Place | None = None) -> Admission:
+    tally = Tally(gauges=Admission.GAUGES, counters=0, place=place)
+    return Admission(max_in_flight=in_flight, max_waiting=waiting, tally=tally)
+
+
+def places(folder: Path, count: int = 2) -> list[Place]:
+    return [Place(number=number, count=count, folder=folder) for number in range(count)]
 
 
 async def test_waiting_is_in_order_of_arrival() -> None:
-    admission = Admission(max_in_flight=1, max_waiting=3)
+    admission = admits(1, waiting=3)
     await admission.acquire()
     order: list[int] = []
 
@@ -26,7 +40,7 @@ async def test_waiting_is_in_order_of_arrival() -> None:
 
 
 async def test_a_full_queue_refuses_at_once() -> None:
-    admission = Admission(max_in_flight=1, max_waiting=0)
+    admission = admits(1, waiting=0)
     await admission.acquire()
     with pytest.raises(RateLimitError) as refusal:
         await admission.acquire()
@@ -36,7 +50,7 @@ async def test_a_full_queue_refuses_at_once() -> None:
 
 
 async def test_a_cancelled_waiter_leaves_the_queue() -> None:
-    admission = Admission(max_in_flight=1, max_waiting=2)
+    admission = admits(1, waiting=2)
     await admission.acquire()
     first, second = (asyncio.create_task(admission.acquire()) for _ in range(2))
     await asyncio.sleep(0)
@@ -49,7 +63,7 @@ async def test_a_cancelled_waiter_leaves_the_queue() -> None:
 
 
 async def test_a_permit_granted_to_a_cancelled_waiter_is_passed_on() -> None:
-    admission = Admission(max_in_flight=1, max_waiting=2)
+    admission = admits(1, waiting=2)
     await admission.acquire()
     first, second = (asyncio.create_task(admission.acquire()) for _ in range(2))
     await asyncio.sleep(0)
@@ -63,7 +77,7 @@ async def test_a_permit_granted_to_a_cancelled_waiter_is_passed_on() -> None:
 
 
 async def test_a_waiter_cancelled_in_the_turn_of_a_release() -> None:
-    admission = Admission(max_in_flight=1, max_waiting=1)
+    admission = admits(1, waiting=1)
     await admission.acquire()
     waiter = asyncio.create_task(admission.acquire())
     await asyncio.sleep(0)
@@ -74,7 +88,7 @@ async def test_a_waiter_cancelled_in_the_turn_of_a_release() -> None:
 
 
 async def test_a_request_takes_as_many_permits_as_it_costs() -> None:
-    admission = Admission(max_in_flight=4, max_waiting=3)
+    admission = admits(4, waiting=3)
     await admission.acquire(3)
     big, small = (asyncio.create_task(admission.acquire(permits)) for permits in (2, 1))
     await asyncio.sleep(0)
@@ -89,7 +103,7 @@ async def test_a_request_takes_as_many_permits_as_it_costs() -> None:
 
 
 async def test_one_that_wants_more_than_there_is_takes_all() -> None:
-    admission = Admission(max_in_flight=2, max_waiting=1)
+    admission = admits(2, waiting=1)
     await admission.acquire(5)
     assert admission.in_flight == 2
     other = asyncio.create_task(admission.acquire())
@@ -100,7 +114,7 @@ async def test_one_that_wants_more_than_there_is_takes_all() -> None:
 
 
 async def test_a_big_waiter_that_leaves_lets_the_small_ones_pass() -> None:
-    admission = Admission(max_in_flight=2, max_waiting=2)
+    admission = admits(2, waiting=2)
     await admission.acquire()
     big, small = (asyncio.create_task(admission.acquire(permits)) for permits in (2, 1))
     await asyncio.sleep(0)
@@ -108,3 +122,100 @@ async def test_a_big_waiter_that_leaves_lets_the_small_ones_pass() -> None:
     await asyncio.wait({big})
     await asyncio.wait_for(small, 5)
     assert (admission.in_flight, admission.waiting) == (2, 0)
+
+
+async def test_processes_share_the_permits(tmp_path: Path) -> None:
+    one, other = (admits(3, waiting=4, place=place) for place in places(tmp_path))
+    for _ in range(3):
+        await one.acquire()  # all, and not a half of them
+    waiter = asyncio.create_task(other.acquire(2))
+    await until(lambda: other.waiting == 1)
+    one.release()
+    await asyncio.sleep(0.1)
+    assert not waiter.done()
+    one.release()
+    await asyncio.wait_for(waiter, 30)
+    assert (one.in_flight, other.in_flight) == (1, 2)
+
+
+async def test_processes_share_the_queue(tmp_path: Path) -> None:
+    one, other = (admits(1, waiting=2, place=place) for place in places(tmp_path))
+    await one.acquire()
+    waiters = [asyncio.create_task(each.acquire()) for each in (one, other)]
+    await until(lambda: one.waiting == other.waiting == 1)
+    for each in (one, other):
+        with pytest.raises(RateLimitError, match="1 answers at work, 2 requests wait"):
+            await each.acquire()
+    for waiter in waiters:
+        waiter.cancel()
+    await asyncio.wait(waiters)
+    assert (one.waiting, other.waiting) == (0, 0)
+    waiter = asyncio.create_task(other.acquire())
+    one.release()
+    await asyncio.wait_for(waiter, 30)
+
+
+async def test_whoever_waits_longest_is_next_whatever_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "_CLOSE_NS", 0)
+    monkeypatch.setattr(rules, "_ASLEEP_NS", 10**12)
+    three = [admits(1, waiting=9, place=place) for place in places(tmp_path, 3)]
+    await three[0].acquire()
+    order: list[int] = []
+
+    async def enter(number: int) -> None:
+        await three[number % 3].acquire()
+        order.append(number)
+        await asyncio.sleep(0)
+        three[number % 3].release()
+
+    waiting = []
+    for number in range(9):
+        waiting.append(asyncio.create_task(enter(number)))
+        await asyncio.sleep(0)
+    three[0].release()
+    await asyncio.wait_for(asyncio.gather(*waiting), 30)
+    assert order == list(range(9))
+    assert [each.in_flight for each in three] == [0, 0, 0]
+
+
+async def test_a_newcomer_does_not_overtake_another_processes_waiter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "_CLOSE_NS", 0)
+    monkeypatch.setattr(rules, "_ASLEEP_NS", 10**12)
+    one, other = (admits(2, waiting=9, place=place) for place in places(tmp_path))
+    await one.acquire()
+    big = asyncio.create_task(other.acquire(2))
+    await until(lambda: other.waiting == 1)
+    small = asyncio.create_task(one.acquire())  # would fit
+    await until(lambda: one.waiting == 1)
+    one.release()
+    await asyncio.wait_for(big, 30)
+    assert not small.done()
+    other.release(2)
+    await asyncio.wait_for(small, 30)
+
+
+async def test_a_process_that_is_stopped_or_gone_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "_CLOSE_NS", 0)
+    first, second = places(tmp_path)
+    stopped, other = admits(2, waiting=9, place=first), admits(2, waiting=9, place=second)
+    await other.acquire()
+    await stopped.acquire()
+    monkeypatch.setattr(rules, "_LOOK_EVERY_S", 10**6)
+    waiter = asyncio.create_task(stopped.acquire())  # first in the queue, and never looks again
+    await until(lambda: stopped.waiting == 1)
+    monkeypatch.setattr(rules, "_LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr(rules, "_ASLEEP_NS", 0)
+    other.release()
+    await asyncio.wait_for(other.acquire(), 30)
+    behind = asyncio.create_task(other.acquire())
+    await until(lambda: other.waiting == 1)
+    mark_ended(first)  # with the permit that it held
+    await asyncio.wait_for(behind, 30)
+    waiter.cancel()
+    await asyncio.wait({waiter})

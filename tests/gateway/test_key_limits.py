@@ -1,13 +1,16 @@
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway import key_limits
 from gateway.errors import RateLimitError
-from gateway.key_limits import KeyUse
+from gateway.fleet import Place
+from gateway.key_limits import KeyLimits, KeyUse
 from gateway.setting_types import ApiKey
+from gateway.tally import Tally, mark_ended
 from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.serving import CHAT, MESSAGES, on_socket, until
 
@@ -25,8 +28,19 @@ def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return go_on
 
 
-def use(**bounds: int) -> KeyUse:
-    return KeyUse(ApiKey.model_validate({"name": "k", "key": "secret", **bounds}))
+def use(place: Place | None = None, **bounds: int) -> KeyUse:
+    tally = Tally(gauges=KeyUse.GAUGES, counters=KeyUse.COUNTERS, place=place)
+    return KeyUse(ApiKey.model_validate({"name": "k", "key": "secret", **bounds}), tally)
+
+
+def two(folder: Path, **bounds: int) -> tuple[KeyUse, KeyUse]:
+    """Return what two processes of a gateway hold of one key."""
+    first, second = (use(place, **bounds) for place in places(folder))
+    return first, second
+
+
+def places(folder: Path) -> list[Place]:
+    return [Place(number=number, count=2, folder=folder) for number in range(2)]
 
 
 def test_answers_at_once_are_bounded_and_given_back() -> None:
@@ -140,6 +154,86 @@ def test_a_key_without_bounds_has_none() -> None:
         key.begin(100)
     key.end(100, 10**9)
     key.begin(1)
+
+
+def test_processes_count_answers_together(tmp_path: Path) -> None:
+    one, other = two(tmp_path, max_in_flight=3)
+    one.begin(2)
+    other.begin(1)
+    for each in (one, other):
+        with pytest.raises(RateLimitError, match="has 3 answers at work or waiting, of 3"):
+            each.begin(1)
+    mark_ended(Place(number=0, count=2, folder=tmp_path))  # and its answers with it
+    other.begin(2)
+    with pytest.raises(RateLimitError, match="has 3"):
+        other.begin(1)
+
+
+def test_processes_count_requests_and_tokens_together(
+    tmp_path: Path, pass_time: Callable[[float], None]
+) -> None:
+    one, other = two(tmp_path, requests_per_minute=4, tokens_per_minute=600)
+    for each in (one, one, other):
+        each.end(each.begin(1), 100)
+    one.end(one.begin(1), 0)
+    for each in (one, other):
+        with pytest.raises(RateLimitError, match="4 requests a minute") as raised:
+            each.begin(1)
+        assert raised.value.retry_after_s == 15
+    pass_time(60)
+    one.look()  # as `KeyLimits.follow` has it do every second
+    other.end(other.begin(1), 700)
+    for each in (one, other):
+        with pytest.raises(RateLimitError, match="600 tokens a minute"):
+            each.begin(1)
+
+
+def test_a_process_that_saw_nothing_of_a_key_knows_what_the_others_took(
+    tmp_path: Path, pass_time: Callable[[float], None]
+) -> None:
+    one, other = two(tmp_path, requests_per_minute=60)
+    for _ in range(60):
+        one.begin(1)
+    for _ in range(300):
+        pass_time(1)
+        one.begin(1)
+    with pytest.raises(RateLimitError, match="60 requests"):
+        other.begin(1)
+    # Nor does one that replaces another begin with a full minute for what that one took.
+    replaced, _ = two(tmp_path, requests_per_minute=60)
+    pass_time(1)
+    replaced.begin(1)
+    with pytest.raises(RateLimitError, match="60 requests"):
+        other.begin(1)
+
+
+async def test_keys_that_are_not_used_here_are_followed(
+    tmp_path: Path, pass_time: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_limits, "_LOOK_EVERY_S", 0.001)
+    key = ApiKey.model_validate({"name": "k", "key": "secret", "requests_per_minute": 2})
+    tallies = [
+        Tally(gauges=KeyUse.GAUGES, counters=KeyUse.COUNTERS, place=place) for place in places(tmp_path)
+    ]
+    one, other = (KeyLimits([key], tally) for tally in tallies)
+    looks = 0
+
+    def look(use: KeyUse, _look: Any = KeyUse.look) -> None:
+        nonlocal looks
+        _look(use)
+        looks += 1
+
+    monkeypatch.setattr(KeyUse, "look", look)
+    pass_time(3600)
+    following = asyncio.create_task(one.follow())
+    await until(lambda: looks)
+    taken = other.use_of("k")
+    taken.begin(1)
+    taken.begin(1)
+    with pytest.raises(RateLimitError, match="2 requests"):
+        one.use_of("k").begin(1)
+    following.cancel()
+    await asyncio.wait({following})
 
 
 @pytest.mark.parametrize("bound", ["max_in_flight", "requests_per_minute", "tokens_per_minute"])

@@ -1,6 +1,7 @@
 """Several processes on one port, before a scripted Triton."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -84,7 +85,8 @@ async def triton() -> AsyncIterator[FakeTriton]:
 async def gateway(triton: FakeTriton, tmp_path: Path, request: Any) -> AsyncIterator[Gateway]:
     (port,) = free_ports(1)
     flags = {"--port": port, "--workers": 2, "--upstreams": triton.address, "--max-in-flight": 100}
-    flags["--drain-s"] = getattr(request, "param", 30)  # longer than any answer here takes
+    flags["--drain-s"] = 30  # longer than any answer here takes
+    flags |= getattr(request, "param", {})
     with (tmp_path / "log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             *tied(TRITONGATE, "serve", *(str(word) for flag in flags.items() for word in flag)),
@@ -158,6 +160,41 @@ async def test_a_killed_worker_takes_its_own_streams_along_and_is_replaced(
     assert all(map(is_whole, await asyncio.gather(*(stream(gateway.url) for _ in range(CLIENTS)))))
 
 
+@pytest.mark.parametrize("gateway", [{"--max-in-flight": CLIENTS, "--max-waiting": 0}], indirect=True)
+async def test_limits_hold_for_all_together(gateway: Gateway, triton: FakeTriton) -> None:
+    begun, go_on = 0, asyncio.Event()
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+        nonlocal begun
+        begun += 1
+        yield accepted()
+        await go_on.wait()
+        yield finished("end", 1)
+
+    async def status() -> int:
+        body = {"model": "m", "messages": MESSAGES, "stream": True}
+        async with (
+            httpx.AsyncClient(timeout=60) as http,
+            http.stream("POST", gateway.url + CHAT, json=body) as refused,
+        ):
+            if refused.status_code == 429:
+                message = json.loads(await refused.aread())["error"]["message"]
+                assert "0 requests wait" in message
+            return refused.status_code
+
+    triton.model.answer = answer
+    # The kernel hardly ever divides them evenly, and nobody waits: each takes what it needs of the whole.
+    streams = [asyncio.create_task(stream(gateway.url)) for _ in range(CLIENTS)]
+    await until(lambda: begun == CLIENTS, within_s=60)
+    assert [await status() for _ in range(4)] == [429] * 4
+    next(iter(gateway.workers().values())).kill()
+    async with asyncio.timeout(60):
+        while await status() == 429:  # noqa: ASYNC110 - until what the killed one held is free
+            await asyncio.sleep(0.05)
+    go_on.set()
+    assert 0 < sum(map(is_whole, await asyncio.gather(*streams))) < CLIENTS
+
+
 async def test_one_that_cannot_be_replaced_leaves_all_connections_to_the_others(
     gateway: Gateway, tmp_path: Path
 ) -> None:
@@ -214,7 +251,7 @@ async def test_a_second_signal_ends_all_at_once(gateway: Gateway, triton: FakeTr
     assert not any(map(is_whole, await asyncio.gather(*streams)))
 
 
-@pytest.mark.parametrize(("gateway", "signals"), [(1, 1), (30, 2)], indirect=["gateway"])
+@pytest.mark.parametrize(("gateway", "signals"), [({"--drain-s": 1}, 1), ({}, 2)], indirect=["gateway"])
 async def test_a_stuck_worker_does_not_keep_the_others_from_ending(gateway: Gateway, signals: int) -> None:
     stuck, other = gateway.workers().values()
     stuck.suspend()
