@@ -1,6 +1,7 @@
 """Plots latency over throughput of compared closed loops: `python -m bench.picture DATA.json OUT.svg`."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,12 @@ from matplotlib.figure import Figure
 
 _PANELS = {"per_token_p50": "time per output token, p50, ms", "ttft_p50": "time to first token, p50, ms"}
 _STYLES = {"ours": ("tritongate", "#d1495b", "o"), "vllm": ("vLLM 0.24.0", "#30638e", "s")}
+"""By the first word of a server's name; the others are its arguments."""
+_USUAL_STYLES = {
+    "tritongate up": ("tritongate", "#d1495b", "o"),
+    "generate, padded batches": ("transformers' generate, padded batches", "#6b717e", "^"),
+    "generate, one by one": ("one by one", "#6b717e", "x"),
+}
 
 
 @click.command()
@@ -22,34 +29,63 @@ def main(data: Path, out: Path) -> None:
     rows = [row for row in document["rows"] if row["clients"]]
     # Text remains text in the SVG, and the same data gives the same file.
     mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "bench", "font.size": 9})
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    for axes, (field, label) in zip(figure.subplots(1, len(_PANELS)), _PANELS.items(), strict=True):
+    usual = document.get("usual", [])
+    figure = Figure(figsize=(13.5 if usual else 9, 4), layout="constrained")
+    panels = figure.subplots(1, len(_PANELS) + bool(usual))
+    for axes, (field, label) in zip(panels, _PANELS.items(), strict=False):
         _draw(axes, rows, field)
-        axes.set_xlabel("output tokens per second")
         axes.set_ylabel(label)
-    figure.axes[0].legend(frameon=False)
+    if usual:
+        _draw_usual(panels[-1], usual)
+        panels[-1].legend(frameon=False, loc="lower left")
+    for axes in panels:
+        axes.set_xlabel("output tokens per second")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(frameon=False)
     figure.suptitle(document["machine"].split(";")[0], fontsize=9)
     figure.savefig(out, metadata={"Date": None})
 
 
 def _draw(axes: Axes, rows: list[dict[str, Any]], field: str) -> None:
-    for server, (name, color, marker) in _STYLES.items():
+    servers = {row["server"] for row in rows}
+    for first, (name, color, marker) in _STYLES.items():
+        (server,) = [each for each in servers if each.split()[0] == first]
         points = [
             _median([row for row in rows if (row["server"], row["clients"]) == (server, clients)])
             for clients in sorted({row["clients"] for row in rows if row["server"] == server})
         ]
         throughput = [row["tokens_per_second"] for row in points]
-        axes.plot(throughput, [row[field] for row in points], marker=marker, color=color, label=name)
+        label = server.replace(first, name, 1)
+        axes.plot(throughput, [row[field] for row in points], marker=marker, color=color, label=label)
         for row in points:
             place = (row["tokens_per_second"], row[field])
-            offset = (4, -9) if server == "ours" else (4, 5)
-            axes.annotate(
-                str(row["clients"]), place, xytext=offset, textcoords="offset points", color=color, fontsize=7
-            )
+            _name(axes, row["clients"], place, color, below=first == "ours")
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_usual(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    for way, (name, color, marker) in _USUAL_STYLES.items():
+        points = [row for row in rows if row["way"] == way]
+        throughput, waited = [row["tok_s"] for row in points], [row["wait_p50"] for row in points]
+        axes.loglog(throughput, waited, marker=marker, color=color, label=name, linestyle=":")
+        for row, *place in zip(points, throughput, waited, strict=True):
+            _name(axes, row["clients"], place, color, below=False)
+    axes.set_ylim(bottom=0.05)
+    axes.set_ylabel("the usual recipe: whole answer, p50, s")
+
+
+def _name(axes: Axes, clients: int, place: Sequence[float], color: str, *, below: bool) -> None:
+    offset = (4, -9) if below else (4, 5)
+    axes.annotate(
+        str(clients),
+        (place[0], place[1]),
+        xytext=offset,
+        textcoords="offset points",
+        color=color,
+        fontsize=7,
+    )
 
 
 def _median(rows: list[dict[str, Any]]) -> dict[str, Any]:
