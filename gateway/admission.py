@@ -86,12 +86,10 @@ class Admission:
         turn = Turn(asyncio.get_running_loop().create_future(), wanted, monotonic_ns())
         if not self._queue and self._take(turn):
             return wanted
-        self._queued.own += 1
-        if (waiting := self._queued.total()) > self._max_waiting:
-            self._queued.own -= 1
+        if not self._queued.add_within(1, self._max_waiting):
             raise RateLimitError(
                 f"The gateway is full: {self._held.total()} {self._work} at work, "
-                f"{waiting - 1} requests wait.",
+                f"{self._queued.total()} requests wait.",
                 retry_after_s=_RETRY_AFTER_S,
             )
         self._queue.append(turn)
@@ -119,16 +117,12 @@ class Admission:
         for front, looked in zip(self._front.of_others(), self._looked.of_others(), strict=True):
             if 0 < front < turn.since - _CLOSE_NS and looked > awake:
                 return False
-        # Written before the others' are read: of two processes that do this at once, both may leave it, but
-        # never both take the last one.
-        self._held.own += turn.permits
-        if self._held.total() <= self._max_in_flight:
-            return True
-        self._held.own -= turn.permits
-        return False
+        return self._held.add_within(turn.permits, self._max_in_flight)
 
     def _grant(self) -> None:
         """Drop cancelled waiters, and wake the others from the front while there are permits."""
+        if not self._queue:
+            return
         self._queue = deque(turn for turn in self._queue if not turn.granted.cancelled())
         while self._queue and self._take(self._queue[0]):
             self._queue.popleft().granted.set_result(None)

@@ -56,9 +56,7 @@ class _Held:
         Raises:
             RateLimitError: they would exceed the limit.
         """
-        self._bytes.own += count  # before the others' are read, as in `gateway.admission`
-        if self._bytes.total() > self._limit:
-            self._bytes.own -= count
+        if not self._bytes.add_within(count, self._limit):
             raise RateLimitError("Too many requests are being sent at once.", retry_after_s=_RETRY_AFTER_S)
 
     def remove(self, count: int) -> None:

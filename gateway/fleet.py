@@ -29,6 +29,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Number of processes."""
     folder: Path
     """The folder of the sockets between them; private to this user."""
+    table: int
+    """The descriptor of the memory that they share (see `gateway.tally`)."""
 
     def socket(self, number: int) -> Path:
         """Return the socket of the process with that number."""

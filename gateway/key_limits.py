@@ -66,11 +66,12 @@ class KeyUse:
         taken = answers if most is None else min(answers, most)
         self._tokens.check()
         self._requests.check()
-        self._in_flight.own += taken  # before the others' are read, as in `gateway.admission`
-        if most is not None and (at_work := self._in_flight.total()) > most:
-            self._in_flight.own -= taken
+        if most is None:
+            self._in_flight.own += taken
+        elif not self._in_flight.add_within(taken, most):
+            at_work = self._in_flight.total()
             raise RateLimitError(
-                f"This API key has {at_work - taken} answers at work or waiting, of {most} that it may have.",
+                f"This API key has {at_work} answers at work or waiting, of {most} that it may have.",
                 retry_after_s=_RETRY_AFTER_S,
             )
         self._requests.take(1)

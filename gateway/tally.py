@@ -1,14 +1,15 @@
 """Numbers that the processes of a gateway share, so that its limits hold for all of them together.
 
-A table in a mapped file: a row of 64-bit integers for each process. A process writes its own row only and
-reads all of them, without locks: an aligned word is never seen half written, and a process that is stopped
-or killed at any moment holds no other up.
+A table in shared memory: a row of 64-bit integers for each process. A process writes its own row only and
+reads all of them, without locks: an aligned word is never seen half written (memoryview moves one by a single
+instruction), and a process that is stopped or killed at any moment holds no other up.
 """
 
 import mmap
 import os
+import threading
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
 
 from gateway.fleet import Place
 
@@ -24,6 +25,7 @@ class Number:
         self._words = words
         self._alive = alive
         self._row = row
+        self._alone = len(words) == 1
 
     @property
     def own(self) -> int:
@@ -34,15 +36,37 @@ class Number:
     def own(self, value: int) -> None:
         self._words[self._row] = value
 
-    def of_others(self) -> Iterator[int]:
-        """Yield those of the other processes, in the order of their places."""
-        for row, value in enumerate(self._words):
-            if row != self._row and self._alive[row]:
-                yield value
+    def of_others(self) -> list[int]:
+        """Return those of the other processes, in the order of their places; 0 for one that ended."""
+        if self._alone:
+            return []
+        # A process may end or begin while this runs: it has its place in the list in any case.
+        values = [value if alive else 0 for value, alive in zip(self._words, self._alive, strict=True)]
+        del values[self._row]
+        return values
 
     def total(self) -> int:
         """Return the sum over all processes."""
         return self.own + sum(self.of_others())
+
+    def add_within(self, count: int, most: int) -> bool:
+        """Add `count` to this process's number if the sum over all stays within `most`.
+
+        Returns:
+            Whether it was added. Of several processes that do this at once, none may succeed although there
+            was room for one, but never more than there was room for.
+        """
+        if self.total() + count > most:
+            return False  # and the others saw nothing of it
+        self.own += count
+        if self._alone:
+            return True
+        # Written before the others' are read: the one that writes last sees what all others wrote.
+        _fence()
+        if self.total() <= most:
+            return True
+        self.own -= count
+        return False
 
 
 class Tally:
@@ -58,7 +82,7 @@ class Tally:
         self.processes = 1 if place is None else place.count
         self._row = 0 if place is None else place.number
         size = (1 + gauges + counters) * self.processes * _WORD
-        memory = bytearray(size) if place is None else _map(_file(place), size)
+        memory = bytearray(size) if place is None else _map(place.table, size)
         self._table = memoryview(memory).cast("q")
         self._gauges = iter(range(1, 1 + gauges))
         self._counters = iter(range(1 + gauges, 1 + gauges + counters))
@@ -80,22 +104,38 @@ class Tally:
         return self._table[number * self.processes : (number + 1) * self.processes]
 
 
-def mark_ended(place: Place) -> None:
-    """Note that the process in that place has ended: its gauges count no more. For the parent to call."""
-    if not (path := _file(place)).exists():
-        return  # it ended before it wrote anything
-    _map(path, place.count * _WORD)[place.number * _WORD : (place.number + 1) * _WORD] = bytes(_WORD)
+@contextmanager
+def new_table() -> Iterator[int]:
+    """Make an empty table, for the parent to pass on as `Place.table`.
 
-
-def _file(place: Place) -> Path:
-    return place.folder / "tally"
-
-
-def _map(path: Path, size: int) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    It is no file on a disk: to write to a page of one waits while it is copied there, and ends the process if
+    the disk is full.
+    """
+    descriptor = os.memfd_create("tritongate-tally")
     try:
-        if os.fstat(descriptor).st_size < size:
-            os.ftruncate(descriptor, size)  # what is added reads as zeros
-        return mmap.mmap(descriptor, size)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def mark_ended(place: Place) -> None:
+    """Note that the process in that place has ended: its gauges count no more. For the parent to call."""
+    _map(place.table, place.count * _WORD)[place.number * _WORD : (place.number + 1) * _WORD] = bytes(_WORD)
+
+
+def _map(table: int, size: int) -> mmap.mmap:
+    if os.fstat(table).st_size < size:
+        os.ftruncate(table, size)  # what is added reads as zeros
+    return mmap.mmap(table, size)
+
+
+def _fence() -> None:
+    """Let the other processes see what this one wrote before it reads on.
+
+    Processors read ahead of their own writes. To release a lock orders the writes before it, to acquire it
+    again the reads after it, and the one cannot overtake the other.
+    """
+    lock = threading.Lock()
+    lock.acquire()
+    lock.release()
+    lock.acquire()

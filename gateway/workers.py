@@ -26,7 +26,7 @@ from gateway.logs import configure_logging
 from gateway.server import caught_signals
 from gateway.server import run as run_alone
 from gateway.settings import Settings
-from gateway.tally import mark_ended
+from gateway.tally import mark_ended, new_table
 from gateway.triton.backoff import Backoff
 from gateway.worker import encode_order
 
@@ -70,8 +70,12 @@ def run(
         return run_alone(settings, listener=listeners[0], on_ready=on_ready)
     configure_logging(settings.log_level, settings.log_format)
     listen_all(listeners)
-    with tempfile.TemporaryDirectory(prefix="tritongate-", dir=_folder()) as folder:
-        return asyncio.run(_run(settings, listeners, Path(folder), on_ready))
+    with tempfile.TemporaryDirectory(prefix="tritongate-", dir=_folder()) as folder, new_table() as table:
+        places = [
+            Place(number=number, count=len(listeners), folder=Path(folder), table=table)
+            for number in range(len(listeners))
+        ]
+        return asyncio.run(_run(settings, listeners, places, on_ready))
 
 
 def _folder() -> str | None:
@@ -82,13 +86,10 @@ def _folder() -> str | None:
 async def _run(
     settings: Settings,
     listeners: Sequence[socket.socket],
-    folder: Path,
+    places: Sequence[Place],
     on_ready: Callable[[str], None] | None,
 ) -> int:
-    workers = [
-        _Worker(settings, listener, Place(number=number, count=len(listeners), folder=folder))
-        for number, listener in enumerate(listeners)
-    ]
+    workers = [_Worker(settings, listener, place) for listener, place in zip(listeners, places, strict=True)]
     url = base_url(listeners[0])
     with caught_signals() as signals:
         keeping = [asyncio.create_task(worker.keep()) for worker in workers]
@@ -191,7 +192,7 @@ class _Worker:
                 "gateway.worker",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                pass_fds=(self._listener.fileno(),),
+                pass_fds=(self._listener.fileno(), self._place.table),
                 start_new_session=True,  # a terminal's Ctrl-C is passed on from here, once
             )
         except OSError:  # for example, no memory for another process

@@ -1,6 +1,9 @@
+from collections.abc import Iterator
+
 import pytest
 
 from gateway.configuration import settings_table
+from gateway.tally import new_table
 
 
 @pytest.fixture
@@ -9,3 +12,10 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for row in settings_table():
         monkeypatch.delenv(row.env, raising=False)
     monkeypatch.delenv("TRITONGATE_CONFIG", raising=False)
+
+
+@pytest.fixture
+def table() -> Iterator[int]:
+    """The memory that the processes of a gateway share."""
+    with new_table() as descriptor:
+        yield descriptor

@@ -1,5 +1,6 @@
 import asyncio
-from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 
@@ -7,17 +8,14 @@ from gateway import admission as rules
 from gateway.admission import Admission
 from gateway.errors import RateLimitError
 from gateway.fleet import Place
-from gateway.tally import Tally, mark_ended
+from gateway.tally import Number, Tally, mark_ended
+from tests.gateway.places import places
 from tests.gateway.serving import until
 
 
 def admits(in_flight: int, *, waiting: int, place: Place | None = None) -> Admission:
     tally = Tally(gauges=Admission.GAUGES, counters=0, place=place)
     return Admission(max_in_flight=in_flight, max_waiting=waiting, tally=tally)
-
-
-def places(folder: Path, count: int = 2) -> list[Place]:
-    return [Place(number=number, count=count, folder=folder) for number in range(count)]
 
 
 async def test_waiting_is_in_order_of_arrival() -> None:
@@ -124,8 +122,8 @@ async def test_a_big_waiter_that_leaves_lets_the_small_ones_pass() -> None:
     assert (admission.in_flight, admission.waiting) == (2, 0)
 
 
-async def test_processes_share_the_permits(tmp_path: Path) -> None:
-    one, other = (admits(3, waiting=4, place=place) for place in places(tmp_path))
+async def test_processes_share_the_permits(table: int) -> None:
+    one, other = (admits(3, waiting=4, place=place) for place in places(table))
     for _ in range(3):
         await one.acquire()  # all, and not a half of them
     waiter = asyncio.create_task(other.acquire(2))
@@ -138,8 +136,8 @@ async def test_processes_share_the_permits(tmp_path: Path) -> None:
     assert (one.in_flight, other.in_flight) == (1, 2)
 
 
-async def test_processes_share_the_queue(tmp_path: Path) -> None:
-    one, other = (admits(1, waiting=2, place=place) for place in places(tmp_path))
+async def test_processes_share_the_queue(table: int) -> None:
+    one, other = (admits(1, waiting=2, place=place) for place in places(table))
     await one.acquire()
     waiters = [asyncio.create_task(each.acquire()) for each in (one, other)]
     await until(lambda: one.waiting == other.waiting == 1)
@@ -156,11 +154,11 @@ async def test_processes_share_the_queue(tmp_path: Path) -> None:
 
 
 async def test_whoever_waits_longest_is_next_whatever_its_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    table: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rules, "_CLOSE_NS", 0)
     monkeypatch.setattr(rules, "_ASLEEP_NS", 10**12)
-    three = [admits(1, waiting=9, place=place) for place in places(tmp_path, 3)]
+    three = [admits(1, waiting=9, place=place) for place in places(table, 3)]
     await three[0].acquire()
     order: list[int] = []
 
@@ -181,11 +179,11 @@ async def test_whoever_waits_longest_is_next_whatever_its_process(
 
 
 async def test_a_newcomer_does_not_overtake_another_processes_waiter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    table: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rules, "_CLOSE_NS", 0)
     monkeypatch.setattr(rules, "_ASLEEP_NS", 10**12)
-    one, other = (admits(2, waiting=9, place=place) for place in places(tmp_path))
+    one, other = (admits(2, waiting=9, place=place) for place in places(table))
     await one.acquire()
     big = asyncio.create_task(other.acquire(2))
     await until(lambda: other.waiting == 1)
@@ -199,10 +197,10 @@ async def test_a_newcomer_does_not_overtake_another_processes_waiter(
 
 
 async def test_a_process_that_is_stopped_or_gone_holds_nobody_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    table: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rules, "_CLOSE_NS", 0)
-    first, second = places(tmp_path)
+    first, second = places(table)
     stopped, other = admits(2, waiting=9, place=first), admits(2, waiting=9, place=second)
     await other.acquire()
     await stopped.acquire()
@@ -219,3 +217,62 @@ async def test_a_process_that_is_stopped_or_gone_holds_nobody_up(
     await asyncio.wait_for(behind, 30)
     waiter.cancel()
     await asyncio.wait({waiter})
+
+
+async def test_a_process_may_end_while_another_one_looks_at_it(
+    table: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = places(table)
+    ended, other = admits(1, waiting=9, place=first), admits(1, waiting=9, place=second)
+    await ended.acquire()
+    waiting = asyncio.create_task(other.acquire())
+    await until(lambda: other.waiting == 1)
+
+    def look(number: Number, _look: Any = Number.of_others) -> Any:
+        values = list(_look(number))
+        mark_ended(first)
+        return values
+
+    monkeypatch.setattr(Number, "of_others", look)
+    await asyncio.wait_for(waiting, 5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_whatever_happens_the_limits_hold_and_nothing_is_lost(
+    table: int, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(rules, "_LOOK_EVERY_S", 0)
+    random = Random(seed)
+    processes = [admits(4, waiting=6, place=place) for place in places(table, 5)]
+    requests: set[asyncio.Task[None]] = set()
+    refused = 0
+
+    async def request(process: Admission, permits: int, turns: int) -> None:
+        nonlocal refused
+        try:
+            await process.acquire(permits)
+        except RateLimitError:
+            refused += 1
+            return
+        try:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        finally:
+            process.release(permits)
+
+    for _ in range(400):
+        turn = request(random.choice(processes), random.choice((1, 1, 1, 2, 3, 9)), random.randrange(9))
+        requests.add(asyncio.create_task(turn))
+        if random.random() < 0.4:
+            random.choice(list(requests)).cancel()
+        for _ in range(random.choice((0, 0, 0, 1, 9))):
+            await asyncio.sleep(0)
+            assert sum(each.in_flight for each in processes) <= 4
+            assert sum(each.waiting for each in processes) <= 6
+    await asyncio.wait(requests, timeout=60)
+    assert all(each.cancelled() or each.exception() is None for each in requests)
+    assert 0 < refused < 400
+    for each in processes:
+        assert (each.in_flight, each.waiting) == (0, 0)
+        await each.acquire(4)
+        each.release(4)

@@ -20,7 +20,7 @@ class Process:
 
     def __init__(self, number: int, folder: Path) -> None:
         self.metrics = Metrics()
-        self.fleet = Fleet(Place(number=number, count=3, folder=folder), self.metrics)
+        self.fleet = Fleet(Place(number=number, count=3, folder=folder, table=-1), self.metrics)
 
     async def samples(self, name: str) -> dict[str, float]:
         """Return the values of the samples of that name, by worker."""

@@ -1,6 +1,5 @@
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from gateway.key_limits import KeyLimits, KeyUse
 from gateway.setting_types import ApiKey
 from gateway.tally import Tally, mark_ended
 from tests.gateway.fake_upstream import FakeUpstream, say
+from tests.gateway.places import places
 from tests.gateway.serving import CHAT, MESSAGES, on_socket, until
 
 KEYS = [{"name": "narrow", "key": "one", "max_in_flight": 2}, {"name": "wide", "key": "two"}]
@@ -33,14 +33,10 @@ def use(place: Place | None = None, **bounds: int) -> KeyUse:
     return KeyUse(ApiKey.model_validate({"name": "k", "key": "secret", **bounds}), tally)
 
 
-def two(folder: Path, **bounds: int) -> tuple[KeyUse, KeyUse]:
+def two(table: int, **bounds: int) -> tuple[KeyUse, KeyUse]:
     """Return what two processes of a gateway hold of one key."""
-    first, second = (use(place, **bounds) for place in places(folder))
+    first, second = (use(place, **bounds) for place in places(table))
     return first, second
-
-
-def places(folder: Path) -> list[Place]:
-    return [Place(number=number, count=2, folder=folder) for number in range(2)]
 
 
 def test_answers_at_once_are_bounded_and_given_back() -> None:
@@ -156,23 +152,21 @@ def test_a_key_without_bounds_has_none() -> None:
     key.begin(1)
 
 
-def test_processes_count_answers_together(tmp_path: Path) -> None:
-    one, other = two(tmp_path, max_in_flight=3)
+def test_processes_count_answers_together(table: int) -> None:
+    one, other = two(table, max_in_flight=3)
     one.begin(2)
     other.begin(1)
     for each in (one, other):
         with pytest.raises(RateLimitError, match="has 3 answers at work or waiting, of 3"):
             each.begin(1)
-    mark_ended(Place(number=0, count=2, folder=tmp_path))  # and its answers with it
+    mark_ended(places(table)[0])  # and its answers with it
     other.begin(2)
     with pytest.raises(RateLimitError, match="has 3"):
         other.begin(1)
 
 
-def test_processes_count_requests_and_tokens_together(
-    tmp_path: Path, pass_time: Callable[[float], None]
-) -> None:
-    one, other = two(tmp_path, requests_per_minute=4, tokens_per_minute=600)
+def test_processes_count_requests_and_tokens_together(table: int, pass_time: Callable[[float], None]) -> None:
+    one, other = two(table, requests_per_minute=4, tokens_per_minute=600)
     for each in (one, one, other):
         each.end(each.begin(1), 100)
     one.end(one.begin(1), 0)
@@ -189,9 +183,9 @@ def test_processes_count_requests_and_tokens_together(
 
 
 def test_a_process_that_saw_nothing_of_a_key_knows_what_the_others_took(
-    tmp_path: Path, pass_time: Callable[[float], None]
+    table: int, pass_time: Callable[[float], None]
 ) -> None:
-    one, other = two(tmp_path, requests_per_minute=60)
+    one, other = two(table, requests_per_minute=60)
     for _ in range(60):
         one.begin(1)
     for _ in range(300):
@@ -200,7 +194,7 @@ def test_a_process_that_saw_nothing_of_a_key_knows_what_the_others_took(
     with pytest.raises(RateLimitError, match="60 requests"):
         other.begin(1)
     # Nor does one that replaces another begin with a full minute for what that one took.
-    replaced, _ = two(tmp_path, requests_per_minute=60)
+    replaced, _ = two(table, requests_per_minute=60)
     pass_time(1)
     replaced.begin(1)
     with pytest.raises(RateLimitError, match="60 requests"):
@@ -208,13 +202,11 @@ def test_a_process_that_saw_nothing_of_a_key_knows_what_the_others_took(
 
 
 async def test_keys_that_are_not_used_here_are_followed(
-    tmp_path: Path, pass_time: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+    table: int, pass_time: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(key_limits, "_LOOK_EVERY_S", 0.001)
     key = ApiKey.model_validate({"name": "k", "key": "secret", "requests_per_minute": 2})
-    tallies = [
-        Tally(gauges=KeyUse.GAUGES, counters=KeyUse.COUNTERS, place=place) for place in places(tmp_path)
-    ]
+    tallies = [Tally(gauges=KeyUse.GAUGES, counters=KeyUse.COUNTERS, place=place) for place in places(table)]
     one, other = (KeyLimits([key], tally) for tally in tallies)
     looks = 0
 

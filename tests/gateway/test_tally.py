@@ -1,13 +1,64 @@
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from random import Random
+from threading import Semaphore, Thread, current_thread
+from typing import Any
 
 import pytest
 
-from gateway.fleet import Place
-from gateway.tally import Tally, mark_ended
+from gateway.tally import Number, Tally, mark_ended, new_table
+from tests.gateway.places import places
 
 
-def places(folder: Path, count: int) -> list[Place]:
-    return [Place(number=number, count=count, folder=folder) for number in range(count)]
+class Turns:
+    """Lets one of several threads run at a time; which one is decided anew at each `pause`."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self._gates: dict[Thread, Semaphore] = {}
+
+    def run(self, *works: Callable[[], None]) -> None:
+        """Run each of them in a thread to its end."""
+        threads = [Thread(target=self._run, args=(work,)) for work in works]
+        self._gates = {thread: Semaphore(0) for thread in threads}
+        for thread in threads:
+            thread.start()
+        self._random.choice(list(self._gates.values())).release()
+        for thread in threads:
+            thread.join()
+
+    def pause(self) -> None:
+        """Let any of them go on, perhaps this one."""
+        self._random.choice(list(self._gates.values())).release()
+        self._gates[current_thread()].acquire()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        self._gates[current_thread()].acquire()
+        work()
+        del self._gates[current_thread()]
+        if self._gates:
+            self._random.choice(list(self._gates.values())).release()
+
+
+class Words(list[int]):
+    """A column of the table; others may run before each access to a word."""
+
+    def __init__(self, count: int, pause: Callable[[], None]) -> None:
+        super().__init__([0] * count)
+        self._pause = pause
+
+    def __getitem__(self, row: Any) -> Any:
+        self._pause()
+        return super().__getitem__(row)
+
+    def __setitem__(self, row: Any, value: Any) -> None:
+        self._pause()
+        super().__setitem__(row, value)
+
+    def __iter__(self) -> Iterator[int]:
+        return (self[row] for row in range(len(self)))
 
 
 def test_alone_there_are_no_others() -> None:
@@ -20,8 +71,8 @@ def test_alone_there_are_no_others() -> None:
     assert tally.processes == 1
 
 
-def test_each_process_writes_its_own_and_reads_all(tmp_path: Path) -> None:
-    tallies = [Tally(gauges=2, counters=1, place=place) for place in places(tmp_path, 3)]
+def test_each_process_writes_its_own_and_reads_all(table: int) -> None:
+    tallies = [Tally(gauges=2, counters=1, place=place) for place in places(table, 3)]
     numbers = [(tally.gauge(), tally.gauge(), tally.counter()) for tally in tallies]
     for row, three in enumerate(numbers):
         for column, number in enumerate(three):
@@ -31,8 +82,8 @@ def test_each_process_writes_its_own_and_reads_all(tmp_path: Path) -> None:
     assert [number.total() for number in numbers[2]] == [30, 33, 36]
 
 
-def test_what_a_process_did_ends_with_it_and_what_it_counted_does_not(tmp_path: Path) -> None:
-    one, other = places(tmp_path, 2)
+def test_what_a_process_did_ends_with_it_and_what_it_counted_does_not(table: int) -> None:
+    one, other = places(table, 2)
     ended, watching = (Tally(gauges=1, counters=1, place=place) for place in (one, other))
     ended.gauge().own = 3
     ended.counter().own = 40
@@ -46,9 +97,74 @@ def test_what_a_process_did_ends_with_it_and_what_it_counted_does_not(tmp_path: 
     assert counter.total() == 42
 
 
-def test_a_process_that_ended_before_it_wrote_anything(tmp_path: Path) -> None:
-    mark_ended(places(tmp_path, 2)[1])
-    assert not list(tmp_path.iterdir())
+def test_a_process_that_ended_before_it_wrote_anything(table: int) -> None:
+    one, other = places(table)
+    mark_ended(other)
+    gauge = Tally(gauges=1, counters=0, place=one).gauge()
+    gauge.own = 3
+    assert gauge.total() == 3
+
+
+def test_one_that_ended_keeps_its_place_among_the_others(table: int) -> None:
+    gauges = [Tally(gauges=1, counters=0, place=place).gauge() for place in places(table, 4)]
+    for row, gauge in enumerate(gauges):
+        gauge.own = row + 1
+    mark_ended(places(table, 4)[2])
+    assert list(gauges[1].of_others()) == [1, 0, 4]
+
+
+def test_no_more_is_added_than_there_is_room_for_whoever_goes_on_when() -> None:
+    reached = [most_added(seed) for seed in range(200)]
+    assert max(reached) == 2
+
+
+def most_added(seed: int) -> int:
+    """Let three processes add within 2, and take back, a few times; return how much there was at most."""
+    turns = Turns(seed)
+    words: Any = Words(3, turns.pause)
+    numbers = [Number(words, memoryview(bytes([1] * 3)), row) for row in range(3)]
+    added, most = [0, 0, 0], 0
+
+    def work(row: int) -> None:
+        nonlocal most
+        random = Random(f"{seed} {row}")
+        for _ in range(8):
+            count = random.choice((1, 1, 2))
+            if numbers[row].add_within(count, 2):
+                added[row] += count
+                most = max(most, sum(added))
+                turns.pause()
+                added[row] -= count
+                numbers[row].own -= count
+
+    turns.run(*(partial(work, row) for row in range(3)))
+    assert words == [0, 0, 0]
+    return most
+
+
+def test_what_has_no_room_is_never_seen() -> None:
+    """Else the others would find no room for a small one while a big one is tried again and again."""
+    written = []
+
+    class Seen(list[int]):
+        def __setitem__(self, row: Any, value: Any) -> None:
+            written.append(value)
+            super().__setitem__(row, value)
+
+    words: Any = Seen([0, 3])
+    number = Number(words, memoryview(bytes([1, 1])), 0)
+    assert not number.add_within(2, 4)
+    assert not written
+    assert number.add_within(1, 4)
+    assert written == [1]
+
+
+def test_alone_the_bound_is_its_own() -> None:
+    number = Tally(gauges=1, counters=0).gauge()
+    assert number.add_within(3, 4)
+    assert not number.add_within(2, 4)
+    assert number.add_within(1, 4)
+    assert number.own == 4
 
 
 def test_there_are_as_many_numbers_as_were_asked_for() -> None:
@@ -60,7 +176,8 @@ def test_there_are_as_many_numbers_as_were_asked_for() -> None:
         tally.counter()
 
 
-def test_the_table_is_this_users_only(tmp_path: Path) -> None:
-    Tally(gauges=1, counters=0, place=places(tmp_path, 2)[0])
-    (file,) = tmp_path.iterdir()
-    assert file.stat().st_mode & 0o777 == 0o600
+def test_the_table_is_in_memory() -> None:
+    with new_table() as table:
+        assert "memfd:" in str(Path(f"/proc/self/fd/{table}").readlink())
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(table)

@@ -13,7 +13,7 @@ from gateway.fleet import Place
 from gateway.settings import Settings
 from gateway.worker import decode_order, encode_order
 
-PLACE = Place(number=1, count=3, folder=Path("/nowhere"))
+PLACE = Place(number=1, count=3, folder=Path("/nowhere"), table=7)
 
 words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 seconds = st.floats(0, 1e300, exclude_min=True)

@@ -225,7 +225,7 @@ async def test_workers_end_with_a_killed_parent(gateway: Gateway) -> None:
 
 
 async def test_one_that_hangs_is_replaced(
-    triton: FakeTriton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    triton: FakeTriton, tmp_path: Path, table: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watch itself, without a process in between: it looks more often here."""
     monkeypatch.setattr(workers, "_ASK_EVERY_S", 0.05)
@@ -233,7 +233,7 @@ async def test_one_that_hangs_is_replaced(
     monkeypatch.setattr(workers, "_MISSES_AT_START", 10**6)  # looks; a start takes seconds
     settings = load_settings({"upstreams": (triton.address,), "port": 0})
     (listener,) = bind_all("127.0.0.1", 0, 1)
-    place = fleet.Place(number=0, count=1, folder=tmp_path)
+    place = fleet.Place(number=0, count=1, folder=tmp_path, table=table)
     worker = workers._Worker(settings, listener, place)
     keeping = asyncio.create_task(worker.keep())
     async with asyncio.timeout(STARTED_S):
