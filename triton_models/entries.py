@@ -21,13 +21,6 @@ _MODEL_PY = """from triton_models.serving.{module} import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
 """
-_TOKENIZER_QUEUE = 64
-"""Requests that may wait for the tokenizer. It handles one at a time, so the wait is at most about a
-second."""
-_PRIORITIES = {
-    "priority_levels": names.PRIORITY_LEVELS,
-    "default_priority_level": names.DEFAULT_PRIORITY,
-}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _DEVICE = re.compile(r"cpu|cuda:([0-9]+)")
 
@@ -73,10 +66,10 @@ class ModelEntry:
     """The contract of `M`; None: the default for `format`, or `batched` if that is None, too."""
 
     max_queue_size: int = 1024
-    """Requests in Triton's own queue, per priority level. Only bursts wait there, since `execute` never
-    blocks."""
+    """Requests in Triton's own queue for the engine, per priority level. Only bursts wait there, since
+    `execute` never blocks."""
     queue_timeout_s: float = 60.0
-    """How long a request may wait in Triton's own queue, unless it sets its own timeout."""
+    """How long a request may wait in that queue, unless it sets its own timeout."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -119,7 +112,7 @@ def write_entries(repository: Path, *, model: ModelEntry) -> None:
 def stream_config(model: ModelEntry) -> Any:
     """Return the `ModelConfig` message of `M-stream`: decoupled, batched, and with a warm-up."""
     config = _config(names.stream_entry(model.name), signatures.STREAM, model.device)
-    config.dynamic_batching.CopyFrom(_batching(model, **_PRIORITIES))
+    config.dynamic_batching.CopyFrom(_batching(model))
     config.model_warmup.append(_warmup(signatures.STREAM, warmup.stream_tensors()))
     values = {name: getattr(model, name) for name in sorted(_ENGINE_PARAMETERS)}
     _set_parameters(config, _common_parameters(model) | values)
@@ -129,7 +122,7 @@ def stream_config(model: ModelEntry) -> Any:
 def tokenizer_config(model: ModelEntry) -> Any:
     """Return the `ModelConfig` message of `M-tokenizer`: one response per request, on the CPU."""
     config = _config(names.tokenizer_entry(model.name), signatures.TOKENIZER, "cpu")
-    config.dynamic_batching.CopyFrom(_batching(model, max_queue_size=_TOKENIZER_QUEUE, **_PRIORITIES))
+    config.dynamic_batching.SetInParent()  # without a policy: see `_batching`
     _set_parameters(config, _common_parameters(model))
     return config
 
@@ -141,7 +134,7 @@ def field_config(model: ModelEntry, contract: Contract) -> Any:
     loads its whole repository at start (2.51).
     """
     config = _config(model.name, field_signature(contract), "cpu")
-    config.dynamic_batching.CopyFrom(_batching(model))
+    config.dynamic_batching.SetInParent()  # without a policy: see `_batching`
     _set_parameters(config, _common_parameters(model) | {"contract": contract})
     return config
 
@@ -176,19 +169,24 @@ def _config(name: str, signature: Signature, device: str) -> Any:
     )
 
 
-def _batching(model: ModelEntry, *, max_queue_size: int | None = None, **priorities: int) -> Any:
-    """Return how requests wait and are batched: without delay, since the engine forms its own batches anyway.
+def _batching(model: ModelEntry) -> Any:
+    """Return how requests to the engine wait and are batched: without delay, since it forms its own batches.
 
-    An entry that takes no batches is given this for its queue alone: such a queue is bounded, and drops
-    requests that were cancelled while they waited. Triton's queue without it does neither (2.51).
+    Triton forgets requests in a queue with a policy or priorities, for half a second (ARCHITECTURE.md,
+    "Requests that Triton forgets"). So the other entries have neither, and bound what they took themselves.
     """
     policy = pb.ModelQueuePolicy(
         timeout_action=pb.ModelQueuePolicy.REJECT,
         default_timeout_microseconds=round(model.queue_timeout_s * 1e6),
         allow_timeout_override=True,
-        max_queue_size=max_queue_size or model.max_queue_size,
+        max_queue_size=model.max_queue_size,
     )
-    return pb.ModelDynamicBatching(max_queue_delay_microseconds=0, default_queue_policy=policy, **priorities)
+    return pb.ModelDynamicBatching(
+        max_queue_delay_microseconds=0,
+        default_queue_policy=policy,
+        priority_levels=names.PRIORITY_LEVELS,
+        default_priority_level=names.DEFAULT_PRIORITY,
+    )
 
 
 def _instance_group(device: str) -> Any:

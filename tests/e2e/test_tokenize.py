@@ -1,5 +1,6 @@
 """`/tokenize` and `/detokenize` on the real Triton, beside what the OpenAI routes count."""
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import openai
 import pytest
 from tritonclient.grpc import InferenceServerClient, InferInput
+from tritonclient.utils import InferenceServerException
 
 from tests.e2e.stream_client import StreamClient
 from tests.e2e.up_process import UpProcess, wait_until
@@ -182,18 +184,47 @@ def test_a_full_tokenizer_says_so_and_forgets_who_left(http: httpx.Client, up: U
             refused.append(str(error))
 
     client = InferenceServerClient(up.triton_grpc)
-    tokenizer = up.stub("chatglm3-tokenizer")
-    tokenizer.suspend()  # so that the queue is as full when it is asked as when the last was refused
-    try:
-        calls = [client.async_infer("chatglm3-tokenizer", [long], ended) for _ in range(100)]
-        wait_until(lambda: refused)
-        full = http.post("/tokenize", json={"model": "chatglm3", "prompt": "a"})
-    finally:
-        tokenizer.resume()
+    calls: list[Any] = []
+
+    def ask_while_full() -> httpx.Response | None:
+        before = len(refused)
+        calls.extend(client.async_infer("chatglm3-tokenizer", [long], ended) for _ in range(100))
+        wait_until(lambda: len(refused) > before)
+        with contextlib.suppress(httpx.ReadTimeout):  # it may get the place of one that was just done
+            return http.post("/tokenize", json={"model": "chatglm3", "prompt": "a"}, timeout=2)
+
+    answers = iter(ask_while_full, None)
+    full = next(answer for answer in answers if answer.status_code != 200)
     assert (full.status_code, full.headers["retry-after"]) == (429, "1")
     assert full.json()["error"]["message"] == "The model's queue is full; try again shortly."
+    assert all("StatusCode.UNAVAILABLE" in each for each in refused)  # as from a queue of Triton's own
     for call in calls:
         call.cancel()
     # Were they tokenised all the same, 64 of them would take half a minute.
     wait_until(lambda: http.post("/tokenize", json={"model": "chatglm3", "prompt": "a"}).status_code == 200)
+    client.close()
+
+
+def test_a_request_waits_for_the_tokenizer_no_longer_than_it_says(up: UpProcess) -> None:
+    def text(content: str) -> list[InferInput]:
+        tensor = InferInput("request", [1], "BYTES")
+        tensor.set_data_from_numpy(np.array([encode_tokenizing(Tokenizing(text=content, strings=True))]))
+        return [tensor]
+
+    client = InferenceServerClient(up.triton_grpc)
+    busy = [client.async_infer("chatglm3-tokenizer", text("a" * 400_000), lambda *_: None) for _ in range(4)]
+    late: list[Any] = []
+
+    def ask() -> bool:
+        try:
+            client.infer("chatglm3-tokenizer", text("a"), timeout=1000)  # microseconds
+        except InferenceServerException as error:
+            late.append(error)
+        return bool(late)
+
+    wait_until(ask)
+    assert late[0].status() == "StatusCode.UNAVAILABLE"
+    assert "Request timeout expired" in late[0].message()
+    for call in busy:
+        call.cancel()
     client.close()

@@ -35,6 +35,11 @@ def read(entry: Path) -> Any:
     return text_format.Parse((entry / "config.pbtxt").read_text(encoding="utf-8"), pb.ModelConfig())
 
 
+def batches_plainly(config: Any) -> bool:
+    """Whether Triton batches for the entry without policy and priorities, under which it forgets requests."""
+    return config.HasField("dynamic_batching") and config.dynamic_batching == pb.ModelDynamicBatching()
+
+
 def test_the_committed_repository_is_what_is_written_for_the_built_in_model(tmp_path: Path) -> None:
     relative = f"../../checkpoints/{BUILT_IN_NAME}"
     write_entries(tmp_path, model=ModelEntry(name=BUILT_IN_NAME, checkpoint=relative))
@@ -76,12 +81,7 @@ def test_tokenizer_entry(tmp_path: Path) -> None:
     config = read(tmp_path / "m-tokenizer")
     assert config.max_batch_size == 0
     assert not config.model_transaction_policy.decoupled
-    batching = config.dynamic_batching
-    assert batching.default_queue_policy.max_queue_size == 64
-    assert (batching.priority_levels, batching.default_priority_level) == (
-        2,
-        2,
-    )  # nudges have their own places
+    assert batches_plainly(config)
     assert [(i.name, i.data_type, list(i.dims)) for i in config.input] == [("request", pb.TYPE_STRING, [1])]
     assert [(o.name, o.data_type, list(o.dims)) for o in config.output] == [
         ("input_ids", pb.TYPE_INT64, [-1]),
@@ -115,8 +115,7 @@ def test_field_entry_batched(tmp_path: Path) -> None:
     assert needed == strings("prompt", "history", "temperature", "max_token")
     assert optional == ("history_len", pb.TYPE_STRING, [1], True)
     assert tensors(config.output) == strings("response", "history")
-    assert config.dynamic_batching.max_queue_delay_microseconds == 0
-    assert config.dynamic_batching.default_queue_policy.max_queue_size == 5
+    assert batches_plainly(config)
     assert {key: p.string_value for key, p in config.parameters.items()} == {
         "checkpoint": "/c",
         "contract": "batched",
@@ -128,7 +127,7 @@ def test_field_entry_unbatched(tmp_path: Path) -> None:
     write_entries(tmp_path, model=ModelEntry(name="m", checkpoint="/c", contract=Contract.UNBATCHED))
     config = read(tmp_path / "m")
     assert config.max_batch_size == 0
-    assert config.dynamic_batching.default_queue_policy.max_queue_size == 1024
+    assert batches_plainly(config)
     assert tensors(config.input) == [
         *strings("prompt", "history", "temperature"),
         ("max_token", pb.TYPE_INT16, [1], False),
