@@ -67,7 +67,9 @@ def main() -> int:
 
 
 def _end_with_input(orphaned: threading.Event) -> None:
-    sys.stdin.buffer.read()
+    # Not by `sys.stdin`, whose lock an interpreter that ends needs: it aborts if a thread is still reading.
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
     orphaned.set()
     os.kill(os.getpid(), signal.SIGTERM)
 

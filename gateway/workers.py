@@ -166,7 +166,8 @@ class _Worker:
 
     def _turn_away(self) -> None:
         """Stop listening until the next process does: nobody should wait for one that may not come."""
-        with contextlib.suppress(OSError):  # it did not listen
+        # One that does not listen is left alone: what it accepts later would be shut down from the beginning.
+        if self._listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             self._listener.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:

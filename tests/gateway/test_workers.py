@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ async def test_one_that_cannot_be_replaced_leaves_all_connections_to_the_others(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_lets_running_requests_of_all_end(
-    gateway: Gateway, triton: FakeTriton, number: signal.Signals
+    gateway: Gateway, triton: FakeTriton, tmp_path: Path, number: signal.Signals
 ) -> None:
     begun, go_on = 0, asyncio.Event()
 
@@ -144,6 +145,7 @@ async def test_a_signal_lets_running_requests_of_all_end(
     assert all(map(is_whole, await asyncio.gather(*streams)))
     async with asyncio.timeout(60):
         assert await gateway.process.wait() == 0
+    assert not [line for line in (tmp_path / "log").read_text().splitlines() if not line.startswith("{")]
 
 
 async def test_a_second_signal_ends_all_at_once(gateway: Gateway, triton: FakeTriton) -> None:
@@ -222,6 +224,22 @@ async def test_workers_end_with_a_killed_parent(gateway: Gateway) -> None:
     await gateway.process.wait()
     assert not (await asyncio.to_thread(psutil.wait_procs, workers, 30))[1]
     assert not folder.exists()
+
+
+def test_one_that_dies_again_before_it_listened_leaves_a_good_listener(tmp_path: Path, table: int) -> None:
+    (listener,) = bind_all("127.0.0.1", 0, 1)
+    place = fleet.Place(number=0, count=1, folder=tmp_path, table=table)
+    worker = workers._Worker(load_settings({"upstreams": ("127.0.0.1:1",)}), listener, place)
+    listener.listen()
+    for _ in range(3):
+        worker._turn_away()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(listener.getsockname())
+    listener.listen()  # as the next process does
+    with listener, socket.create_connection(listener.getsockname()) as client:
+        client.sendall(b"hello")
+        with listener.accept()[0] as served:
+            assert served.recv(5) == b"hello"
 
 
 async def test_one_that_hangs_is_replaced(
