@@ -11,7 +11,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from tests.e2e.field_client import FieldError, ask_batched, ask_chatglm2, conversation
-from tests.e2e.up_process import UpProcess, lives, wait_until
+from tests.e2e.up_process import ABORTED, UpProcess, lives, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -24,8 +24,6 @@ CLEAR_WITHIN_S = 60.0
 RECOVER_WITHIN_S = 60.0
 CUT = "cut"
 """The server ended the connection without an answer, or was not there."""
-ABORTED = "Triton is down (tritonserver was killed by signal 6: uncaught boost::interprocess::lock_exception)"
-"""What is said if it did not survive the death of a stub (divergence 16)."""
 
 
 def idle(up: UpProcess, model: str = "chatglm3") -> bool:
@@ -104,7 +102,7 @@ def test_what_is_behind_it_may_go_and_come_back(own_up: UpProcess) -> None:
             own_up.stub(victim).kill()
             faults = {each.result(CLEAR_WITHIN_S) for each in asking}
         if CUT in faults:
-            wait_until(lambda seen=said: ABORTED in own_up.output[seen:])
+            wait_until(lambda seen=said: f"Triton is down ({ABORTED})" in own_up.output[seen:])
             assert not lives(server)
         else:
             assert faults & {"503", "ReadTimeout"}

@@ -24,6 +24,8 @@ TRITONGATE = Path(sys.executable).with_name("tritongate")
 READY_TIMEOUT_S = 100.0
 STOP_TIMEOUT_S = 10.0
 """Ten are promised; the others are for a machine that several tests share."""
+ABORTED = "tritonserver was killed by signal 6: uncaught boost::interprocess::lock_exception"
+"""What is said of a server that did not survive the death of a stub (divergence 16)."""
 
 
 class UpProcess:

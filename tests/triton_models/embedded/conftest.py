@@ -110,14 +110,14 @@ class Embedded(Tree):
             self._events.put(events.decode_event(line))
         self._events.put(None)
 
-    def wait_for(self, kind: type[E], timeout_s: float = TIMEOUT_S) -> E:
-        """Return the next event of this kind."""
+    def wait_for(self, *kinds: type[E], timeout_s: float = TIMEOUT_S) -> E:
+        """Return the next event of these kinds."""
         deadline = time.monotonic() + timeout_s
         while True:
             event = self._events.get(timeout=max(0.01, deadline - time.monotonic()))
-            assert event is not None, f"it ended without {kind.__name__}: {self.seen}"
+            assert event is not None, f"it ended without {kinds}: {self.seen}"
             self.seen.append(event)
-            if isinstance(event, kind):
+            if isinstance(event, kinds):
                 self.living()
                 if isinstance(event, events.Ready):
                     self.note_run()
