@@ -11,7 +11,7 @@ from time import monotonic
 
 from gateway.errors import RateLimitError
 from gateway.setting_types import ApiKey
-from gateway.tally import Number, Tally
+from gateway.tally import Tally
 
 _MINUTE_S = 60.0
 _RETRY_AFTER_S = 1
@@ -42,14 +42,14 @@ class KeyUse:
     Uses `GAUGES` gauges and `COUNTERS` counters of `tally`.
     """
 
-    GAUGES = 1
+    GAUGES = 3
     COUNTERS = 2
 
     def __init__(self, key: ApiKey, tally: Tally) -> None:
         self._max_in_flight = key.max_in_flight
         self._in_flight = tally.gauge()
-        self._requests = _Bucket("requests", key.requests_per_minute, tally.counter())
-        self._tokens = _Bucket("tokens", key.tokens_per_minute, tally.counter())
+        self._requests = _Bucket("requests", key.requests_per_minute, tally)
+        self._tokens = _Bucket("tokens", key.tokens_per_minute, tally)
 
     def begin(self, answers: int) -> int:
         """Count a request that asks for `answers` answers, whatever becomes of it (divergence 15).
@@ -95,17 +95,20 @@ class KeyUse:
 class _Bucket:
     """A bucket of one minute's worth, refilled steadily; without a limit it is never empty.
 
-    Every process keeps its own view of it. What the others took since it last looked counts as if they had
-    taken it evenly since then.
+    Every process keeps its own view of it, and a new one begins with another one's: with a full bucket it
+    alone would go on letting requests in while the others refuse them. What the others took since it last
+    looked counts as if they had taken it evenly since then.
     """
 
-    def __init__(self, what: str, per_minute: int | None, taken: Number) -> None:
+    def __init__(self, what: str, per_minute: int | None, tally: Tally) -> None:
         self._what = what
         self._per_minute = math.inf if per_minute is None else float(per_minute)
-        self._level = self._per_minute
+        self._missing = tally.gauge()
+        """How much a full one has more than this one, for those that begin later."""
+        self._taken = tally.counter()
+        self._level = self._per_minute - max(self._missing.of_others(), default=0)
         self._at = monotonic()
-        self._taken = taken
-        self._by_others = sum(taken.of_others())
+        self._by_others = sum(self._taken.of_others())
 
     def check(self) -> None:
         """Check that the bucket holds at least one.
@@ -125,6 +128,7 @@ class _Bucket:
         self.look()  # first: a full one gains nothing, however long ago it was looked at
         self._level -= count
         self._taken.own += count
+        self._tell()
 
     def look(self) -> None:
         """Refill it, and take out what the other processes let in."""
@@ -134,3 +138,8 @@ class _Bucket:
         gained = (now - self._at) * self._per_minute / _MINUTE_S - (by_others - self._by_others)
         self._level, self._at = min(self._level + gained, self._per_minute), now
         self._by_others = by_others
+        self._tell()
+
+    def _tell(self) -> None:
+        if not math.isinf(self._per_minute):
+            self._missing.own = math.ceil(self._per_minute - self._level)

@@ -193,12 +193,31 @@ def test_a_process_that_saw_nothing_of_a_key_knows_what_the_others_took(
         one.begin(1)
     with pytest.raises(RateLimitError, match="60 requests"):
         other.begin(1)
-    # Nor does one that replaces another begin with a full minute for what that one took.
-    replaced, _ = two(table, requests_per_minute=60)
-    pass_time(1)
-    replaced.begin(1)
-    with pytest.raises(RateLimitError, match="60 requests"):
-        other.begin(1)
+
+
+def test_a_process_that_replaces_another_begins_with_what_is_left(
+    table: int, pass_time: Callable[[float], None]
+) -> None:
+    one, other = two(table, requests_per_minute=60, tokens_per_minute=600)
+    for tokens in (40,) * 14 + (340,):  # 300 more than there were
+        one.end(one.begin(1), tokens)
+    for _ in range(10):
+        pass_time(1)
+        other.look()
+    mark_ended(places(table)[0])
+    replacement = use(places(table)[0], requests_per_minute=60, tokens_per_minute=600)
+    for each in (replacement, other):
+        with pytest.raises(RateLimitError, match="600 tokens a minute") as raised:
+            each.begin(1)
+        assert raised.value.retry_after_s == 21
+    pass_time(21)
+    for each in (replacement, other):
+        each.look()
+    for each in (replacement, other) * 30:
+        each.begin(1)
+    for each in (replacement, other):
+        with pytest.raises(RateLimitError, match="60 requests a minute"):
+            each.begin(1)
 
 
 async def test_keys_that_are_not_used_here_are_followed(
