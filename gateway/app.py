@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from fastapi import FastAPI
 
@@ -25,6 +25,8 @@ from gateway.triton.pool import TritonUpstream
 from gateway.upstream import Upstream
 from gateway.version import version
 
+_FIRST_LOOK_WITHIN_S = 1.0
+_LOOK_EVERY_S = 0.02
 _TOKENIZED_AT_ONCE = 8
 """A tokenizer entry handles one request at a time, so more than its next few wait in the gateway."""
 
@@ -71,6 +73,8 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
         following = None if place is None else asyncio.create_task(gateway.key_limits.follow())
         await gateway.upstream.start()
         try:
+            if place is not None:
+                await _first_look(gateway)
             yield
         finally:
             if following is not None:
@@ -98,6 +102,18 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
     app.add_middleware(ExchangeMiddleware, gateway=gateway)
     openapi.install(app)
     return app
+
+
+async def _first_look(gateway: Gateway) -> None:
+    """Wait a little for the models before the first request is served.
+
+    Connections to a process that died wait for the one that replaces it, which finds as many requests at its
+    start, and would answer them that it has not reached any Triton yet.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_FIRST_LOOK_WITHIN_S):
+            while not gateway.ready():  # noqa: ASYNC110 - as in `gateway.server`
+                await asyncio.sleep(_LOOK_EVERY_S)
 
 
 def make_tracing(settings: Settings) -> Tracing:

@@ -76,6 +76,11 @@ async def test_a_killed_worker_takes_its_own_streams_along_and_is_replaced(
     assert all(map(is_whole, await asyncio.gather(*(stream(gateway.url) for _ in range(CLIENTS)))))
 
 
+async def test_clients_of_a_killed_worker_wait_for_its_replacement(gateway: Gateway) -> None:
+    next(iter(gateway.workers().values())).kill()
+    assert all(map(is_whole, await asyncio.gather(*(stream(gateway.url) for _ in range(CLIENTS)))))
+
+
 @pytest.mark.parametrize("gateway", [{"--max-in-flight": CLIENTS, "--max-waiting": 0}], indirect=True)
 async def test_limits_hold_for_all_together(gateway: Gateway, triton: FakeTriton) -> None:
     begun, go_on = 0, asyncio.Event()
