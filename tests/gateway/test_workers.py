@@ -208,11 +208,13 @@ async def test_workers_take_no_modules_from_the_working_directory(tmp_path: Path
         cwd=tmp_path,
     )
     async with asyncio.timeout(STARTED_S):
-        line = await process.stderr.readline()
+        lines = [await process.stderr.readline()]
+        while lines[-1] and b"listening" not in lines[-1]:
+            lines.append(await process.stderr.readline())
     process.terminate()
     async with asyncio.timeout(60):
         await process.communicate()
-    assert b"listening" in line
+    assert b"listening" in lines[-1], lines
 
 
 async def test_workers_end_with_a_killed_parent(gateway: Gateway) -> None:
