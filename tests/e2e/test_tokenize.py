@@ -185,16 +185,18 @@ def test_a_full_tokenizer_says_so_and_forgets_who_left(http: httpx.Client, up: U
 
     client = InferenceServerClient(up.triton_grpc)
     calls: list[Any] = []
+    answers: list[httpx.Response] = []
 
-    def ask_while_full() -> httpx.Response | None:
+    def refuses_while_full() -> bool:
         before = len(refused)
         calls.extend(client.async_infer("chatglm3-tokenizer", [long], ended) for _ in range(100))
         wait_until(lambda: len(refused) > before)
         with contextlib.suppress(httpx.ReadTimeout):  # it may get the place of one that was just done
-            return http.post("/tokenize", json={"model": "chatglm3", "prompt": "a"}, timeout=2)
+            answers.append(http.post("/tokenize", json={"model": "chatglm3", "prompt": "a"}, timeout=2))
+        return bool(answers) and answers[-1].status_code != 200
 
-    answers = iter(ask_while_full, None)
-    full = next(answer for answer in answers if answer.status_code != 200)
+    wait_until(refuses_while_full)
+    full = answers[-1]
     assert (full.status_code, full.headers["retry-after"]) == (429, "1")
     assert full.json()["error"]["message"] == "The model's queue is full; try again shortly."
     assert all("StatusCode.UNAVAILABLE" in each for each in refused)  # as from a queue of Triton's own
@@ -212,10 +214,14 @@ def test_a_request_waits_for_the_tokenizer_no_longer_than_it_says(up: UpProcess)
         return [tensor]
 
     client = InferenceServerClient(up.triton_grpc)
-    busy = [client.async_infer("chatglm3-tokenizer", text("a" * 400_000), lambda *_: None) for _ in range(4)]
+    busy: list[Any] = []
     late: list[Any] = []
 
+    def ignored(result: Any, error: Any) -> None:
+        pass
+
     def ask() -> bool:
+        busy.append(client.async_infer("chatglm3-tokenizer", text("a" * 400_000), ignored))
         try:
             client.infer("chatglm3-tokenizer", text("a"), timeout=1000)  # microseconds
         except InferenceServerException as error:
