@@ -25,7 +25,7 @@ from gateway.triton.pool import TritonUpstream
 from gateway.upstream import Upstream
 from gateway.version import version
 
-_FIRST_LOOK_WITHIN_S = 1.0
+_FIRST_LOOK_WITHIN_S = 3.0
 _LOOK_EVERY_S = 0.02
 _TOKENIZED_AT_ONCE = 8
 """A tokenizer entry handles one request at a time, so more than its next few wait in the gateway."""

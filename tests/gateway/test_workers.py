@@ -24,6 +24,20 @@ from wire.meta import Meta
 CLIENTS = 24
 
 
+class Held:
+    """Answers that begin, and end when told to."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.go_on = asyncio.Event()
+
+    async def answer(self, _request: Any, _context: Any) -> AsyncIterator[Any]:
+        self.begun += 1
+        yield accepted()
+        await self.go_on.wait()
+        yield finished("end", 1)
+
+
 @pytest.fixture
 async def triton() -> AsyncIterator[FakeTriton]:
     triton = FakeTriton()
@@ -83,14 +97,7 @@ async def test_clients_of_a_killed_worker_wait_for_its_replacement(gateway: Gate
 
 @pytest.mark.parametrize("gateway", [{"--max-in-flight": CLIENTS, "--max-waiting": 0}], indirect=True)
 async def test_limits_hold_for_all_together(gateway: Gateway, triton: FakeTriton) -> None:
-    begun, go_on = 0, asyncio.Event()
-
-    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
-        nonlocal begun
-        begun += 1
-        yield accepted()
-        await go_on.wait()
-        yield finished("end", 1)
+    held = Held()
 
     async def status() -> int:
         body = {"model": "m", "messages": MESSAGES, "stream": True}
@@ -103,16 +110,16 @@ async def test_limits_hold_for_all_together(gateway: Gateway, triton: FakeTriton
                 assert "0 requests wait" in message
             return refused.status_code
 
-    triton.model.answer = answer
+    triton.model.answer = held.answer
     # The kernel hardly ever divides them evenly, and nobody waits: each takes what it needs of the whole.
     streams = [asyncio.create_task(stream(gateway.url)) for _ in range(CLIENTS)]
-    await until(lambda: begun == CLIENTS, within_s=60)
+    await until(lambda: held.begun == CLIENTS, within_s=60)
     assert [await status() for _ in range(4)] == [429] * 4
     next(iter(gateway.workers().values())).kill()
     async with asyncio.timeout(60):
         while await status() == 429:  # noqa: ASYNC110 - until what the killed one held is free
             await asyncio.sleep(0.05)
-    go_on.set()
+    held.go_on.set()
     assert 0 < sum(map(is_whole, await asyncio.gather(*streams))) < CLIENTS
 
 
@@ -131,22 +138,14 @@ async def test_one_that_cannot_be_replaced_leaves_all_connections_to_the_others(
 async def test_a_signal_lets_running_requests_of_all_end(
     gateway: Gateway, triton: FakeTriton, tmp_path: Path, number: signal.Signals
 ) -> None:
-    begun, go_on = 0, asyncio.Event()
-
-    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
-        nonlocal begun
-        begun += 1
-        yield accepted()
-        await go_on.wait()
-        yield finished("end", 1)
-
-    triton.model.answer = answer
+    held = Held()
+    triton.model.answer = held.answer
     streams = [asyncio.create_task(stream(gateway.url)) for _ in range(CLIENTS)]
-    await until(lambda: begun == CLIENTS, within_s=60)
+    await until(lambda: held.begun == CLIENTS, within_s=60)
     gateway.process.send_signal(number)
     await gateway.wait_draining()
     assert len(gateway.workers()) == 2
-    go_on.set()
+    held.go_on.set()
     assert all(map(is_whole, await asyncio.gather(*streams)))
     async with asyncio.timeout(60):
         assert await gateway.process.wait() == 0
