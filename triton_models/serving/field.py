@@ -19,7 +19,7 @@ from triton_models.serving.exchange import FieldAnswer
 from triton_models.serving.field_service import FieldService
 from triton_models.serving.inner import LATEST, BlsCaller
 from triton_models.serving.parameters import EntryParameters, read_parameters
-from triton_models.serving.responder import refusal_response
+from triton_models.serving.responder import OneResponse
 from triton_models.serving.stub import start_stub
 from triton_models.signatures import Contract, Signature, choose_contract, field_signature
 from wire import names
@@ -69,12 +69,11 @@ class TritonPythonModel:
         self._service.close()
 
 
-class TritonFieldResponder:
-    """Sends the one response to a request that is not decoupled, after `execute` has returned."""
+class TritonFieldResponder(OneResponse):
+    """Sends the one response to a request to `M`."""
 
     def __init__(self, request: Any, signature: Signature) -> None:
-        self._request = request
-        self._sender = request.get_response_sender()
+        super().__init__(request, pb_utils)
         self._signature = signature
 
     def send(self, answers: Sequence[FieldAnswer]) -> None:
@@ -84,26 +83,12 @@ class TritonFieldResponder:
             names.HISTORY: [encode_history(answer.history) for answer in answers],
         }
         batched = self._signature.max_batch_size > 0
-        tensors = [
-            pb_utils.Tensor(name, np.array(rows if batched else rows[0], dtype=np.object_))
-            for name, rows in values.items()
-        ]
-        self._respond(pb_utils.InferenceResponse(output_tensors=tensors))
-
-    def refuse(self, code: RefusalCode, message: str) -> None:
-        """Send an error with the status that fits `code`."""
-        try:
-            self._respond(refusal_response(code, message, pb_utils))
-        except Exception:
-            # The boundary to Triton: the caller must go on to its other requests.
-            log.exception("a refusal could not be sent")
-
-    def cancelled(self) -> bool:
-        """Ask Triton, which takes some 50 microseconds."""
-        return bool(self._request.is_cancelled())
-
-    def _respond(self, response: Any) -> None:
-        self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        self.respond(
+            **{
+                name: np.array(rows if batched else rows[0], dtype=np.object_)
+                for name, rows in values.items()
+            }
+        )
 
 
 def _contract(parameters: EntryParameters) -> tuple[Contract, str]:

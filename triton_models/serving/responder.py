@@ -94,3 +94,34 @@ class TritonResponder:
     def _respond(self, response: Any, *, final: bool) -> None:
         flags = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
         self._sender.send(response, flags=flags)
+
+
+class OneResponse:
+    """Sends the one response to a request that is not decoupled, after `execute` has returned.
+
+    It does not hold the request, and with it the input's place in the memory shared with Triton.
+    """
+
+    def __init__(self, request: Any, pb_utils: Any) -> None:
+        self._sender = request.get_response_sender()
+        self._pb_utils = pb_utils
+
+    def respond(self, **arrays: Any) -> None:
+        """Send these output tensors, numpy arrays by name."""
+        tensors = [self._pb_utils.Tensor(name, array) for name, array in arrays.items()]
+        self._send(self._pb_utils.InferenceResponse(output_tensors=tensors))
+
+    def refuse(self, code: RefusalCode, message: str) -> None:
+        """Send an error with the status that fits `code`. Never raises."""
+        try:
+            self._send(refusal_response(code, message, self._pb_utils))
+        except Exception:
+            # The boundary to Triton: the caller must go on to its other requests.
+            log.exception("a refusal could not be sent")
+
+    def cancelled(self) -> bool:
+        """Ask Triton, which takes some 50 microseconds; not after the response."""
+        return bool(self._sender.is_cancelled())
+
+    def _send(self, response: Any) -> None:
+        self._sender.send(response, flags=self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

@@ -10,7 +10,7 @@ from triton_models.directory import vocabulary_size
 from triton_models.serving.chat_text import load_text
 from triton_models.serving.completion import complete
 from triton_models.serving.parameters import read_parameters
-from triton_models.serving.responder import refusal_response
+from triton_models.serving.responder import OneResponse
 from triton_models.serving.stub import start_stub
 from triton_models.serving.tokenizer_service import LONGEST_WAIT_S, TokenizerService
 from triton_models.serving.tokenizing import Tokenized
@@ -41,7 +41,7 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Queue the requests and return at once; answers follow through each one's own response sender."""
         for request in requests:
-            responder = TritonTokenizerResponder(request)
+            responder = TritonTokenizerResponder(request, pb_utils)
             try:
                 document = pb_utils.get_input_tensor_by_name(request, names.REQUEST).as_numpy()[0]
                 # In microseconds; 0: the client set no time limit.
@@ -58,40 +58,19 @@ class TritonPythonModel:
         self._service.close()
 
 
-class TritonTokenizerResponder:
-    """Sends the one response to a request that is not decoupled, after `execute` has returned.
-
-    It does not hold the request, and with it the input's place in the memory shared with Triton.
-    """
-
-    def __init__(self, request: Any) -> None:
-        self._sender = request.get_response_sender()
+class TritonTokenizerResponder(OneResponse):
+    """Sends the one response to a request to the tokenizer."""
 
     def send(self, done: Tokenized) -> None:
         """Send `input_ids`, `attention_mask` (INT64 [any]), `text` (BYTES [1]) and `tokens` (BYTES [any])."""
-        tensors = [
-            pb_utils.Tensor(names.INPUT_IDS, np.array(done.ids, dtype=np.int64)),
-            pb_utils.Tensor(names.ATTENTION_MASK, np.ones(len(done.ids), dtype=np.int64)),
-            pb_utils.Tensor(names.TEXT, _strings([done.text])),
-        ]
+        values = {
+            names.INPUT_IDS: np.array(done.ids, dtype=np.int64),
+            names.ATTENTION_MASK: np.ones(len(done.ids), dtype=np.int64),
+            names.TEXT: _strings([done.text]),
+        }
         if done.strings is not None:
-            tensors.append(pb_utils.Tensor(names.TOKENS, _strings(done.strings)))
-        self._respond(pb_utils.InferenceResponse(output_tensors=tensors))
-
-    def refuse(self, code: RefusalCode, message: str) -> None:
-        """Send an error with the status that fits `code`. Never raises."""
-        try:
-            self._respond(refusal_response(code, message, pb_utils))
-        except Exception:
-            # The boundary to Triton: the caller must go on to its other requests.
-            log.exception("a refusal could not be sent")
-
-    def cancelled(self) -> bool:
-        """Ask Triton, which takes some 50 microseconds."""
-        return bool(self._sender.is_cancelled())
-
-    def _respond(self, response: Any) -> None:
-        self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            values[names.TOKENS] = _strings(done.strings)
+        self.respond(**values)
 
 
 def _strings(values: list[str]) -> Any:
