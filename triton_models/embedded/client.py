@@ -17,9 +17,11 @@ from wire.sampling import Generation, Probe, encode_sampling
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # proxies set in the environment are not for 127.0.0.1
     ("grpc.use_local_subchannel_pool", 1),  # do not inherit the back-off of a dead server's channel
+    # A refused connection is tried again soon: these are the pauses. The other one is, in spite of its name,
+    # how long a connection may take, and on a busy machine that is more than a moment.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.min_reconnect_backoff_ms", 5_000),
 )
 
 
