@@ -204,17 +204,23 @@ def test_an_urgent_request_overtakes_those_that_wait(mix: Mix) -> None:
     """All on one delta channel: the order of its frames is the engine's, however late anybody reads them."""
     channel = open_channel(mix.triton, "line", "urgent")
 
-    def stream(number: int, priority: int, tokens: int) -> Iterator[tuple[str, Meta]]:
+    def stream(number: int, priority: int, tokens: int, temperature: float = 1) -> Iterator[tuple[str, Meta]]:
         place = {"id": "urgent", "stream": number}
         answer = mix.triton.stream(
-            "line", "你好", priority=priority, max_tokens=tokens, ignore_eos=True, channel=place
+            "line",
+            "你好",
+            priority=priority,
+            max_tokens=tokens,
+            ignore_eos=True,
+            temperature=temperature,
+            channel=place,
         )
         assert next(answer)[1].accepted is not None
         return answer
 
     # As many as it takes for 30 to wait, though some are through before the last has come.
     fillers = [stream(number, 2, 480) for number in range(WAITING - RUNNING)]
-    urgent = stream(URGENT, 1, 3)
+    urgent = stream(URGENT, 1, 3, temperature=0)  # whose tokens, unlike some, each have text for a frame
     waiting = mix.probe("line").waiting
     *_, (_, last) = urgent
     wait_until(lambda: channel.frames[-1].frame >= last.delivered.frame)
