@@ -37,7 +37,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event", kw_only
 
 
 class ModelDown(msgspec.Struct, frozen=True, tag="model_down", tag_field="event"):
-    """A model that was up does not answer; it is being loaded again."""
+    """A model does not answer, or its process was given up while starting; it is being loaded again."""
 
     model: str
     reason: str

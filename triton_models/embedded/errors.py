@@ -6,6 +6,7 @@ EmbeddedError
 ├── PortInUseError   another process listens there already
 ├── ServerError      tritonserver did not start, died or hangs
 ├── LoadError        a model could not be loaded or unloaded, or does not answer
+│   └── GivenUpError Triton took its process for dead while that was starting
 └── StoppedError     not a fault: the stop request came while waiting
 
 Each message is one line for the person at the terminal.
@@ -41,6 +42,17 @@ class LoadError(EmbeddedError):
     def __init__(self, message: str, *, by_server: bool = False) -> None:
         super().__init__(message)
         self.by_server = by_server
+
+
+class GivenUpError(LoadError):
+    """Triton took an entry's process for dead while that was starting. The next attempt may well succeed.
+
+    That is what Triton (2.51) concludes when a process has not run for a second, as on a machine whose
+    processors or memory others use. It then waits for the end of the process, and does not bring it about.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("Triton gave its process up while that was starting", by_server=True)
 
 
 class StoppedError(EmbeddedError):

@@ -6,7 +6,10 @@ import logging.handlers
 import os
 import re
 import threading
+import time
 from pathlib import Path
+
+from triton_models.serving import stub
 
 _MAX_BYTES = 4 * 1024 * 1024
 _KEPT_LINES = 40
@@ -16,6 +19,9 @@ _UNCAUGHT = re.compile(r"terminate called after throwing an instance of '(.+)'")
 """What the C++ runtime says before it aborts a process."""
 _PROGRESS = re.compile(rb"(\d{1,3})%\|")
 """A tqdm bar, such as the checkpoint reader draws."""
+
+_STUB = re.compile(rf" {re.escape(stub.__name__)}: (\S+) ({stub.INITIALIZED}|{stub.ASKED})$")
+"""What the process of an entry says of itself."""
 
 DEAD_STUB = "is not healthy"
 """Part of Triton's answer for an entry whose stub died; it goes on reporting such an entry as ready."""
@@ -41,6 +47,8 @@ class ServerLog:
         self._errors: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         self._other: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         self._uncaught: str | None = None
+        self._unasked: dict[str, float] = {}
+        """By entry, since when its process has been initialized without being asked anything."""
         self._progress: float | None = None
         self._thread: threading.Thread | None = None
 
@@ -52,6 +60,7 @@ class ServerLog:
         self._errors.clear()
         self._other.clear()
         self._uncaught = None
+        self._unasked.clear()
         self._thread = threading.Thread(target=self._copy, args=(descriptor,), name="triton-log", daemon=True)
         self._thread.start()
 
@@ -88,6 +97,15 @@ class ServerLog:
         """The value of the most recent progress bar, 0 to 1; None if there was none."""
         return self._progress
 
+    def forget(self, entry: str) -> None:
+        """Forget what a process of `entry` has said of itself: another one is about to be started."""
+        self._unasked.pop(entry, None)
+
+    def unasked_s(self, entry: str) -> float:
+        """Return for how many seconds a process of `entry` has been initialized without a request; else 0."""
+        since = self._unasked.get(entry)
+        return 0.0 if since is None else time.monotonic() - since
+
     def _copy(self, descriptor: int) -> None:
         pending = b""
         while chunk := os.read(descriptor, 65536):
@@ -108,6 +126,10 @@ class ServerLog:
         self._handler.emit(logging.LogRecord("triton", logging.INFO, "", 0, written, None, None))
         if (uncaught := _UNCAUGHT.match(written)) is not None:
             self._uncaught = uncaught[1]
+        if (said := _STUB.search(written)) is not None:
+            self.forget(said[1])
+            if said[2] == stub.INITIALIZED:
+                self._unasked[said[1]] = time.monotonic()
         error = _ERROR.match(text)
         if error is not None:
             self._errors.append(error[1].decode(errors="replace"))

@@ -1,5 +1,6 @@
 """Runs one tritonserver process, from its start until everything that belongs to it has ended."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -87,6 +88,12 @@ class TritonServer:
         """Whether the process runs, which does not mean that it answers."""
         return self._warden is not None and self._warden.poll() is None
 
+    @property
+    def crashed(self) -> bool:
+        """Whether a signal ended it, and not its own decision."""
+        status = None if self._warden is None else self._warden.poll()
+        return status is not None and (status < 0 or status > SIGNAL_STATUS)
+
     def end_reason(self) -> str:
         """Describe how a server that is no longer alive ended."""
         self._log.drain()
@@ -111,6 +118,12 @@ class TritonServer:
             if _argument(process, 0).endswith("triton_python_backend_stub")
             and _argument(process, 1).startswith(script)
         ]
+
+    def kill_stubs(self, entry: str) -> None:
+        """Kill the stub processes of a repository entry."""
+        for stub in self.stubs(entry):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                stub.kill()
 
     def stop(self) -> None:
         """Stop the server and all that belongs to it, including running streams, within seven seconds."""

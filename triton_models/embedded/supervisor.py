@@ -8,6 +8,7 @@ from pathlib import Path
 from triton_models.embedded import ports
 from triton_models.embedded.backoff import Backoff
 from triton_models.embedded.client import TritonClient
+from triton_models.embedded.entry import Entry, EntryState, Surroundings
 from triton_models.embedded.errors import PortInUseError, ServerError, StoppedError
 from triton_models.embedded.installation import Installation
 from triton_models.embedded.log import ServerLog
@@ -15,7 +16,7 @@ from triton_models.embedded.models import Served
 from triton_models.embedded.ports import HOST, Ports
 from triton_models.embedded.rundir import RunDirectory
 from triton_models.embedded.server import TritonServer
-from triton_models.embedded.watcher import Entry, EntryState, EntryWatcher, Surroundings
+from triton_models.embedded.watcher import EntryWatcher
 from wire.events import Event, Ready, ServerDown, ServerUp, Starting
 
 logger = logging.getLogger(__name__)
@@ -25,13 +26,16 @@ _LIVE_TIMEOUT_S = 5.0
 _LIVE_MISSES = 6
 """Unanswered calls in a row, half a minute in all, after which the server is taken to hang."""
 _PORT_ATTEMPTS = 3
+_EARLY_CRASHES = 2
+"""Most crashes before everything is ready that are answered by another start."""
 _JOIN_S = 1.0
 
 
 class Supervisor:
     """Starts the server and its models, and restarts whatever dies.
 
-    The first start must succeed as a whole; from `Ready` on, every failure is repaired.
+    The first start must succeed as a whole, apart from what is worth another attempt: a server that crashed,
+    a process that Triton gave up. From `Ready` on, every failure is repaired.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Supervisor:
         """
         self._emit(Starting(str(self._log.path)))
         backoff = Backoff()
+        early_crashes = 0
         try:
             server, client = self._first_start(stop)
         except StoppedError:
@@ -73,8 +78,10 @@ class Supervisor:
         try:
             while True:
                 reason = self._live(server, client, stop)
+                crashed = server.crashed
+                early_crashes += crashed
                 server.kill()
-                if not self._ready:
+                if not self._ready and not (crashed and early_crashes <= _EARLY_CRASHES):
                     raise ServerError(reason)
                 client = self._restart(server, reason, backoff, stop)
         except StoppedError:

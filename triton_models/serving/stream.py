@@ -30,12 +30,14 @@ class TritonPythonModel:
         # Imported here, since Triton completes configurations in a separate process, which needs no torch.
         from triton_models.serving.build import build_service  # noqa: PLC0415
 
-        start_stub()
+        self._stub = start_stub(args["model_name"])
         self._service = build_service(read_parameters(args), pb_utils)
         self._service.start()
+        self._stub.initialized()
 
     def execute(self, requests: list[Any]) -> None:
         """Accept a batch and return at once; answers follow through each request's own response sender."""
+        self._stub.asked()
         for request in requests:
             responder = TritonResponder(request, pb_utils)
             try:

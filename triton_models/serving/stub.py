@@ -20,7 +20,35 @@ STUCK_S = 60
 """A process that ran no Python code for this long serves nobody, whatever holds the interpreter lock."""
 
 
-def start_stub() -> None:
+INITIALIZED = "is initialized"
+ASKED = "has its first request"
+
+log = logging.getLogger(__name__)
+
+
+class Stub:
+    """Says in the log how far the process of `entry` is, for whoever looks after it.
+
+    Triton (2.51) may give a process up while that is starting, and then waits for its end; nothing but this
+    shows the difference to one whose start takes long.
+    """
+
+    def __init__(self, entry: str) -> None:
+        self._entry = entry
+        self._asked = False
+
+    def initialized(self) -> None:
+        """Called at the end of `initialize`: from now on it is Triton's turn."""
+        log.info("%s %s", self._entry, INITIALIZED)
+
+    def asked(self) -> None:
+        """Called by `execute` of an entry with a warm-up, which comes before the entry is ready."""
+        if not self._asked:
+            self._asked = True
+            log.info("%s %s", self._entry, ASKED)
+
+
+def start_stub(entry: str) -> Stub:
     """Log to stderr, which is the server's, and exit at once, without clean-up, when the server is gone."""
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -35,3 +63,4 @@ def start_stub() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watchdog", daemon=True).start()
+    return Stub(entry)

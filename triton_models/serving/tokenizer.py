@@ -31,12 +31,13 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the tokenizer."""
-        start_stub()
+        stub = start_stub(args["model_name"])
         parameters = read_parameters(args)
         text = load_text(parameters)
         vocabulary = max(text.tokenizer.size, vocabulary_size(parameters.checkpoint))
         self._service = TokenizerService(text, vocabulary)
         self._service.start()
+        stub.initialized()
 
     def execute(self, requests: list[Any]) -> None:
         """Queue the requests and return at once; answers follow through each one's own response sender."""

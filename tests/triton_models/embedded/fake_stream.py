@@ -1,11 +1,12 @@
 """A stream entry's `1/model.py` without an engine, for tests of what surrounds it.
 
 Its checkpoint is a folder whose files say how it behaves: `broken` fails the load, `stopped` makes the
-heartbeat old of an engine that was loaded before it came, and of no later one. The prompt `hang` is accepted
-and never answered.
+heartbeat old of an engine that was loaded before it came, and of no later one; a load lasts as long as there
+is `slow`, and writes its process id to `loading`. The prompt `hang` is accepted and never answered.
 """
 
 import contextlib
+import os
 import threading
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ import triton_python_backend_utils as pb_utils
 
 from triton_models.errors import CheckpointError
 from triton_models.serving.parameters import read_parameters
+from triton_models.serving.stub import start_stub
 from wire import names
 from wire.meta import Accepted, Meta, ProbeReport, Usage, encode_meta
 from wire.sampling import Cancel, Probe, decode_sampling
@@ -25,12 +27,19 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
+        self.stub = start_stub(args["model_name"])
         self.checkpoint = Path(read_parameters(args).checkpoint)
         self.loaded_at = time.time()
         if (self.checkpoint / "broken").exists():
             raise CheckpointError(f"{self.checkpoint}/model.safetensors: tensor 'a.b' is cut short")
+        if (self.checkpoint / "slow").exists():
+            (self.checkpoint / "loading").write_text(str(os.getpid()))
+        while (self.checkpoint / "slow").exists():
+            time.sleep(0.05)
+        self.stub.initialized()
 
     def execute(self, requests: list[Any]) -> None:
+        self.stub.asked()
         for request in requests:
             sender = request.get_response_sender()
             prompt, document = (_string(request, name) for name in (names.PROMPT, names.SAMPLING))

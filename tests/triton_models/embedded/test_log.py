@@ -63,6 +63,22 @@ def test_progress_bars_are_read_and_their_redrawing_is_not_kept(server_log: Serv
     assert server_log.path.read_text() == "loading m: 100%|##########| 7/7\n"
 
 
+def test_a_process_is_unasked_from_its_own_word_to_its_first_request(server_log: ServerLog) -> None:
+    said = b"2026-11-22 10:00:00,000 INFO triton_models.serving.stub: m-stream "
+    follow(server_log, said + b"is initialized\n")
+    assert server_log.unasked_s("m-stream") > 0
+    assert server_log.unasked_s("m") == 0
+    server_log._take(said + b"has its first request\n")
+    assert server_log.unasked_s("m-stream") == 0
+    server_log._take(said + b"is initialized\n")
+    server_log.forget("m-stream")
+    assert server_log.unasked_s("m-stream") == 0
+    server_log._take(said + b"is initialized\n")
+    follow(server_log, b"that was another server\n")
+    assert server_log.unasked_s("m-stream") == 0
+    server_log.close()
+
+
 def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "_MAX_BYTES", 1000)
     server_log = ServerLog(tmp_path / "triton.log")

@@ -3,6 +3,8 @@
 import queue
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -79,6 +81,20 @@ def test_a_reload_that_fails_is_tried_again(shared: Any) -> None:
     shared.wait_for(events.ModelUp)
 
 
+def test_a_process_that_triton_gave_up_is_replaced(shared: Any) -> None:
+    checkpoint, server = shared.folder / "checkpoint", shared.find("tritonserver")
+    (checkpoint / "slow").touch()
+    shared.find("triton_python_backend_stub").kill()
+    process = _await_loading(checkpoint)
+    process.suspend()  # as on a machine that is busy with something else
+    time.sleep(4)
+    process.resume()
+    (checkpoint / "slow").unlink()
+    said = _await_repair(shared, server)
+    assert not said or said[-1].reason.endswith("Triton gave its process up while that was starting")
+    assert not lives(process)
+
+
 def test_an_entry_that_somebody_unloaded_is_left_alone(shared: Any) -> None:
     with TritonClient(shared.ready.grpc) as client:
         client.unload(ENTRY, _BOUND_S)
@@ -101,6 +117,24 @@ def test_a_killed_server_or_warden_is_replaced_on_the_same_ports(shared: Any, vi
     with TritonClient(shared.ready.grpc) as client:
         _await_generation(client)
     assert not {process.pid for process in before} & {process.pid for process in shared.living()}
+
+
+def test_a_server_that_crashes_before_it_is_ready_has_two_more_attempts(
+    embedded: Callable[..., Any], fake_repository: tuple[Path, Path]
+) -> None:
+    repository, checkpoint = fake_repository
+    (checkpoint / "slow").touch()
+    started = embedded("--repository", str(repository))
+    for _ in range(2):
+        _await_loading(checkpoint)
+        started.find("tritonserver").kill()
+        assert "killed by signal 9" in started.wait_for(events.ServerDown).reason
+        started.wait_for(events.ServerUp)
+    _await_loading(checkpoint)
+    started.find("tritonserver").kill()
+    assert "killed by signal 9" in started.wait_for(events.Failed).message
+    assert started.process.wait(60) == 1
+    assert not started.living()
 
 
 def test_sigterm_leaves_nothing(shared: Any) -> None:
@@ -141,6 +175,17 @@ def _await_generation(client: TritonClient) -> None:
             time.sleep(0.2)
         else:
             return
+
+
+def _await_loading(checkpoint: Path) -> psutil.Process:
+    """Wait until an entry is being loaded, which takes as long as `slow` is there; return its process."""
+    loading, deadline = checkpoint / "loading", time.monotonic() + 60
+    while not (loading.exists() and loading.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process = psutil.Process(int(loading.read_text()))
+    loading.unlink()
+    return process
 
 
 def _hanging_stream(channel: grpc.Channel) -> Any:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from triton_models.embedded import watcher
+from triton_models.embedded import load, watcher
 from triton_models.embedded.client import CallError, EntryState
+from triton_models.embedded.entry import Entry, Surroundings
 from triton_models.embedded.errors import LoadError, ServerError
 from triton_models.embedded.log import ServerLog
 from triton_models.embedded.rundir import RunDirectory
-from triton_models.embedded.watcher import Entry, EntryWatcher, Surroundings
+from triton_models.embedded.watcher import EntryWatcher
 from wire import events
 from wire.meta import ProbeReport
 from wire.refusal import RefusalCode, refusal_text
@@ -53,6 +54,10 @@ class Triton:
 
     def stubs(self, _: str) -> list[Stub]:
         return [stub for stub in self.processes if stub.alive]
+
+    def kill_stubs(self, name: str) -> None:
+        for stub in self.stubs(name):
+            stub.kill()
 
     def load(self, _: str) -> "Triton":
         self.calls.append("load")
@@ -131,14 +136,10 @@ class Watched:
 
 @pytest.fixture
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    for name in (
-        "_INTERVAL_S",
-        "_NEEDED_INTERVAL_S",
-        "_CALL_TIMEOUT_S",
-        "_SERVER_DEATH_S",
-        "_UNLOAD_TIMEOUT_S",
-    ):
+    for name in ("_INTERVAL_S", "_CALL_TIMEOUT_S", "_SERVER_DEATH_S", "_UNLOAD_TIMEOUT_S"):
         monkeypatch.setattr(watcher, name, 0.01)
+    for name in ("_INTERVAL_S", "_NEEDED_INTERVAL_S", "_UNASKED_S"):
+        monkeypatch.setattr(load, name, 0.01)
     monkeypatch.setattr("triton_models.embedded.backoff._FIRST_S", 0.01)
     made = Watched(tmp_path)
     yield made
@@ -198,6 +199,57 @@ def test_a_load_whose_process_died_asks_for_a_new_server(watched: Watched) -> No
     ended = watched.start(must_load=False)
     ended.join(60)
     assert isinstance(ended.failure, ServerError)
+
+
+class GivenUp:
+    """A load whose process Triton took for dead: it waits for its end, which nobody brings about."""
+
+    def __init__(self, watched: Watched, *, asked: bool = False) -> None:
+        self.stub = Stub()
+        watched.triton.processes = [self.stub]
+        self._log = watched.around.log
+        self._said = [b"is initialized", b"has its first request"][: 1 + asked]
+        self.waits = 0
+
+    def wait(self, _: float) -> bool:
+        self.waits += 1
+        time.sleep(0.01)
+        while self._said:
+            self._log._take(b"INFO triton_models.serving.stub: m-stream " + self._said.pop(0) + b"\n")
+        if self.stub.alive:
+            return False
+        raise CallError("Stub process 'm_0_0' is not healthy.", by_server=True)
+
+
+def test_a_process_that_triton_gave_up_is_killed_and_loaded_again(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = [given_up := GivenUp(watched), watched.triton]
+    monkeypatch.setattr(watched.triton, "load", lambda _: calls.pop(0))
+    watched.start()
+    down = watched.next(events.ModelDown)
+    assert down.reason == "m-stream: Triton gave its process up while that was starting"
+    watched.next(events.ModelUp)
+    assert not given_up.stub.alive
+
+
+def test_after_a_process_that_was_given_up_a_first_load_can_still_fail(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = [GivenUp(watched), watched.triton]
+    monkeypatch.setattr(watched.triton, "load", lambda _: calls.pop(0))
+    watched.triton.load_error = CallError("no such file")
+    ended = watched.start()
+    ended.join(60)
+    assert str(ended.failure) == "m-stream: no such file"
+
+
+def test_a_warm_up_may_last(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    warming = GivenUp(watched, asked=True)
+    monkeypatch.setattr(watched.triton, "load", lambda _: warming)
+    watched.start()
+    watched.wait(lambda: warming.waits > 20)
+    assert warming.stub.alive
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,17 @@
+import logging
 import signal
 import subprocess
 import sys
+
+import pytest
+
+from triton_models.serving.stub import Stub
 
 STUB = """
 import ctypes, subprocess, sys, time
 from triton_models.serving import stub
 stub.STUCK_S = 2
-stub.start_stub()
+stub.start_stub("m-stream")
 print("begun", file=sys.stderr, flush=True)
 time.sleep(5)  # longer than it may be stuck
 print("alive", flush=True)
@@ -39,3 +44,12 @@ def test_it_ends_with_its_server() -> None:
 def test_a_process_at_work_is_left_alone() -> None:
     with stub("") as process:
         assert process.wait(60) == 0
+
+
+def test_it_says_once_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    said = Stub("m-stream")
+    said.initialized()
+    said.asked()
+    said.asked()
+    assert caplog.messages == ["m-stream is initialized", "m-stream has its first request"]
