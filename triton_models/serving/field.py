@@ -39,7 +39,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Determine the contract. An error here fails the load, and is shown to whoever requested it."""
-        stub = start_stub(args["model_name"])
+        self._stub = start_stub(args)
         parameters = read_parameters(args)
         contract, chat_format = _contract(parameters)
         self._signature = field_signature(contract)
@@ -51,10 +51,11 @@ class TritonPythonModel:
         )
         self._service = FieldService(contract, chat_format, caller)
         self._service.start()
-        stub.initialized()
+        self._stub.initialized()
 
     def execute(self, requests: list[Any]) -> None:
         """Accept a batch and return at once; answers follow through each request's own response sender."""
+        self._stub.asked()
         for request in requests:
             responder = TritonFieldResponder(request, self._signature)
             try:

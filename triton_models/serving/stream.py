@@ -30,7 +30,7 @@ class TritonPythonModel:
         # Imported here, since Triton completes configurations in a separate process, which needs no torch.
         from triton_models.serving.build import build_service  # noqa: PLC0415
 
-        self._stub = start_stub(args["model_name"])
+        self._stub = start_stub(args)
         self._service = build_service(read_parameters(args), pb_utils)
         self._service.start()
         self._stub.initialized()

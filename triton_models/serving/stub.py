@@ -7,6 +7,7 @@ the shared memory of a dead server, such as `is_cancelled()`, can hold the inter
 kernel timer, which the thread keeps resetting as long as it runs, ends the process.
 """
 
+import json
 import logging
 import os
 import signal
@@ -20,6 +21,9 @@ STUCK_S = 60
 """A process that ran no Python code for this long serves nobody, whatever holds the interpreter lock."""
 
 
+UNASKED_S = 60.0
+"""How long a process that is initialized waits for a warm-up that is to follow at once."""
+
 INITIALIZED = "is initialized"
 ASKED = "has its first request"
 
@@ -27,40 +31,72 @@ log = logging.getLogger(__name__)
 
 
 class Stub:
-    """Says in the log how far the process of `entry` is, for whoever looks after it.
+    """Says in the log how far the process of an entry is, and knows when Triton has given it up.
 
-    Triton (2.51) may give a process up while that is starting, and then waits for its end; nothing but this
-    shows the difference to one whose start takes long.
+    Triton (2.51) takes a process for dead that has not run for a second while it was starting, and then waits
+    for its end. Nothing but the missing first request tells such a process from one that is wanted.
+
+    Args:
+        entry: the entry's name.
+        warmed_up: whether Triton's first request follows the start at once (`is_warmed_up`).
     """
 
-    def __init__(self, entry: str) -> None:
+    def __init__(self, entry: str, *, warmed_up: bool) -> None:
         self._entry = entry
+        self._warmed_up = warmed_up
         self._asked = False
+        self._unasked_since: float | None = None
 
     def initialized(self) -> None:
         """Called at the end of `initialize`: from now on it is Triton's turn."""
         log.info("%s %s", self._entry, INITIALIZED)
+        if self._warmed_up:
+            self._unasked_since = time.monotonic()
 
     def asked(self) -> None:
-        """Called by `execute` of an entry with a warm-up, which comes before the entry is ready."""
+        """Called by `execute`. With a warm-up, that is before the entry is ready."""
         if not self._asked:
             self._asked = True
+            self._unasked_since = None
             log.info("%s %s", self._entry, ASKED)
 
+    def given_up(self) -> bool:
+        """Return True if the first request is `UNASKED_S` late."""
+        since = self._unasked_since
+        return since is not None and time.monotonic() - since > UNASKED_S
 
-def start_stub(entry: str) -> Stub:
-    """Log to stderr, which is the server's, and exit at once, without clean-up, when the server is gone."""
+
+def is_warmed_up(model_config: str) -> bool:
+    """Return whether an entry of this configuration (JSON) is warmed up as soon as it is initialized.
+
+    With several instances, the warm-up may wait for the others.
+    """
+    declared = json.loads(model_config)
+    groups = declared.get("instance_group", [])
+    instances = sum(group.get("count", 1) * max(1, len(group.get("gpus", []))) for group in groups)
+    return bool(declared.get("model_warmup")) and instances == 1
+
+
+def start_stub(args: dict[str, str]) -> Stub:
+    """Log to stderr, which is the server's, and end without clean-up when the server is gone or gave this up.
+
+    Args:
+        args: what Triton passed to `initialize`.
+    """
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     parent = os.getppid()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process without needing the interpreter
+    stub = Stub(args["model_name"], warmed_up=is_warmed_up(args["model_config"]))
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent and not stub.given_up():
             signal.alarm(STUCK_S)
             time.sleep(WATCH_INTERVAL_S)
+        if stub.given_up():
+            log.critical("Triton has given this process up, and waits for its end")
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watchdog", daemon=True).start()
-    return Stub(entry)
+    return stub

@@ -31,16 +31,17 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the tokenizer."""
-        stub = start_stub(args["model_name"])
+        self._stub = start_stub(args)
         parameters = read_parameters(args)
         text = load_text(parameters)
         vocabulary = max(text.tokenizer.size, vocabulary_size(parameters.checkpoint))
         self._service = TokenizerService(text, vocabulary)
         self._service.start()
-        stub.initialized()
+        self._stub.initialized()
 
     def execute(self, requests: list[Any]) -> None:
         """Queue the requests and return at once; answers follow through each one's own response sender."""
+        self._stub.asked()
         for request in requests:
             responder = TritonTokenizerResponder(request, pb_utils)
             try:

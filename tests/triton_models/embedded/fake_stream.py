@@ -27,7 +27,7 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        self.stub = start_stub(args["model_name"])
+        self.stub = start_stub(args)
         self.checkpoint = Path(read_parameters(args).checkpoint)
         self.loaded_at = time.time()
         if (self.checkpoint / "broken").exists():
