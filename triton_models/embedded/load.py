@@ -17,9 +17,9 @@ _NEEDED_INTERVAL_S = 0.25
 """Between two checks whether the entry that this one needs is loaded."""
 _ABSENT_LIMIT = 10
 """Checks in a row, one per second, that find no process of an entry being loaded."""
-_UNASKED_S = 10.0
-"""How long a process may be initialized before Triton says that it is loaded, or asks it something. Usually
-milliseconds."""
+_UNASKED_LIMIT = 10
+"""Checks in a row that find every process of an entry initialized, and none of them asked anything, before
+Triton has answered. That usually takes milliseconds."""
 _FIRST_TOKEN_TIMEOUT_S = 300.0
 
 
@@ -64,32 +64,37 @@ class EntryLoad:
 
     def _await_load(self) -> None:
         entry, around = self._entry, self._around
+        started = time.monotonic()
         around.log.forget(entry.name)
         if entry.engine:
             around.log.reset_progress()
             around.emit(Loading(entry.model, 0.0))
         try:
             with around.run.claim_environments():
-                self._look_after(around.client.load(entry.name))
+                self._look_after(around.client.load(entry.name), started)
         except CallError as error:
             raise LoadError(load_failure(str(error), around.log), by_server=error.by_server) from error
 
-    def _look_after(self, call: PendingCall) -> None:
+    def _look_after(self, call: PendingCall, started: float) -> None:
         entry, around = self._entry, self._around
-        started = time.monotonic()
-        absent = 0
+        absent = unasked = 0
         given_up = False
         while not self._answered(call, given_up=given_up):
             around.pause(0)
             if entry.engine:
                 elapsed_s = round(time.monotonic() - started, 1)
                 around.emit(Loading(entry.model, elapsed_s, around.log.progress))
+            if given_up:
+                continue
+            stubs = around.server.stubs(entry.name)
             # Triton waits for ever for a stub that dies before it has reported to Triton.
-            absent = 0 if around.server.stubs(entry.name) else absent + 1
+            absent = 0 if stubs else absent + 1
             if absent == _ABSENT_LIMIT:
                 raise ServerError(f"{entry.name}: its process died before it began to load")
             # And for ever for the end of a stub that it gave up, because that had not run for a second.
-            if not given_up and around.log.unasked_s(entry.name) > _UNASKED_S:
+            idle = stubs and all(around.log.unasked(entry.name, stub.pid) for stub in stubs)
+            unasked = unasked + 1 if idle else 0
+            if unasked == _UNASKED_LIMIT:
                 given_up = True
                 logger.warning("%s: Triton has given its process up", entry.name)
                 around.server.kill_stubs(entry.name)

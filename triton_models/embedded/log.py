@@ -6,7 +6,6 @@ import logging.handlers
 import os
 import re
 import threading
-import time
 from pathlib import Path
 
 from triton_models.serving import stub
@@ -20,7 +19,7 @@ _UNCAUGHT = re.compile(r"terminate called after throwing an instance of '(.+)'")
 _PROGRESS = re.compile(rb"(\d{1,3})%\|")
 """A tqdm bar, such as the checkpoint reader draws."""
 
-_STUB = re.compile(rf" {re.escape(stub.__name__)}: (\S+) ({stub.INITIALIZED}|{stub.ASKED})$")
+_STUB = re.compile(rf" {re.escape(stub.__name__)}: (\S+): process (\d+) ({stub.INITIALIZED}|{stub.ASKED})$")
 """What the process of an entry says of itself."""
 
 DEAD_STUB = "is not healthy"
@@ -47,8 +46,8 @@ class ServerLog:
         self._errors: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         self._other: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         self._uncaught: str | None = None
-        self._unasked: dict[str, float] = {}
-        """By entry, since when its process has been initialized without being asked anything."""
+        self._unasked: dict[str, set[int]] = {}
+        """By entry, its processes that are initialized and have not been asked anything."""
         self._progress: float | None = None
         self._thread: threading.Thread | None = None
 
@@ -98,13 +97,12 @@ class ServerLog:
         return self._progress
 
     def forget(self, entry: str) -> None:
-        """Forget what a process of `entry` has said of itself: another one is about to be started."""
+        """Forget what processes of `entry` have said of themselves: others are about to be started."""
         self._unasked.pop(entry, None)
 
-    def unasked_s(self, entry: str) -> float:
-        """Return for how many seconds a process of `entry` has been initialized without a request; else 0."""
-        since = self._unasked.get(entry)
-        return 0.0 if since is None else time.monotonic() - since
+    def unasked(self, entry: str, pid: int) -> bool:
+        """Whether this process of `entry` has said that it is initialized, and not that it has a request."""
+        return pid in self._unasked.get(entry, ())
 
     def _copy(self, descriptor: int) -> None:
         pending = b""
@@ -123,13 +121,12 @@ class ServerLog:
         if not text or (bar is not None and line.endswith(b"\r")):
             return
         written = text.decode(errors="replace")
+        if (said := _STUB.search(written)) is not None:
+            unasked = self._unasked.setdefault(said[1], set())
+            (unasked.add if said[3] == stub.INITIALIZED else unasked.discard)(int(said[2]))
         self._handler.emit(logging.LogRecord("triton", logging.INFO, "", 0, written, None, None))
         if (uncaught := _UNCAUGHT.match(written)) is not None:
             self._uncaught = uncaught[1]
-        if (said := _STUB.search(written)) is not None:
-            self.forget(said[1])
-            if said[2] == stub.INITIALIZED:
-                self._unasked[said[1]] = time.monotonic()
         error = _ERROR.match(text)
         if error is not None:
             self._errors.append(error[1].decode(errors="replace"))

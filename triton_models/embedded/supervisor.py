@@ -122,6 +122,8 @@ class Supervisor:
             try:
                 client = server.start(stop)
             except ServerError as error:
+                if not self._ready:
+                    raise
                 reason = str(error)
                 continue
             self._emit(ServerUp())

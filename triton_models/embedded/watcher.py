@@ -26,15 +26,19 @@ _MISSES = 3
 _LONGEST_HEARTBEAT_AGE_S = 60.0
 """Far longer than any engine step: the longest is a chunk of prefill on a busy CPU."""
 _UNLOAD_TIMEOUT_S = 2.0
-_SERVER_DEATH_S = 1.5
-"""How long to wait after a failed call for a sign that the server died, before the entry is blamed."""
+_SERVER_DEATH_S = 10.0
+"""How long to wait after a failed call for a sign that the server died, before the entry is blamed. Its
+warden's end is that sign, and comes after the end of all stubs, which may hold much memory."""
+_GIVEN_UP_LIMIT = 3
+"""First loads that Triton may give up."""
 
 
 class EntryWatcher:
     """Loads the entry, then probes it; an entry that died or is stuck is unloaded and loaded again.
 
     `failure` is set, and the watcher ends, when the first load fails and `must_load` is true (a `LoadError`),
-    or when only a new server can help (a `ServerError`). A process that Triton gave up is no failed load.
+    or when only a new server can help (a `ServerError`). Up to
+    three processes that Triton gives up are no failed load.
     """
 
     def __init__(self, entry: Entry, surroundings: Surroundings, *, must_load: bool) -> None:
@@ -44,6 +48,7 @@ class EntryWatcher:
         self._around = surroundings
         self._load = EntryLoad(entry, surroundings)
         self._must_load = must_load
+        self._given_up = 0
         self._backoff = Backoff()
         self._stubs: list[psutil.Process] = []
         self._thread = threading.Thread(target=self._run, name=f"watch-{entry.name}", daemon=True)
@@ -69,7 +74,9 @@ class EntryWatcher:
                     if not error.by_server:
                         # A dying server makes calls fail before its death is noticed: not the entry's fault.
                         self._around.pause(_SERVER_DEATH_S)
-                    if self._must_load and not isinstance(error, GivenUpError):
+                    self._given_up += isinstance(error, GivenUpError)
+                    again = isinstance(error, GivenUpError) and self._given_up < _GIVEN_UP_LIMIT
+                    if self._must_load and not again:
                         self.failure = LoadError(f"{self._entry.name}: {fault}")
                         return
                 self._went_down(fault)

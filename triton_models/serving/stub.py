@@ -20,7 +20,6 @@ WATCH_INTERVAL_S = 0.5
 STUCK_S = 60
 """A process that ran no Python code for this long serves nobody, whatever holds the interpreter lock."""
 
-
 UNASKED_S = 60.0
 """How long a process that is initialized waits for a warm-up that is to follow at once."""
 
@@ -49,7 +48,7 @@ class Stub:
 
     def initialized(self) -> None:
         """Called at the end of `initialize`: from now on it is Triton's turn."""
-        log.info("%s %s", self._entry, INITIALIZED)
+        self._say(INITIALIZED)
         if self._warmed_up:
             self._unasked_since = time.monotonic()
 
@@ -58,12 +57,15 @@ class Stub:
         if not self._asked:
             self._asked = True
             self._unasked_since = None
-            log.info("%s %s", self._entry, ASKED)
+            self._say(ASKED)
 
     def given_up(self) -> bool:
         """Return True if the first request is `UNASKED_S` late."""
         since = self._unasked_since
         return since is not None and time.monotonic() - since > UNASKED_S
+
+    def _say(self, what: str) -> None:
+        log.info("%s: process %d %s", self._entry, os.getpid(), what)
 
 
 def is_warmed_up(model_config: str) -> bool:

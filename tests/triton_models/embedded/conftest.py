@@ -18,6 +18,8 @@ from typing import TypeVar
 import psutil
 import pytest
 
+from tests.triton_models.embedded.scripted_triton import Watched
+from triton_models.embedded import load, watcher
 from triton_models.entries import ModelEntry, write_entries
 from wire import events, names
 
@@ -190,3 +192,19 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
         yield embedded
     finally:
         embedded.close()
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    """An entry over a scripted Triton, with every pause cut short."""
+    for name in ("_INTERVAL_S", "_CALL_TIMEOUT_S", "_SERVER_DEATH_S", "_UNLOAD_TIMEOUT_S"):
+        monkeypatch.setattr(watcher, name, 0.01)
+    for name in ("_INTERVAL_S", "_NEEDED_INTERVAL_S"):
+        monkeypatch.setattr(load, name, 0.01)
+    monkeypatch.setattr("triton_models.embedded.backoff._FIRST_S", 0.01)
+    made = Watched(tmp_path)
+    yield made
+    made.over.set()
+    made.watcher.join(60)
+    assert not made.watcher._thread.is_alive()
+    made.around.log.close()

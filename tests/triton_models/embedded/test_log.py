@@ -64,18 +64,19 @@ def test_progress_bars_are_read_and_their_redrawing_is_not_kept(server_log: Serv
 
 
 def test_a_process_is_unasked_from_its_own_word_to_its_first_request(server_log: ServerLog) -> None:
-    said = b"2026-11-22 10:00:00,000 INFO triton_models.serving.stub: m-stream "
+    said = b"2026-11-22 10:00:00,000 INFO triton_models.serving.stub: m-stream: process 7 "
     follow(server_log, said + b"is initialized\n")
-    assert server_log.unasked_s("m-stream") > 0
-    assert server_log.unasked_s("m") == 0
+    assert server_log.unasked("m-stream", 7)
+    assert not server_log.unasked("m-stream", 8)
+    assert not server_log.unasked("m", 7)
     server_log._take(said + b"has its first request\n")
-    assert server_log.unasked_s("m-stream") == 0
+    assert not server_log.unasked("m-stream", 7)
     server_log._take(said + b"is initialized\n")
     server_log.forget("m-stream")
-    assert server_log.unasked_s("m-stream") == 0
+    assert not server_log.unasked("m-stream", 7)
     server_log._take(said + b"is initialized\n")
     follow(server_log, b"that was another server\n")
-    assert server_log.unasked_s("m-stream") == 0
+    assert not server_log.unasked("m-stream", 7)
     server_log.close()
 
 

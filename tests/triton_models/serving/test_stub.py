@@ -1,4 +1,5 @@
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -26,7 +27,9 @@ WARMED_UP = '{"instance_group": [{"count": 1}], "model_warmup": [{}]}'
 
 def stub(then: str, config: str = "{}") -> subprocess.Popen[str]:
     code = STUB.format(then=then, config=config)
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_a_process_that_is_stuck_with_the_interpreter_ends() -> None:
@@ -52,6 +55,8 @@ def test_a_process_at_work_is_left_alone() -> None:
 
 def test_a_process_whose_warm_up_never_comes_ends() -> None:
     with stub("said.initialized()\ntime.sleep(60)", WARMED_UP) as process:
+        assert process.stderr is not None
+        assert "Triton has given this process up" in process.stderr.read()
         assert process.wait(60) == 1
 
 
@@ -76,4 +81,5 @@ def test_it_says_once_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
     said.initialized()
     said.asked()
     said.asked()
-    assert caplog.messages == ["m-stream is initialized", "m-stream has its first request"]
+    begin = f"m-stream: process {os.getpid()}"
+    assert caplog.messages == [f"{begin} is initialized", f"{begin} has its first request"]
