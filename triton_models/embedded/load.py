@@ -84,13 +84,11 @@ class EntryLoad:
             if entry.engine:
                 elapsed_s = round(time.monotonic() - started, 1)
                 around.emit(Loading(entry.model, elapsed_s, around.log.progress))
-            if given_up:
-                continue
             stubs = around.server.stubs(entry.name)
             # Triton waits for ever for a stub that dies before it has reported to Triton.
             absent = 0 if stubs else absent + 1
             if absent == _ABSENT_LIMIT:
-                raise ServerError(f"{entry.name}: its process died before it began to load")
+                raise ServerError(f"{entry.name}: its process is gone, and Triton goes on waiting for it")
             # And for ever for the end of a stub that it gave up, because that had not run for a second.
             idle = stubs and all(around.log.unasked(entry.name, stub.pid) for stub in stubs)
             unasked = unasked + 1 if idle else 0

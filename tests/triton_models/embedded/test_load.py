@@ -60,6 +60,7 @@ class GivenUp:
     def __init__(self, watched: Watched, *said: tuple[bytes, ...]) -> None:
         self.stubs = [Stub() for _ in said]
         self.waits = 0
+        self.answers = True
         self._watched = watched
         self._said = said
 
@@ -68,7 +69,7 @@ class GivenUp:
             self._start()
         self.waits += 1
         time.sleep(0.01)
-        if any(stub.alive for stub in self.stubs):
+        if any(stub.alive for stub in self.stubs) or not self.answers:
             return False
         raise CallError("Stub process 'm_0_0' is not healthy.", by_server=True)
 
@@ -113,6 +114,15 @@ def test_a_load_may_last(watched: Watched, loads: list[Any], said: list[tuple[by
     watched.start()
     watched.wait(lambda: lasting.waits > 30)
     assert all(stub.alive for stub in lasting.stubs)
+
+
+def test_a_load_without_an_answer_even_then_asks_for_a_new_server(watched: Watched, loads: list[Any]) -> None:
+    loads += [given_up := GivenUp(watched, (INITIALIZED,))]
+    given_up.answers = False
+    ended = watched.start()
+    ended.join(60)
+    assert not given_up.stubs[0].alive
+    assert isinstance(ended.failure, ServerError)
 
 
 def test_the_third_process_that_is_given_up_is_a_failed_first_load(
