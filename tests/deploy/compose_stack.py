@@ -19,7 +19,7 @@ from typing import Any, Self
 import psutil
 
 from tests.deploy.compose_file import ROOT, copied, entrypoint, load_compose, read_env
-from tests.e2e.up_process import lives
+from tests.e2e.up_process import RESTARTS, aborted, lives
 from tests.ports import free_ports
 from tests.tied import tied
 from triton_models.embedded.environments import EnvironmentClaim, remove_empty
@@ -105,8 +105,12 @@ class ComposeStack:
 
     def wait_healthy(self, name: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
+        restarts = 0
         while (done := self.healthy(name)).returncode != 0:
             said = done.stdout + done.stderr + self.log(name)
+            if restarts < RESTARTS and aborted(self._processes[name], said):
+                restarts += 1
+                self.start(name)  # the restart policy
             assert self._processes[name].poll() is None, said
             assert time.monotonic() < deadline, said
             time.sleep(0.3)

@@ -12,7 +12,7 @@ import httpx
 import yaml
 
 from tests.deploy.compose_stack import _TRITONSERVER
-from tests.e2e.up_process import GOLDEN
+from tests.e2e.up_process import GOLDEN, RESTARTS, aborted
 from tests.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -90,8 +90,12 @@ class ManifestTriton:
 
     def wait_ready(self, within_s: float = 100) -> None:
         deadline = time.monotonic() + within_s
+        restarts = 0
         while not self.is_ready():
             assert self._process is not None
+            if restarts < RESTARTS and aborted(self._process, self.log()):
+                restarts += 1
+                self.start()  # as the kubelet does
             assert self._process.poll() is None, self.log()
             assert time.monotonic() < deadline, self.log()
             time.sleep(0.2)

@@ -26,6 +26,15 @@ STOP_TIMEOUT_S = 10.0
 """Ten are promised; the others are for a machine that several tests share."""
 ABORTED = "tritonserver was killed by signal 6: uncaught boost::interprocess::lock_exception"
 """What is said of a server that did not survive the death of a stub (divergence 16)."""
+UNCAUGHT = "terminate called after throwing an instance of 'boost::interprocess::lock_exception'"
+"""What such a server says itself; also one that gave up a stub's start (ARCHITECTURE.md)."""
+RESTARTS = 2
+"""By the tests, of a server that aborted so before it was ready, where in production something else does it."""
+
+
+def aborted(server: "subprocess.Popen[bytes]", log: str) -> bool:
+    """Whether a tritonserver ended in the way that only a new start helps against."""
+    return server.poll() == -signal.SIGABRT and UNCAUGHT in log
 
 
 class UpProcess:
