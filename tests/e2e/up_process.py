@@ -29,7 +29,7 @@ ABORTED = "tritonserver was killed by signal 6: uncaught boost::interprocess::lo
 UNCAUGHT = "terminate called after throwing an instance of 'boost::interprocess::lock_exception'"
 """What such a server says itself; also one that gave up a stub's start (ARCHITECTURE.md)."""
 RESTARTS = 2
-"""By the tests, of a server that aborted so before it was ready, where in production something else does it."""
+"""By the tests, of a server that aborted so before it was ready, as something else does in production."""
 
 
 def aborted(server: "subprocess.Popen[bytes]", log: str) -> bool:
