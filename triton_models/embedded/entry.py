@@ -12,7 +12,8 @@ from triton_models.embedded.rundir import RunDirectory
 from triton_models.embedded.server import TritonServer
 from wire.events import Event
 
-_CALL_TIMEOUT_S = 5.0
+CALL_TIMEOUT_S = 5.0
+"""For calls that Triton answers at once, if it is well."""
 
 
 class EntryState(enum.Enum):
@@ -70,7 +71,7 @@ class Surroundings:
         while True:
             self.pause(interval_s)
             try:
-                state = self.client.state(name, _CALL_TIMEOUT_S)
+                state = self.client.state(name, CALL_TIMEOUT_S)
             except CallError:  # probably the server died; the supervisor handles that
                 continue
             if state.state == "READY":

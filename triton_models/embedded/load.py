@@ -79,28 +79,24 @@ class EntryLoad:
         entry, around = self._entry, self._around
         absent = unasked = 0
         given_up = False
-        while not self._answered(call, given_up=given_up):
-            around.pause(0)
-            if entry.engine:
-                elapsed_s = round(time.monotonic() - started, 1)
-                around.emit(Loading(entry.model, elapsed_s, around.log.progress))
-            stubs = around.server.stubs(entry.name)
-            # Triton waits for ever for a stub that dies before it has reported to Triton.
-            absent = 0 if stubs else absent + 1
-            if absent == _ABSENT_LIMIT:
-                raise ServerError(f"{entry.name}: its process is gone, and Triton goes on waiting for it")
-            # And for ever for the end of a stub that it gave up, because that had not run for a second.
-            idle = stubs and all(around.log.unasked(entry.name, stub.pid) for stub in stubs)
-            unasked = unasked + 1 if idle else 0
-            if unasked == _UNASKED_LIMIT:
-                given_up = True
-                logger.warning("%s: Triton has given its process up", entry.name)
-                around.server.kill_stubs(entry.name)
-
-    @staticmethod
-    def _answered(call: PendingCall, *, given_up: bool) -> bool:
         try:
-            return call.wait(_INTERVAL_S)
+            while not call.wait(_INTERVAL_S):
+                around.pause(0)
+                if entry.engine:
+                    elapsed_s = round(time.monotonic() - started, 1)
+                    around.emit(Loading(entry.model, elapsed_s, around.log.progress))
+                stubs = around.server.stubs(entry.name)
+                # Triton waits for ever for a stub that dies before it has reported to Triton.
+                absent = 0 if stubs else absent + 1
+                if absent == _ABSENT_LIMIT:
+                    raise ServerError(f"{entry.name}: its process is gone, and Triton goes on waiting for it")
+                # And for ever for the end of a stub that it gave up, because that had not run for a second.
+                idle = stubs and all(around.log.unasked(entry.name, stub.pid) for stub in stubs)
+                unasked = unasked + 1 if idle else 0
+                if unasked == _UNASKED_LIMIT:
+                    given_up = True
+                    logger.warning("%s: Triton has given its process up", entry.name)
+                    around.server.kill_stubs(entry.name)
         except CallError as error:
             if given_up and error.by_server:
                 raise GivenUpError from error

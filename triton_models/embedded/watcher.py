@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from triton_models.embedded.backoff import Backoff
 from triton_models.embedded.client import CallError
-from triton_models.embedded.entry import Entry, EntryState, Surroundings
+from triton_models.embedded.entry import CALL_TIMEOUT_S, Entry, EntryState, Surroundings
 from triton_models.embedded.errors import GivenUpError, LoadError, ServerError, StoppedError
 from triton_models.embedded.load import EntryLoad
 from triton_models.embedded.log import DEAD_STUB, FULL_QUEUE
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
-_CALL_TIMEOUT_S = 5.0
 _MISSES = 3
 """Failed probes in a row. Several, because a busy machine answers late; a full engine answers at once."""
 _LONGEST_HEARTBEAT_AGE_S = 60.0
@@ -29,16 +28,16 @@ _UNLOAD_TIMEOUT_S = 2.0
 _SERVER_DEATH_S = 10.0
 """How long to wait after a failed call for a sign that the server died, before the entry is blamed. Its
 warden's end is that sign, and comes after the end of all stubs, which may hold much memory."""
-_GIVEN_UP_LIMIT = 3
-"""First loads that Triton may give up."""
+_FIRST_ATTEMPTS = 3
+"""Attempts at a first load while Triton gives up its process each time."""
 
 
 class EntryWatcher:
     """Loads the entry, then probes it; an entry that died or is stuck is unloaded and loaded again.
 
     `failure` is set, and the watcher ends, when the first load fails and `must_load` is true (a `LoadError`),
-    or when only a new server can help (a `ServerError`). Up to
-    three processes that Triton gives up are no failed load.
+    or when only a new server can help (a `ServerError`). A load whose process Triton gave up has failed only
+    after the third attempt.
     """
 
     def __init__(self, entry: Entry, surroundings: Surroundings, *, must_load: bool) -> None:
@@ -75,7 +74,7 @@ class EntryWatcher:
                         # A dying server makes calls fail before its death is noticed: not the entry's fault.
                         self._around.pause(_SERVER_DEATH_S)
                     self._given_up += isinstance(error, GivenUpError)
-                    again = isinstance(error, GivenUpError) and self._given_up < _GIVEN_UP_LIMIT
+                    again = isinstance(error, GivenUpError) and self._given_up < _FIRST_ATTEMPTS
                     if self._must_load and not again:
                         self.failure = LoadError(f"{self._entry.name}: {fault}")
                         return
@@ -147,12 +146,12 @@ class EntryWatcher:
         if not self._entry.engine:
             return None, False
         try:
-            report = self._around.client.probe(name, _CALL_TIMEOUT_S)
+            report = self._around.client.probe(name, CALL_TIMEOUT_S)
         except CallError as error:
             if error.timed_out:
-                return f"no answer to a probe within {_CALL_TIMEOUT_S:.0f} s", False
+                return f"no answer to a probe within {CALL_TIMEOUT_S:.0f} s", False
             if FULL_QUEUE in str(error):
-                self._around.pause(_CALL_TIMEOUT_S)  # Busy, not dead: wait as long as for no answer.
+                self._around.pause(CALL_TIMEOUT_S)  # Busy, not dead: wait as long as for no answer.
             return f"a probe was refused: {error}", DEAD_STUB in str(error)
         if report.heartbeat_age_s > _LONGEST_HEARTBEAT_AGE_S:
             return f"its engine has not moved for {report.heartbeat_age_s:.0f} s", True
@@ -161,7 +160,7 @@ class EntryWatcher:
     def _out_of_our_hands(self) -> bool:
         """Whether the entry does not answer because a client of Triton's API unloaded or is loading it."""
         try:
-            state = self._around.client.state(self._entry.name, _CALL_TIMEOUT_S)
+            state = self._around.client.state(self._entry.name, CALL_TIMEOUT_S)
         except CallError:
             return False
         return state.unloaded or state.state in {"LOADING", "UNLOADING"}
@@ -185,8 +184,8 @@ class EntryWatcher:
         self._around.server.kill_stubs(name)
         deadline = time.monotonic() + _UNLOAD_TIMEOUT_S
         try:
-            client.unload(name, _CALL_TIMEOUT_S)
-            while not client.state(name, _CALL_TIMEOUT_S).gone and time.monotonic() < deadline:
+            client.unload(name, CALL_TIMEOUT_S)
+            while not client.state(name, CALL_TIMEOUT_S).gone and time.monotonic() < deadline:
                 self._around.pause(0.25)
         except CallError as error:
             logger.warning("unloading %s: %s", name, error)

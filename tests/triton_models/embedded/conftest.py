@@ -197,7 +197,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
 @pytest.fixture
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     """An entry over a scripted Triton, with every pause cut short."""
-    for name in ("_INTERVAL_S", "_CALL_TIMEOUT_S", "_SERVER_DEATH_S", "_UNLOAD_TIMEOUT_S"):
+    for name in ("_INTERVAL_S", "CALL_TIMEOUT_S", "_SERVER_DEATH_S", "_UNLOAD_TIMEOUT_S"):
         monkeypatch.setattr(watcher, name, 0.01)
     for name in ("_INTERVAL_S", "_NEEDED_INTERVAL_S"):
         monkeypatch.setattr(load, name, 0.01)

@@ -73,7 +73,7 @@ def test_two_misses_and_an_old_but_living_heartbeat_are_forgiven(watched: Watche
 def test_a_full_queue_is_judged_no_sooner_than_silence(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watcher, "_CALL_TIMEOUT_S", 3600)
+    monkeypatch.setattr(watcher, "CALL_TIMEOUT_S", 3600)
     watched.start()
     watched.wait_up()
     for _ in range(3):
