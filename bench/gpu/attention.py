@@ -73,7 +73,7 @@ def time_launches(step: Decode | Prefill | Rotation, *constants: Any) -> float:
 def time_decode(setup: Setup, cache: Cache, results: Results, sm_count: int, rate: float) -> None:
     """Print the microseconds that one layer takes, by the number of splits and by kernel constants."""
     first, *others = setup.decode_configs
-    columns = [(first, programs) for programs in PROGRAMS_PER_SM] + [(each, 4) for each in others]
+    columns = [(first, programs) for programs in PROGRAMS_PER_SM] + [(each, 1) for each in others]
     names = [f"{each.tile}/{each.warps}/{each.stages} x{programs}" for each, programs in columns]
     rows = []
     for batch in setup.batches:

@@ -48,11 +48,12 @@ CHATGLM3 = Setup(
     prompts=((1, 0, 259), (4, 0, 259), (16, 0, 259), (1, 0, 2051), (1, 1536, 512)),
     rotated=(1, 32, 256, 2048),
     decode_configs=(
-        DecodeConfig(tile=64, warps=4, stages=5),
-        DecodeConfig(tile=64, warps=4, stages=3),
-        DecodeConfig(tile=32, warps=4, stages=5),
+        DecodeConfig(tile=128, warps=4, stages=2),
+        DecodeConfig(tile=64, warps=2, stages=2),
         DecodeConfig(tile=128, warps=4, stages=3),
-        DecodeConfig(tile=128, warps=8, stages=5),
+        DecodeConfig(tile=64, warps=4, stages=2),
+        DecodeConfig(tile=64, warps=4, stages=5),
+        DecodeConfig(tile=32, warps=1, stages=5),
     ),
     prefill_configs=(
         PrefillConfig(rows=64, keys=64, warps=4, stages=3),

@@ -103,7 +103,10 @@ def _decode(
         ids = torch.randint(vocabulary, (prompt,), generator=dice).tolist()
         mask = _Everything() if number < masked else None
         sampling = SamplingParams(temperature=1.0, seed=number, max_tokens=steps, mask=mask)
-        engine.add(Request(request_id=str(number), prompt_ids=tuple(ids), sampling=sampling))
+        # Without the prefix cache: the prompts are those of the steps that were not counted.
+        engine.add(
+            Request(request_id=str(number), prompt_ids=tuple(ids), sampling=sampling, prefix_cache=False)
+        )
     began = time.perf_counter()
     prefill_s = 0.0
     decodes: list[float] = []

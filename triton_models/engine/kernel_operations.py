@@ -14,7 +14,7 @@ from triton_models.engine.kernels.attention_prefill import (
     prefill_config,
     queries_per_tile,
 )
-from triton_models.engine.kernels.decode_plan import DecodeWorkspace, choose_splits
+from triton_models.engine.kernels.decode_plan import DecodeWorkspace, plan_decode
 from triton_models.engine.kernels.linear import MAX_ROWS, linear, linear_swiglu, new_arrivals
 from triton_models.engine.kernels.norm import norm
 from triton_models.engine.kernels.rotate_store import rotate_store
@@ -23,9 +23,6 @@ from triton_models.engine.kv_cache import KVCache
 from triton_models.engine.layout import ChunkRows, StepLayout
 from triton_models.engine.model import CausalModel
 from triton_models.engine.operations import Rotary
-
-_SPLITS_BESIDE_PROMPTS = 4
-"""Fewest splits in steps with prompts: in a captured one, most decode rows may be padding, and a few long."""
 
 
 class KernelSteps:
@@ -36,6 +33,8 @@ class KernelSteps:
         self.cache = cache
         self.query_heads = model.query_heads
         self.kv_heads = kv.heads
+        self.head_dim = kv.head_dim
+        self.dtype = model.dtype
         self.processors = _processors(model.device)
         self.decode = DecodeWorkspace(
             rows=rows,
@@ -81,8 +80,15 @@ class KernelOperations:
         self._positions = layout.positions.int()
         self._decodes = len(layout.decode_lengths)
         if self._decodes:
-            splits = choose_splits(self._decodes, steps.kv_heads, steps.processors, layout.longest_decode)
-            self._splits = splits if layout.tiles is None else max(splits, _SPLITS_BESIDE_PROMPTS)
+            self._plan = plan_decode(
+                self._decodes,
+                steps.kv_heads,
+                steps.head_dim,
+                steps.dtype,
+                sm_count=steps.processors,
+                max_length=layout.longest_decode,
+                beside_prompts=layout.tiles is not None,
+            )
 
     def attend(self, layer: int, projected: Tensor, rotary: Rotary) -> Tensor:
         """See `Operations`."""
@@ -111,8 +117,9 @@ class KernelOperations:
                 slots,
                 layout.decode_lengths,
                 attended,
-                splits=self._splits,
+                splits=self._plan.splits,
                 workspace=steps.decode,
+                config=self._plan.config,
             )
         if layout.tiles is not None:
             # After decode attention, whose padding rows have written zeros to rows of prompts.

@@ -34,7 +34,8 @@ def decode_attention(
     A sequence is divided into at most `SEGMENTS` segments of whole tiles, depending on its length alone.
     `splits` programs share the segments. If there are several, each stores its segments in the workspace, and
     the last to finish merges all of them in order; a single program merges in registers, with the same
-    operations in the same order. So a row's result is bitwise the same for any batch and any `splits`.
+    operations in the same order. So with one `config`, a row's result is bitwise the same for any batch and
+    any `splits`.
 
     Nothing beyond a sequence's length is used: entries of `tables` there may be anything, and what other
     tokens left in a sequence's last block affects no result. `lengths` and `rows` are read on the device, so
@@ -52,7 +53,7 @@ def decode_attention(
         rows: [B] int32, each token's row in `tables`.
         lengths: [B] int32, tokens of each sequence with the new one; 0 marks padding: its result is 0.
         out: [B, query heads, head_dim], contiguous, written.
-        splits: programs per sequence and KV head, see `choose_splits`.
+        splits: programs per sequence and KV head, see `plan_decode`.
         workspace: required if `splits` is more than 1.
         config: None: the choice of `decode_config`.
 

@@ -8,6 +8,12 @@ import torch
 SEGMENTS = 32
 """Most segments of a sequence; their number and bounds depend on its length alone."""
 
+_SPLITS_BESIDE_PROMPTS = 4
+"""Fewest splits in steps with prompts."""
+
+_RESIDENT = 3
+"""Programs with full tiles, 72 KiB of shared memory each, that a multiprocessor of a Hopper GPU holds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeConfig:
@@ -22,15 +28,57 @@ class DecodeConfig:
     stages: int
 
 
-def decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
+def decode_config(head_dim: int, dtype: torch.dtype, *, crowded: bool = False) -> DecodeConfig:
     """Return the constants for a head's shape: 16 KiB of keys in a tile where a number has 16 bits.
 
-    The pipeliner uses every other stage for the block numbers on which the keys' addresses depend. No matrix
-    unit has float32's precision, so its tiles are small, to fit the registers.
+    `crowded`: the device cannot hold all programs of the launch at once with such tiles, and can with half as
+    large ones. No matrix unit has float32's precision, so its tiles are small, to fit the registers.
     """
-    narrow = dtype in (torch.float16, torch.bfloat16)
-    tile = max(16, min(128, (16384 if narrow else 2048) // head_dim))
-    return DecodeConfig(tile=tile, warps=4 if narrow else 8, stages=3)
+    if dtype not in (torch.float16, torch.bfloat16):
+        return DecodeConfig(tile=max(16, min(128, 2048 // head_dim)), warps=8, stages=3)
+    tile = max(16, min(128, 16384 // head_dim))
+    if crowded:
+        return DecodeConfig(tile=max(16, tile // 2), warps=2, stages=2)
+    return DecodeConfig(tile=tile, warps=4, stages=2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodePlan:
+    """How one step's decodes are computed: programs per sequence and KV head, and the kernel's constants."""
+
+    splits: int
+    config: DecodeConfig
+
+
+def plan_decode(
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    sm_count: int,
+    max_length: int,
+    beside_prompts: bool,
+) -> DecodePlan:
+    """Return how the decodes of a step are computed.
+
+    With 16-bit numbers, rounding differs between large and small batches, as that of the products does.
+
+    Args:
+        batch: decodes of the step, with padding.
+        kv_heads: number of KV heads.
+        head_dim: width of a head.
+        dtype: of the keys and values.
+        sm_count: multiprocessors of the device.
+        max_length: tokens of the longest sequence.
+        beside_prompts: whether the step has prompts. Then most decodes of a captured one may be padding, and
+            a few of them long.
+    """
+    splits = choose_splits(batch, kv_heads, sm_count, max_length)
+    if beside_prompts:
+        splits = max(splits, _SPLITS_BESIDE_PROMPTS)
+    crowded = splits == 1 and batch * kv_heads > _RESIDENT * sm_count
+    return DecodePlan(splits=splits, config=decode_config(head_dim, dtype, crowded=crowded))
 
 
 class DecodeWorkspace:
