@@ -1,10 +1,12 @@
 """Measures the engine alone, in this process: milliseconds per decode step by batch size, in one context."""
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,7 +36,7 @@ class StepRow:
     step_ms_p99: float
     decode_tok_s: float
     prefill_tok_s: float
-    """Rate over all prompts, from the first step to the last one that computed prompt tokens."""
+    """Rate over all prompts, until each has its first token."""
 
 
 class _Everything:
@@ -72,13 +74,16 @@ def measure_steps(
     gc.collect()
     gc.freeze()
     prompt = context - _STEPS // 2
+    ask = partial(_requests, vocabulary=model.vocab_size, prompt=prompt)
+    _prefill(engine, ask("not counted", batch=1, masked=0, steps=4))
     for batch in batches:
         for some in masked:
             if some <= batch:
-                _decode(engine, model.vocab_size, batch, some, prompt=prompt, steps=4)  # not counted
-                yield _row(
-                    batch, some, context, *_decode(engine, model.vocab_size, batch, some, prompt=prompt)
-                )
+                requests = partial(ask, f"{batch}, {some} masked", batch=batch, masked=some)
+                # The prompts are in the prefix cache afterwards. So the sequences begin to decode nearly
+                # together, and are still all there when the last one does.
+                prefill_s = _prefill(engine, requests(steps=4))
+                yield _row(batch, some, context, prefill_s, _decode(engine, requests(steps=_STEPS)))
 
 
 def _row(batch: int, masked: int, context: int, prefill_s: float, steps_s: list[float]) -> StepRow:
@@ -94,21 +99,45 @@ def _row(batch: int, masked: int, context: int, prefill_s: float, steps_s: list[
     )
 
 
-def _decode(
-    engine: Engine, vocabulary: int, batch: int, masked: int, *, prompt: int, steps: int = _STEPS
-) -> tuple[float, list[float]]:
-    """Return the seconds for all prompts, and those of each step that only decoded: about `steps` of them."""
-    dice = torch.Generator().manual_seed(batch)
-    for number in range(batch):
-        ids = torch.randint(vocabulary, (prompt,), generator=dice).tolist()
-        mask = _Everything() if number < masked else None
-        sampling = SamplingParams(temperature=1.0, seed=number, max_tokens=steps, mask=mask)
-        # Without the prefix cache: the prompts are those of the steps that were not counted.
-        engine.add(
-            Request(request_id=str(number), prompt_ids=tuple(ids), sampling=sampling, prefix_cache=False)
+def _requests(
+    name: str, *, vocabulary: int, batch: int, masked: int, prompt: int, steps: int
+) -> list[Request]:
+    """Return `batch` requests; the same name gives the same prompts."""
+    dice = random.Random(name)  # noqa: S311 - prompts are no secret
+    return [
+        Request(
+            request_id=str(number),
+            prompt_ids=tuple(dice.choices(range(vocabulary), k=prompt)),
+            sampling=SamplingParams(
+                temperature=1.0,
+                seed=number,
+                max_tokens=steps,
+                mask=_Everything() if number < masked else None,
+            ),
         )
+        for number in range(batch)
+    ]
+
+
+def _prefill(engine: Engine, requests: list[Request]) -> float:
+    """Run requests to their end; return the seconds until all had their first token."""
+    for request in requests:
+        engine.add(request)
     began = time.perf_counter()
     prefill_s = 0.0
+    waiting = {request.request_id for request in requests}
+    while engine.open_requests:
+        engine.step()
+        waiting -= {output.request_id for output in engine.take_outputs()}
+        if not waiting and not prefill_s:
+            prefill_s = time.perf_counter() - began
+    return prefill_s
+
+
+def _decode(engine: Engine, requests: list[Request]) -> list[float]:
+    """Run requests to their end; return the seconds of each step in which all of them decoded."""
+    for request in requests:
+        engine.add(request)
     decodes: list[float] = []
     while True:
         before = time.perf_counter()
@@ -116,9 +145,7 @@ def _decode(
         now = time.perf_counter()
         if stats is None:
             break
-        if stats.prefill_tokens:
-            prefill_s = now - began
-        elif engine.open_requests == batch:
+        if not stats.prefill_tokens and engine.open_requests == len(requests):
             decodes.append(now - before)
     engine.take_outputs()
-    return prefill_s, decodes[1:]  # the first still waits for the prompts' work
+    return decodes[1:]  # the first still waits for the prompts' work

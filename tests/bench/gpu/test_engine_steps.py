@@ -1,10 +1,12 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from bench.gpu.checkpoint import TINY, write_checkpoint
 from bench.gpu.engine_steps import measure_steps
+from triton_models.engine.engine import Engine
 
 
 def test_every_batch_size_gives_a_row(tmp_path: Path) -> None:
@@ -19,3 +21,19 @@ def test_masked_sequences_are_counted_apart(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, replace(TINY, num_layers=1), torch.device("cpu"))
     rows = list(measure_steps(tmp_path, (1, 3), device="cpu", dtype="float32", context=48, masked=(0, 1, 2)))
     assert [(row.batch, row.masked) for row in rows] == [(1, 0), (1, 1), (3, 0), (3, 1), (3, 2)]
+
+
+def test_no_prompt_of_the_rate_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, computed = Engine.step, []
+
+    def counting(engine: Engine) -> object:
+        if stats := step(engine):
+            computed.append(stats.prefill_tokens)
+        return stats
+
+    monkeypatch.setattr(Engine, "step", counting)
+    write_checkpoint(tmp_path, replace(TINY, num_layers=1), torch.device("cpu"))
+    list(measure_steps(tmp_path, (1, 3), device="cpu", dtype="float32", context=48, masked=(0, 1)))
+    prompts = 1 + 2 * (1 + 3)
+    assert sum(computed) >= prompts * 16
+    assert sum(computed) < 2 * prompts * 16, "the measured steps had prompts to compute"
