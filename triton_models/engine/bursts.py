@@ -2,7 +2,7 @@
 
 from enum import Enum, auto
 
-_REGAINED_IN = 64
+_REGAINED_IN = 32
 """Number of steps with decodes that earn one more step without them."""
 
 _TOKENS_AN_END = 512
@@ -32,7 +32,7 @@ class BurstAllowance:
     Prompts that arrive together are computed soonest if those of them that are already decoding pause;
     clients that start together then also continue together. But all other answers in progress wait
     meanwhile. So there is a stock of `4 * most` such steps, used in runs of at most `most`. It regains one
-    for every 64 steps with decodes: under sustained load, one step in 65 leaves the decodes out.
+    for every 32 steps with decodes: under sustained load, one step in 33 leaves the decodes out.
     """
 
     def __init__(self, most: int) -> None:
