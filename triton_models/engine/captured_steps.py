@@ -102,7 +102,7 @@ class CapturedDecodes:
 
 
 class CapturedPrompts:
-    """Steps with prompts, up to and including the last layer."""
+    """Steps with prompts, up to the hidden states from which the logits of a few rows are computed."""
 
     def __init__(
         self, step: DeviceStep, slots: SlotTable, *, longest: int, largest: int, most_tiles: MostTiles
@@ -136,7 +136,7 @@ class CapturedPrompts:
         self._graphs.capture(self.compute, pool)
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        """Return the last layer's output, [T, width], for a step padded to a captured size T.
+        """Return the hidden states, [T, width], of a step padded to a captured size T.
 
         The next call overwrites the result.
         """

@@ -21,11 +21,11 @@ class DeviceStep:
         self._slots = slots
 
     def forward(self, tokens: Tensor, layout: StepLayout) -> Tensor:
-        """Return the output of the last layer for all rows of a step, [T, width]."""
+        """Return the hidden states of all rows of a step, [T, width], for `logits`."""
         return self._model.forward(tokens, self._operations(layout))
 
     def logits(self, hidden: Tensor, layout: StepLayout) -> Tensor:
-        """Return the logits [S, vocabulary] of some rows of the result of `forward`, [S, width]."""
+        """Return the logits [S, vocabulary] of a copy of some rows of the result of `forward`, [S, width]."""
         return self._model.logits(hidden, self._operations(layout))
 
     def decode(self, slots: Tensor, longest: int) -> Tensor:

@@ -64,14 +64,16 @@ class CausalModel(Protocol):
         ...
 
     def forward(self, tokens: Tensor, operations: Operations) -> Tensor:
-        """Compute the hidden states of the new tokens after the last layer.
+        """Compute the new tokens, as far as later tokens need them: all keys and values.
+
+        What only the logits of the same token need is left to `logits`: most of a prompt's tokens get none.
 
         Args:
             tokens: [T] int64, the new tokens of every sequence of the step, one after the other.
             operations: the step's operations; they know each token's sequence and position.
 
         Returns:
-            [T, width], for `logits`.
+            [T, width] hidden states, for `logits`.
         """
         ...
 
@@ -79,7 +81,7 @@ class CausalModel(Protocol):
         """Compute the next-token logits for some of a step's tokens.
 
         Args:
-            hidden: [S, width], rows of the result of `forward`.
+            hidden: [S, width], rows of the result of `forward`; may be overwritten.
             operations: the step's operations.
 
         Returns:

@@ -1,8 +1,8 @@
 """Log-probabilities of prompts: how likely each of a prompt's tokens was to the model.
 
-A prompt's hidden states go through the output head in the step that computes them, one slice of rows at a
-time, which bounds the memory needed. All slices have the same size (the last one is padded), so that a device
-computes only one shape. Steps without such requests do none of this.
+A prompt's hidden states go on to logits in the step that computes them, one slice of rows at a time, which
+bounds the memory needed. All slices have the same size (the last one is padded), so that a device computes
+only one shape. Steps without such requests do none of this.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from triton_models.engine.sequence import Sequence, TokenLogprobs
 from triton_models.engine.staging import Staging
 
 SLICE_ROWS = 64
-"""Rows that go through the head together: more would read its weights less often but need more memory."""
+"""Rows whose logits are computed together: more would read the weights less often but need more memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def stage_scores(staging: Staging, chunks: list[ScoredChunk]) -> None:
 
 
 def score(
-    chunks: list[ScoredChunk], views: dict[str, Tensor], hidden: Tensor, head: Callable[[Tensor], Tensor]
+    chunks: list[ScoredChunk], views: dict[str, Tensor], hidden: Tensor, logits: Callable[[Tensor], Tensor]
 ) -> Scores:
     """Score what was staged.
 
@@ -97,13 +97,13 @@ def score(
         chunks: what was staged.
         views: the uploaded step.
         hidden: the step's hidden rows, [T, width].
-        head: turns [S, width] into logits [S, vocabulary] of any float dtype.
+        logits: turns [S, width] into logits [S, vocabulary] of any float dtype.
     """
     top = max(each.top for each in chunks)
     rows, tokens = views["judging_rows"], views["judged_tokens"]
     filling = (0, -len(rows) % SLICE_ROWS)
     slices = [
-        _score_slice(hidden[some], judged, top, head)
+        _score_slice(hidden[some], judged, top, logits)
         for some, judged in zip(
             torch.split(pad(rows, filling), SLICE_ROWS),
             torch.split(pad(tokens, filling), SLICE_ROWS),
@@ -115,9 +115,9 @@ def score(
 
 
 def _score_slice(
-    hidden: Tensor, tokens: Tensor, top: int, head: Callable[[Tensor], Tensor]
+    hidden: Tensor, tokens: Tensor, top: int, logits: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    raw = head(hidden).float().log_softmax(dim=-1)
+    raw = logits(hidden).float().log_softmax(dim=-1)
     likely, likely_ids = raw.topk(top, dim=-1)
     own = raw.gather(1, tokens[:, None])
     return torch.cat([own, likely], dim=1), likely_ids, (raw >= own).sum(dim=-1)

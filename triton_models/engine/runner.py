@@ -161,7 +161,7 @@ class Runner:
             inputs = step_inputs(views, self._slots)
             layout, hidden = self._compute_prompts(inputs, chunks, longest, captured)
             scores = self._score(scored, views, hidden, layout)
-            # The output head has a tenth of all weights: do not read them if no row needs them.
+            # The logits' weights are many: do not read them if no row needs them.
             logits = self._step.logits(hidden[inputs.rows], layout) if sampling else hidden.new_empty(0)
         else:
             logits = captured.decodes.forward(slots) if captured else self._step.decode(slots, longest)
@@ -236,7 +236,7 @@ class Runner:
         longest_decode: int,
         captured: CapturedSteps | None,
     ) -> tuple[StepLayout, Tensor]:
-        """Compute a step with prompts; returns its layout, and its rows after the last layer."""
+        """Compute a step with prompts; returns its layout, and its hidden states."""
         layout = StepLayout(
             tables=self._slots.tables,
             slots=inputs.slots,

@@ -157,15 +157,20 @@ class ChatGLM:
             heads = projected.view(len(tokens), -1, self.config.kv_channels)
             attended = operations.attend(index, heads, self._rotary)
             hidden = operations.add_linear(hidden, attended, layer.attention_out)
-            normed = operations.norm(hidden, layer.post_attention_norm, epsilon)
-            gated = operations.linear_swiglu(normed, layer.gate_up)
-            hidden = operations.add_linear(hidden, gated, layer.down)
+            if layer is not self.layers[-1]:
+                hidden = self._feed_forward(layer, hidden, operations)
         return hidden
 
     def logits(self, hidden: Tensor, operations: Operations) -> Tensor:
-        """See `CausalModel`."""
+        """See `CausalModel`: the last layer's feed-forward part, the final norm and the head."""
+        hidden = self._feed_forward(self.layers[-1], hidden, operations)
         normed = operations.norm(hidden, self.final_norm, self.config.layernorm_epsilon)
         return operations.linear(normed, self.head)
+
+    def _feed_forward(self, layer: LayerWeights, hidden: Tensor, operations: Operations) -> Tensor:
+        normed = operations.norm(hidden, layer.post_attention_norm, self.config.layernorm_epsilon)
+        gated = operations.linear_swiglu(normed, layer.gate_up)
+        return operations.add_linear(hidden, gated, layer.down)
 
 
 def _rotary_table(config: ChatGLMConfig, device: torch.device) -> Rotary:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.triton_models.engine.fake_model import ids, request, run
-from tests.triton_models.engine.models.whole_pass import whole_pass, whole_passes
+from tests.triton_models.engine.models.whole_pass import WholeSequence, whole_pass, whole_passes
 from triton_models.checkpoint import load_model, tensor_places
 from triton_models.engine.engine import Engine
 from triton_models.engine.models.chatglm import ChatGLM, _rotary_table
@@ -41,6 +41,26 @@ def test_a_models_size_is_known_before_it_is_allocated(golden: Golden, dtype: to
     model = ChatGLM(golden.model.config, dtype=dtype, device=torch.device("cpu"))
     tensors = [*tensor_places(model).values(), model._rotary.cos, model._rotary.sin]
     assert model.config.nbytes(dtype) == sum(tensor.nbytes for tensor in tensors)
+
+
+class CountedRows(WholeSequence):
+    """Counts the rows that go through a feed-forward part."""
+
+    rows = 0
+
+    def linear_swiglu(self, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        self.rows += len(inputs)
+        return super().linear_swiglu(inputs, weight)
+
+
+def test_only_tokens_with_logits_go_through_the_last_feed_forward_part(golden: Golden) -> None:
+    model, tokens = golden.model, golden.cases[0]["input_ids"]
+    operations = CountedRows(len(tokens), model.kv_shape.heads)
+    with torch.inference_mode():
+        hidden = model.forward(torch.tensor(tokens), operations)
+        some = model.logits(hidden[-2:].clone(), operations)
+    assert operations.rows == (len(model.layers) - 1) * len(tokens) + 2
+    torch.testing.assert_close(some, whole_passes(model, tokens)[-2:])
 
 
 def check(golden: Golden, engine: Engine, order: list[int]) -> None:
