@@ -162,6 +162,8 @@ def _await_repair(shared: Any, server: psutil.Process) -> list[events.ModelDown]
             shared.wait_for(events.ServerUp)
             with TritonClient(shared.ready.grpc) as client:
                 _await_generation(client)
+            # The supervisor asks for a token of its own before it takes the entry to be up.
+            time.sleep(2)
             return downs
 
 
