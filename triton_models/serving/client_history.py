@@ -85,14 +85,15 @@ _decoder = msgspec.json.Decoder(_Items)
 _tools_decoder = msgspec.json.Decoder(list[dict[str, Any]])
 
 _LITERAL_TOKEN = re.compile(
-    r"""(?P<string> "(?:[^"\\]|\\.)*" | '(?:[^'\\]|\\.)*' )
+    r"""(?P<string> "(?:[^"\\\0]|\\[^\0])*" | '(?:[^'\\\0]|\\[^\0])*' )
     | (?P<open> [\[({] )
     | (?P<close> [\])}] )
     | [\s,:]+ | (?:None|True|False)\b | -?[0-9]+(?:\.[0-9]+)?""",
-    re.VERBOSE | re.DOTALL,
+    re.VERBOSE,
 )
 """Everything in the `str` of lists, tuples and dicts of strings and plain values. Only brackets can nest, and
-no two alternatives begin with the same character, so that matching takes linear time."""
+no two alternatives begin with the same character, so that matching takes linear time. No literal contains a
+null character."""
 
 
 def parse_history(document: bytes, empty: Shape) -> ClientHistory:

@@ -144,7 +144,8 @@ def test_hostile_histories_are_refused_at_once(document: str) -> None:
         ('[["q", "a"], {"role": "user", "content": ""}]', "mixed"),
         ('[{"role": "system", "content": "", "tools": "{"}]', "tools"),
         ("[('\\ud800', '')]", "Unicode"),
-        ("[('\0', '')]", "neither"),
+        ("[('\0', '')]", "neither JSON nor a Python literal.*at character 2"),
+        ("[('\\\0', '')]", "at character 2"),
     ],
 )
 def test_what_is_no_history_is_refused(document: str, words: str) -> None:
