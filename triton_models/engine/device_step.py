@@ -25,7 +25,7 @@ class DeviceStep:
         return self._model.forward(tokens, self._operations(layout))
 
     def logits(self, hidden: Tensor, layout: StepLayout) -> Tensor:
-        """Return the logits [S, vocabulary] of a copy of some rows of the result of `forward`, [S, width]."""
+        """Return logits [S, vocabulary]; `hidden`: a copy of some rows of `forward`'s result, overwritten."""
         return self._model.logits(hidden, self._operations(layout))
 
     def decode(self, slots: Tensor, longest: int) -> Tensor:

@@ -64,7 +64,7 @@ class CausalModel(Protocol):
         ...
 
     def forward(self, tokens: Tensor, operations: Operations) -> Tensor:
-        """Compute the new tokens, as far as later tokens need them: all keys and values.
+        """Compute the new tokens as far as later ones need them: all keys and values.
 
         What only the logits of the same token need is left to `logits`: most of a prompt's tokens get none.
 

@@ -32,7 +32,7 @@ SMALL = EngineSettings(max_running=4, max_waiting=8, max_batched_tokens=8, block
 
 
 class Observed(FakeModel):
-    """Notes how many rows go through the head at a time."""
+    """Notes of how many rows the logits are computed at a time."""
 
     def __init__(self, *, max_positions: int = 128) -> None:
         super().__init__(max_positions=max_positions)

@@ -29,10 +29,11 @@ class DecodeConfig:
 
 
 def decode_config(head_dim: int, dtype: torch.dtype, *, crowded: bool = False) -> DecodeConfig:
-    """Return the constants for a head's shape: 16 KiB of keys in a tile where a number has 16 bits.
+    """Return the constants for a head's shape: 32 KiB of keys in a tile where a number has 16 bits.
 
-    `crowded`: the device cannot hold all programs of the launch at once with such tiles, and can with half as
-    large ones. No matrix unit has float32's precision, so its tiles are small, to fit the registers.
+    `crowded`: the device cannot hold all programs of the launch at once with such tiles. They are half as
+    large then, and more of them run at the same time. No matrix unit has float32's precision, so its tiles
+    are small, to fit the registers.
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return DecodeConfig(tile=max(16, min(128, 2048 // head_dim)), warps=8, stages=3)
