@@ -21,8 +21,8 @@ GRAPH_BYTES: Final = 2 * 2**20
 STEP_TOKENS: Final = 4096
 """Tokens of the largest captured step."""
 
-_GRAPHS: Final = 100
-"""Number of captured steps: those of decodes only, and those with prompts."""
+GRAPHS: Final = 150
+"""Captured steps at `MAX_RUNNING`: those of decodes only, in two graphs each, and those with prompts."""
 _FLOAT32: Final = 4
 _CONTEXT_BYTES: Final = GIB // 2
 """What the driver and its libraries take of a device for one process."""
@@ -67,7 +67,7 @@ class Shape:
         sampling = LOGITS_COPIES * max_running * self.vocabulary * _FLOAT32
         counts = max_running * self.vocabulary * _FLOAT32
         # Once for the allocator, once for the graphs' own pool; then what sampling with every option may add.
-        pools = 2 * activations + _GRAPHS * GRAPH_BYTES
+        pools = 2 * activations + GRAPHS * GRAPH_BYTES
         return _CONTEXT_BYTES + counts + pools + max(0, sampling - activations)
 
 

@@ -49,6 +49,9 @@ def test_figures_are_the_engines_own() -> None:
     assert sizing.LOGITS_COPIES == rehearsal._LOGITS_COPIES
     assert sizing.GRAPH_BYTES == rehearsal._GRAPH_BYTES
     assert sizing.STEP_TOKENS == captured_steps.LARGEST_PROMPTS
+    decodes = captured_steps.decode_sizes(sizing.MAX_RUNNING)
+    prompts = captured_steps.prompt_sizes(sizing.STEP_TOKENS)
+    assert 2 * len(decodes) + len(prompts) == sizing.GRAPHS
 
 
 def test_chatglm3_on_24_gib() -> None:

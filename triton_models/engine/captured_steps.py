@@ -38,10 +38,12 @@ def decode_sizes(largest: int) -> list[int]:
 def prompt_sizes(largest: int) -> list[int]:
     """Return the numbers of rows that get a graph for steps with prompts.
 
-    The largest is that of a full step, so that a busy engine's steps are captured.
+    From 256 rows on, the next size is at most a sixteenth larger: a library's products take longer by whole
+    tiles, so that a few rows of padding can cost a fifth of the step (bench/LOG.md). The largest is that of a
+    full step, so that a busy engine's steps are captured.
     """
-    sizes = [*range(32, 512, 32), *range(512, 1024, 64), *range(1024, 2048, 128)]
-    sizes += range(2048, LARGEST_PROMPTS, 256)
+    sizes = [*range(16, 512, 16), *range(512, 1024, 32), *range(1024, 2048, 64)]
+    sizes += range(2048, LARGEST_PROMPTS, 128)
     largest = min(largest, LARGEST_PROMPTS)
     return [*(size for size in sizes if size < largest), largest]
 

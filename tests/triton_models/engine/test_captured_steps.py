@@ -26,9 +26,9 @@ def test_prompt_sizes_stay_within_a_step_and_waste_little(largest: int) -> None:
     sizes = prompt_sizes(largest)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == min(largest, 4096), "a full step is captured, too"
-    for rows in range(64, sizes[-1] + 1):
+    for rows in range(1, sizes[-1] + 1):
         padded = next(size for size in sizes if size >= rows)
-        assert padded - rows < max(32, 0.13 * rows)
+        assert padded - rows < max(16, 0.0625 * rows)
 
 
 SPARE = 6
