@@ -58,8 +58,8 @@ def test_sampled_answers_are_the_plain_ones(kernels: Backend, device: torch.devi
 def test_a_rehearsal_needs_no_blocks_and_leaves_nothing(kernels: Backend, device: torch.device) -> None:
     model = load_model(GOLDEN / "chatglm3", torch.float32, device)
     made = Runner(model, kernels, SMALL, Capacity(1, 64, "one block"))
-    # Prompts of 32 and of 40 rows; decodes of 1, 2 and 4, each computed and sampled.
-    assert made.rehearse() == 2 + 2 * 3
+    # Prompts of 16, 32 and 40 rows; decodes of 1, 2 and 4, each computed and sampled.
+    assert made.rehearse() == 3 + 2 * 3
     cache = weakref.ref(made._cache)
     gc.disable()
     try:
