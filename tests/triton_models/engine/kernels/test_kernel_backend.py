@@ -14,6 +14,8 @@ from triton_models.checkpoint import load_model
 from triton_models.engine.backend import PLAIN, Backend
 from triton_models.engine.engine import Engine
 from triton_models.engine.kernel_backend import kernel_backend
+from triton_models.engine.kernels import linear
+from triton_models.engine.kernels.tilings import Tiling
 from triton_models.engine.runner import Runner
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import Capacity, EngineSettings
@@ -24,9 +26,14 @@ SMALL = EngineSettings(max_running=4, max_batched_tokens=40, kv_blocks=24)
 
 @pytest.fixture
 def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """Where there is no device to capture graphs, their work is done again instead of replayed."""
+    """Where there is no device to capture graphs, their work is done again instead of replayed.
+
+    And products have large tiles there: the time of the compiler's interpreter goes with their number.
+    """
     if device.type != "cuda":
         do_again(monkeypatch)
+        large = Tiling(block_n=128, block_k=64, splits=2, warps=4, stages=3)
+        monkeypatch.setattr(linear, "tiling_for", lambda *_shape, **_options: large)
     return kernel_backend(torch.float32)
 
 
