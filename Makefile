@@ -38,13 +38,12 @@ check: install-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# First what needs no server, then what starts the real Triton; the second goes on whatever the first showed. A third of both
-# is waiting, so two processors do the work of three processes. What serves end to end are child processes, which coverage
-# does not count; tracing would only slow their clients.
+# First what needs no server, a third of which is waiting. Then what starts the real Triton; that goes on whatever the first
+# showed. What serves end to end are child processes, which coverage does not count; tracing would only slow their clients.
 test: check
 	status=0; \
 	$(BIN)/python -m pytest -m 'not e2e' --numprocesses 3 --dist worksteal --cov --cov-report=term:skip-covered || status=$$?; \
-	$(BIN)/python -m pytest -m e2e --numprocesses 3 --dist loadfile || status=$$?; \
+	$(BIN)/python -m pytest -m e2e --numprocesses 2 --dist loadfile || status=$$?; \
 	exit $$status
 
 # LangChain and agents in an environment of their own, and LlamaIndex, which wants an older OpenAI SDK, in another; both
