@@ -44,8 +44,8 @@ class Telemetry:
             resource=Resource.create({"service.name": service, **(attributes or {})}),
             shutdown_on_exit=False,
         )
-        exporter = OTLPSpanExporter(endpoint, timeout=_TIMEOUT_S)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=_DELAY_MS))
+        self._exporter = OTLPSpanExporter(endpoint, timeout=_TIMEOUT_S)
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter, schedule_delay_millis=_DELAY_MS))
         self.tracer = self._provider.get_tracer(_SCOPE)
 
     def close(self) -> None:
@@ -54,3 +54,5 @@ class Telemetry:
         closing = threading.Thread(target=self._provider.shutdown, name="telemetry-close", daemon=True)
         closing.start()
         closing.join(_LAST_WORDS_S)
+        if closing.is_alive():
+            self._exporter.shutdown()  # which ends its retries, and with them both threads

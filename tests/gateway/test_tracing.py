@@ -1,6 +1,7 @@
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -187,8 +188,15 @@ async def test_a_hang_up_in_the_queue(collector: Receiver) -> None:
 
 
 async def test_a_collector_that_is_away_costs_no_request() -> None:
+    before = set(threading.enumerate())
     async with in_process(FakeUpstream(), trace_endpoint="http://127.0.0.1:9/v1/traces") as served:
         assert (await ask(served)).status_code == 200
+        sending = set(threading.enumerate()) - before
+        assert sending
+    # Its retries end with the gateway.
+    for thread in sending:
+        thread.join(1)
+    assert not any(thread.is_alive() for thread in sending)
 
 
 def test_a_trace_that_is_not_recorded_takes_every_call() -> None:
