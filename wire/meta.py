@@ -2,7 +2,7 @@
 
 The responses to a generation come in this order: a refusal (an error, without `meta`), or `accepted`; then
 deltas and heartbeats; when a choice ends, its last response, with `finish_reason`. The final response of all
-also has `usage`. In each heartbeat interval there is at least one response.
+also has `usage`. In each heartbeat interval there is at least one response, unless the generation is `quiet`.
 
 If the generation names a delta channel (`wire.channel`), its deltas go there, and they count as responses for
 the interval.
@@ -22,6 +22,9 @@ class Accepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     prompt_tokens: int
     prompt_token_ids: list[int] | None = None
     """Only if the request set `return_token_ids`."""
+    process: str | None = None
+    """Only if the request set `quiet`: the process from which the answer will come, as its number, a dot, and
+    its start in clock ticks since boot (fields 1 and 22 of Linux's `/proc/PID/stat`)."""
 
 
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -53,9 +53,9 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     `prompt_token_ids`, never both. With `raw`, the tensor `prompt` is plain text, and `history` is empty.
 
     Raises:
-        ValueError: `prompt_ranks` without `prompt_logprobs`; or a channel for an answer that is not streamed
-            or has `prompt_logprobs`, or whose choices' numbers exceed int64 (a ValidationError while
-            decoding).
+        ValueError: `prompt_ranks` without `prompt_logprobs`; `quiet` for what has more than two responses; or
+            a channel for an answer that is not streamed or has `prompt_logprobs`, or whose choices' numbers
+            exceed int64 (a ValidationError while decoding).
     """
 
     v: Literal[1] = 1
@@ -128,6 +128,10 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     stream: bool = True
     """False: there are no deltas, but the whole answer is in the final response; only `prompt_logprobs` come
     earlier."""
+    quiet: bool = False
+    """No heartbeats, so that only one response follows `accepted`: the answer, or a refusal. For clients on
+    the model's host, which can watch the process that `accepted` names. Only for one answer that is not
+    streamed, without `prompt_logprobs`."""
     channel: ChannelStream | None = None
     """Deltas go to this channel instead of the request's own stream."""
     return_token_ids: bool = False
@@ -142,6 +146,8 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         """Check the combinations of fields that the class's docstring excludes."""
         if self.prompt_ranks and self.prompt_logprobs is None:
             raise ValueError("prompt_ranks are told with prompt_logprobs, which are not asked for")
+        if self.quiet and (self.stream or self.n > 1 or self.prompt_logprobs is not None):
+            raise ValueError("quiet is for one answer that is not streamed, without prompt_logprobs")
         if self.channel is None:
             return
         if not self.stream:

@@ -52,11 +52,12 @@ FULL = Generation(
 def test_every_field_comes_back() -> None:
     assert decode_sampling(encode_sampling(FULL)) == FULL
     said = msgspec.json.decode(encode_sampling(FULL))
-    excluded = {"v", "stream", "prompt_logprobs", "prompt_ranks"}
+    excluded = {"v", "stream", "quiet", "prompt_logprobs", "prompt_ranks"}
     assert set(said) == {field.name for field in msgspec.structs.fields(Generation)} - excluded
     whole = Generation(stream=False, prompt_logprobs=20, prompt_ranks=True)
     assert decode_sampling(encode_sampling(whole)) == whole
     assert encode_sampling(whole) == b'{"prompt_logprobs":20,"prompt_ranks":true,"stream":false}'
+    assert decode_sampling(b'{"stream":false,"quiet":true}') == Generation(stream=False, quiet=True)
 
 
 def test_nothing_is_a_generation_with_every_default() -> None:
@@ -89,6 +90,9 @@ def test_cancels_and_probes_are_told_apart_by_their_keys() -> None:
         (b'{"channel":{"id":"c","stream":1},"stream":false}', "not streamed"),
         (b'{"channel":{"id":"c","stream":1},"prompt_logprobs":0}', "exclude a channel"),
         (b'{"prompt_ranks":true}', "not asked for"),
+        (b'{"quiet":true}', "not streamed"),
+        (b'{"quiet":true,"stream":false,"n":2}', "one answer"),
+        (b'{"quiet":true,"stream":false,"prompt_logprobs":0}', "without prompt_logprobs"),
         (b'{"channel":{"id":"c","stream":9223372036854775807},"n":2}', "int64"),
         (b'{"choices":2}', "choices"),
         (b'{"v":2}', r"\$\.v"),

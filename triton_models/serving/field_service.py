@@ -15,6 +15,7 @@ from triton_models.errors import ClientInputError, StreamRefusedError
 from triton_models.serving.contracts import Ask, Row, read_ask
 from triton_models.serving.exchange import Exchange, FieldAnswer, FieldResponder
 from triton_models.serving.inner import StreamCaller
+from triton_models.serving.process import is_running
 from triton_models.serving.reply import Reply, read_reply
 from triton_models.signatures import Contract
 from wire.history import Turn
@@ -29,9 +30,8 @@ MAX_OPEN: Final = 1024
 
 MONITOR_INTERVAL_S: Final = 0.2
 
-IDLE_TIMEOUT_S: Final = 15.0
-"""After this long without a response, `M-stream` counts as dead or stuck: its heartbeats come every two
-seconds by default."""
+ACCEPT_TIMEOUT_S: Final = 15.0
+"""If it has not accepted a row by then, `M-stream` counts as dead or stuck."""
 
 TOP_P: Final = 0.8
 """The default of the original `chat`; clients of entry `M` have never been able to change it."""
@@ -44,8 +44,10 @@ class _Call:
         self.id = uuid.uuid4().hex
         self.exchange = exchange
         self.row = row
-        self.heard: float | None = None
-        """When `M-stream` last responded or was called, in monotonic seconds; None: it was not called yet."""
+        self.asked: float | None = None
+        """When `M-stream` was asked, in monotonic seconds; None: not yet."""
+        self.process: str | None = None
+        """The process of `M-stream` that has accepted the row; None: none has yet."""
         self.cancelling = False
 
 
@@ -58,13 +60,13 @@ class FieldService:
         chat_format: str,
         caller: StreamCaller,
         *,
-        idle_timeout_s: float = IDLE_TIMEOUT_S,
+        accept_timeout_s: float = ACCEPT_TIMEOUT_S,
         max_open: int = MAX_OPEN,
     ) -> None:
         self._contract = contract
         self._chat_format = chat_format
         self._caller = caller
-        self._idle_timeout_s = idle_timeout_s
+        self._accept_timeout_s = accept_timeout_s
         self._max_open = max_open
         self._calls: dict[str, _Call] = {}
         self._closing = threading.Event()
@@ -122,13 +124,15 @@ class FieldService:
             top_p=TOP_P,
             max_total_tokens=ask.max_total_tokens,
             stream=False,
+            quiet=True,
         )
-        call.heard = time.monotonic()
+        call.asked = time.monotonic()
         text = ""
         segments: list[Segment] = []
         finished = False
         for delta, meta in self._caller.generate(ask.prompt, turns, generation):
-            call.heard = time.monotonic()
+            if meta.accepted is not None:
+                call.process = meta.accepted.process
             segments += [Segment(len(text) + each.at, each.role) for each in meta.segments or ()]
             text += delta
             finished = finished or meta.finish_reason is not None
@@ -138,25 +142,32 @@ class FieldService:
 
     def _watch(self) -> None:
         while not self._closing.wait(MONITOR_INTERVAL_S):
-            self._caller.give_up(self._idle_timeout_s)
-            for call in list(self._calls.values()):
+            self._caller.give_up(self._accept_timeout_s)
+            calls = list(self._calls.values())
+            gone = {process for call in calls if (process := call.process) and not is_running(process)}
+            for call in calls:
                 try:
-                    self._look(call)
+                    self._look(call, gone)
                 except Exception:
                     # The boundary of one request on this thread: the others must still be watched.
                     log.exception("could not watch a request")
 
-    def _look(self, call: _Call) -> None:
+    def _look(self, call: _Call, gone: set[str]) -> None:
         if call.exchange.client_gone():
             call.exchange.refuse(RefusalCode.CANCELLED, "the request was cancelled")
-        if call.heard is not None and time.monotonic() - call.heard > self._idle_timeout_s:
+        if call.process in gone or self._is_overdue(call):
             call.exchange.refuse(RefusalCode.UNAVAILABLE, "the model stopped answering", row=call.row)
             # The row's thread may wait for ever; nothing can be done about it.
             self._calls.pop(call.id, None)
-        elif call.exchange.closed and call.heard is not None and not call.cancelling:
+        elif call.exchange.closed and call.asked is not None and not call.cancelling:
             # Repeated until the row ends: a cancel can overtake the request that it is meant for.
             call.cancelling = True
             threading.Thread(target=self._cancel, args=(call,), name=f"cancel-{call.id}", daemon=True).start()
+
+    def _is_overdue(self, call: _Call) -> bool:
+        if call.process is not None or call.asked is None:
+            return False
+        return time.monotonic() - call.asked > self._accept_timeout_s
 
     def _cancel(self, call: _Call) -> None:
         try:

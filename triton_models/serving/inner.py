@@ -3,6 +3,10 @@
 Every call blocks its thread. An inner request cannot be cancelled through BLS, only by a cancel request to
 `M-stream`; and if that entry's process dies, its answers stop without an error. Callers must handle both.
 
+No call may get more than two responses. The first comes with the start; if two more came while its thread
+waits, this process could stand still for ever, between the interpreter lock and two locks of Triton's code
+(see ARCHITECTURE.md). So generations are `quiet`.
+
 What BLS returns must outlive its use. One of Triton's threads in this process, which does not hold the
 interpreter lock, keeps references to an iterator and its responses for a moment after their last use here. If
 those were the last references, that thread would destroy Python objects without the lock (tritonserver 2.51:
@@ -52,7 +56,12 @@ class StreamCaller(Protocol):
     def generate(
         self, prompt: str, history: Sequence[Turn], generation: Generation
     ) -> Iterator[tuple[str, Meta]]:
-        """Run a generation; yield each response's text and document, including heartbeats.
+        """Run a generation; yield the text and document of each of its two responses.
+
+        Args:
+            prompt: its prompt.
+            history: the turns before it.
+            generation: a quiet one.
 
         Raises:
             StreamRefusedError: the entry refused, failed, or is not loaded.

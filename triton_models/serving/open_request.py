@@ -164,6 +164,8 @@ class OpenRequest:
 
     def keep_alive(self, interval_s: float) -> None:
         """Send a heartbeat if nothing was sent for `interval_s` seconds. The caller holds `lock`."""
+        if self.generation.quiet:
+            return
         if self.phase is Phase.ACCEPTED and time.monotonic() - self._last_sent >= interval_s:
             self._send("", Meta(), final=False)
 

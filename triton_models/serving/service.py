@@ -28,6 +28,7 @@ from triton_models.serving.metrics import EngineMetrics
 from triton_models.serving.monitor import Monitor
 from triton_models.serving.open_request import OpenRequest, Phase
 from triton_models.serving.preparing import Compiled, Preparing
+from triton_models.serving.process import process_name
 from triton_models.serving.refusals import refusal
 from triton_models.serving.responder import Responder
 from triton_models.serving.steps import StepDelivery
@@ -71,6 +72,7 @@ class StreamService:
         self._choices: dict[str, tuple[OpenRequest, Choice]] = {}
         """The choices that the engine may still be working on, by their keys."""
         self._keys = itertools.count()
+        self._process = process_name()
         self._closing = threading.Event()
         self._channels = Channels()
         self._delivery = StepDelivery(
@@ -209,6 +211,7 @@ class StreamService:
                 request_id=generation.request_id or request.key,
                 prompt_tokens=len(prompt_ids),
                 prompt_token_ids=prompt_ids if generation.return_token_ids else None,
+                process=self._process if generation.quiet else None,
             )
         )
         self._metrics.accepted(len(prompt_ids) * generation.n)

@@ -1,5 +1,6 @@
 """Entry M's service over a scripted stream entry."""
 
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,14 +12,16 @@ from triton_models.errors import StreamRefusedError
 from triton_models.serving import field_service
 from triton_models.serving.exchange import FieldAnswer
 from triton_models.serving.field_service import FieldService
+from triton_models.serving.process import process_name
 from triton_models.signatures import Contract
 from wire.history import Turn
 from wire.meta import Accepted, Meta, Segment
 from wire.refusal import RefusalCode
 from wire.sampling import Generation
 
-ACCEPTED = Meta(accepted=Accepted(request_id="r", prompt_tokens=1))
-FINAL = Meta(finish_reason="stop")
+
+def accepted(process: str) -> Meta:
+    return Meta(accepted=Accepted(request_id="r", prompt_tokens=1, process=process))
 
 
 class FakeStream:
@@ -28,6 +31,7 @@ class FakeStream:
         self.asked: list[tuple[str, Sequence[Turn], Generation]] = []
         self.cancels: list[str] = []
         self.lost_cancels = 0
+        self.process = process_name()
         self.over = threading.Event()
 
     def give_up(self, silent_s: float) -> None:
@@ -36,6 +40,7 @@ class FakeStream:
     def generate(
         self, prompt: str, history: Sequence[Turn], generation: Generation
     ) -> Iterator[tuple[str, Meta]]:
+        process = self.process
         self.asked.append((prompt, history, generation))
         if prompt == "refused":
             raise StreamRefusedError(RefusalCode.QUEUE_FULL, "it is full")
@@ -43,12 +48,10 @@ class FakeStream:
             raise OSError("a secret")
         if prompt == "silent":
             self.over.wait(TIMEOUT_S)
-        yield "", ACCEPTED
-        while prompt == "wait":
+        yield "", accepted(process)
+        while prompt == "wait" and not self.over.wait(0.01):
             if generation.request_id in self.cancels:
                 raise StreamRefusedError(RefusalCode.CANCELLED, "cancelled")
-            threading.Event().wait(0.01)
-            yield "", Meta()
         if prompt == "cut short":
             return
         yield f"\nre {prompt}", Meta(tokens=1)
@@ -146,7 +149,8 @@ def test_a_question_and_its_answer(field: Field) -> None:
     ]
     ((prompt, history, generation),) = field.stream.asked
     assert (prompt, len(history)) == ("hi", 2)
-    assert (generation.temperature, generation.max_total_tokens, generation.stream) == (0.5, 99, False)
+    assert (generation.temperature, generation.max_total_tokens) == (0.5, 99)
+    assert (generation.stream, generation.quiet) == (False, True)
     assert generation.max_tokens is None
     assert generation.request_id
 
@@ -193,14 +197,28 @@ def test_a_client_that_left_frees_the_engine_even_if_cancels_get_lost(field: Fie
     assert set(field.stream.cancels) == {field.stream.asked[0][2].request_id}
 
 
-def test_a_stream_entry_that_falls_silent_is_given_up(start: Callable[..., Field]) -> None:
-    field = start(idle_timeout_s=2)
+def test_a_stream_entry_that_does_not_accept_is_given_up(start: Callable[..., Field]) -> None:
+    field = start(accept_timeout_s=2)
     assert field.ask("silent").wait().refusal == (RefusalCode.UNAVAILABLE, "the model stopped answering")
     assert not field.service._calls
-    heard = field.ask("wait")
+    answering = field.ask("wait")
     threading.Event().wait(3)
-    heard.gone = True
-    assert heard.wait().refusal[0] is RefusalCode.CANCELLED
+    answering.gone = True
+    assert answering.wait().refusal[0] is RefusalCode.CANCELLED
+
+
+def test_rows_end_with_the_process_that_has_accepted_them(field: Field) -> None:
+    with subprocess.Popen(["/bin/sleep", "600"]) as process:
+        field.stream.process = process_name(process.pid)
+        its_own = field.ask("wait", "wait")
+        wait_until(lambda: len(field.stream.asked) == 2)
+        field.stream.process = process_name()
+        of_another = field.ask("wait")
+        wait_until(lambda: len(field.stream.asked) == 3)
+        process.kill()  # and not taken note of: what Triton's stubs are until their parent does
+        assert its_own.wait().refusal[0] is RefusalCode.UNAVAILABLE
+    of_another.gone = True
+    assert of_another.wait().refusal[0] is RefusalCode.CANCELLED
 
 
 def test_hundreds_are_open_at_once_and_more_are_refused(start: Callable[..., Field]) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.triton_models.serving.conftest import Served
 from tests.triton_models.serving.fakes import FakePbUtils, FakeResponder, wait_until
+from triton_models.serving.process import is_running
 from wire.meta import Meta
 from wire.refusal import RefusalCode
 
@@ -161,6 +162,24 @@ def test_a_client_that_left_frees_its_place(serve: Callable[..., Served], pb_uti
     wait_until(lambda: probe(served)["running"] == 0)
     wait_until(lambda: pb_utils.metric("requests_total", finish_reason="cancelled").value == 2)
     wait_until(lambda: pb_utils.metric("kv_blocks_used").value == 0)
+
+
+def test_a_quiet_request_hears_of_its_start_and_its_end_only(serve: Callable[..., Served]) -> None:
+    served = serve(max_running=1, slow=True)
+    busy = served.ask(max_tokens=LONG, ignore_eos=True)
+    beating = served.ask(max_tokens=8, ignore_eos=True, stream=False)
+    quiet = served.ask(max_tokens=8, ignore_eos=True, stream=False, quiet=True)
+    wait_until(lambda: len(beating.metas) > 3)
+    assert len(quiet.metas) == 1
+    assert is_running(quiet.metas[0].accepted.process)
+    assert beating.metas[0].accepted.process is None
+    busy.gone = True
+    assert len(quiet.wait().metas) == 2
+    assert quiet.metas[1].usage.completion_tokens == 8
+    refused = served.ask(max_tokens=LONG, ignore_eos=True, stream=False, quiet=True, request_id="q")
+    served.send(b'{"cancel":"q"}').wait()
+    assert refused.wait().refusal[0] is RefusalCode.CANCELLED
+    assert len(refused.metas) <= 1
 
 
 def test_a_request_that_waits_hears_heartbeats(serve: Callable[..., Served]) -> None:
