@@ -43,7 +43,7 @@ check: install-dev
 test: check
 	status=0; \
 	$(BIN)/python -m pytest -m 'not e2e' --numprocesses 3 --dist worksteal --cov --cov-report=term:skip-covered || status=$$?; \
-	$(BIN)/python -m pytest -m e2e --numprocesses 2 --dist loadfile || status=$$?; \
+	$(BIN)/python -m pytest -m e2e --numprocesses 3 --dist loadfile || status=$$?; \
 	exit $$status
 
 # LangChain and agents in an environment of their own, and LlamaIndex, which wants an older OpenAI SDK, in another; both
