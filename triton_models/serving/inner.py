@@ -19,17 +19,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import numpy as np
 
 from triton_models.errors import StreamRefusedError
+from triton_models.serving.nudges import Nudges
 from triton_models.serving.starts import Starts, StartsLostError
 from wire import names
 from wire.history import Turn, encode_history
 from wire.meta import Meta, decode_meta
 from wire.refusal import RefusalCode, parse_refusal
-from wire.sampling import Cancel, Generation, encode_sampling
+from wire.sampling import Cancel, Generation, Probe, encode_sampling
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +95,11 @@ class BlsCaller:
         self._pb_utils = pb_utils
         self._kept = _Kept()
         self._starts = Starts()
+        self._nudges = Nudges(self._starts, self._nudge)
 
     def give_up(self, silent_s: float) -> None:
         """See `StreamCaller.give_up`."""
+        self._nudges.replace_lost(silent_s)
         try:
             self._starts.replace_lost(silent_s)
         except StartsLostError:
@@ -108,14 +112,28 @@ class BlsCaller:
         self, prompt: str, history: Sequence[Turn], generation: Generation
     ) -> Iterator[tuple[str, Meta]]:
         """See `StreamCaller.generate`."""
-        return self._call(prompt.encode(), encode_history(list(history)), encode_sampling(generation))
+        said = encode_history(list(history))
+        return self._call(self._start(), encode_sampling(generation), prompt.encode(), said)
 
     def cancel(self, request_id: str) -> None:
         """See `StreamCaller.cancel`."""
-        for _ in self._call(b"", b"", encode_sampling(Cancel(request_id))):
+        for _ in self._call(self._start(), encode_sampling(Cancel(request_id))):
             pass
 
-    def _call(self, prompt: bytes, history: bytes, sampling: bytes) -> Iterator[tuple[str, Meta]]:
+    def _nudge(self) -> None:
+        with suppress(StreamRefusedError):  # the calls that wait fail in the same way
+            for _ in self._call(nullcontext(), encode_sampling(Probe(probe=True))):
+                pass
+
+    @contextmanager
+    def _start(self) -> Iterator[None]:
+        with self._starts.place(START_TIMEOUT_S):
+            self._nudges.begin()
+            yield
+
+    def _call(
+        self, start: AbstractContextManager[None], sampling: bytes, prompt: bytes = b"", history: bytes = b""
+    ) -> Iterator[tuple[str, Meta]]:
         values = {names.PROMPT: prompt, names.HISTORY: history, names.SAMPLING: sampling}
         request = self._pb_utils.InferenceRequest(
             model_name=self._entry,
@@ -129,7 +147,7 @@ class BlsCaller:
         refusal: StreamRefusedError | None = None
         used: list[Any] = []
         try:
-            with self._starts.place(START_TIMEOUT_S):
+            with start:
                 used.append(request.exec(decoupled=True))  # returns with the first response
             # Always read to the end: only then does Triton release the request.
             for response in used[0]:

@@ -23,10 +23,11 @@ class StartsLostError(Exception):
 
 
 class Starts:
-    """`AT_ONCE` places to start calls; one held too long counts as lost and is replaced. Thread-safe."""
+    """`at_once` places to start calls; one held too long counts as lost and is replaced. Thread-safe."""
 
-    def __init__(self) -> None:
-        self._free = threading.Semaphore(AT_ONCE)
+    def __init__(self, at_once: int = AT_ONCE, losses_borne: int = LOSSES_BORNE) -> None:
+        self._free = threading.Semaphore(at_once)
+        self._losses_borne = losses_borne
         self._lock = threading.Lock()
         self._held: dict[object, float] = {}
         self._lost = 0
@@ -51,19 +52,24 @@ class Starts:
             if still_held:
                 self._free.release()
 
+    def oldest(self) -> float | None:
+        """Return when the call began that is starting for longest, in monotonic seconds; None: none is."""
+        with self._lock:
+            return next(iter(self._held.values()), None)
+
     def replace_lost(self, held_s: float) -> None:
         """Replace the places that were held for `held_s` seconds.
 
         Raises:
-            StartsLostError: more were lost in total than the pool can bear.
+            StartsLostError: more would then be lost in total than the pool can bear; none was replaced.
         """
         before = time.monotonic() - held_s
         with self._lock:
             lost = [token for token, since in self._held.items() if since < before]
+            if self._lost + len(lost) > self._losses_borne:
+                raise StartsLostError
             for token in lost:
                 del self._held[token]
             self._lost += len(lost)
         for _ in lost:
             self._free.release()
-        if self._lost > LOSSES_BORNE:
-            raise StartsLostError
