@@ -105,9 +105,10 @@ def test_what_is_behind_it_may_go_and_come_back(own_up: UpProcess) -> None:
             wait_until(lambda seen=said: f"Triton is down ({ABORTED})" in own_up.output[seen:])
             assert not lives(server)
         else:
-            assert faults & {"503", "ReadTimeout"}
+            assert any("503" in fault for fault in faults if fault) or "ReadTimeout" in faults
         if victim == "chatglm3-stream":
             assert "ReadTimeout" not in faults
+            assert CUT in faults or any("process has ended" in fault for fault in faults if fault)
         wait_until(lambda: answers(own_up), RECOVER_WITHIN_S)
         wait_until(lambda: idle(own_up))
     assert own_up.stop() == 0
@@ -118,7 +119,7 @@ def fault_of(up: UpProcess, patience_s: float) -> str | None:
     try:
         ask_batched(up.triton_http, HELLO, temperature="1", max_token=LONG, timeout_s=patience_s)
     except FieldError as error:
-        return str(error.status)
+        return f"{error.status} {error}"
     except (httpx.NetworkError, httpx.RemoteProtocolError):
         return CUT
     except httpx.TransportError as error:

@@ -10,6 +10,6 @@ The threads of a stream entry, and what each may do:
   their frames, and passes the others on to the sender threads;
 * sender threads turn tokens into text and send it on the requests' own streams, joining what piled up
   meanwhile;
-* the monitor thread watches for cancels and keeps quiet streams alive with heartbeats;
+* the monitor thread watches for cancels and keeps silent streams alive with heartbeats;
 * the metrics thread is the only one that touches Triton's custom metrics.
 """

@@ -31,7 +31,7 @@ MAX_OPEN: Final = 1024
 MONITOR_INTERVAL_S: Final = 0.2
 
 ACCEPT_TIMEOUT_S: Final = 15.0
-"""If it has not accepted a row by then, `M-stream` counts as dead or stuck."""
+"""Seconds after it was asked; an `M-stream` that has not accepted the row by then counts as dead or stuck."""
 
 TOP_P: Final = 0.8
 """The default of the original `chat`; clients of entry `M` have never been able to change it."""
@@ -69,6 +69,7 @@ class FieldService:
         self._accept_timeout_s = accept_timeout_s
         self._max_open = max_open
         self._calls: dict[str, _Call] = {}
+        self._gone: set[str] = set()
         self._closing = threading.Event()
         self._monitor = threading.Thread(target=self._watch, name="field-monitor", daemon=True)
 
@@ -144,7 +145,7 @@ class FieldService:
         while not self._closing.wait(MONITOR_INTERVAL_S):
             self._caller.give_up(self._accept_timeout_s)
             calls = list(self._calls.values())
-            gone = {process for call in calls if (process := call.process) and not is_running(process)}
+            gone = self._find_gone({call.process for call in calls if call.process is not None})
             for call in calls:
                 try:
                     self._look(call, gone)
@@ -152,11 +153,18 @@ class FieldService:
                     # The boundary of one request on this thread: the others must still be watched.
                     log.exception("could not watch a request")
 
+    def _find_gone(self, processes: set[str]) -> set[str]:
+        """Return which of them were gone the last time, too: their last answers have arrived by now."""
+        gone = {process for process in processes if not is_running(process)}
+        before, self._gone = self._gone, gone
+        return gone & before
+
     def _look(self, call: _Call, gone: set[str]) -> None:
         if call.exchange.client_gone():
             call.exchange.refuse(RefusalCode.CANCELLED, "the request was cancelled")
-        if call.process in gone or self._is_overdue(call):
-            call.exchange.refuse(RefusalCode.UNAVAILABLE, "the model stopped answering", row=call.row)
+        lost = "the model's process has ended" if call.process in gone else self._overdue(call)
+        if lost is not None:
+            call.exchange.refuse(RefusalCode.UNAVAILABLE, lost, row=call.row)
             # The row's thread may wait for ever; nothing can be done about it.
             self._calls.pop(call.id, None)
         elif call.exchange.closed and call.asked is not None and not call.cancelling:
@@ -164,10 +172,11 @@ class FieldService:
             call.cancelling = True
             threading.Thread(target=self._cancel, args=(call,), name=f"cancel-{call.id}", daemon=True).start()
 
-    def _is_overdue(self, call: _Call) -> bool:
+    def _overdue(self, call: _Call) -> str | None:
         if call.process is not None or call.asked is None:
-            return False
-        return time.monotonic() - call.asked > self._accept_timeout_s
+            return None
+        overdue = time.monotonic() - call.asked > self._accept_timeout_s
+        return "the model does not accept the request" if overdue else None
 
     def _cancel(self, call: _Call) -> None:
         try:

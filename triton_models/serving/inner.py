@@ -121,7 +121,7 @@ class BlsCaller:
             pass
 
     def _nudge(self) -> None:
-        with suppress(StreamRefusedError):  # the calls that wait fail in the same way
+        with suppress(StreamRefusedError):  # which is an answer, too
             for _ in self._call(nullcontext(), encode_sampling(Probe(probe=True))):
                 pass
 

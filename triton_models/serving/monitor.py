@@ -1,4 +1,4 @@
-"""Watches open requests and channels: notices clients that left, and sends heartbeats on quiet streams."""
+"""Watches open requests and channels: notices clients that left, and sends heartbeats on silent streams."""
 
 import logging
 import threading
@@ -74,21 +74,21 @@ class Monitor(Generic[W]):
         streams = list(self._streams())
         few = len(streams) <= _FEW
         # The next check may come late by that much, but the client must get its heartbeat in time.
-        quiet_s = max(0.0, self._heartbeat_s - (_TURN_S if few else PERIOD_S))
+        silent_s = max(0.0, self._heartbeat_s - (_TURN_S if few else PERIOD_S))
         missed, self._missed = self._missed, set()
         for stream in streams:
             due = few or stream.key in missed or hash(stream.key) % _TURNS == turn % _TURNS
-            if due and not self._look(stream, quiet_s):
+            if due and not self._look(stream, silent_s):
                 self._missed.add(stream.key)
 
-    def _look(self, stream: W, quiet_s: float) -> bool:
+    def _look(self, stream: W, silent_s: float) -> bool:
         """Check one stream; return False if something is being sent on it right now."""
         if not stream.lock.acquire(blocking=False):
             return False
         try:
             gone = stream.client_gone()
             if not gone:
-                stream.keep_alive(quiet_s)
+                stream.keep_alive(silent_s)
         except Exception:
             # Confined to one stream: the others must still be watched.
             log.exception("could not watch stream %s", stream.key)

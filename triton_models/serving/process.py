@@ -24,9 +24,12 @@ def process_name(pid: int | None = None) -> str:
 
 
 def is_running(name: str) -> bool:
-    """Return whether the process with this name still runs; stopped ones do."""
+    """Return whether the process with this name still runs; a stopped one does, and one that is hidden."""
     pid, _, start = name.partition(".")
-    found = _state_and_start(int(pid))
+    try:
+        found = _state_and_start(int(pid))
+    except OSError:
+        return True
     return found is not None and found[1] == start and found[0] not in _ENDED
 
 

@@ -14,8 +14,9 @@ from typing import Final
 AT_ONCE: Final = 8
 """The first response takes a millisecond or two, so this allows hundreds of calls per second."""
 
-LOSSES_BORNE: Final = 16
-"""Number of threads of the pool that may be lost before too few are left."""
+LOSSES_BORNE: Final = 12
+"""Number of threads of the pool that may be lost. With those that `nudges` may lose, and all that start or
+nudge at once, they are fewer than 32."""
 
 
 class StartsLostError(Exception):
@@ -52,10 +53,13 @@ class Starts:
             if still_held:
                 self._free.release()
 
-    def oldest(self) -> float | None:
-        """Return when the call began that is starting for longest, in monotonic seconds; None: none is."""
+    def oldest(self, after: float) -> float | None:
+        """Return when the first call after `after` began that is still starting, in monotonic seconds.
+
+        None: none is.
+        """
         with self._lock:
-            return next(iter(self._held.values()), None)
+            return next((since for since in self._held.values() if since > after), None)
 
     def replace_lost(self, held_s: float) -> None:
         """Replace the places that were held for `held_s` seconds.

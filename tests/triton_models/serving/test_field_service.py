@@ -20,7 +20,7 @@ from wire.refusal import RefusalCode
 from wire.sampling import Generation
 
 
-def accepted(process: str) -> Meta:
+def acceptance(process: str) -> Meta:
     return Meta(accepted=Accepted(request_id="r", prompt_tokens=1, process=process))
 
 
@@ -48,7 +48,7 @@ class FakeStream:
             raise OSError("a secret")
         if prompt == "silent":
             self.over.wait(TIMEOUT_S)
-        yield "", accepted(process)
+        yield "", acceptance(process)
         while prompt == "wait" and not self.over.wait(0.01):
             if generation.request_id in self.cancels:
                 raise StreamRefusedError(RefusalCode.CANCELLED, "cancelled")
@@ -197,14 +197,16 @@ def test_a_client_that_left_frees_the_engine_even_if_cancels_get_lost(field: Fie
     assert set(field.stream.cancels) == {field.stream.asked[0][2].request_id}
 
 
-def test_a_stream_entry_that_does_not_accept_is_given_up(start: Callable[..., Field]) -> None:
-    field = start(accept_timeout_s=2)
-    assert field.ask("silent").wait().refusal == (RefusalCode.UNAVAILABLE, "the model stopped answering")
-    assert not field.service._calls
-    answering = field.ask("wait")
-    threading.Event().wait(3)
-    answering.gone = True
-    assert answering.wait().refusal[0] is RefusalCode.CANCELLED
+def test_a_stream_entry_that_does_not_accept_is_given_up(field: Field) -> None:
+    accepted = field.ask("wait")
+    wait_until(lambda: [call.process for call in field.service._calls.values()] == [field.stream.process])
+    field.service._accept_timeout_s = 0.3
+    code, message = field.ask("silent").wait().refusal
+    assert code is RefusalCode.UNAVAILABLE
+    assert "does not accept" in message
+    wait_until(lambda: len(field.service._calls) == 1)
+    accepted.gone = True
+    assert accepted.wait().refusal[0] is RefusalCode.CANCELLED
 
 
 def test_rows_end_with_the_process_that_has_accepted_them(field: Field) -> None:
@@ -215,8 +217,11 @@ def test_rows_end_with_the_process_that_has_accepted_them(field: Field) -> None:
         field.stream.process = process_name()
         of_another = field.ask("wait")
         wait_until(lambda: len(field.stream.asked) == 3)
-        process.kill()  # and not taken note of: what Triton's stubs are until their parent does
-        assert its_own.wait().refusal[0] is RefusalCode.UNAVAILABLE
+        process.kill()  # a zombie, like a stub that Triton has not waited for yet
+        code, message = its_own.wait().refusal
+        assert code is RefusalCode.UNAVAILABLE
+        assert "process has ended" in message
+    wait_until(lambda: len(field.service._calls) == 1)
     of_another.gone = True
     assert of_another.wait().refusal[0] is RefusalCode.CANCELLED
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.triton_models.serving.fakes import TIMEOUT_S
 from triton_models.errors import StreamRefusedError
+from triton_models.serving import nudges
 from triton_models.serving.inner import LATEST, BlsCaller
 from wire import names
 from wire.history import Turn, decode_history
@@ -108,7 +109,8 @@ def triton() -> FakeTriton:
 
 
 @pytest.fixture
-def caller(triton: FakeTriton) -> BlsCaller:
+def caller(triton: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> BlsCaller:
+    monkeypatch.setattr(nudges, "AFTER_S", 1000.0)
     return BlsCaller("m-stream", LATEST, triton)
 
 
@@ -159,8 +161,9 @@ def test_an_entry_that_is_not_loaded(caller: BlsCaller, triton: FakeTriton) -> N
     assert raised.value.code == RefusalCode.UNAVAILABLE
 
 
-def test_a_call_that_triton_has_forgotten_is_brought_back(caller: BlsCaller, triton: FakeTriton) -> None:
+def test_a_call_that_triton_has_forgotten_is_brought_back(triton: FakeTriton) -> None:
     """By a probe: any other request makes Triton look at those that wait, too."""
+    caller = BlsCaller("m-stream", LATEST, triton)
     probed = threading.Event()
 
     def answer(sampling: Sampling) -> list[Any]:

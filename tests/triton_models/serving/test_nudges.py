@@ -5,7 +5,7 @@ import pytest
 
 from tests.triton_models.serving.fakes import TIMEOUT_S, wait_until
 from triton_models.serving import nudges
-from triton_models.serving.nudges import LOSSES_BORNE, Nudges
+from triton_models.serving.nudges import AT_ONCE, LOSSES_BORNE, Nudges
 from triton_models.serving.starts import Starts
 
 SOME_NUDGES_S = 5 * nudges.AFTER_S
@@ -17,10 +17,11 @@ class Entry:
     def __init__(self) -> None:
         self.nudged = 0
         self.answers = threading.Event()
-        self.answers.set()
+        self._counting = threading.Lock()
 
     def nudge(self) -> None:
-        self.nudged += 1
+        with self._counting:
+            self.nudged += 1
         self.answers.wait(TIMEOUT_S)
 
     def is_left_alone(self) -> bool:
@@ -29,39 +30,45 @@ class Entry:
         return self.nudged == before
 
 
-def test_starts_that_take_long_are_nudged_until_they_are_over() -> None:
+def test_a_start_that_takes_long_is_nudged_until_a_nudge_is_answered() -> None:
     starts, entry = Starts(), Entry()
     nudging = Nudges(starts, entry.nudge)
     for _ in range(2):
         before = entry.nudged
         with starts.place(1):
             nudging.begin()
-            wait_until(lambda seen=before: entry.nudged >= seen + 3)
-        wait_until(entry.is_left_alone)
+            wait_until(lambda before=before: entry.nudged == before + AT_ONCE)
+            assert entry.is_left_alone(), "more than that wait"
+            entry.answers.set()
+            wait_until(entry.is_left_alone)
+            entry.answers.clear()
 
 
-def test_starts_that_are_soon_over_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nudges, "AFTER_S", 60.0)
+def test_each_start_has_its_own_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nudges, "AFTER_S", 1.0)
     starts, entry = Starts(), Entry()
+    entry.answers.set()
     nudging = Nudges(starts, entry.nudge)
-    for _ in range(100):
+    begin = time.monotonic()
+    while time.monotonic() - begin < 3:
         with starts.place(1):
             nudging.begin()
-    time.sleep(SOME_NUDGES_S)
+            started = time.monotonic()
+            time.sleep(0.05)
+            if time.monotonic() - started > 0.5:
+                return  # this process was stopped for so long that there may be one
     assert entry.nudged == 0
 
 
-def test_one_nudge_at_a_time_and_those_without_an_answer_are_given_up_so_often_only() -> None:
+def test_nudges_without_an_answer_are_given_up_so_often_only() -> None:
     starts, entry = Starts(), Entry()
     nudging = Nudges(starts, entry.nudge)
-    entry.answers.clear()
     with starts.place(1):
         nudging.begin()
-        for number in range(1, LOSSES_BORNE + 2):
+        for number in range(AT_ONCE, AT_ONCE + LOSSES_BORNE + 1, AT_ONCE):
             wait_until(lambda number=number: entry.nudged == number)
-            time.sleep(SOME_NUDGES_S)
-            assert entry.nudged == number
+            assert entry.is_left_alone()
             nudging.replace_lost(0)
-        time.sleep(SOME_NUDGES_S)
-        assert entry.nudged == LOSSES_BORNE + 1
+        assert entry.is_left_alone()
+        assert entry.nudged == AT_ONCE + LOSSES_BORNE
     entry.answers.set()

@@ -1,6 +1,8 @@
+import contextlib
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,19 +10,28 @@ import pytest
 from triton_models.serving.process import is_running, process_name
 
 
+@contextlib.contextmanager
+def sleeper(program: str = "/bin/sleep") -> Iterator[int]:
+    with subprocess.Popen([program, "600"]) as process:
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
 def test_a_process_runs_until_it_ends_even_if_nobody_takes_note() -> None:
-    with subprocess.Popen(["/bin/sleep", "600"]) as process:
-        name = process_name(process.pid)
+    with sleeper() as pid:
+        name = process_name(pid)
         assert is_running(name)
-        os.kill(process.pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGSTOP)
         assert is_running(name)
-        process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert Path(f"/proc/{process.pid}").exists()
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert Path(f"/proc/{pid}").exists()
         assert not is_running(name)
     assert not is_running(name)
     with pytest.raises(ProcessLookupError):
-        process_name(process.pid)
+        process_name(pid)
 
 
 def test_a_number_that_was_given_again_is_another_process() -> None:
@@ -29,9 +40,17 @@ def test_a_number_that_was_given_again_is_another_process() -> None:
     assert not is_running(name + "1")
 
 
+def test_a_process_that_is_hidden_counts_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError
+
+    name = process_name()
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert is_running(name)
+
+
 def test_a_program_may_have_any_name(tmp_path: Path) -> None:
     program = tmp_path / ") Z 1 ("
     program.symlink_to("/bin/sleep")
-    with subprocess.Popen([str(program), "600"]) as process:
-        assert is_running(process_name(process.pid))
-        process.kill()
+    with sleeper(str(program)) as pid:
+        assert is_running(process_name(pid))
