@@ -55,4 +55,5 @@ class Telemetry:
         closing.start()
         closing.join(_LAST_WORDS_S)
         if closing.is_alive():
-            self._exporter.shutdown()  # type: ignore[no-untyped-call] # which ends its retries, and with them both threads
+            # Which ends its retries, and with them both threads.
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]

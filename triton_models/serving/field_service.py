@@ -176,7 +176,7 @@ class FieldService:
         if call.process is not None or call.asked is None:
             return None
         overdue = time.monotonic() - call.asked > self._accept_timeout_s
-        return "the model does not accept the request" if overdue else None
+        return "the model did not take the request in time" if overdue else None
 
     def _cancel(self, call: _Call) -> None:
         try:
