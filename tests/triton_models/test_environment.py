@@ -35,10 +35,11 @@ def unpack(archive: Path, folder: Path) -> Path:
 
 
 def source(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Activate as Triton does, then run what PATH calls python3."""
+    """Activate as Triton does, then run what PATH calls python3: the tests' own Python, if that is not given."""
+    own = {"PATH": f"{sys.base_prefix}/bin:{os.environ['PATH']}"}
     return subprocess.run(
         ["/bin/bash", "-c", f"source {folder}/bin/activate && exec python3 -c {SEEN!r}"],
-        env=os.environ | variables,
+        env=os.environ | own | variables,
         capture_output=True,
         text=True,
         check=False,
