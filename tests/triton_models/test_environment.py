@@ -35,7 +35,7 @@ def unpack(archive: Path, folder: Path) -> Path:
 
 
 def source(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Activate as Triton does, then run what PATH calls python3: the tests' own Python, if that is not given."""
+    """Activate as Triton does, then run what PATH calls python3: by default the tests' own Python."""
     own = {"PATH": f"{sys.base_prefix}/bin:{os.environ['PATH']}"}
     return subprocess.run(
         ["/bin/bash", "-c", f"source {folder}/bin/activate && exec python3 -c {SEEN!r}"],
