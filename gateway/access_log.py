@@ -31,6 +31,8 @@ def request_line(exchange: Exchange, route: str, duration_s: float) -> dict[str,
         line |= {"queued_ms": _ms(exchange.queued_s), "waited_ms": _ms(exchange.waited_s)}
     if exchange.generates:
         line |= _generation(exchange)
+    if exchange.ignored:
+        line["ignored"] = ",".join(exchange.ignored)
     line |= _upstreams(exchange.trace)
     if exchange.error is not None:
         line["error"] = type(exchange.error).__name__

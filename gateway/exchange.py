@@ -43,6 +43,8 @@ class Exchange:
     """Time spent waiting for the client's body, for admission and for the upstream."""
     queued_s: float | None = None
     """The part of `waited_s` spent waiting for admission; None: it needed none, or did not get that far."""
+    ignored: dict[str, None] = field(default_factory=dict)
+    """Names of fields of its body that were ignored, in their order."""
     body: bytes | None = None
     """As the client sent it; kept only if it is to be logged."""
     prompt_tokens: int = 0

@@ -31,6 +31,8 @@ from gateway.turnstile import Turnstile
 T = TypeVar("T")
 
 REQUEST_ID_HEADER = "X-Request-Id"
+IGNORED_HEADER = "X-Tritongate-Ignored"
+"""Names the fields of the request that had no effect."""
 
 _log = logging.getLogger("gateway.access")
 _dice = random.Random()  # noqa: S311 - which requests are logged is no secret
@@ -81,7 +83,10 @@ class ExchangeMiddleware:
         async def watched_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = exchange.request_id
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID_HEADER] = exchange.request_id
+                if exchange.ignored:
+                    headers[IGNORED_HEADER] = ", ".join(exchange.ignored)
             await send(message)
 
         drain = self._gateway.drain

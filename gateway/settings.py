@@ -108,6 +108,11 @@ class Settings(BaseSettings):
         ge=1,
         description="limit on new tokens when a request sets none; unset: the rest of the context",
     )
+    strict: bool = Field(
+        default=False,
+        description="refuse fields of requests that have no effect; otherwise they are accepted, and the "
+        "answer's header x-tritongate-ignored names them",
+    )
     max_choices: int = Field(
         32,
         ge=1,

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 from gateway.errors import ClientGoneError, ControlDisabledError, UnsupportedMediaTypeError
 from gateway.exchange import Exchange
 from gateway.flight import Flight
+from gateway.openai.document import Reading
 from gateway.resources import Gateway
 from gateway.setting_types import Scope, is_loopback
 
@@ -60,6 +61,15 @@ async def _json_body(request: Request, gateway: GatewayDep, exchange: ExchangeDe
     return body
 
 
+async def _reading(gateway: GatewayDep, exchange: ExchangeDep) -> Reading:
+    served = gateway.upstream.models()
+    return Reading(
+        strict=gateway.settings.strict,
+        model=served[0].id if len(served) == 1 else None,
+        ignored=exchange.ignored,
+    )
+
+
 async def _flight(gateway: GatewayDep, exchange: ExchangeDep) -> Flight:
     return Flight(gateway, exchange)
 
@@ -74,4 +84,6 @@ MetricsKey = Depends(_metrics)
 """For `/metrics`: any key, where the settings ask for one."""
 
 JsonBody = Annotated[bytes, Depends(_json_body)]
+ReadingDep = Annotated[Reading, Depends(_reading)]
+"""How the body is read; what it ignores, the answer names."""
 FlightDep = Annotated[Flight, Depends(_flight)]

@@ -4,7 +4,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from gateway.api.answering import AnsweringDep
-from gateway.api.deps import InferenceKey, JsonBody
+from gateway.api.deps import InferenceKey, JsonBody, ReadingDep
 from gateway.api.openapi import body_of, streamed_or_whole
 from gateway.openai.responses_answer import ResponsesAnswer
 from gateway.openai.responses_documents import ResponseDocument
@@ -20,7 +20,7 @@ router = APIRouter(dependencies=[InferenceKey])
     openapi_extra=body_of(ResponsesRequest),
     responses=streamed_or_whole(ResponseDocument, StreamEvent),
 )
-async def create_response(body: JsonBody, answering: AnsweringDep) -> Response:
+async def create_response(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
     """Answer a conversation, whole or as a stream of named events. Nothing is stored."""
-    asked = read_responses_request(body)
+    asked = read_responses_request(body, reading)
     return await answering.respond(asked, ResponsesAnswer(asked))

@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from gateway.api.deps import ExchangeDep, FlightDep, GatewayDep, InferenceKey, JsonBody
+from gateway.api.deps import ExchangeDep, FlightDep, GatewayDep, InferenceKey, JsonBody, ReadingDep
 from gateway.api.openapi import body_of, whole
 from gateway.errors import InvalidRequestError
 from gateway.exchange import Exchange
@@ -70,9 +70,11 @@ TokenizingDep = Annotated[Tokenizing, Depends(_tokenizing)]
     openapi_extra=body_of(TokenizeRequest),
     responses=whole(TokenizeAnswer),
 )
-async def tokenize(body: JsonBody, gateway: GatewayDep, tokenizing: TokenizingDep) -> Response:
+async def tokenize(
+    body: JsonBody, reading: ReadingDep, gateway: GatewayDep, tokenizing: TokenizingDep
+) -> Response:
     """Return the ids of a text, or of a conversation as the model would be given it."""
-    asked = read_tokenize_request(body)
+    asked = read_tokenize_request(body, reading)
     tokens = await tokenizing.ask(asked)
     answer = await tokenize_answer(tokens, gateway.upstream.model(asked.model).max_context)
     return Response(encode(answer), media_type="application/json")
@@ -84,7 +86,7 @@ async def tokenize(body: JsonBody, gateway: GatewayDep, tokenizing: TokenizingDe
     openapi_extra=body_of(DetokenizeRequest),
     responses=whole(DetokenizeAnswer),
 )
-async def detokenize(body: JsonBody, tokenizing: TokenizingDep) -> Response:
+async def detokenize(body: JsonBody, reading: ReadingDep, tokenizing: TokenizingDep) -> Response:
     """Return the text of a model's token ids."""
-    tokens = await tokenizing.ask(read_detokenize_request(body))
+    tokens = await tokenizing.ask(read_detokenize_request(body, reading))
     return Response(encode(DetokenizeAnswer(tokens.text)), media_type="application/json")

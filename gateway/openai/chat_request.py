@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
@@ -14,16 +14,15 @@ from gateway.generation import Conversation, Generation, Grammar, Message, Messa
 from gateway.openai import generation_request
 from gateway.openai.any_completion_request import AnyCompletionRequest
 from gateway.openai.content import Content, Unread, text_of
-from gateway.openai.document import read_object, validate, without_neutral
+from gateway.openai.document import Reading, read_object, validate, without_neutral
 from gateway.openai.generation_request import (
     MESSAGES_LIMIT,
     Items,
     Strict,
     TokenBound,
     at_most,
-    without_neutral_options,
 )
-from gateway.openai.structured import ResponseFormat, StructuredRequest, one_grammar, refuse_open_ends
+from gateway.openai.structured import ResponseFormat, StructuredRequest, refuse_open_ends
 from gateway.openai.tools import (
     FunctionCall,
     FunctionName,
@@ -36,32 +35,25 @@ from gateway.openai.tools import (
 )
 from wire.limits import TOP_LOGPROBS_LIMIT
 
-NOT_YET: Mapping[str, Any] = MappingProxyType(
+UNSUPPORTED: Mapping[str, Any] = MappingProxyType(
     {
-        **generation_request.NOT_YET,
+        **generation_request.UNSUPPORTED,
+        "add_generation_prompt": True,
+        "add_special_tokens": False,
         "audio": None,
-        "chat_template_kwargs": None,
+        "best_of": 1,
+        "chat_template": None,
+        "continue_final_message": False,
+        "documents": None,
+        "echo": False,
         "modalities": ["text"],
-        "moderation": None,
-        "prediction": None,
-        "prompt_cache_options": None,
-        "prompt_cache_retention": None,
-        "reasoning_effort": None,
-        "verbosity": None,
         "web_search_options": None,
     }
 )
-"""Parameters of the API that are not supported yet, each with the value that has no effect."""
+"""Parameters that would change the answer and are not supported, each with the value that has no effect."""
 
-MESSAGE_NOT_YET: Mapping[str, Any] = MappingProxyType(
-    {
-        "annotations": [],
-        "audio": None,
-        "reasoning_content": None,
-        "refusal": None,
-    }
-)
-"""The same for a message. Our own answers, when sent back unchanged, contain some of them as null."""
+MESSAGE_UNSUPPORTED: Mapping[str, Any] = MappingProxyType({"audio": None})
+"""The same for a message."""
 
 _DEPRECATED = Field(json_schema_extra={"deprecated": True})  # `deprecated=True` would warn at each access
 
@@ -71,6 +63,8 @@ _ROLES: Mapping[str, MessageRole] = MappingProxyType({"developer": "system", "fu
 class TextPart(Strict):
     """A piece of a message's content."""
 
+    place: ClassVar[str] = "messages.content"
+
     type: Literal["text"]
     text: str
 
@@ -78,9 +72,13 @@ class TextPart(Strict):
 class ChatMessage(Strict):
     """One message; `developer` is another name for `system`, and `function` an older one for `tool`."""
 
+    place: ClassVar[str] = "messages"
+
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content[TextPart] | None = None
-    name: Annotated[str | None, Field(description="of the function whose result it is")] = None
+    name: Annotated[
+        str | None, Field(description="of the function whose result it is; ignored in other messages")
+    ] = None
     tool_call_id: str | None = None
     tool_calls: Items[MessageCall] | None = None
     function_call: FunctionCall | None = None
@@ -116,10 +114,9 @@ class ChatMessage(Strict):
         if self.content is None and not (self.tool_calls or self.function_call):
             raise InvalidRequestError(f"Missing required parameter: {path}.content.", param=f"{path}.content")
         for field, role in (("tool_call_id", "tool"), ("name", "function")):
-            if (self.role == role) != (getattr(self, field) is not None):
-                needed = "is needed in" if self.role == role else "belongs only to"
+            if self.role == role and getattr(self, field) is None:
                 raise InvalidRequestError(
-                    f"{path}.{field} {needed} a message of role {role}.", param=f"{path}.{field}"
+                    f"{path}.{field} is needed in a message of role {role}.", param=f"{path}.{field}"
                 )
         for field in ("tool_calls", "function_call"):
             if getattr(self, field) and self.role != "assistant":
@@ -188,7 +185,7 @@ class ChatRequest(AnyCompletionRequest, StructuredRequest):
             InvalidRequestError: several fields define one.
         """
         formatted = self.response_format.grammar("response_format") if self.response_format else None
-        return one_grammar(self.structured_outputs, formatted, "response_format")
+        return self.one_grammar(formatted)
 
     def generation(self, *, request_id: str, deadline: float) -> Generation:
         """Return the generation to run."""
@@ -205,30 +202,47 @@ class ChatRequest(AnyCompletionRequest, StructuredRequest):
             refuse_open_ends(self, "a call that is held to its schema")
 
 
-def read_chat_request(body: bytes) -> ChatRequest:
-    """Decode and check a request body.
+def read_chat_request(body: bytes, reading: Reading | None = None) -> ChatRequest:
+    """Decode and check a request body; `reading` notes what of it is ignored, by default nothing is.
 
     Raises:
         InvalidRequestError: with the dotted path of the offending field in `param`.
     """
-    document = without_neutral_messages(without_neutral(read_object(body), NOT_YET))
-    request = validate(ChatRequest, without_neutral_options(document))
+    document = without_neutral_messages(without_neutral(read_object(body), UNSUPPORTED))
+    request = validate(ChatRequest, document, reading)
+    note_names(request.messages, reading)
     request.check_combinations()
     return request
+
+
+def note_names(messages: Sequence[ChatMessage], reading: Reading | None) -> None:
+    """Note fields of messages whose role has no use for them.
+
+    Raises:
+        InvalidRequestError: `reading` is strict, or None.
+    """
+    for at, message in enumerate(messages):
+        for field, role in (("tool_call_id", "tool"), ("name", "function")):
+            if message.role == role or getattr(message, field) is None:
+                continue
+            if reading is None or reading.strict:
+                path = f"messages.{at}.{field}"
+                raise InvalidRequestError(f"{path} belongs only to a message of role {role}.", param=path)
+            reading.ignore(f"messages.{field}")
 
 
 def without_neutral_messages(document: dict[str, Any]) -> dict[str, Any]:
     """Drop fields without effect from the messages of a request.
 
     Raises:
-        InvalidRequestError: a message has a field that is not supported yet.
+        InvalidRequestError: a message has a field that would change the answer and is not supported.
     """
     messages = document.get("messages")
     if not isinstance(messages, list):
         return document
     return document | {
         "messages": [
-            without_neutral(message, MESSAGE_NOT_YET, f"messages.{index}.")
+            without_neutral(message, MESSAGE_UNSUPPORTED, f"messages.{index}.")
             if isinstance(message, dict)
             else message
             for index, message in enumerate(messages)
@@ -255,6 +269,6 @@ def _message(message: ChatMessage, path: str) -> Message:
         role=cast("MessageRole", role),
         content=message.text(),
         calls=message.calls(path),
-        answers=message.name if message.role == "function" else message.tool_call_id,
+        answers={"function": message.name, "tool": message.tool_call_id}.get(message.role),
         field=path,
     )

@@ -9,30 +9,28 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, Tag
 
 from gateway.errors import InvalidRequestError
-from gateway.generation import Generation, PlainText, TokenIds
+from gateway.generation import Generation, Grammar, PlainText, TokenIds
 from gateway.openai import generation_request
 from gateway.openai.any_completion_request import AnyCompletionRequest
-from gateway.openai.document import read_object, validate, without_neutral
+from gateway.openai.document import Reading, read_object, validate, without_neutral
 from gateway.openai.generation_request import (
     Items,
     TokenId,
     at_most,
-    without_neutral_options,
 )
-from gateway.openai.structured import StructuredRequest
+from gateway.openai.structured import ResponseFormat, StructuredRequest
 from wire.limits import IDS_LIMIT, INT64_MAX
 
-NOT_YET: Mapping[str, Any] = MappingProxyType(
+UNSUPPORTED: Mapping[str, Any] = MappingProxyType(
     {
-        **generation_request.NOT_YET,
+        **generation_request.UNSUPPORTED,
         "add_special_tokens": True,
         "best_of": 1,
         "prompt_embeds": None,
-        "response_format": {"type": "text"},
-        "suffix": None,
+        "suffix": "",
     }
 )
-"""Parameters of the API that are not supported yet, each with the value that has no effect."""
+"""Parameters that would change the answer and are not supported, each with the value that has no effect."""
 
 PROMPTS_LIMIT = 128
 """Prompts in one request; a setting limits the answers to all of them."""
@@ -68,6 +66,17 @@ class CompletionRequest(AnyCompletionRequest, StructuredRequest):
         int | None,
         Field(ge=0, le=5, description="alternatives reported beside each token of the answer and of an echo"),
     ] = None
+
+    response_format: ResponseFormat | None = None
+
+    def grammar_asked(self) -> Grammar | None:
+        """Return the grammar of the answer's text; None: it is free.
+
+        Raises:
+            InvalidRequestError: several fields define one.
+        """
+        formatted = self.response_format.grammar("response_format") if self.response_format else None
+        return self.one_grammar(formatted)
 
     @cached_property
     def prompts(self) -> tuple[PlainText | TokenIds, ...]:
@@ -135,16 +144,15 @@ class CompletionRequest(AnyCompletionRequest, StructuredRequest):
             )
 
 
-def read_completion_request(body: bytes) -> CompletionRequest:
-    """Decode and check a request body.
+def read_completion_request(body: bytes, reading: Reading | None = None) -> CompletionRequest:
+    """Decode and check a request body; `reading` notes what of it is ignored, by default nothing is.
 
     Raises:
         InvalidRequestError: with the dotted path of the offending field in `param`.
     """
     document = read_object(body)
     # As many candidates as are wanted leave nothing to choose.
-    not_yet = {**NOT_YET, "best_of": document.get("n") or 1}
-    document = without_neutral_options(without_neutral(document, not_yet))
-    request = validate(CompletionRequest, document)
+    unsupported = {**UNSUPPORTED, "best_of": document.get("n") or 1}
+    request = validate(CompletionRequest, without_neutral(document, unsupported), reading)
     request.check_combinations()
     return request

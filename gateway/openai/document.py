@@ -1,10 +1,12 @@
 """Parsing a request body: JSON, then a typed model, with errors that name the field.
 
-Nothing is accepted and ignored. A key is either understood; or a parameter of the API that this server does
-not support yet, accepted only at its neutral value; or unknown and refused.
+What would change the answer is understood, or refused by name: a parameter that this server does not support
+is accepted only at the value that has no effect. What cannot change the answer, or is unknown, is accepted,
+and the answer names it (`Reading`).
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,6 +20,32 @@ _ABSENT = object()
 
 _SHOWN_LIMIT = 100
 """How many characters of a client's own name an error repeats."""
+
+_IGNORED_LIMIT = 16
+"""How many ignored names an answer repeats."""
+_NAME_LIMIT = 64
+
+
+@dataclass(slots=True)
+class Reading:
+    """How one request's body is read, and what of it was ignored.
+
+    Objects of the body are validated with it as their context: each removes its unknown keys and notes them
+    here, without the indices of lists and at most `_IGNORED_LIMIT` in all.
+    """
+
+    strict: bool = False
+    """Refuse what would be ignored."""
+    model: str | None = None
+    """The model of a request that names none; None: it has to name one."""
+    ignored: dict[str, None] = field(default_factory=dict)
+    """The names, in the order in which they were found."""
+
+    def ignore(self, name: str) -> None:
+        """Note the dotted name of a field that is ignored."""
+        if len(self.ignored) < _IGNORED_LIMIT:
+            shown = name if name.isascii() and name.isprintable() else ascii(name)
+            self.ignored[shown[:_NAME_LIMIT].replace(",", "?")] = None
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -44,7 +72,7 @@ def without_neutral(
     neutral: Mapping[str, Any],
     path: str = "",
     *,
-    refusal: str = "is not supported by this server yet",
+    refusal: str = "is not supported by this server",
 ) -> dict[str, Any]:
     """Drop parameters that are not supported, where they are null or at their neutral value.
 
@@ -80,14 +108,17 @@ def without_neutral_in(document: Mapping[str, Any], name: str, neutral: Mapping[
     return {**document, name: without_neutral(inner, neutral, f"{name}.")}
 
 
-def validate(model: type[M], document: dict[str, Any]) -> M:
-    """Check `document` against `model`.
+def validate(model: type[M], document: dict[str, Any], reading: Reading | None = None) -> M:
+    """Check `document` against `model`; `reading` notes what is ignored, by default nothing is.
 
     Raises:
         InvalidRequestError: of the first fault; `param` is the dotted path of the field.
     """
+    reading = reading or Reading(strict=True)
+    if reading.model is not None and "model" in model.model_fields and document.get("model") is None:
+        document = document | {"model": reading.model}
     try:
-        return model.model_validate(document)
+        return model.model_validate(document, context=reading)
     except ValidationError as error:
         raise _explain(error, document) from None
 

@@ -6,34 +6,51 @@ Source: OpenAI's API reference; the extensions are vLLM's sampling parameters, s
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cache, cached_property
+from itertools import islice
 from types import MappingProxyType
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import InvalidRequestError
 from gateway.generation import Conversation, Generation, Prompt
-from gateway.openai.document import without_neutral_in
+from gateway.openai.document import Reading
 from wire.limits import (
     INT64_MAX,
     LOGIT_BIAS_LIMIT,
     PRIORITY_LIMIT,
     STOP_IDS_LIMIT,
     STOP_LENGTH_LIMIT,
+    STOPS_LIMIT,
 )
 
-NOT_YET: Mapping[str, Any] = MappingProxyType(
+UNSUPPORTED: Mapping[str, Any] = MappingProxyType(
     {
-        "store": False,
+        "detokenize": True,
+        "length_penalty": 1.0,
+        "logits_processors": None,
+        "spaces_between_special_tokens": True,
+        "use_beam_search": False,
     }
 )
-"""Parameters of the API that are not supported yet, each with the value that has no effect."""
+"""Parameters that would change the answer and are not supported, each with the value that has no effect.
 
-STREAM_OPTIONS_NOT_YET: Mapping[str, Any] = MappingProxyType({"include_obfuscation": False})
+All but OpenAI's own are vLLM's."""
 
 MESSAGES_LIMIT = 16_384
 """Messages, or items, of one conversation: even an empty one costs the event loop time."""
+
+IGNORED_PER_OBJECT = 16
+"""Unknown keys of one object that are looked at."""
 
 ID_LIMIT = 2**32
 """Larger than any id of any vocabulary."""
@@ -49,8 +66,8 @@ def _token_id(text: str) -> str:
 
 
 def _few_stops(stop: str | list[str]) -> str | list[str]:
-    if isinstance(stop, list) and len(stop) > 4:  # noqa: PLR2004 - OpenAI's limit
-        raise PydanticCustomError("too_many_stops", "at most 4 stop strings are allowed")
+    if isinstance(stop, list) and len(stop) > STOPS_LIMIT:
+        raise PydanticCustomError("too_many_stops", f"at most {STOPS_LIMIT} stop strings are allowed")
     return stop
 
 
@@ -85,25 +102,39 @@ def _keys_of(model: type[BaseModel]) -> frozenset[str]:
 
 
 class Strict(BaseModel):
-    """An object of a request: no type conversion, and no keys but the declared ones."""
+    """An object of a request: its declared keys are validated without type conversion, others are ignored.
+
+    Validated with a `Reading` as context, it notes there what it ignores; a strict one, or none, refuses it.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
+    place: ClassVar[str] = ""
+    """Where such an object stands in a request, without indices."""
+
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown(cls, value: Any) -> Any:
-        """Keep only one unknown key: pydantic reports all of them, and a body has room for half a million."""
+    def _without_unknown(cls, value: Any, info: ValidationInfo) -> Any:
+        """Remove the unknown keys; one stays for pydantic to refuse: a body has room for a million."""
         if not isinstance(value, dict):
             return value
         known = _keys_of(cls)
-        unknown = next((name for name in value if name not in known), None)
-        if unknown is None:
+        if value.keys() <= known:
             return value
-        return {name: value[name] for name in (*known, unknown) if name in value}
+        # Null, false and what is empty ask for nothing.
+        unknown = (name for name, content in value.items() if name not in known and content)
+        reading = info.context
+        if not isinstance(reading, Reading) or reading.strict:
+            return {name: value[name] for name in (*known, *islice(unknown, 1)) if name in value}
+        for name in islice(unknown, IGNORED_PER_OBJECT):
+            reading.ignore(f"{cls.place}.{name}" if cls.place else name)
+        return {name: value[name] for name in known if name in value}
 
 
 class AnyStreamOptions(Strict):
-    """The stream options common to all routes: none is supported yet."""
+    """The stream options common to all routes: none changes an answer."""
+
+    place: ClassVar[str] = "stream_options"
 
 
 class StreamOptions(AnyStreamOptions):
@@ -242,12 +273,3 @@ class GenerationRequest(Strict, ABC):
             raise InvalidRequestError(
                 f"min_tokens is more than the bound of {bound} new tokens.", param="min_tokens"
             )
-
-
-def without_neutral_options(document: dict[str, Any]) -> dict[str, Any]:
-    """Drop options without effect from the document's `stream_options`, if it has any.
-
-    Raises:
-        InvalidRequestError: one of them is not supported yet.
-    """
-    return without_neutral_in(document, "stream_options", STREAM_OPTIONS_NOT_YET)

@@ -7,20 +7,15 @@ states of items are bookkeeping, since nothing is stored that they could refer t
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from gateway.errors import InvalidRequestError
 from gateway.generation import Message, MessageRole, PastCall
 from gateway.openai.content import Content, Unread, text_of
-from gateway.openai.generation_request import Items, NonEmpty, Strict
+from gateway.openai.generation_request import NonEmpty, Strict
 from gateway.openai.tools import FunctionCall
-
-ITEM_NOT_YET: Mapping[str, Any] = MappingProxyType(
-    {"async": None, "caller": None, "namespace": None, "phase": None}
-)
-"""Fields of the API's items that are not supported yet, each with the value that has no effect."""
 
 _ROLES: Mapping[str, MessageRole] = MappingProxyType(
     {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -38,6 +33,8 @@ ItemStatus = Annotated[
 class InputTextPart(Strict):
     """A part of a message's content, or of a result."""
 
+    place: ClassVar[str] = "input.content"
+
     type: Literal["input_text"]
     text: str
 
@@ -45,9 +42,11 @@ class InputTextPart(Strict):
 class OutputTextPart(Strict):
     """A part of an earlier answer."""
 
+    place: ClassVar[str] = "input.content"
+
     type: Literal["output_text"]
     text: str
-    annotations: Annotated[Items[Any] | None, Field(max_length=0)] = None
+    annotations: Annotated[Unread, Field(description="bookkeeping: of the answer that is sent back")] = None
     logprobs: Annotated[Unread, Field(description="bookkeeping: of the answer that is sent back")] = None
 
 
@@ -74,6 +73,8 @@ Part = Annotated[
 class MessageItem(Strict):
     """One message; `developer` is another name for `system`."""
 
+    place: ClassVar[str] = "input"
+
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Content[Part]
@@ -84,6 +85,8 @@ class MessageItem(Strict):
 class FunctionCallItem(FunctionCall):
     """A call that the model made. Its result refers to `call_id`."""
 
+    place: ClassVar[str] = "input"
+
     type: Literal["function_call"]
     call_id: NonEmpty
     id: ItemId = None
@@ -93,6 +96,8 @@ class FunctionCallItem(FunctionCall):
 class FunctionResultItem(Strict):
     """The result of a call."""
 
+    place: ClassVar[str] = "input"
+
     type: Literal["function_call_output"]
     call_id: NonEmpty
     output: Content[InputTextPart]
@@ -100,15 +105,27 @@ class FunctionResultItem(Strict):
     status: ItemStatus = None
 
 
+class ReasoningItem(Strict):
+    """What a model thought before an earlier answer: no model here takes it."""
+
+    type: Literal["reasoning"]
+    id: ItemId = None
+    status: ItemStatus = None
+    summary: Unread = None
+    content: Unread = None
+    encrypted_content: Unread = None
+
+
 Item = Annotated[
     Annotated[MessageItem, Tag(_MESSAGE)]
     | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionResultItem, Tag("function_call_output")],
+    | Annotated[FunctionResultItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(
         _kind_of,
         custom_error_type="item_type",
-        custom_error_message="only items of the types message, function_call and function_call_output "
-        "are supported",
+        custom_error_message="only items of the types message, function_call, function_call_output and "
+        "reasoning are supported",
     ),
 ]
 
@@ -149,6 +166,8 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
     for at, item in enumerate(items):
         path = f"input.{at}"
         last = turns[-1] if turns and turns[-1].role == "assistant" else None
+        if isinstance(item, ReasoningItem):
+            continue
         if isinstance(item, FunctionResultItem):
             turns.append(_Turn("tool", path, [[text_of(item.output)]], answers=item.call_id))
         elif isinstance(item, FunctionCallItem):

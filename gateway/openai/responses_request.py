@@ -4,23 +4,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import InvalidRequestError
 from gateway.generation import Conversation, Generation, Grammar, Message, NamedTool, ToolOffer
-from gateway.openai.document import read_object, validate, without_neutral, without_neutral_in
+from gateway.openai import generation_request
+from gateway.openai.document import Reading, read_object, validate, without_neutral
 from gateway.openai.generation_request import (
     MESSAGES_LIMIT,
     Items,
     Strict,
     TokenBound,
     at_most,
-    without_neutral_options,
 )
-from gateway.openai.responses_items import ITEM_NOT_YET, Item, messages_of
+from gateway.openai.responses_items import Item, ReasoningItem, messages_of
 from gateway.openai.schema import Schema
 from gateway.openai.structured import (
     BY_TYPE,
@@ -28,41 +28,20 @@ from gateway.openai.structured import (
     JsonSchema,
     StructuredRequest,
     TextFormat,
-    one_grammar,
     schema_grammar,
 )
 from gateway.openai.tools import Function, ToolName, offer_of
 from wire.limits import TOOLS_LIMIT, TOP_LOGPROBS_LIMIT
 
-NOT_YET: Mapping[str, Any] = MappingProxyType(
-    {
-        "access_programs": None,
-        "context_management": None,
-        "image": None,
-        "max_tool_calls": None,
-        "moderation": None,
-        "prompt": None,
-        "prompt_cache_options": None,
-        "prompt_cache_retention": None,
-        "truncation": "disabled",
-    }
-)
-"""Parameters of the API that are not supported yet, each with the value that has no effect."""
+UNSUPPORTED: Mapping[str, Any] = MappingProxyType({**generation_request.UNSUPPORTED, "prompt": None})
+"""Parameters that would change the answer and are not supported, each with the value that has no effect."""
 
 STORED: Mapping[str, Any] = MappingProxyType(
-    {"background": False, "conversation": None, "previous_response_id": None, "store": False}
+    {"background": False, "conversation": None, "previous_response_id": None}
 )
 """The same for parameters that need stored responses."""
 
-REASONING_NOT_YET: Mapping[str, Any] = MappingProxyType(
-    dict.fromkeys(("context", "effort", "generate_summary", "mode", "summary"))
-)
-
-TEXT_NOT_YET: Mapping[str, Any] = MappingProxyType({"verbosity": None})
-
-TOOL_NOT_YET: Mapping[str, Any] = MappingProxyType(
-    {"allowed_callers": None, "async": False, "defer_loading": False, "output_schema": None}
-)
+_LOGPROBS = "message.output_text.logprobs"
 
 
 def _function(tool: Any) -> Any:
@@ -74,11 +53,15 @@ def _function(tool: Any) -> Any:
 class FlatFunctionTool(Function):
     """A function among `tools`."""
 
+    place: ClassVar[str] = "tools"
+
     type: Literal["function"]
 
 
 class FlatNamedChoice(Strict):
     """The choice of one particular tool."""
+
+    place: ClassVar[str] = "tool_choice"
 
     type: Literal["function"]
     name: ToolName
@@ -86,6 +69,8 @@ class FlatNamedChoice(Strict):
 
 class FlatJsonSchemaFormat(JsonSchema):
     """JSON that follows a schema."""
+
+    place: ClassVar[str] = "text.format"
 
     type: Literal["json_schema"]
     schema_: Annotated[Schema, Field(alias="schema")]
@@ -106,11 +91,15 @@ FlatFormat = Annotated[
 class TextConfig(Strict):
     """The format of the text."""
 
+    place: ClassVar[str] = "text"
+
     format: FlatFormat | None = None
 
 
 class Reasoning(Strict):
-    """Reasoning options: none is supported yet."""
+    """Reasoning options: advice, which no model here takes."""
+
+    place: ClassVar[str] = "reasoning"
 
 
 class ResponsesRequest(StructuredRequest):
@@ -131,13 +120,21 @@ class ResponsesRequest(StructuredRequest):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    include: Items[Literal["message.output_text.logprobs"]] | None = None
+    truncation: Annotated[
+        Literal["auto", "disabled"] | None, Field(description="auto is ignored: nothing is left out")
+    ] = None
+    include: Annotated[Items[str], Field(max_length=64)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
 
     @property
     def token_bound(self) -> int | None:
         """The client's limit on new tokens."""
         return self.max_output_tokens
+
+    @property
+    def includes_logprobs(self) -> bool:
+        """Whether the answer reports log-probabilities."""
+        return _LOGPROBS in (self.include or ())
 
     def prompt_asked(self) -> Conversation:
         """Return the conversation and the tools."""
@@ -172,18 +169,16 @@ class ResponsesRequest(StructuredRequest):
             InvalidRequestError: several fields define one.
         """
         text = self.text.format if self.text else None
-        return one_grammar(
-            self.structured_outputs, text.grammar("text.format") if text else None, "text.format"
-        )
+        return self.one_grammar(text.grammar("text.format") if text else None, "text.format")
 
     def generation(self, *, request_id: str, deadline: float) -> Generation:
         """Return the generation to run."""
         asked = super().generation(request_id=request_id, deadline=deadline)
-        return replace(asked, logprobs=(self.top_logprobs or 0) if self.include else None)
+        return replace(asked, logprobs=(self.top_logprobs or 0) if self.includes_logprobs else None)
 
     def check_combinations(self) -> None:
         """See `GenerationRequest.check_combinations`."""
-        if self.top_logprobs and not self.include:
+        if self.top_logprobs and not self.includes_logprobs:
             raise InvalidRequestError(
                 'top_logprobs needs "message.output_text.logprobs" in include.', param="top_logprobs"
             )
@@ -191,27 +186,38 @@ class ResponsesRequest(StructuredRequest):
         _ = self.continued  # refuses what is wrong with it
 
 
-def read_responses_request(body: bytes) -> ResponsesRequest:
-    """Decode and check a request body.
+def read_responses_request(body: bytes, reading: Reading | None = None) -> ResponsesRequest:
+    """Decode and check a request body; `reading` notes what of it is ignored, by default nothing is.
 
     Raises:
         InvalidRequestError: with the dotted path of the offending field in `param`.
     """
-    document = without_neutral(read_object(body), NOT_YET)
+    document = without_neutral(read_object(body), UNSUPPORTED)
     document = without_neutral(
         document,
         STORED,
         refusal="needs a server that keeps responses, which this one does not: "
         "send the whole conversation in input",
     )
-    document = without_neutral_in(document, "reasoning", REASONING_NOT_YET)
-    document = without_neutral_in(document, "text", TEXT_NOT_YET)
-    for name, neutral in (("input", ITEM_NOT_YET), ("tools", TOOL_NOT_YET)):
-        if isinstance(objects := document.get(name), list):
-            document[name] = [
-                without_neutral(each, neutral, f"{name}.{at}.") if isinstance(each, dict) else each
-                for at, each in enumerate(objects)
-            ]
-    request = validate(ResponsesRequest, without_neutral_options(document))
+    request = validate(ResponsesRequest, document, reading)
+    _note_ignored(request, reading or Reading(strict=True))
     request.check_combinations()
     return request
+
+
+def _note_ignored(request: ResponsesRequest, reading: Reading) -> None:
+    """Note values of known fields that have no effect here.
+
+    Raises:
+        InvalidRequestError: `reading` is strict.
+    """
+    items = () if isinstance(request.input, str) else request.input
+    found = [("input", f"input.{at}") for at, item in enumerate(items) if isinstance(item, ReasoningItem)]
+    found += [("truncation", "truncation")] if request.truncation == "auto" else []
+    found += [
+        ("include", f"include.{at}") for at, each in enumerate(request.include or ()) if each != _LOGPROBS
+    ]
+    for name, path in found:
+        if reading.strict:
+            raise InvalidRequestError(f"{path} has no effect on this server.", param=path)
+        reading.ignore(f"{name}.reasoning" if name == "input" else name)

@@ -8,7 +8,7 @@ which schemas and grammars can be enforced; its refusal comes back as a 400 that
 from abc import ABC
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -22,9 +22,15 @@ from wire.limits import ALTERNATIVES_LIMIT, GRAMMAR_LIMIT
 
 _encode = msgspec.json.Encoder().encode
 
+_OLDER = Field(
+    description="the older name of a part of structured_outputs", json_schema_extra={"deprecated": True}
+)
+
 
 class JsonSchema(Strict):
     """The schema of an answer. It is enforced with `strict` and without."""
+
+    place: ClassVar[str] = "response_format.json_schema"
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}\z", description="bookkeeping")]
     description: Annotated[str | None, Field(description="bookkeeping: it is not shown to the model")] = None
@@ -37,6 +43,8 @@ class JsonSchema(Strict):
 class TextFormat(Strict):
     """Free text."""
 
+    place: ClassVar[str] = "response_format"
+
     type: Literal["text"]
 
     def grammar(self, field: str) -> Grammar | None:
@@ -48,6 +56,8 @@ class TextFormat(Strict):
 class JsonObjectFormat(Strict):
     """Any JSON object, whatever the prompt says."""
 
+    place: ClassVar[str] = "response_format"
+
     type: Literal["json_object"]
 
     def grammar(self, field: str) -> Grammar | None:
@@ -57,6 +67,8 @@ class JsonObjectFormat(Strict):
 
 class JsonSchemaFormat(Strict):
     """JSON that obeys a schema."""
+
+    place: ClassVar[str] = "response_format"
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
@@ -88,29 +100,29 @@ ResponseFormat = Annotated[
 ]
 
 
+Regex = Annotated[
+    str, Field(min_length=1, max_length=GRAMMAR_LIMIT, description="of the whole answer, in Rust's syntax")
+]
+Choice = Annotated[
+    Items[Annotated[str, Field(min_length=1)]],
+    Field(min_length=1, max_length=ALTERNATIVES_LIMIT, description="the answer is one of these"),
+]
+Rules = Annotated[
+    str, Field(min_length=1, max_length=GRAMMAR_LIMIT, description="in Lark's notation or GBNF")
+]
+
+
 class StructuredOutputs(Strict):
     """Exactly one kind of grammar for the answer."""
+
+    place: ClassVar[str] = "structured_outputs"
 
     json_: Annotated[
         Schema | str | None, Field(alias="json", description="a JSON schema, or one as text")
     ] = None
-    regex: Annotated[
-        str | None,
-        Field(min_length=1, max_length=GRAMMAR_LIMIT, description="of the whole answer, in Rust's syntax"),
-    ] = None
-    choice: Annotated[
-        Items[Annotated[str, Field(min_length=1)]] | None,
-        Field(min_length=1, max_length=ALTERNATIVES_LIMIT, description="the answer is one of these"),
-    ] = None
-    grammar_: Annotated[
-        str | None,
-        Field(
-            alias="grammar",
-            min_length=1,
-            max_length=GRAMMAR_LIMIT,
-            description="in Lark's notation or GBNF",
-        ),
-    ] = None
+    regex: Regex | None = None
+    choice: Choice | None = None
+    grammar_: Annotated[Rules | None, Field(alias="grammar")] = None
 
     @model_validator(mode="after")
     def _one(self) -> "StructuredOutputs":
@@ -125,17 +137,21 @@ class StructuredOutputs(Strict):
         Raises:
             InvalidRequestError: a schema that is too large, or not JSON.
         """
-        if self.regex is not None:
-            return Grammar(kind="regex", text=self.regex, field=f"{field}.regex")
-        if self.choice is not None:
-            return _bounded(
-                Grammar(kind="choice", text=_encode(self.choice).decode(), field=f"{field}.choice")
-            )
-        if self.grammar_ is not None:
-            return Grammar(kind="lark", text=self.grammar_, field=f"{field}.grammar")
-        if isinstance(self.json_, str):
-            return schema_grammar(_decoded(self.json_, f"{field}.json"), f"{field}.json")
-        return schema_grammar(self.json_, f"{field}.json")
+        for name, value in (("regex", self.regex), ("choice", self.choice), ("grammar", self.grammar_)):
+            if value is not None:
+                return _grammar(name, value, f"{field}.{name}")
+        return _grammar("json", self.json_, f"{field}.json")
+
+
+def _grammar(way: str, value: Any, field: str) -> Grammar:
+    """Return the grammar that `value` describes in one of the four ways of `StructuredOutputs`."""
+    if way == "regex":
+        return Grammar(kind="regex", text=value, field=field)
+    if way == "choice":
+        return _bounded(Grammar(kind="choice", text=_encode(value).decode(), field=field))
+    if way == "grammar":
+        return Grammar(kind="lark", text=value, field=field)
+    return schema_grammar(_decoded(value, field) if isinstance(value, str) else value, field)
 
 
 def one_grammar(outputs: StructuredOutputs | None, formatted: Grammar | None, field: str) -> Grammar | None:
@@ -163,6 +179,32 @@ class StructuredRequest(GenerationRequest, ABC):
     """A request that can ask for structured output."""
 
     structured_outputs: StructuredOutputs | None = None
+    guided_json: Annotated[Schema | str | None, _OLDER] = None
+    guided_regex: Annotated[Regex | None, _OLDER] = None
+    guided_choice: Annotated[Choice | None, _OLDER] = None
+    guided_grammar: Annotated[Rules | None, _OLDER] = None
+
+    def one_grammar(self, formatted: Grammar | None, field: str = "response_format") -> Grammar | None:
+        """Return the grammar of the answer's text; None: it is free.
+
+        Args:
+            formatted: the grammar from OpenAI's own field.
+            field: that field's name in the request.
+
+        Raises:
+            InvalidRequestError: several fields define one, or one is invalid.
+        """
+        older = [
+            _grammar(way, value, f"guided_{way}")
+            for way in ("json", "regex", "choice", "grammar")
+            if (value := getattr(self, f"guided_{way}")) is not None
+        ]
+        if older and (len(older) > 1 or formatted is not None or self.structured_outputs is not None):
+            name = older[-1].field
+            raise InvalidRequestError(
+                f"{name} and another field both say what the answer is; give one.", param=name
+            )
+        return older[0] if older else one_grammar(self.structured_outputs, formatted, field)
 
     def grammar_asked(self) -> Grammar | None:
         """Return the answer's grammar; None: it is free.
@@ -170,7 +212,7 @@ class StructuredRequest(GenerationRequest, ABC):
         Raises:
             InvalidRequestError: the fields about it contradict each other.
         """
-        return one_grammar(self.structured_outputs, None, "")
+        return self.one_grammar(None)
 
     @cached_property
     def grammar(self) -> Grammar | None:

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from gateway.errors import InvalidRequestError
 from gateway.generation import Conversation, Grammar, PlainText, TokenIds
-from gateway.openai.chat_request import Messages, conversation, without_neutral_messages
-from gateway.openai.document import read_object, validate, without_neutral
+from gateway.openai.chat_request import Messages, conversation, note_names, without_neutral_messages
+from gateway.openai.document import Reading, read_object, validate, without_neutral
 from gateway.openai.generation_request import Items, NonEmpty, Strict, TokenId, at_most
 from gateway.openai.long_list import long_list
 from gateway.openai.structured import ResponseFormat, StructuredOutputs, one_grammar
@@ -19,15 +19,8 @@ from gateway.openai.tools import NamedChoice, Tools, offer_of_tools
 from gateway.tokenization import Tokenization, Tokens
 from wire.limits import IDS_LIMIT
 
-NOT_YET: Mapping[str, Any] = MappingProxyType(
-    {
-        "chat_template": None,
-        "chat_template_kwargs": None,
-        "continue_final_message": False,
-        "mm_processor_kwargs": None,
-    }
-)
-"""Parameters of the API that are not supported, each with the value that has no effect."""
+UNSUPPORTED: Mapping[str, Any] = MappingProxyType({"chat_template": None, "continue_final_message": False})
+"""Parameters that would change the answer and are not supported, each with the value that has no effect."""
 
 
 OF_MESSAGES: Final = (
@@ -163,22 +156,23 @@ async def tokenize_answer(tokens: Tokens, max_context: int | None) -> TokenizeAn
     )
 
 
-def read_tokenize_request(body: bytes) -> TokenizeRequest:
-    """Decode and check a request body.
+def read_tokenize_request(body: bytes, reading: Reading | None = None) -> TokenizeRequest:
+    """Decode and check a request body; `reading` notes what of it is ignored, by default nothing is.
 
     Raises:
         InvalidRequestError: with the dotted path of the offending field in `param`.
     """
-    document = without_neutral_messages(without_neutral(read_object(body), NOT_YET))
-    request = validate(TokenizeRequest, document)
+    document = without_neutral_messages(without_neutral(read_object(body), UNSUPPORTED))
+    request = validate(TokenizeRequest, document, reading)
+    note_names(request.messages or (), reading)
     request.check_combinations()
     return request
 
 
-def read_detokenize_request(body: bytes) -> DetokenizeRequest:
-    """Decode and check a request body.
+def read_detokenize_request(body: bytes, reading: Reading | None = None) -> DetokenizeRequest:
+    """Decode and check a request body; `reading` notes what of it is ignored, by default nothing is.
 
     Raises:
         InvalidRequestError: with the dotted path of the offending field in `param`.
     """
-    return validate(DetokenizeRequest, read_object(body))
+    return validate(DetokenizeRequest, read_object(body), reading)

@@ -1,7 +1,7 @@
 """Tools in a chat request (`tools`, and the older `functions`), and calls in its messages."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from pydantic import Field
@@ -19,6 +19,8 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}\z")]
 
 class Function(Strict):
     """A function that the model may call. `parameters` is the JSON schema of its arguments."""
+
+    place: ClassVar[str] = "tools.function"
 
     name: ToolName
     description: str | None = None
@@ -40,6 +42,8 @@ class Function(Strict):
 class FunctionTool(Strict):
     """A function among `tools`."""
 
+    place: ClassVar[str] = "tools"
+
     type: Literal["function"]
     function: Function
 
@@ -47,11 +51,15 @@ class FunctionTool(Strict):
 class FunctionName(Strict):
     """The name of the function that must be called."""
 
+    place: ClassVar[str] = "tool_choice.function"
+
     name: ToolName
 
 
 class NamedChoice(Strict):
     """The choice of one particular tool."""
+
+    place: ClassVar[str] = "tool_choice"
 
     type: Literal["function"]
     function: FunctionName
@@ -59,6 +67,8 @@ class NamedChoice(Strict):
 
 class FunctionCall(Strict):
     """A call that was made; `arguments` is a JSON object, as text."""
+
+    place: ClassVar[str] = "messages.tool_calls.function"
 
     name: ToolName
     arguments: str
@@ -91,6 +101,8 @@ class FunctionCall(Strict):
 
 class MessageCall(Strict):
     """A call in an assistant message."""
+
+    place: ClassVar[str] = "messages.tool_calls"
 
     id: NonEmpty
     type: Literal["function"]

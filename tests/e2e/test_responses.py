@@ -153,7 +153,7 @@ def test_an_answer_that_is_cut_short_is_incomplete(demo: openai.OpenAI) -> None:
 
 
 def test_what_needs_a_memory_is_refused(demo: openai.OpenAI) -> None:
-    for asked in ({"store": True}, {"background": True}, {"previous_response_id": "resp_1"}):
+    for asked in ({"conversation": "c"}, {"background": True}, {"previous_response_id": "resp_1"}):
         with pytest.raises(openai.BadRequestError, match="keeps responses") as refused:
             ask(demo, GREETING, **asked)
         assert refused.value.param == next(iter(asked))

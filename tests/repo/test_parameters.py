@@ -18,10 +18,16 @@ from tests.gateway.serving import Served, in_process
 
 ROOT = Path(__file__).parents[2]
 KINDS = {
-    "README.md": ("honoured", "honoured, beyond OpenAI", "bookkeeping", "refused (400)"),
-    "README.zh.md": ("生效", "生效（OpenAI 之外）", "登记", "拒绝（400）"),
+    "README.md": (
+        "honoured",
+        "honoured, beyond OpenAI",
+        "bookkeeping",
+        "ignored, named in the header",
+        "refused (400)",
+    ),
+    "README.zh.md": ("生效", "生效（OpenAI 之外）", "登记", "忽略并在响应头中列出", "拒绝（400）"),
 }
-HONOURED, BEYOND, BOOKKEEPING, REFUSED = KINDS["README.md"]
+HONOURED, BEYOND, BOOKKEEPING, IGNORED, REFUSED = KINDS["README.md"]
 
 
 @dataclass(frozen=True)
@@ -42,19 +48,19 @@ ROUTES = {
     "/v1/chat/completions": Route(
         chat_create_params.CompletionCreateParamsStreaming,
         frozenset(chat_request.ChatRequest.model_fields),
-        chat_request.NOT_YET,
+        chat_request.UNSUPPORTED,
         {"model": "glm", "messages": [{"role": "user", "content": "hi"}]},
     ),
     "/v1/completions": Route(
         completion_create_params.CompletionCreateParamsStreaming,
         frozenset(completion_request.CompletionRequest.model_fields),
-        completion_request.NOT_YET,
+        completion_request.UNSUPPORTED,
         {"model": "glm", "prompt": "hi"},
     ),
     "/v1/responses": Route(
         response_create_params.ResponseCreateParamsStreaming,
         frozenset(responses_request.ResponsesRequest.model_fields),
-        {**responses_request.NOT_YET, **responses_request.STORED},
+        {**responses_request.UNSUPPORTED, **responses_request.STORED},
         {"model": "glm", "input": "hi"},
     ),
 }
@@ -102,6 +108,10 @@ ASKING_FOR: Mapping[str, Any] = {
     "return_token_ids": True,
     "prompt_logprobs": 2,
     "structured_outputs": {"choice": ["a", "b"]},
+    "guided_json": {"type": "object"},
+    "guided_regex": "a+",
+    "guided_choice": ["a", "b"],
+    "guided_grammar": 'start: "a"',
     "priority": 1,
     "user": "ann",
     "metadata": {"a": "b"},
@@ -181,11 +191,12 @@ def test_no_parameter_stands_twice() -> None:
 
 @dataclass(frozen=True)
 class Observed:
-    """What a request came to: its status and body, and what the upstream was asked."""
+    """What a request came to: its status and body, what the upstream was asked, and what was ignored."""
 
     status: int
     answer: Any
     asked: Any
+    ignored: str | None = None
 
     @property
     def error_param(self) -> str:
@@ -210,7 +221,7 @@ async def observe(served: Served, path: str, body: Mapping[str, Any]) -> Observe
     answer = re.sub(
         r'"(id|item_id)":"\w+-?\w*"|"(created|created_at|completed_at)":[\d.]+', "", response.text
     )
-    return Observed(response.status_code, answer, asked)
+    return Observed(response.status_code, answer, asked, response.headers.get("x-tritongate-ignored"))
 
 
 def value_of(row: Row) -> Any:
@@ -256,6 +267,19 @@ async def test_bookkeeping_changes_nothing(row: Row, served: Served) -> None:
         assert ours.sub("", after.answer) == ours.sub("", before.answer)
     else:
         assert after.answer == before.answer
+
+
+@pytest.mark.parametrize("row", rows(IGNORED))
+async def test_what_is_ignored_changes_nothing_and_is_named(row: Row, served: Served) -> None:
+    body = dict(ROUTES[row.route].base)
+    if row.name == "stream_options":
+        body["stream"] = True
+    before = await observe(served, row.route, body)
+    after = await observe(served, row.route, {**body, row.name: value_of(row)})
+    assert after.ignored is not None
+    assert {name.split(".")[0] for name in after.ignored.split(", ")} == {row.name}
+    assert before.ignored is None
+    assert (after.status, after.asked) == (200, before.asked)
 
 
 @pytest.mark.parametrize("row", rows(REFUSED))

@@ -201,8 +201,8 @@ async def test_errors_before_the_first_byte_are_the_sdks_own(served: Served) -> 
         await served.sdk.responses.create(model="other", input="a")
     assert unknown.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as stored:
-        await served.sdk.responses.create(model="glm", input="a", store=True)
-    assert stored.value.param == "store"
+        await served.sdk.responses.create(model="glm", input="a", background=True)
+    assert stored.value.param == "background"
     for error, refusal in (
         (ContextLengthError("too long"), openai.BadRequestError),
         (RateLimitError("full", retry_after_s=1), openai.RateLimitError),

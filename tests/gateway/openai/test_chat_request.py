@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from gateway.errors import InvalidRequestError
 from gateway.generation import Conversation, Message
-from gateway.openai.chat_request import MESSAGE_NOT_YET, NOT_YET, ChatRequest, read_chat_request
+from gateway.openai.chat_request import MESSAGE_UNSUPPORTED, UNSUPPORTED, ChatRequest, read_chat_request
 
 USER = {"role": "user", "content": "hi"}
 MINIMUM = {"model": "m", "messages": [USER]}
@@ -86,7 +86,7 @@ def test_roles_and_parts() -> None:
         {"safety_identifier": "s", "prompt_cache_key": "k"},
         {"n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "response_format": {"type": "text"}},
         {"tools": [], "tool_choice": "none", "modalities": ["text"], "skip_special_tokens": True},
-        dict.fromkeys({*ChatRequest.model_fields, *NOT_YET} - {"model", "messages"}),
+        dict.fromkeys({*ChatRequest.model_fields, *UNSUPPORTED} - {"model", "messages"}),
     ],
 )
 def test_accepted(parameters: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"max_completion_tokens": -1}, "max_completion_tokens"),
         ({"seed": 2**63}, "seed"),
         ({"seed": -(2**63) - 1}, "seed"),
-        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop.1"),
         ({"stop": [1]}, "stop.0"),
@@ -170,7 +170,7 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"n": 129}, "n"),
         ({"n": True}, "n"),
         ({"n": "2"}, "n"),
-        ({"best_of": 1}, "best_of"),
+        ({"best_of": 2}, "best_of"),
         ({"store": True}, "store"),
         ({"frequency_penalty": 2.1}, "frequency_penalty"),
         ({"frequency_penalty": "1"}, "frequency_penalty"),
@@ -208,18 +208,18 @@ def test_a_list_is_read_up_to_its_first_fault(parameters: dict[str, Any]) -> Non
 
 
 def test_a_real_parameter_is_told_from_an_unknown_one() -> None:
-    for name in NOT_YET:
-        with pytest.raises(InvalidRequestError, match="not supported by this server yet"):
+    for name in UNSUPPORTED:
+        with pytest.raises(InvalidRequestError, match="not supported by this server"):
             read(**{name: {"some": "thing"}})
-    for name in MESSAGE_NOT_YET:
-        with pytest.raises(InvalidRequestError, match="not supported by this server yet"):
+    for name in MESSAGE_UNSUPPORTED:
+        with pytest.raises(InvalidRequestError, match="not supported by this server"):
             read(messages=[{**USER, name: {"some": "thing"}}])
     with pytest.raises(InvalidRequestError, match="Unknown parameter"):
         read(some="thing")
 
 
 def test_the_supported_and_the_unsupported_do_not_overlap() -> None:
-    assert not set(NOT_YET) & set(ChatRequest.model_fields)
+    assert not set(UNSUPPORTED) & set(ChatRequest.model_fields)
 
 
 def test_special_tokens_cannot_be_text_where_they_tell_calls_apart() -> None:

@@ -12,7 +12,7 @@ from gateway.openai.chat_request import ChatRequest, read_chat_request
 from gateway.openai.responses_request import ResponsesRequest, read_responses_request
 from gateway.openai.tokenize_request import TokenizeRequest, read_tokenize_request
 
-MANY = {f"x{at}": 0 for at in range(1000)}
+MANY = {f"x{at}": 1 for at in range(1000)}
 MESSAGE = {"role": "user", "content": "hi"}
 PLACES: list[tuple[type[BaseModel], Callable[[bytes], Any], Mapping[str, Any], str]] = [
     (ChatRequest, read_chat_request, {"messages": [MESSAGE], **MANY}, "x0"),

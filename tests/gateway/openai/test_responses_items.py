@@ -102,10 +102,6 @@ def test_a_call_after_a_result_is_another_message() -> None:
         ({"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}, "input.1.content.0"),
         ({"role": "user", "content": [{"type": "input_text"}]}, "input.1.content.0.text"),
         ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, "input.1.content.0"),
-        (
-            {"role": "assistant", "content": [{"type": "output_text", "text": "", "annotations": [{}]}]},
-            "input.1.content.0.annotations",
-        ),
         ({**answer(), "phase": "commentary"}, "input.1.phase"),
         (call(arguments="[1]"), "input.1.arguments"),
         (call(arguments="{"), "input.1.arguments"),
