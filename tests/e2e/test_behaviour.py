@@ -72,7 +72,6 @@ def test_an_answer_says_what_it_is(sdk: openai.OpenAI) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"content": "hi"}]}, "messages.0.role"),
-        ({"extra_body": {"nonsense": 1}}, "nonsense"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
     ],
 )
