@@ -30,9 +30,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event", kw_only
     """Every model was loaded and answered a request. Sent once."""
 
     grpc: str
-    """Address as host:port, like the other two."""
-    http: str
+    """Address of Triton's gRPC endpoint as host:port, like the next one."""
     metrics: str
+    repository_key: str
+    """What Triton requires for everything but inference and health: KEY=VALUE, sent as gRPC metadata."""
     models: list[str]
 
 

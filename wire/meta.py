@@ -1,11 +1,10 @@
-"""The `meta` document: everything in one response of a stream entry except its text.
+"""The `meta` document: everything in one response of a model except its text.
 
 The responses to a generation come in this order: a refusal (an error, without `meta`), or `accepted`; then
-deltas and heartbeats; when a choice ends, its last response, with `finish_reason`. The final response of all
-also has `usage`. In each heartbeat interval there is at least one response, unless the generation is `quiet`.
-
-If the generation names a delta channel (`wire.channel`), its deltas go there, and they count as responses for
-the interval.
+heartbeats and log-probabilities of the prompt; when a choice ends, its last response, with `finish_reason`.
+The final response of all also has `usage`. In each heartbeat interval there is at least one response, or a
+delta on the channel that the generation names (`wire.channel`). Only the last response of a choice has text,
+and only what did not go over a channel.
 """
 
 from typing import Literal
@@ -22,9 +21,6 @@ class Accepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     prompt_tokens: int
     prompt_token_ids: list[int] | None = None
     """Only if the request set `return_token_ids`."""
-    process: str | None = None
-    """Only if the request set `quiet`: the process from which the answer will come, as its number, a dot, and
-    its start in clock ticks since boot (fields 1 and 22 of Linux's `/proc/PID/stat`)."""
 
 
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,8 +103,15 @@ class ProbeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The chat format of the checkpoint: `chatglm2`, `chatglm3` or `glm4`."""
     max_context: int
     """Prompt and answer together, in tokens."""
-    delta_channel: bool = False
-    """Whether delta channels can be opened."""
+
+
+class Tokenized(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """What came of a `Tokenize` or `Detokenize`."""
+
+    ids: list[int] | None = None
+    """Of the text or conversation; absent after `Detokenize`."""
+    strings: list[str] | None = None
+    """How each id is displayed, if requested."""
 
 
 class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -134,6 +137,7 @@ class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     delivered: Delivered | None = None
     cancelled: bool | None = None
     probe: ProbeReport | None = None
+    tokenized: Tokenized | None = None
 
 
 _decoder = msgspec.json.Decoder(Meta)

@@ -1,0 +1,186 @@
+"""The requests to a model's entry: the document in the tensor `sampling`.
+
+Six kinds share the tensor and are distinguished by their keys: a generation, `{"tokenize": ...}`,
+`{"detokenize": [ids]}`, `{"cancel": request_id}`, `{"probe": true}` and `{"open_channel": id}`. An unknown
+key is an error in all of them, so that nothing is accepted and ignored: an older model refuses a newer
+gateway's key by name instead of obeying half of the request.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from wire.decoding import decode_bounded
+from wire.grammar import Grammar
+from wire.history import Role
+from wire.limits import IDS_LIMIT, INT64_MAX, TOOLS_LIMIT
+from wire.sampling import Sampling, TokenId
+
+Metadata = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A[^\n]*\Z")]
+ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+ChannelId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Milliseconds = Annotated[int, msgspec.Meta(ge=1, le=INT64_MAX)]
+
+
+class ChannelStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a generation's deltas go: an open channel, and the generation's numbers in its frames."""
+
+    id: ChannelId
+    stream: Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
+    """The number of the first choice, chosen by the client; the other choices have the numbers after it. Open
+    generations on one channel must not share numbers."""
+
+
+class Generation(Sampling, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """A request for text.
+
+    The prompt is either the tensors `prompt` and `history` (`role` says who speaks in `prompt`) or
+    `prompt_token_ids`, never both. With `raw`, the tensor `prompt` is plain text, and `history` is empty.
+
+    Raises:
+        ValueError: the numbers of the choices on the channel exceed int64 (a ValidationError while
+            decoding).
+    """
+
+    v: Literal[1] = 1
+    request_id: RequestId | None = None
+    role: Role = "user"
+    prompt_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=IDS_LIMIT)] | None = None
+    raw: bool = False
+    """Continue the prompt exactly as given, outside the chat format: text gets the tokenizer's prefix ids and
+    nothing else; the answer has no segments and keeps its first space."""
+    answer_metadata: Metadata | None = None
+    """The first line of the answer, made part of the prompt: a tool's name forces a call of that tool, an
+    empty line forces text. Absent: the model decides, and the line is part of its answer."""
+    end_after_call_of: Annotated[list[ToolName], msgspec.Meta(max_length=TOOLS_LIMIT)] = []  # noqa: RUF012 - msgspec copies it
+    """The answer ends when a new segment begins after a segment whose first line is one of these names."""
+    grammar: Grammar | None = None
+    """The answer as a whole conforms to this, unless it ends with the reason `length` or at one of the
+    request's own stop strings or ids. In a conversation, a grammar of any kind but `tool_calls` makes the
+    answer a single segment of text, whose first line is part of the prompt."""
+    channel: ChannelStream | None = None
+    """The answer is streamed: its deltas go to this channel. Absent: all of it comes with its end."""
+    deadline_ms: Milliseconds | None = None
+    """Milliseconds from receipt after which the request is given up, waiting or running."""
+
+    def __post_init__(self) -> None:
+        """Check the combinations of fields that the class's docstring excludes."""
+        super().__post_init__()
+        if self.channel is not None and self.channel.stream > INT64_MAX - self.n + 1:
+            raise ValueError("the numbers of the choices on the channel go over int64")
+
+
+class Tokenize(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """Turn text into ids: the tensor `prompt` as plain text, or `prompt` and `history` as a conversation.
+
+    The only response has `meta.tokenized`. It is answered while the engine is full.
+
+    Raises:
+        ValueError: an option of the other kind, or `answer_metadata` where no answer begins (a
+            ValidationError while decoding).
+    """
+
+    tokenize: Literal["text", "conversation"]
+    v: Literal[1] = 1
+    prefix: bool = False
+    """Text only: put the ids with which every prompt begins before it, as for a raw prompt."""
+    role: Role = "user"
+    """Conversation only: who speaks in `prompt`."""
+    add_generation_prompt: bool = True
+    """Conversation only: end where the model's answer begins."""
+    answer_metadata: Metadata | None = None
+    """Conversation only: the answer's first line, as in a generation; the ids end after it."""
+    strings: bool = False
+    """Also return how each id is displayed."""
+    deadline_ms: Milliseconds | None = None
+    """Milliseconds from receipt after which a request that still waits is given up."""
+
+    def __post_init__(self) -> None:
+        """Check the combinations of fields that the class's docstring excludes."""
+        if self.tokenize == "text":
+            if self.role != "user" or not self.add_generation_prompt or self.answer_metadata is not None:
+                raise ValueError("role, add_generation_prompt and answer_metadata belong to a conversation")
+        elif self.prefix:
+            raise ValueError("prefix belongs to text")
+        elif self.answer_metadata is not None and not self.add_generation_prompt:
+            raise ValueError("answer_metadata belongs to a conversation after which the answer begins")
+
+
+class Detokenize(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """Turn ids into text, which the only response has in `response`; `meta.tokenized` is there, too."""
+
+    detokenize: Annotated[list[TokenId], msgspec.Meta(max_length=IDS_LIMIT)]
+    v: Literal[1] = 1
+    strings: bool = False
+    """Also return how each id is displayed."""
+    deadline_ms: Milliseconds | None = None
+    """As for `Tokenize`."""
+
+
+class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """End the generation with this id. The only response's `meta.cancelled` says whether it existed."""
+
+    cancel: RequestId
+    v: Literal[1] = 1
+
+
+class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Ask for the engine's state. Answered at once, even under full load, by one `meta.probe`."""
+
+    probe: Literal[True]
+    v: Literal[1] = 1
+
+
+class OpenChannel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Open a delta channel: it stays open until the client cancels this request (see `wire.channel`)."""
+
+    open_channel: ChannelId
+    v: Literal[1] = 1
+
+
+Request = Generation | Tokenize | Detokenize | Cancel | Probe | OpenChannel
+
+
+class _Kind(msgspec.Struct):
+    """Used to determine which of the kinds a document is; strict decoding follows."""
+
+    tokenize: msgspec.Raw = msgspec.Raw()
+    detokenize: msgspec.Raw = msgspec.Raw()
+    cancel: msgspec.Raw = msgspec.Raw()
+    probe: msgspec.Raw = msgspec.Raw()
+    open_channel: msgspec.Raw = msgspec.Raw()
+
+
+_kind = msgspec.json.Decoder(_Kind)
+_generation = msgspec.json.Decoder(Generation)
+_others: dict[str, msgspec.json.Decoder[Request]] = {
+    "tokenize": msgspec.json.Decoder(Tokenize),
+    "detokenize": msgspec.json.Decoder(Detokenize),
+    "cancel": msgspec.json.Decoder(Cancel),
+    "probe": msgspec.json.Decoder(Probe),
+    "open_channel": msgspec.json.Decoder(OpenChannel),
+}
+_encoder = msgspec.json.Encoder()
+
+
+def decode_request(document: bytes) -> Request:
+    """Read the `sampling` tensor; empty bytes are a generation with all defaults.
+
+    Raises:
+        msgspec.ValidationError: an unknown key, a wrong type or a value out of range; the message has its
+            path.
+        msgspec.DecodeError: not JSON.
+    """
+    if not document:
+        return Generation()
+    kind = decode_bounded(_kind, document)
+    for name, decoder in _others.items():
+        if getattr(kind, name):
+            return decode_bounded(decoder, document)
+    return decode_bounded(_generation, document)
+
+
+def encode_request(request: Request) -> bytes:
+    """Write the `sampling` tensor; keys at their default are left out."""
+    return _encoder.encode(request)
