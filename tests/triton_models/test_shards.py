@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from triton_models.checkpoint import find_shards, open_shard
 from triton_models.directory import read_json
 from triton_models.errors import CheckpointError
-from triton_models.shards import find_shards, open_shard
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 

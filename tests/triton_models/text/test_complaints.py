@@ -2,8 +2,14 @@ import logging
 
 import pytest
 
-from triton_models.text.complaints import FAILED, TOO_COMPLEX, about_grammar, about_mask, about_schema
-from triton_models.text.grammar_text import Document
+from triton_models.text.grammar_text import (
+    FAILED,
+    TOO_COMPLEX,
+    Document,
+    about_grammar,
+    about_mask,
+    about_schema,
+)
 from wire.grammar import TEXT_PART, Part, part_at_fault
 
 WEATHER = Part("get_weather")

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from triton_models.text.deep_stack import STACK_BYTES, on_deep_stack
+from triton_models.text.grammars import STACK_BYTES, on_deep_stack
 
 
 def test_it_runs_elsewhere_and_brings_back_what_came_of_it() -> None:

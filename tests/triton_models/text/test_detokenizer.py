@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from triton_models.text.detokenizer import Detokenizer
+from triton_models.text.answer import Detokenizer
 from triton_models.text.tokenizers import Tokenizer, load_tokenizer
 
 TOKENIZER = load_tokenizer(Path(__file__).parents[2] / "golden" / "chatglm3", "chatglm3")

@@ -2,9 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triton_models.text.detokenizer import Detokenizer
-from triton_models.text.prompt_tokens import shown_tokens
-from triton_models.text.tokenizers import Tokenizer
+from triton_models.text.answer import Detokenizer
+from triton_models.text.tokenizers import Tokenizer, shown_tokens
 
 
 @pytest.mark.parametrize("name", ["chatglm2", "chatglm3", "glm4"])

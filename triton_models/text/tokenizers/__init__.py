@@ -4,11 +4,11 @@ from pathlib import Path
 
 from triton_models.errors import TextError
 from triton_models.text.tokenizers import byte_pairs, sentence_pieces
-from triton_models.text.tokenizers.base import TOKENIZER_FILE, Tokenizer
+from triton_models.text.tokenizers.base import TOKENIZER_FILE, Tokenizer, shown_tokens
 from triton_models.text.tokenizers.byte_pairs import BytePairTokenizer
 from triton_models.text.tokenizers.sentence_pieces import SentencePieceTokenizer
 
-__all__ = ["SPECIAL_TOKENS", "TOKENIZER_FILE", "Tokenizer", "load_tokenizer"]
+__all__ = ["SPECIAL_TOKENS", "TOKENIZER_FILE", "Tokenizer", "load_tokenizer", "shown_tokens"]
 
 SPECIAL_TOKENS = sentence_pieces.SPECIAL_TOKENS | {"glm4": byte_pairs.SPECIAL_TOKENS}
 """The special tokens of each chat format, in the order of their ids."""

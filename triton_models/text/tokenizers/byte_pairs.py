@@ -7,18 +7,17 @@ of `ChatGLM4Tokenizer` in the published `tokenization_chatglm.py`; tiktoken does
 
 import base64
 import binascii
+import codecs
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Iterable, Iterator
+from itertools import groupby, islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 import tiktoken
 
-from triton_models.errors import CheckpointError
-from triton_models.foreign import panics_are_errors
-from triton_models.text.tokenizers.base import TOKENIZER_FILE, display_piece, read_tokenizer, to_utf8
+from triton_models.errors import CheckpointError, panics_are_errors
+from triton_models.text.tokenizers.base import SLICE, TOKENIZER_FILE, Tokenizer, read_tokenizer, to_utf8
 
 SPECIAL_TOKENS: Final = (
     *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"),
@@ -38,12 +37,13 @@ LONGEST_BLANK: Final = 2**16
 
 _BLANK = re.compile(r"\s+")
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of each invalid byte
-_NO_TEXT: Final = ""
 _BYTES: Final = 256
 
+_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
-class BytePairTokenizer:
-    """See the module, and `Tokenizer`. Every piece is bytes; a text's first token keeps its leading space."""
+
+class BytePairTokenizer(Tokenizer):
+    """Every piece is bytes; a text's first token keeps its leading space."""
 
     def __init__(self, directory: Path) -> None:
         """Read `tokenizer.model`.
@@ -51,46 +51,39 @@ class BytePairTokenizer:
         Raises:
             CheckpointError: the file is missing or broken.
         """
-        file = directory / TOKENIZER_FILE
-        ranks = _ranks(file)
-        self._pieces = list(ranks)
-        self._special_names = dict(enumerate(SPECIAL_TOKENS, start=len(ranks)))
-        self.special_ids: Mapping[str, int] = MappingProxyType(
-            {name: token_id for token_id, name in self._special_names.items()}
+        ranks = _ranks(directory / TOKENIZER_FILE)
+        self._tokens = list(ranks)
+        super().__init__(
+            self._tokens, SPECIAL_TOKENS, eos_id=len(ranks) + SPECIAL_TOKENS.index("<|endoftext|>")
         )
-        self.eos_id = self.special_ids["<|endoftext|>"]
-        self.size = len(ranks) + len(SPECIAL_TOKENS)
         self._encoding = tiktoken.Encoding(
-            file.parent.name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=dict(self.special_ids)
+            directory.name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=dict(self.special_ids)
         )
 
     def encode(self, text: str) -> list[int]:
-        """See `Tokenizer.encode`. Runs of white space over `LONGEST_BLANK` characters are encoded in parts.
+        """Return the ids of `text`; runs of white space over `LONGEST_BLANK` characters are encoded in parts.
 
         Raises:
-            TextError: see `Tokenizer.encode`.
+            TextError: `text` contains lone surrogates.
             LibraryPanicError: tiktoken panicked.
         """
         to_utf8(text)
         with panics_are_errors("tiktoken"):
             return [token_id for part in parts(text) for token_id in self._encoding.encode_ordinary(part)]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """See `Tokenizer.decode`."""
-        runs = groupby(ids, key=range(len(self._pieces)).__contains__)
-        return "".join(
-            _text(b"".join(self._pieces[token_id] for token_id in run)) for is_text, run in runs if is_text
-        )
+    def decode(self, ids: Iterable[int]) -> str:  # noqa: D102 - inherited
+        utf8 = _new_utf8_decoder("surrogateescape")
+        is_text = range(len(self._tokens)).__contains__
+        ids, text = iter(ids), []
+        while some := list(islice(ids, SLICE)):
+            for texts, run in groupby(some, key=is_text):
+                utf8_run = b"".join(map(self._tokens.__getitem__, run)) if texts else b""
+                text.append(_shown(utf8.decode(utf8_run, final=not texts)))
+        return "".join(text) + _shown(utf8.decode(b"", final=True))
 
-    def piece(self, token_id: int) -> str | bytes:
-        """See `Tokenizer.piece`."""
-        return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else _NO_TEXT
 
-    def display(self, token_id: int) -> tuple[str, bytes]:
-        """See `Tokenizer.display`."""
-        if piece := self.piece(token_id):
-            return display_piece(piece)
-        return self._special_names.get(token_id, f"<unused {token_id}>"), b""
+def _shown(text: str) -> str:
+    return _ESCAPED_BYTE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def parts(text: str) -> Iterator[str]:
@@ -128,7 +121,3 @@ def _ranks(file: Path) -> dict[bytes, int]:
     if b"" in ranks or any(bytes([byte]) not in ranks for byte in range(_BYTES)):
         raise CheckpointError(f"{file}: not every byte is a token, or an empty one is")
     return ranks
-
-
-def _text(utf8: bytes) -> str:
-    return _ESCAPED_BYTE.sub("\N{REPLACEMENT CHARACTER}", utf8.decode("utf-8", "surrogateescape"))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.glm4_checkpoint import RANKS, byte_pairs, write_tokenizer
 from triton_models.errors import CheckpointError, LibraryPanicError, TextError
-from triton_models.text.detokenizer import Detokenizer
+from triton_models.text.answer import Detokenizer
 from triton_models.text.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from triton_models.text.tokenizers import byte_pairs as module
 from triton_models.text.tokenizers.byte_pairs import LONGEST_BLANK, SPECIAL_TOKENS, parts
