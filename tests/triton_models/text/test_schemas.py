@@ -74,6 +74,18 @@ def test_a_schema_that_is_only_itself_again_is_refused(schema: dict[str, Any]) -
         check_schema(schema, strict=False)
 
 
+def test_a_reference_leads_to_a_schema() -> None:
+    with pytest.raises(InvalidGrammarError, match=r"^\$\.items\.\$ref leads to no schema"):
+        check_schema({"items": {"$ref": "#/elsewhere"}, "elsewhere": 5}, strict=False)
+
+
+def test_properties_that_are_required_make_up_the_least_number() -> None:
+    schema = {"required": ["a", "b"], "minProperties": 2}
+    check_schema(schema, strict=True)
+    with pytest.raises(InvalidGrammarError, match=r"^\$: minProperties"):
+        check_schema(schema | {"minProperties": 3}, strict=True)
+
+
 def test_what_a_reference_leads_to_is_looked_at() -> None:
     with pytest.raises(InvalidGrammarError, match=r"#/elsewhere\.enum: Expected `array`, got `null`"):
         check_schema({"$ref": "#/elsewhere", "elsewhere": {"enum": None}}, strict=False)

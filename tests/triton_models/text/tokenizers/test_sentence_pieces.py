@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from triton_models.errors import CheckpointError, TextError
 from triton_models.text.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from triton_models.text.tokenizers import sentence_pieces as module
 from triton_models.text.tokenizers.sentence_pieces import SPECIAL_TOKENS
 
 GOLDEN = Path(__file__).parents[3] / "golden"
@@ -134,3 +135,12 @@ def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path, options: dict[st
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(TextError, match="unknown chat format 'glm5'; there are chatglm2, chatglm3, glm4"):
         load_tokenizer(GOLDEN / "chatglm3", "glm5")
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_ids_become_a_list_in_slices(text: str) -> None:
+    """One call for a million would hold the interpreter lock for 15 ms."""
+    ids = TOKENIZER.encode(text)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "SLICE", 2)
+        assert TOKENIZER.encode(text) == ids
