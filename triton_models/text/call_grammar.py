@@ -1,6 +1,7 @@
 """Grammars for answers of text and tool calls, in the notation of each chat format (see `wire.calls`)."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,7 +12,7 @@ import msgspec
 from triton_models.errors import InvalidGrammarError
 from triton_models.text.grammar_text import ANSWER_RULE, Document, TextRule, json_rule, literal, text_rule
 from triton_models.text.literal_grammar import COMMON_RULES, LiteralGrammar
-from triton_models.text.schemas import SchemaSize, check_schema
+from triton_models.text.schemas import check_schema, check_size
 from wire.fenced_calls import FENCE, OPENING
 from wire.grammar import TEXT_PART, CallableTool, Part, ToolCalls, decode_tool_calls
 
@@ -79,7 +80,13 @@ def call_document(
     first = f"{literal(prefix)} " if prefix else ""
     opening = f"{literal(notation.opening)} " if notation.opening else ""
     names = [tool.name for tool in calls.tools]
-    _check_size(calls.tools)
+    sizes = Counter[str]()
+    for tool in calls.tools:
+        with _blaming(Part(tool.name)):
+            size = check_schema(tool.parameters, _PARAMETERS, strict=tool.strict)
+            check_size(size, _PARAMETERS)
+        sizes += size
+    check_size(sizes, "the schemas of all tools together")
     for at, tool in enumerate(calls.tools):
         with _blaming(Part(tool.name)):
             body, more = notation.write(tool, f"t{at}")
@@ -107,22 +114,6 @@ def call_document(
         {f"{rule}{at}": Part(name) for at, name in enumerate(names) for rule in ("t", "body")}
         | dict.fromkeys(("text", ANSWER_RULE), TEXT_PART),
     )
-
-
-def _check_size(tools: Sequence[CallableTool]) -> None:
-    """Check that the schemas are valid, and not too large to be enforced.
-
-    Raises:
-        InvalidGrammarError: a schema is invalid or too large, or together they are too large.
-    """
-    properties = values = 0
-    for tool in tools:
-        with _blaming(Part(tool.name)):
-            size = check_schema(tool.parameters, _PARAMETERS, strict=tool.strict)
-            size.check(_PARAMETERS)
-        properties += size.properties
-        values += size.values
-    SchemaSize(properties, values).check("the schemas of all tools together")
 
 
 @contextmanager

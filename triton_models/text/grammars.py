@@ -208,10 +208,10 @@ class Grammars:
         self._lock = threading.Lock()
         self._tokenizer: llguidance.LLTokenizer | None = None
         pieces = vocabulary.pieces
-        visible = [at for at, piece in enumerate(pieces) if piece is not None and not piece.isspace()]
-        self._smallest_first = np.array(
-            sorted(visible, key=lambda at: len(pieces[at] or b"")), dtype=np.int64
-        )
+        self._is_text = np.zeros(-(-len(pieces) // _WORD_BITS) * _WORD_BITS, dtype=np.uint8)
+        self._is_text[: len(pieces)] = [piece is not None for piece in pieces]
+        visible = [(len(piece), at) for at, piece in enumerate(pieces) if piece and not piece.isspace()]
+        self._smallest_first = np.array([at for _, at in sorted(visible)], dtype=np.int64)
         self._compiled: OrderedDict[tuple[str, str, bool, str | None], CompiledGrammar] = OrderedDict()
 
     def compile(
@@ -265,10 +265,11 @@ class Grammars:
         matcher = llguidance.LLMatcher(self.prepare(), document.text(), limits=LIMITS, log_level=0)
         if matcher.is_error():
             raise InvalidGrammarError(about_grammar(matcher.get_error(), document))
-        special = [*self._stop_ids]
-        if grammar.kind == "tool_calls" and self._segment_id is not None:
-            special.append(self._segment_id)
-        compiled = CompiledGrammar(matcher, self._allowed(special))
+        allowed = self._is_text.copy()
+        allowed[self._stop_ids] = 1
+        if grammar.kind == "tool_calls":
+            allowed[self._segment_id] = 1
+        compiled = CompiledGrammar(matcher, np.packbits(allowed, bitorder="little").view(np.int32))
         # This compiles now what llguidance compiles on first use, and checks that an answer can begin.
         for opening, part in document.openings.items():
             try:
@@ -284,7 +285,7 @@ class Grammars:
         Raises:
             TokenMaskError: no answer can begin in this way.
         """
-        row = np.zeros(self._word_count, dtype=np.int32)
+        row = np.zeros(len(self._is_text) // _WORD_BITS, dtype=np.int32)
         for token_id in self.prepare().greedy_tokenize(opening):
             mask.accept(token_id)
         for _ in range(TRIED):
@@ -302,17 +303,6 @@ class Grammars:
                     _Wrapper(self._vocabulary, self._stop_ids[0]), eos_token=self._stop_ids
                 )
             return self._tokenizer
-
-    @property
-    def _word_count(self) -> int:
-        return -(-len(self._vocabulary.pieces) // _WORD_BITS)
-
-    def _allowed(self, special: Collection[int]) -> NDArray[np.int32]:
-        """Return a bit mask, packed into int32 words, of all ids that are text and of those in `special`."""
-        bits = np.zeros(self._word_count * _WORD_BITS, dtype=np.uint8)
-        text = [token_id for token_id, piece in enumerate(self._vocabulary.pieces) if piece is not None]
-        bits[[*text, *special]] = 1
-        return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 class _Wrapper(llguidance.TokenizerWrapper):

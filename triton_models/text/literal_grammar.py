@@ -10,7 +10,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import llguidance
 
@@ -58,14 +58,6 @@ _KEYWORDS: Final[Mapping[str, tuple[str, ...]]] = {
 _LARGEST = 10**15
 
 
-class _Entry(NamedTuple):
-    """One entry of an object: its name, the expression that matches it, and whether it is required."""
-
-    name: str
-    body: str
-    required: bool
-
-
 class LiteralGrammar:
     """Writes the rules for the arguments of one tool.
 
@@ -98,20 +90,12 @@ class LiteralGrammar:
         if schema.get("type", "object") != "object":
             raise InvalidGrammarError(f"{path}.type must be object")
         self._check_keywords(schema, ["object"], path)
-        entries = self._entries(schema, path)
-        if entries:
-            return self._rule(_in_order([self._argument(each) for each in entries], self._rule))
+        if named := self._properties(schema, path, _argument):
+            return named
         more = schema.get("additionalProperties", False)
         if more is False or schema.get("maxProperties") == 0:
             return ""
         return f'("**" {self._map(schema, more, path)})?'
-
-    def _argument(self, entry: _Entry) -> _Entry:
-        name = entry.name
-        # Python normalises identifiers, which would change other names.
-        if name.isidentifier() and unicodedata.normalize("NFKC", name) == name:
-            return _Entry(name, f"{literal(name + '=')} {entry.body}", entry.required)
-        return _Entry(name, f'"**{{" {_key(name)} COLON {entry.body} "}}"', entry.required)
 
     def _value(self, schema: Any, path: str) -> str:
         if schema is False:
@@ -144,12 +128,9 @@ class LiteralGrammar:
         return '"None"'
 
     def _dict(self, schema: dict[str, Any], path: str) -> str:
-        entries = [
-            _Entry(each.name, f"{_key(each.name)} COLON {each.body}", each.required)
-            for each in self._entries(schema, path)
-        ]
-        if entries:
-            return self._rule(f'"{{" {self._rule(_in_order(entries, self._rule))} "}}"')
+        named = self._properties(schema, path, lambda name, value: f"{_written(name)} COLON {value}")
+        if named:
+            return self._rule(f'"{{" {named} "}}"')
         more = schema.get("additionalProperties", "properties" not in schema)
         return '"{}"' if more is False else self._map(schema, more, path)
 
@@ -162,26 +143,41 @@ class LiteralGrammar:
         items = _repeated(f"STR COLON {value}", min(least, 1), schema.get("maxProperties"))
         return self._rule(f'"{{" {items} "}}"')
 
-    def _entries(self, schema: dict[str, Any], path: str) -> list[_Entry]:
-        """Return the properties that an object may have, in order: only those that the schema names."""
-        properties = schema.get("properties", {})
-        required = dict.fromkeys(schema.get("required", ()))
+    def _properties(self, schema: dict[str, Any], path: str, write: Callable[[str, str], str]) -> str:
+        """Return the expression for an object's properties in order: only those that the schema names, if any.
+
+        Each has two rules: one if no property was written before it, one if some was. They are built starting
+        from the last, so that the grammar grows with the number of properties, not of their combinations.
+
+        Args:
+            schema: of the object.
+            path: its place.
+            write: returns the expression for the property of this name, whose value has this expression.
+        """
+        properties, required = schema.get("properties", {}), dict.fromkeys(schema.get("required", ()))
         more = schema.get("additionalProperties", True)
-        entries = []
+        bodies = {}
         for name in properties | required:
             each = properties.get(name, more)
-            if each is False:
-                if name in required:
-                    raise InvalidGrammarError(f"{path} requires {name!r}, and allows it not")
-                continue
-            entries.append(_Entry(name, self._value(each, f"{path}.properties.{name}"), name in required))
-        if entries and schema.get("minProperties", 0) > sum(entry.required for entry in entries):
+            if each is not False:
+                bodies[name] = write(name, self._value(each, f"{path}.properties.{name}"))
+            elif name in required:
+                raise InvalidGrammarError(f"{path} requires {name!r}, and allows it not")
+        if bodies and schema.get("minProperties", 0) > len(required):
             self._cannot(path, "minProperties")
-        if len(entries) > schema.get("maxProperties", len(entries)):
-            entries = [entry for entry in entries if entry.required]
-            if len(entries) > schema["maxProperties"]:
+        if len(bodies) > schema.get("maxProperties", len(bodies)):
+            bodies = {name: body for name, body in bodies.items() if name in required}
+            if len(bodies) > schema["maxProperties"]:
                 raise InvalidGrammarError(f"{path}.maxProperties contradicts required")
-        return entries
+        first = after = ""
+        for name, body in reversed(bodies.items()):
+            here = f"{body} {after}".rstrip()
+            if name in required:
+                first, after = self._rule(here), self._rule(f"SEP {here}")
+            else:
+                first = self._rule(f"{here} | {first or _NOTHING}")
+                after = self._rule(f"SEP {here} | {after or _NOTHING}")
+        return first
 
     def _list(self, schema: dict[str, Any], path: str) -> str:
         items = schema.get("items", True)
@@ -261,8 +257,8 @@ class LiteralGrammar:
         for beside in schema.keys() - _ANNOTATIONS - {"$ref"}:
             self._cannot(path, f"{beside} beside $ref")
         if pointer not in self._references:
-            self._references[pointer] = rule = self._new_name()
-            self.rules.append(f"{rule}: {self._value(self._target(pointer, path), pointer)}")
+            self._references[pointer] = name = self._new_name()
+            self._rule(self._value(self._target(pointer, path), pointer), name)
         return self._references[pointer]
 
     def _target(self, pointer: str, path: str) -> Any:
@@ -293,8 +289,8 @@ class LiteralGrammar:
         if self._tool.strict:
             raise InvalidGrammarError(f"it is strict, and in {path} this cannot be enforced: {what}")
 
-    def _rule(self, body: str) -> str:
-        name = self._new_name()
+    def _rule(self, body: str, name: str | None = None) -> str:
+        name = name or self._new_name()
         self.rules.append(f"{name}: {body}")
         return name
 
@@ -338,27 +334,11 @@ def _constants(schema: Any) -> dict[str, str]:
     return found
 
 
-def _in_order(entries: Sequence[_Entry], new_rule: Callable[[str], str]) -> str:
-    """Return the expression for `entries` in order, separated by `SEP`; optional ones may be left out.
-
-    Each entry has two rules: one if no entry was written before it, one if some was. They are built starting
-    from the last entry, so that the grammar grows with the number of entries, not with that of their
-    combinations.
-
-    Args:
-        entries: at least one.
-        new_rule: takes a rule's body, and returns its name.
-    """
-    first = after = ""
-    for entry in reversed(entries):
-        here = f"{entry.body} {after}".rstrip()
-        between = f"SEP {here}"
-        if entry.required:
-            first, after = new_rule(here), new_rule(between)
-        else:
-            first = new_rule(f"{here} | {first or _NOTHING}")
-            after = new_rule(f"{between} | {after or _NOTHING}")
-    return first
+def _argument(name: str, value: str) -> str:
+    # Python normalises identifiers, which would change other names.
+    if name.isidentifier() and unicodedata.normalize("NFKC", name) == name:
+        return f"{literal(name + '=')} {value}"
+    return f'"**{{" {_written(name)} COLON {value} "}}"'
 
 
 def _either(parts: Iterable[str]) -> str:
@@ -391,21 +371,13 @@ def _shared_json(schema: dict[str, Any]) -> str:
     )
 
 
-def _key(name: str) -> str:
-    """Return the expression for the key `name`, in quotes."""
-    return _either(_quoted(name))
-
-
-def _quoted(text: str) -> list[str]:
-    quoted = [literal(json.dumps(text, ensure_ascii=False))]
-    return [literal(f"'{text}'"), *quoted] if _PLAIN.fullmatch(text) else quoted
-
-
 def _written(value: Any) -> str:
-    """Return the expression for `value` as a literal."""
-    if isinstance(value, str):
-        return _either(_quoted(value))
-    return literal(repr(value) if isinstance(value, bool) or value is None else _in_python(value))
+    """Return the expression for `value` as a literal; for a string, in either kind of quotes."""
+    double = literal(_in_python(value))
+    if isinstance(value, str) and _PLAIN.fullmatch(value):
+        single = literal(f"'{value}'")
+        return f"({single} | {double})"
+    return double
 
 
 def _in_python(value: Any) -> str:

@@ -5,9 +5,10 @@ values, older keywords and endless references it accepts and ignores. A metasche
 the interpreter for a second where a schema is large.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -78,34 +79,31 @@ _OLD: Final = ("additionalItems", "extends", "disallow", "divisibleBy")
 """Keywords of older drafts, which llguidance ignores."""
 
 
-class SchemaSize(NamedTuple):
-    """The size of a schema that is to be compiled."""
-
-    properties: int = 0
-    values: int = 0
-    """Number of values in enumerations."""
-
-    def check(self, what: str) -> None:
-        """Check that the schema is not too large to be enforced; the error names it as `what`.
-
-        Raises:
-            InvalidGrammarError: it is too large.
-        """
-        for count, bound, name in (
-            (self.properties, PROPERTIES, "properties"),
-            (self.values, VALUES, "values in enumerations"),
-        ):
-            if count > bound:
-                raise InvalidGrammarError(f"{what}: over {bound} {name}")
+_LIMITS: Final = {"properties": PROPERTIES, "values in enumerations": VALUES}
 
 
-def check_schema(schema: Any, path: str = "$", *, strict: bool) -> SchemaSize:
+def check_size(size: Mapping[str, int], what: str) -> None:
+    """Check that a schema is not too large to be enforced; the error names it as `what`.
+
+    Args:
+        size: as `check_schema` returns it.
+        what: the schema, or several whose sizes were added.
+
+    Raises:
+        InvalidGrammarError: it is too large.
+    """
+    for name, count in size.items():
+        if count > _LIMITS[name]:
+            raise InvalidGrammarError(f"{what}: over {_LIMITS[name]} {name}")
+
+
+def check_schema(schema: Any, path: str = "$", *, strict: bool) -> Counter[str]:
     """Check that every keyword has a valid value within bounds, and that no schema refers only to itself.
 
     With `strict`, also check that nothing would be ignored that llguidance does not refuse by itself.
 
     Returns:
-        The schema's size; its number of properties is within the limit.
+        The numbers of properties and of values in enumerations; that of properties is within the limit.
 
     Raises:
         InvalidGrammarError: the schema fails a check; the message names the place, and the keyword if one is
@@ -113,7 +111,7 @@ def check_schema(schema: Any, path: str = "$", *, strict: bool) -> SchemaSize:
     """
     if not isinstance(schema, dict | bool):
         raise InvalidGrammarError("a JSON schema is an object")
-    properties = values = 0
+    size = Counter[str]()
     same_value: dict[int, list[int]] = {}
     for where, each in _reachable(schema, path):
         try:
@@ -127,8 +125,8 @@ def check_schema(schema: Any, path: str = "$", *, strict: bool) -> SchemaSize:
             )
         if strict:
             _check_enforced(each, keywords, where)
-        properties += len(keywords.properties)
-        values += len(keywords.enum)
+        size["properties"] += len(keywords.properties)
+        size["values in enumerations"] += len(keywords.enum)
         referred = _referred(schema, each)
         if not all(isinstance(part, dict | bool) for part in referred):
             raise InvalidGrammarError(f"{where[:200]}.$ref leads to no schema")
@@ -140,8 +138,8 @@ def check_schema(schema: Any, path: str = "$", *, strict: bool) -> SchemaSize:
         raise InvalidGrammarError(
             f"{path}: a $ref leads back to itself, with no object or array between"
         ) from None
-    SchemaSize(properties).check(path)
-    return SchemaSize(properties, values)
+    check_size({"properties": size["properties"]}, path)
+    return size
 
 
 def target(schema: Any, pointer: str) -> Any:
