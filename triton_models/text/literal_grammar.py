@@ -144,7 +144,7 @@ class LiteralGrammar:
         return self._rule(f'"{{" {items} "}}"')
 
     def _properties(self, schema: dict[str, Any], path: str, write: Callable[[str, str], str]) -> str:
-        """Return the expression for an object's properties in order: only those that the schema names, if any.
+        """Return the expression for an object's properties in order: only those that the schema names.
 
         Each has two rules: one if no property was written before it, one if some was. They are built starting
         from the last, so that the grammar grows with the number of properties, not of their combinations.
