@@ -8,7 +8,8 @@ the interpreter for a second where a schema is large.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
+from urllib.parse import unquote
 
 import msgspec
 
@@ -73,7 +74,8 @@ class _Keywords(msgspec.Struct, rename="camel"):
 _IN_PLACE: Final = ("anyOf", "oneOf", "allOf")
 _OF_ONE: Final = ("additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames")
 _OF_LIST: Final = (*_IN_PLACE, "prefixItems", "items")
-_OF_MAP: Final = ("properties", "patternProperties", "$defs", "definitions")
+_OF_MAP: Final = ("properties", "patternProperties")
+_DEFINITIONS: Final = ("$defs", "definitions")
 
 _OLD: Final = ("additionalItems", "extends", "disallow", "divisibleBy")
 """Keywords of older drafts, which llguidance ignores."""
@@ -113,17 +115,18 @@ def check_schema(schema: Any, path: str = "$", *, strict: bool) -> Counter[str]:
         raise InvalidGrammarError("a JSON schema is an object")
     size = Counter[str]()
     same_value: dict[int, list[int]] = {}
-    for where, each in _reachable(schema, path):
+    for where, each, in_use in _reachable(schema, path):
         try:
             keywords = msgspec.convert(each, _Keywords)
         except msgspec.ValidationError as error:
             what, _, keyword = str(error).partition(" - at `$")
-            raise InvalidGrammarError(f"{where[:200]}{keyword.rstrip('`')}: {what[:100]}") from None
+            what = what.replace("Invalid enum value", f"Expected one of {', '.join(get_args(_Type))}, got")
+            raise InvalidGrammarError(f"{where[:200]}{keyword.rstrip('`')}: {what[:150]}") from None
         if len(keywords.properties.keys() - keywords.required) > OPTIONAL:
             raise InvalidGrammarError(
                 f"{where[:200]}: over {OPTIONAL} properties may be left out of an object"
             )
-        if strict:
+        if strict and in_use:
             _check_enforced(each, keywords, where)
         size["properties"] += len(keywords.properties)
         size["values in enumerations"] += len(keywords.enum)
@@ -146,13 +149,14 @@ def target(schema: Any, pointer: str) -> Any:
     """Return what `pointer`, the value of a `$ref`, refers to within `schema`.
 
     Raises:
-        LookupError: it refers to nothing, or to another document.
+        LookupError: it refers to nothing, by name, or to another document.
     """
-    if not pointer.startswith("#"):
+    document, *parts = pointer.split("/")
+    if document != "#":
         raise LookupError(pointer)
     at = schema
-    for part in pointer.removeprefix("#").split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
+    for part in parts:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
         try:
             at = at[int(name)] if isinstance(at, list) else at[name]
         except (TypeError, ValueError):
@@ -171,20 +175,29 @@ def _check_enforced(schema: dict[str, Any], keywords: _Keywords, where: str) -> 
         )
 
 
-def _reachable(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield `schema`, the schemas in it and those that references lead to, each once with its path.
+def _reachable(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Yield `schema`, the schemas in it and those that references lead to, but no booleans.
 
-    Those that are booleans are left out.
+    Each comes once, with its path and whether it is in use. Definitions without a reference are not, and come
+    last; all are, if there is a reference of a kind that only llguidance resolves.
     """
-    pending, seen = [(path, schema)], set()
-    while pending:
+    in_use: list[tuple[str, Any]] = [(path, schema)]
+    unused: list[tuple[str, Any]] = []
+    seen = set()
+    while pending := in_use or unused:
         path, each = pending.pop()
         if not isinstance(each, dict) or id(each) in seen:
             continue
         seen.add(id(each))
-        yield path, each
+        yield path, each, pending is in_use
         pending += _parts(each, path)
-        pending += [(each["$ref"], part) for part in _referred(schema, each)]
+        referred = _referred(schema, each)
+        pending += [(each["$ref"], part) for part in referred]
+        if "$ref" in each and not referred and pending is in_use:
+            in_use += unused
+            unused = in_use
+        for keyword in _DEFINITIONS:
+            unused += [(f"{path}.{keyword}.{name}", part) for name, part in each.get(keyword, {}).items()]
 
 
 def _parts(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:

@@ -86,6 +86,23 @@ def test_properties_that_are_required_make_up_the_least_number() -> None:
         check_schema(schema | {"minProperties": 3}, strict=True)
 
 
+def test_a_definition_without_a_reference_need_not_be_enforced() -> None:
+    definitions: dict[str, Any] = {"old": {"additionalItems": False}}
+    check_schema({"$defs": definitions}, strict=True)
+    used = {"properties": {"a": {"$ref": "#/$defs/old"}}}
+    for schema in ({**used, "$defs": definitions}, {"$defs": definitions, **used}):
+        with pytest.raises(InvalidGrammarError, match=r"^#/\$defs/old: the keyword additionalItems"):
+            check_schema(schema, strict=True)
+    for reference in ("#anchor", "http://example.com/a"):
+        schema = {"items": {"$ref": reference}, "$defs": definitions}
+        with pytest.raises(InvalidGrammarError, match=r"^\$\.\$defs\.old: the keyword additionalItems"):
+            check_schema(schema, strict=True)
+    with pytest.raises(InvalidGrammarError, match=r"^#/\$defs/an%20old: the keyword additionalItems"):
+        check_schema({"$ref": "#/$defs/an%20old", "$defs": {"an old": definitions["old"]}}, strict=True)
+    with pytest.raises(InvalidGrammarError, match=r"^\$\.\$defs\.old\.minLength: Expected `int`"):
+        check_schema({"$defs": {"old": {"minLength": "1"}}}, strict=True)
+
+
 def test_what_a_reference_leads_to_is_looked_at() -> None:
     with pytest.raises(InvalidGrammarError, match=r"#/elsewhere\.enum: Expected `array`, got `null`"):
         check_schema({"$ref": "#/elsewhere", "elsewhere": {"enum": None}}, strict=False)
