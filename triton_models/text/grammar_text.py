@@ -11,9 +11,9 @@ that it was given, which we generated. Internal errors (panics, exceeded limits)
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import llguidance
 import msgspec
@@ -23,6 +23,8 @@ from triton_models.text.schemas import check_schema
 from wire.grammar import TEXT_PART, Grammar, Part, decode_choices
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
 
@@ -126,14 +128,15 @@ def text_rule(grammar: Grammar) -> TextRule:
         case "json_object":
             return TextRule(json_rule({"type": "object"}))
         case "json_schema":
-            schema = _decoded(grammar.text)
+            schema = _read(msgspec.json.decode, grammar.text, "JSON schema")
             check_schema(schema, strict=True)
             return TextRule(json_rule(schema))
         case "regex":
             regex = llguidance.regex_to_lark(grammar.text, "")
             return TextRule(ANSWER_RULE, f"{ANSWER_RULE}: /{regex}/\n")
         case "choice":
-            return TextRule(f"({' | '.join(map(literal, _read(grammar.text)))})")
+            choices = _read(decode_choices, grammar.text, "list of choices")
+            return TextRule(f"({' | '.join(map(literal, choices))})")
         case "lark":
             return TextRule(f"@{_USER_GRAMMAR}", nested=_checked(grammar.text))
         case "tool_calls":
@@ -171,18 +174,11 @@ def _checked(text: str) -> str:
     return text
 
 
-def _decoded(text: str) -> Any:
+def _read(decode: Callable[[str], T], text: str, what: str) -> T:
     try:
-        return msgspec.json.decode(text.encode())
-    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError) as error:
-        raise InvalidGrammarError(f"not a JSON schema: {error}") from None
-
-
-def _read(text: str) -> list[str]:
-    try:
-        return decode_choices(text)
-    except msgspec.MsgspecError as error:
-        raise InvalidGrammarError(f"not a list of choices: {error}") from None
+        return decode(text)
+    except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:
+        raise InvalidGrammarError(f"not a {what}: {error}") from None
 
 
 def about_grammar(error: str, document: Document) -> str:
