@@ -10,6 +10,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 import llguidance
@@ -83,7 +84,8 @@ class LiteralGrammar:
         """
         path = "parameters"
         schema: Any = self._tool.parameters
-        while "$ref" in schema:
+        while schema.get("type", "object") == "object" and "$ref" in schema:
+            self._check_alone("$ref", schema.keys() - {"type"}, path)
             schema = self._target(schema["$ref"], path)
             if not isinstance(schema, dict):
                 raise InvalidGrammarError(f"{path} is no schema of an object")
@@ -93,9 +95,12 @@ class LiteralGrammar:
         if named := self._properties(schema, path, _argument):
             return named
         more = schema.get("additionalProperties", False)
+        least = schema.get("minProperties", 0)
         if more is False or schema.get("maxProperties") == 0:
+            if least:
+                self._cannot(path, "minProperties")
             return ""
-        return f'("**" {self._map(schema, more, path)})?'
+        return f'("**" {self._map(schema, more, path)}){"" if least else "?"}'
 
     def _value(self, schema: Any, path: str) -> str:
         if schema is False:
@@ -132,7 +137,11 @@ class LiteralGrammar:
         if named:
             return self._rule(f'"{{" {named} "}}"')
         more = schema.get("additionalProperties", "properties" not in schema)
-        return '"{}"' if more is False else self._map(schema, more, path)
+        if more is not False:
+            return self._map(schema, more, path)
+        if schema.get("minProperties", 0):
+            self._cannot(path, "minProperties")
+        return '"{}"'
 
     def _map(self, schema: dict[str, Any], more: Any, path: str) -> str:
         """Return the expression for a dictionary with arbitrary keys, whose values conform to `more`."""
@@ -188,6 +197,8 @@ class LiteralGrammar:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if most is not None and most < least:
             raise InvalidGrammarError(f"{path}.maxItems contradicts minItems")
+        if items is False and least > len(first):
+            raise InvalidGrammarError(f"{path}.minItems contradicts items")
         first = first if most is None else first[:most]
         places = [self._value(each, f"{path}.prefixItems.{at}") for at, each in enumerate(first)]
         if not places:
@@ -242,8 +253,7 @@ class LiteralGrammar:
         return _either(_written(value) for value in values)
 
     def _combined(self, schema: dict[str, Any], keyword: str, path: str) -> str:
-        for beside in schema.keys() - _ANNOTATIONS - {keyword}:
-            self._cannot(path, f"{beside} beside {keyword}")
+        self._check_alone(keyword, schema.keys(), path)
         branches = schema[keyword]
         if keyword == "allOf" and len(branches) > 1:
             self._cannot(path, keyword)
@@ -254,8 +264,7 @@ class LiteralGrammar:
 
     def _reference(self, schema: dict[str, Any], path: str) -> str:
         pointer = schema["$ref"]
-        for beside in schema.keys() - _ANNOTATIONS - {"$ref"}:
-            self._cannot(path, f"{beside} beside $ref")
+        self._check_alone("$ref", schema.keys(), path)
         if pointer not in self._references:
             self._references[pointer] = name = self._new_name()
             self._rule(self._value(self._target(pointer, path), pointer), name)
@@ -266,6 +275,10 @@ class LiteralGrammar:
             return target(self._tool.parameters, pointer)
         except LookupError:
             raise InvalidGrammarError(f"{path}.$ref leads nowhere: {pointer!r:.100}") from None
+
+    def _check_alone(self, keyword: str, keywords: AbstractSet[str], path: str) -> None:
+        for beside in keywords - _ANNOTATIONS - {keyword}:
+            self._cannot(path, f"{beside} beside {keyword}")
 
     def _check_keywords(self, schema: dict[str, Any], kinds: Iterable[str], path: str) -> None:
         for keyword in schema.keys() - _ANNOTATIONS - {"type"}:
