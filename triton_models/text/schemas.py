@@ -168,6 +168,8 @@ def _check_enforced(schema: dict[str, Any], keywords: _Keywords, where: str) -> 
     for keyword in _OLD:
         if keyword in schema:
             raise InvalidGrammarError(f"{where[:200]}: the keyword {keyword} cannot be enforced")
+    if keywords.prefix_items and isinstance(keywords.items, list):
+        raise InvalidGrammarError(f"{where[:200]}: prefixItems beside a list of items cannot be enforced")
     if keywords.min_properties > max(1, len(set(keywords.required))):
         # A key that `properties` does not name may be generated twice, and then counts only once.
         raise InvalidGrammarError(

@@ -185,6 +185,7 @@ def test_no_other_special_id_is_ever_allowed(walker: Walker) -> None:
         ("json_schema", '{"properties": {"a": {"uniqueItems": true}}}', "uniqueItems"),
         ("json_schema", '{"if": {}}', "if"),
         ("json_schema", '{"items": [{}], "additionalItems": false}', "additionalItems"),
+        ("json_schema", '{"items": [{}], "prefixItems": [false]}', r"^\$: prefixItems"),
         ("json_schema", '{"properties": {"a": {"minProperties": 2}}}', r"\$\.properties\.a: minProperties"),
         ("json_schema", '{"$ref": "http://example.com/a"}', "example.com"),
         ("json_schema", '{"type": "string", "format": "colour"}', "colour"),
