@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 
 from triton_models.checkpoint import read_config, tensor_places
 from triton_models.engine.models.chatglm import ChatGLM, ChatGLMConfig
-from triton_models.text.tokenizers import SPECIAL_TOKENS, TOKENIZER_FILE, load_tokenizer
-from triton_models.text.tokenizers.byte_pairs import PATTERN
+from triton_models.text.tokenizers import PATTERN, SPECIAL_TOKENS, TOKENIZER_FILE, load_tokenizer
 
 MERGES = 180
 RANKS = 256 + MERGES

@@ -1,6 +1,6 @@
 """Reads a checkpoint directory's JSON files, and determines the chat format from them.
 
-Opens no weights and does not import torch, so that entries without an engine can use it cheaply.
+Opens no weights and does not import torch, so that what runs no engine can use it cheaply.
 """
 
 import json

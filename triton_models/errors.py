@@ -24,6 +24,14 @@ ModelError
 Messages are meant for whoever sent the request or started the server: no traceback, no secret.
 """
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+log = logging.getLogger(__name__)
+
+_MEANT_TO_PASS = (Exception, KeyboardInterrupt, SystemExit, GeneratorExit)
+
 
 class ModelError(Exception):
     """The root of this package's errors."""
@@ -108,3 +116,22 @@ class ChannelLostError(RequestRefusedError):
 
 class EngineStoppedError(RequestRefusedError):
     """The engine was stopped, or gave up after repeated failures."""
+
+
+@contextmanager
+def panics_are_errors(library: str) -> Iterator[None]:
+    """Log a panic of a library in Rust within the block and turn it into an error; pass on other exceptions.
+
+    In Python a panic derives directly from `BaseException`. So `except Exception` does not catch it, and
+    instead of failing one request it would end the thread that serves all of them.
+
+    Raises:
+        LibraryPanicError: `library` panicked.
+    """
+    try:
+        yield
+    except _MEANT_TO_PASS:
+        raise
+    except BaseException as error:
+        log.exception("%s panicked", library)
+        raise LibraryPanicError(f"{library} failed on this request") from error

@@ -148,7 +148,7 @@ def test_structured_outputs_on_both_routes(model: str, sdk: openai.OpenAI) -> No
         (
             {"response_format": response_format({"type": "wibble"})},
             "response_format.json_schema.schema",
-            "type must be one or more of",
+            "$.type: Expected one of object, array, string",
         ),
         ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs.regex", "regex"),
         (

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from triton_models.engine.sampling import TokenMask
 from triton_models.engine.sequence import FinishReason, Sequence
-from triton_models.errors import TokenMaskError
-from triton_models.foreign import panics_are_errors
+from triton_models.errors import TokenMaskError, panics_are_errors
 
 log = logging.getLogger(__name__)
 

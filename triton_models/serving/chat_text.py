@@ -7,9 +7,8 @@ from triton_models.errors import InvalidGrammarError, ModelError
 from triton_models.serving.parameters import EntryParameters
 from triton_models.text.answer import AnswerStream
 from triton_models.text.formats import ChatFormat, chat_format
-from triton_models.text.grammars import CompiledGrammar, Grammars
+from triton_models.text.grammars import CompiledGrammar, Grammars, vocabulary_of
 from triton_models.text.tokenizers import Tokenizer, load_tokenizer
-from triton_models.text.vocabulary import vocabulary_of
 from wire.history import Turn
 from wire.sampling import Generation
 

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from triton_models.engine.sequence import TokenLogprobs
-from triton_models.text.prompt_tokens import shown_tokens
-from triton_models.text.tokenizers import Tokenizer
+from triton_models.text.tokenizers import Tokenizer, shown_tokens
 from wire import meta as wire
 from wire.sampling import Generation
 

@@ -1,13 +1,16 @@
 """Turns the token ids of one answer into text: detokenizing, segments and stop strings."""
 
+import codecs
+import re
 from collections.abc import Iterable
 
 import msgspec
 
-from triton_models.text.detokenizer import Detokenizer
 from triton_models.text.formats import ChatFormat
-from triton_models.text.stops import StopStrings
 from triton_models.text.tokenizers import Tokenizer
+
+_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+_ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of each invalid byte
 
 
 class AnswerDelta(msgspec.Struct, frozen=True):
@@ -143,3 +146,126 @@ class AnswerStream:
         if stop is not None and self._include_stop:
             safe += stop
         return text[: len(text) - len(answer)] + safe, stop
+
+
+class Detokenizer:
+    """The text of one sequence of ids, one id at a time. Not thread-safe.
+
+    A character may span several byte pieces, so its bytes are held back until it is complete: U+FFFD never
+    stands for an incomplete character. Each byte that cannot be part of a character does become U+FFFD.
+    Nothing is decoded twice.
+
+    The joined results of `push` equal `Tokenizer.decode` of all ids, except for an incomplete character at
+    the very end: it is dropped (divergence 4), while decoding all at once shows a U+FFFD for each byte.
+
+    With `continues`, the ids continue other text, so a leading space is part of the text and is kept. With
+    `special`, ids that are not text appear by name.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, continues: bool = False, special: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._special = special
+        self._utf8 = _new_utf8_decoder("surrogateescape")
+        self._bytes_waiting = False
+        self._at_start = not continues
+
+    def push(self, token_id: int) -> str:
+        """Take the next id and return the text that it completes, possibly none."""
+        piece = self._tokenizer.piece(token_id)
+        if self._special and not piece:
+            piece, _ = self._tokenizer.display(token_id)
+        if isinstance(piece, bytes):
+            self._bytes_waiting = True
+            return self._decode(piece, final=False)
+        text = ""
+        if self._bytes_waiting:  # a piece that is not a byte ends the character, complete or not
+            self._bytes_waiting = False
+            text = self._decode(b"", final=True)
+        if self._at_start and piece:
+            self._at_start = False
+            piece = piece.removeprefix(" ")
+        return text + piece
+
+    def _decode(self, utf8: bytes, *, final: bool) -> str:
+        text = self._utf8.decode(utf8, final)
+        if text:
+            self._at_start = False
+        return _ESCAPED_BYTE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+class _Matcher:
+    """Matches one stop string: Knuth, Morris and Pratt's automaton, one step per character."""
+
+    __slots__ = ("_fallback", "matched", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0
+        """Length of the longest prefix of `stop` with which the text so far ends."""
+        self._fallback = [0] * len(stop)
+        for index in range(1, len(stop)):
+            self._fallback[index] = self._extend(self._fallback[index - 1], stop[index])
+
+    def step(self, character: str) -> bool:
+        """Take one character; true if the text now ends with the stop string."""
+        self.matched = self._extend(self.matched, character)
+        return self.matched == len(self.stop)
+
+    def _extend(self, length: int, character: str) -> int:
+        while length and self.stop[length] != character:
+            length = self._fallback[length - 1]
+        return length + 1 if self.stop[length] == character else 0
+
+
+class StopStrings:
+    """Finds the first stop string in text that arrives in pieces, and never returns a part of it.
+
+    The text ends at the first character that completes a stop string, and is cut where that stop string
+    begins, as if the model wrote character by character. If one character completes several, the longest
+    counts; of equal ones, the first in the list. So the result does not depend on how the text is cut into
+    pieces, and text is held back no longer than necessary.
+
+    The text is read once, at constant average cost per character and stop string. Not thread-safe.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        """Prepare to match `stops`.
+
+        Raises:
+            ValueError: one of them is empty.
+        """
+        self._matchers = [_Matcher(stop) for stop in stops]
+        if any(not matcher.stop for matcher in self._matchers):
+            raise ValueError("a stop string must not be empty")
+        self._held = ""
+
+    @property
+    def any(self) -> bool:
+        """Whether there are any stop strings; without them, text is passed on unchanged."""
+        return bool(self._matchers)
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Return the text that cannot be part of a stop string, and the stop string if one was found.
+
+        The longest suffix that may still become a stop string is held back. After a match, matching starts
+        over.
+        """
+        if not self._matchers:
+            return text, None
+        for index, character in enumerate(text):
+            completed = [matcher.stop for matcher in self._matchers if matcher.step(character)]
+            if completed:
+                stop = max(completed, key=len)
+                before = self.finish() + text[: index + 1]
+                return before[: len(before) - len(stop)], stop
+        text = self._held + text
+        safe = len(text) - max(matcher.matched for matcher in self._matchers)
+        self._held = text[safe:]
+        return text[:safe], None
+
+    def finish(self) -> str:
+        """Return what was held back, since it did not become a stop string. Matching starts over."""
+        held, self._held = self._held, ""
+        for matcher in self._matchers:
+            matcher.matched = 0
+        return held

@@ -1,6 +1,7 @@
 """Grammars for answers of text and tool calls, in the notation of each chat format (see `wire.calls`)."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -10,10 +11,8 @@ import msgspec
 
 from triton_models.errors import InvalidGrammarError
 from triton_models.text.grammar_text import ANSWER_RULE, Document, TextRule, json_rule, literal, text_rule
-from triton_models.text.literal_grammar import LiteralGrammar
-from triton_models.text.literals import COMMON_RULES
-from triton_models.text.schema_check import check_schema
-from triton_models.text.schema_keywords import SchemaSize, check_keywords
+from triton_models.text.literal_grammar import COMMON_RULES, LiteralGrammar
+from triton_models.text.schemas import check_schema, check_size
 from wire.fenced_calls import FENCE, OPENING
 from wire.grammar import TEXT_PART, CallableTool, Part, ToolCalls, decode_tool_calls
 
@@ -50,8 +49,6 @@ def _json(tool: CallableTool, _name: str) -> tuple[str, str]:
     schema = {"type": "object", **schema}
     if "properties" in schema:
         schema.setdefault("additionalProperties", False)
-    if tool.strict:
-        check_schema(schema, _PARAMETERS)
     return json_rule(schema, lenient=not tool.strict), ""
 
 
@@ -83,7 +80,13 @@ def call_document(
     first = f"{literal(prefix)} " if prefix else ""
     opening = f"{literal(notation.opening)} " if notation.opening else ""
     names = [tool.name for tool in calls.tools]
-    _check_size(calls.tools)
+    sizes = Counter[str]()
+    for tool in calls.tools:
+        with _blaming(Part(tool.name)):
+            size = check_schema(tool.parameters, _PARAMETERS, strict=tool.strict)
+            check_size(size, _PARAMETERS)
+        sizes += size
+    check_size(sizes, "the schemas of all tools together")
     for at, tool in enumerate(calls.tools):
         with _blaming(Part(tool.name)):
             body, more = notation.write(tool, f"t{at}")
@@ -92,14 +95,14 @@ def call_document(
     if metadata is not None and metadata not in names:
         raise InvalidGrammarError("the answer begins as the call of none of the tools")
     only_calls = calls.required or metadata is not None
-    begun = "" if metadata is None else f"{first}body{names.index(metadata)}"
+    resumed = "" if metadata is None else f"{first}body{names.index(metadata)}"
     with _blaming(TEXT_PART):
         answer = TextRule("TEXT", _TEXT_RULE) if calls.text is None else text_rule(calls.text)
-    start = _start(calls, begun, f"<[{segment_id}]>", only_calls=only_calls)
+    start = _start(calls, resumed, f"<[{segment_id}]>", only_calls=only_calls)
     text_line = f'text: {first}"\\n" {answer.body}\n{answer.rules}'
     openings = (
         {f"{prefix}{notation.opening}": Part(metadata)}
-        if begun
+        if resumed
         else {f"{prefix}{name}\n{notation.opening}": Part(name) for name in names}
     )
     if not only_calls and calls.text is not None:
@@ -113,22 +116,6 @@ def call_document(
     )
 
 
-def _check_size(tools: Sequence[CallableTool]) -> None:
-    """Check that the schemas are valid, and not too large to be enforced.
-
-    Raises:
-        InvalidGrammarError: a schema is invalid or too large, or together they are too large.
-    """
-    properties = values = 0
-    for tool in tools:
-        with _blaming(Part(tool.name)):
-            size = check_keywords(tool.parameters, _PARAMETERS)
-            size.check(_PARAMETERS)
-        properties += size.properties
-        values += size.values
-    SchemaSize(properties, values).check("the schemas of all tools together")
-
-
 @contextmanager
 def _blaming(part: Part) -> Iterator[None]:
     """Make the message of a refusal within the block say that it is about `part`."""
@@ -138,11 +125,11 @@ def _blaming(part: Part) -> Iterator[None]:
         raise InvalidGrammarError(part.blamed(str(error))) from None
 
 
-def _start(calls: ToolCalls, begun: str, boundary: str, *, only_calls: bool) -> str:
-    """Return the rules for the segments; `begun` matches the rest of a call that begins in the prompt."""
+def _start(calls: ToolCalls, resumed: str, boundary: str, *, only_calls: bool) -> str:
+    """Return the rules for the segments; `resumed` matches the rest of a call that begins in the prompt."""
     call = " | ".join(f"call{at}" for at in range(len(calls.tools)))
     more = "" if calls.single else f"({boundary} call)*"
-    rules = f"call: {call}\ncalls: {begun or 'call'} {more}\n"
+    rules = f"call: {call}\ncalls: {resumed or 'call'} {more}\n"
     if only_calls:
         return f"start: calls\n{rules}"
     both = "" if calls.text is not None else f" | text {boundary} calls"

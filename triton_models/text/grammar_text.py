@@ -3,20 +3,28 @@
 Everything becomes Lark, with JSON schemas inline. Two options are set. No token is forced, since only the
 model may choose how a text is split into tokens. White space within JSON is limited to a space, or a newline
 and an indentation, so that a model cannot generate white space without end.
+
+And converts llguidance's errors into messages for the client. Its errors about a grammar quote the document
+that it was given, which we generated. Internal errors (panics, exceeded limits) are only logged.
 """
 
 import json
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import llguidance
 import msgspec
 
 from triton_models.errors import InvalidGrammarError
-from triton_models.text.schema_check import check_schema
-from wire.grammar import Grammar, Part, decode_choices
+from triton_models.text.schemas import check_schema
+from wire.grammar import TEXT_PART, Grammar, Part, decode_choices
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
 
@@ -37,6 +45,17 @@ _USER_GRAMMAR = "answer"
 
 ANSWER_RULE: Final = "ANSWER"
 """The name of the rule for a text whose grammar needs a separate rule."""
+
+_LIMIT: Final = 300
+_PANIC: Final = "panic:"
+_BACKTRACE: Final = "<backtrace>"
+"""What follows it, in the published library, is only addresses without names."""
+_PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
+_QUOTED = re.compile(r"^ *(\d+) \| ([^\n]*)", re.MULTILINE)
+_NOTHING_FOLLOWS: Final = "NoExtension"
+
+FAILED: Final = "what compiles grammars failed on it, as it may where one is very large"
+TOO_COMPLEX: Final = "it is too complex there"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +128,15 @@ def text_rule(grammar: Grammar) -> TextRule:
         case "json_object":
             return TextRule(json_rule({"type": "object"}))
         case "json_schema":
-            schema = _decoded(grammar.text)
-            check_schema(schema)
+            schema = _read(msgspec.json.decode, grammar.text, "JSON schema")
+            check_schema(schema, strict=True)
             return TextRule(json_rule(schema))
         case "regex":
             regex = llguidance.regex_to_lark(grammar.text, "")
             return TextRule(ANSWER_RULE, f"{ANSWER_RULE}: /{regex}/\n")
         case "choice":
-            return TextRule(f"({' | '.join(map(literal, _read(grammar.text)))})")
+            choices = _read(decode_choices, grammar.text, "list of choices")
+            return TextRule(f"({' | '.join(map(literal, choices))})")
         case "lark":
             return TextRule(f"@{_USER_GRAMMAR}", nested=_checked(grammar.text))
         case "tool_calls":
@@ -154,15 +174,57 @@ def _checked(text: str) -> str:
     return text
 
 
-def _decoded(text: str) -> Any:
+def _read(decode: Callable[[str], T], text: str, what: str) -> T:
     try:
-        return msgspec.json.decode(text.encode())
-    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError) as error:
-        raise InvalidGrammarError(f"not a JSON schema: {error}") from None
+        return decode(text)
+    except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:
+        raise InvalidGrammarError(f"not a {what}: {error}") from None
 
 
-def _read(text: str) -> list[str]:
-    try:
-        return decode_choices(text)
-    except msgspec.MsgspecError as error:
-        raise InvalidGrammarError(f"not a list of choices: {error}") from None
+def about_grammar(error: str, document: Document) -> str:
+    """Return the message about a document that failed to compile; it names the part at fault, if known."""
+    if _panicked(error):
+        return FAILED
+    quoted = _QUOTED.search(error)
+    words = _line(error[: quoted.start()] if quoted else error)
+    place = _PLACE.match(words)
+    if place is None:
+        return words
+    words = words[place.end() :]
+    lines = {found[1]: found[2] for found in _QUOTED.finditer(error)}
+    part = document.part_of(lines.get(place[1], ""))
+    if part is not None:
+        return part.blamed(words)
+    if document.nested is None:
+        return words
+    # The error is in the client's own grammar, which begins after our line of options.
+    words = f"line {int(place[1]) - 1}: {words}"
+    return TEXT_PART.blamed(words) if document.parts else words
+
+
+def about_schema(error: str) -> str:
+    """Return the message about a schema that was checked on its own."""
+    return FAILED if _panicked(error) else _line(error)
+
+
+def about_mask(error: str) -> str:
+    """Return the message about an answer that cannot continue."""
+    if _panicked(error):
+        return FAILED
+    if not error or error.startswith(_NOTHING_FOLLOWS):
+        return "nothing can follow"
+    log.info("an answer cannot go on by its grammar: %s", error)
+    return TOO_COMPLEX
+
+
+def _panicked(error: str) -> bool:
+    """Return whether an error comes from a panic; if so, log it."""
+    said, traced, _ = error.partition(_BACKTRACE)
+    panicked = bool(traced) or _PANIC in said
+    if panicked:
+        log.error("llguidance panicked: %s", said.strip())
+    return panicked
+
+
+def _line(words: str) -> str:
+    return " ".join(words.split())[:_LIMIT]

@@ -8,21 +8,20 @@ in grammars of kind `tool_calls` the one that begins a segment.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeVar
 
 import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from triton_models.errors import InvalidGrammarError, TokenMaskError
-from triton_models.foreign import panics_are_errors
+from triton_models.errors import InvalidGrammarError, TokenMaskError, panics_are_errors
 from triton_models.text.call_grammar import call_document
-from triton_models.text.complaints import about_grammar, about_mask
-from triton_models.text.deep_stack import on_deep_stack
-from triton_models.text.grammar_text import text_document
-from triton_models.text.vocabulary import Vocabulary
+from triton_models.text.grammar_text import about_grammar, about_mask, text_document
+from triton_models.text.tokenizers import Tokenizer
 from wire.grammar import Grammar
 
 CACHED: Final = 64
@@ -49,8 +48,48 @@ TRIED: Final = 8
 """Tokens that are tried after each opening when a grammar is compiled: the first masks of an object with
 thousands of properties are the most expensive."""
 
+STACK_BYTES: Final = 2**28
+"""llguidance needs up to 10 KB of stack for each rule in a chain of references, and a grammar of 2^18
+characters can contain thousands. Such grammars were measured to compile with half of this size. The usual 8
+MiB would overflow, which ends the process. Memory is only used as deep as the recursion goes."""
+
 _LIBRARY = "llguidance"
 _WORD_BITS = 32
+
+T = TypeVar("T")
+
+_stack_size_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """The bytes that the ids of one tokenizer add to a text.
+
+    `pieces` holds them at the index of each id; None if it is not text (special and control ids, the unknown
+    token). If `hides_space` is true, a separate text, such as an answer in a conversation, begins with a
+    space that is not shown: SentencePiece's dummy prefix, which every text had in training.
+    """
+
+    pieces: Sequence[bytes | None]
+    hides_space: bool
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+    """Return the vocabulary of `tokenizer`.
+
+    A piece that is a string loses its leading space at the beginning of a text; bytes never do. So in a
+    vocabulary with both, the byte piece for a space is left out: the space would be visible there.
+    """
+    pieces = [tokenizer.piece(token_id) for token_id in range(tokenizer.size)]
+    hides_space = " " in pieces
+    utf8 = [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
+    return Vocabulary(
+        pieces=[
+            None if not each or (hides_space and piece == b" ") else each
+            for piece, each in zip(pieces, utf8, strict=True)
+        ],
+        hides_space=hides_space,
+    )
 
 
 class Words(Protocol):
@@ -113,20 +152,24 @@ class GrammarMask:
         self._allowed = allowed
 
     def fill(self, words: Words) -> None:
-        """See `TokenMask.fill`.
+        """Write to `words` a set bit for each token that may come next, and clear the others.
 
         Raises:
             TokenMaskError: the grammar is too complex at this position, or nothing can follow.
         """
+        self.fill_row(words.numpy())
+
+    def fill_row(self, row: NDArray[np.int32]) -> None:
+        """Like `fill`, with an array."""
         with self._grammar.noting_failure():
-            row = words.numpy()[: len(self._allowed)]
+            row = row[: len(self._allowed)]
             self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             row &= self._allowed
             if self._matcher.is_error() or not row.any():
                 raise self._error("the answer cannot go on by its grammar")
 
     def accept(self, token_id: int) -> None:
-        """See `TokenMask.accept`.
+        """Continue after `token_id`.
 
         Raises:
             TokenMaskError: the grammar does not allow the token.
@@ -165,10 +208,10 @@ class Grammars:
         self._lock = threading.Lock()
         self._tokenizer: llguidance.LLTokenizer | None = None
         pieces = vocabulary.pieces
-        visible = [at for at, piece in enumerate(pieces) if piece is not None and not piece.isspace()]
-        self._smallest_first = np.array(
-            sorted(visible, key=lambda at: len(pieces[at] or b"")), dtype=np.int64
-        )
+        self._is_text = np.zeros(-(-len(pieces) // _WORD_BITS) * _WORD_BITS, dtype=np.uint8)
+        self._is_text[: len(pieces)] = [piece is not None for piece in pieces]
+        visible = [(len(piece), at) for at, piece in enumerate(pieces) if piece and not piece.isspace()]
+        self._smallest_first = np.array([at for _, at in sorted(visible)], dtype=np.int64)
         self._compiled: OrderedDict[tuple[str, str, bool, str | None], CompiledGrammar] = OrderedDict()
 
     def compile(
@@ -222,10 +265,11 @@ class Grammars:
         matcher = llguidance.LLMatcher(self.prepare(), document.text(), limits=LIMITS, log_level=0)
         if matcher.is_error():
             raise InvalidGrammarError(about_grammar(matcher.get_error(), document))
-        special = [*self._stop_ids]
-        if grammar.kind == "tool_calls" and self._segment_id is not None:
-            special.append(self._segment_id)
-        compiled = CompiledGrammar(matcher, self._allowed(special))
+        allowed = self._is_text.copy()
+        allowed[self._stop_ids] = 1
+        if grammar.kind == "tool_calls":
+            allowed[self._segment_id] = 1
+        compiled = CompiledGrammar(matcher, np.packbits(allowed, bitorder="little").view(np.int32))
         # This compiles now what llguidance compiles on first use, and checks that an answer can begin.
         for opening, part in document.openings.items():
             try:
@@ -241,11 +285,11 @@ class Grammars:
         Raises:
             TokenMaskError: no answer can begin in this way.
         """
-        row = np.zeros(self._word_count, dtype=np.int32)
+        row = np.zeros(len(self._is_text) // _WORD_BITS, dtype=np.int32)
         for token_id in self.prepare().greedy_tokenize(opening):
             mask.accept(token_id)
         for _ in range(TRIED):
-            mask.fill(_Row(row))
+            mask.fill_row(row)
             allowed = np.unpackbits(row.view(np.uint8), bitorder="little")[self._smallest_first]
             if not allowed.any():
                 return
@@ -259,27 +303,6 @@ class Grammars:
                     _Wrapper(self._vocabulary, self._stop_ids[0]), eos_token=self._stop_ids
                 )
             return self._tokenizer
-
-    @property
-    def _word_count(self) -> int:
-        return -(-len(self._vocabulary.pieces) // _WORD_BITS)
-
-    def _allowed(self, special: Collection[int]) -> NDArray[np.int32]:
-        """Return a bit mask, packed into int32 words, of all ids that are text and of those in `special`."""
-        bits = np.zeros(self._word_count * _WORD_BITS, dtype=np.uint8)
-        text = [token_id for token_id, piece in enumerate(self._vocabulary.pieces) if piece is not None]
-        bits[[*text, *special]] = 1
-        return np.packbits(bits, bitorder="little").view(np.int32)
-
-
-class _Row:
-    """An array of our own in the form of `Words`."""
-
-    def __init__(self, words: NDArray[np.int32]) -> None:
-        self._words = words
-
-    def numpy(self) -> NDArray[np.int32]:
-        return self._words
 
 
 class _Wrapper(llguidance.TokenizerWrapper):
@@ -298,3 +321,16 @@ class _Wrapper(llguidance.TokenizerWrapper):
 
     def __call__(self, text: str) -> list[int]:
         raise NotImplementedError
+
+
+def on_deep_stack(function: Callable[[], T]) -> T:
+    """Run `function` on a thread with a large stack; return what it returns, or raise what it raises."""
+    with ThreadPoolExecutor(1, "deep-stack") as pool:
+        with _stack_size_lock:
+            # The setting is for the whole process: another thread that starts now gets a larger one, too.
+            usual = threading.stack_size(STACK_BYTES)
+            try:
+                result = pool.submit(function)
+            finally:
+                threading.stack_size(usual)
+        return result.result()

@@ -1,4 +1,4 @@
-"""JSON schemas as grammars of Python literals, the form of ChatGLM3's arguments.
+"""JSON schemas as grammars of Python literals, the form of ChatGLM3's arguments, in llguidance's Lark.
 
 For a strict tool, a grammar may allow less than the schema, never more: properties come in the schema's
 order, and only those that the schema names; numbers have at most 18 digits before the point. What JSON and
@@ -7,36 +7,55 @@ own JSON schemas.
 """
 
 import json
+import re
 import unicodedata
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, Final
 
 import llguidance
 
 from triton_models.errors import InvalidGrammarError
-from triton_models.text.complaints import about_schema
-from triton_models.text.disjoint import disjoint
-from triton_models.text.grammar_text import literal
-from triton_models.text.literals import LONGEST, either, is_of, key, repeated, shared_json, times, written
-from triton_models.text.object_grammar import Entry, in_order
-from triton_models.text.schema_keywords import target
+from triton_models.text.grammar_text import about_schema, json_rule, literal
+from triton_models.text.schemas import target
 from wire.grammar import CallableTool
 
-_ANNOTATIONS = frozenset(
-    {
-        *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
-        *("$schema", "$id", "$comment", "$defs", "definitions", "$anchor"),
-    }
-)
-_KEYWORDS: Mapping[str, frozenset[str]] = {
-    "object": frozenset({"properties", "required", "additionalProperties", "minProperties", "maxProperties"}),
-    "array": frozenset({"items", "prefixItems", "minItems", "maxItems"}),
-    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
-    "integer": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
-    "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
-    "boolean": frozenset(),
-    "null": frozenset(),
+COMMON_RULES: Final = r"""
+SEP: /, ?/
+COLON: /: ?/
+STR: /'([^'\\\x00-\x1f\x7f]|\\[\\'"nrt])*'|"([^"\\\x00-\x1f\x7f]|\\[\\'"nrt])*"/
+INT: /-?(0|[1-9][0-9]{0,17})/
+NUM: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][-+]?[0-9]{1,2})?/
+any: STR | NUM | "True" | "False" | "None" | any_list | any_dict
+any_list: "[]" | "[" any (SEP any)* "]"
+any_dict: "{}" | "{" STR COLON any (SEP STR COLON any)* "}"
+"""
+"""The rules shared by all grammars of literals."""
+
+LONGEST: Final = 10_000
+"""Largest bound on characters and items; a schema's larger bounds are cut to it."""
+
+_NOTHING: Final = '""'
+
+_PLAIN = re.compile(r"[^'\"\\\x00-\x1f\x7f]*")
+
+_ANNOTATIONS: Final = {
+    *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
+    *("$schema", "$id", "$comment", "$defs", "definitions", "$anchor"),
 }
+
+_BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_KEYWORDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
+    "array": ("items", "prefixItems", "minItems", "maxItems"),
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "number": _BOUNDS,
+    "integer": _BOUNDS,
+    "boolean": (),
+    "null": (),
+}
+"""What is enforced for each type. A schema without a type is of the first that has one of its keywords."""
+
 _LARGEST = 10**15
 
 
@@ -58,34 +77,35 @@ class LiteralGrammar:
     def arguments(self) -> str:
         """Return the expression for `k=v, ...`, and add its rules to `rules`.
 
+        The tool's schema must have passed `check_schema`.
+
         Raises:
             InvalidGrammarError: the tool is strict, and its schema cannot be expressed in full.
         """
         path = "parameters"
-        schema: Any = self._resolved(self._tool.parameters, path)
+        schema: Any = self._tool.parameters
+        while schema.get("type", "object") == "object" and "$ref" in schema:
+            self._check_alone("$ref", schema.keys() - {"type"}, path)
+            schema = self._target(schema["$ref"], path)
+            if not isinstance(schema, dict):
+                raise InvalidGrammarError(f"{path} is no schema of an object")
         if schema.get("type", "object") != "object":
             raise InvalidGrammarError(f"{path}.type must be object")
-        self._check_keywords(schema, "object", path)
-        entries = self._entries(schema, path)
-        if entries:
-            return self._rule(in_order([self._argument(each) for each in entries], self._rule))
+        self._check_keywords(schema, ["object"], path)
+        if named := self._properties(schema, path, _argument):
+            return named
         more = schema.get("additionalProperties", False)
+        least = schema.get("minProperties", 0)
         if more is False or schema.get("maxProperties") == 0:
+            if least:
+                self._cannot(path, "minProperties")
             return ""
-        return f'("**" {self._map(schema, more, path)})?'
+        return f'("**" {self._map(schema, more, path)}){"" if least else "?"}'
 
-    def _argument(self, entry: Entry) -> Entry:
-        name = entry.name
-        # Python normalises identifiers, which would change other names.
-        if name.isidentifier() and unicodedata.normalize("NFKC", name) == name:
-            return Entry(name, f"{literal(name + '=')} {entry.body}", entry.required)
-        return Entry(name, f'"**{{" {key(name)} COLON {entry.body} "}}"', entry.required)
-
-    def _value(self, schema: Any, path: str) -> str:  # noqa: PLR0911 - one for each kind of schema
-        if schema is True or schema == {}:
-            return "any"
-        if not isinstance(schema, dict):
-            self._cannot(path, "false" if schema is False else "a schema that is no object")
+    def _value(self, schema: Any, path: str) -> str:
+        if schema is False:
+            self._cannot(path, "false")
+        if not isinstance(schema, dict) or not schema:
             return "any"
         if "$ref" in schema:
             return self._reference(schema, path)
@@ -94,17 +114,9 @@ class LiteralGrammar:
                 return self._combined(schema, keyword, path)
         if "enum" in schema or "const" in schema:
             return self._one_of(schema, path)
-        kinds = schema.get("type") or _implied(schema)
-        if kinds is None:
-            self._check_keywords(schema, "null", path)
-            return "any"
-        kinds = [kinds] if isinstance(kinds, str) else kinds
-        if not isinstance(kinds, list) or not kinds or not all(kind in _KEYWORDS for kind in kinds):
-            raise InvalidGrammarError(f"{path}.type is not a type of JSON's")
-        all_keywords = frozenset().union(*(_KEYWORDS[kind] for kind in kinds))
-        for keyword in schema.keys() - _ANNOTATIONS - {"type"} - all_keywords:
-            self._cannot(path, keyword)
-        return either(self._of_kind(kind, schema, path) for kind in kinds)
+        kinds = _kinds(schema) or [kind for kind in _KEYWORDS if schema.keys() & {*_KEYWORDS[kind]}][:1]
+        self._check_keywords(schema, kinds, path)
+        return _either(self._of_kind(kind, schema, path) for kind in kinds) if kinds else "any"
 
     def _of_kind(self, kind: str, schema: dict[str, Any], path: str) -> str:
         match kind:
@@ -121,14 +133,15 @@ class LiteralGrammar:
         return '"None"'
 
     def _dict(self, schema: dict[str, Any], path: str) -> str:
-        entries = [
-            Entry(each.name, f"{key(each.name)} COLON {each.body}", each.required)
-            for each in self._entries(schema, path)
-        ]
-        if entries:
-            return self._rule(f'"{{" {self._rule(in_order(entries, self._rule))} "}}"')
+        named = self._properties(schema, path, lambda name, value: f"{_written(name)} COLON {value}")
+        if named:
+            return self._rule(f'"{{" {named} "}}"')
         more = schema.get("additionalProperties", "properties" not in schema)
-        return '"{}"' if more is False else self._map(schema, more, path)
+        if more is not False:
+            return self._map(schema, more, path)
+        if schema.get("minProperties", 0):
+            self._cannot(path, "minProperties")
+        return '"{}"'
 
     def _map(self, schema: dict[str, Any], more: Any, path: str) -> str:
         """Return the expression for a dictionary with arbitrary keys, whose values conform to `more`."""
@@ -136,29 +149,44 @@ class LiteralGrammar:
         least = schema.get("minProperties", 0)
         if least > 1:
             self._cannot(path, "minProperties over 1")  # A repeated key counts once.
-        items = repeated(f"STR COLON {value}", min(least, 1), schema.get("maxProperties"))
+        items = _repeated(f"STR COLON {value}", min(least, 1), schema.get("maxProperties"))
         return self._rule(f'"{{" {items} "}}"')
 
-    def _entries(self, schema: dict[str, Any], path: str) -> list[Entry]:
-        """Return the properties that an object may have, in order: only those that the schema names."""
-        properties = schema.get("properties", {})
-        required = schema.get("required", [])
+    def _properties(self, schema: dict[str, Any], path: str, write: Callable[[str, str], str]) -> str:
+        """Return the expression for an object's properties in order: only those that the schema names.
+
+        Each has two rules: one if no property was written before it, one if some was. They are built starting
+        from the last, so that the grammar grows with the number of properties, not of their combinations.
+
+        Args:
+            schema: of the object.
+            path: its place.
+            write: returns the expression for the property of this name, whose value has this expression.
+        """
+        properties, required = schema.get("properties", {}), dict.fromkeys(schema.get("required", ()))
         more = schema.get("additionalProperties", True)
-        entries = []
-        for name in dict.fromkeys([*properties, *required]):
+        bodies = {}
+        for name in properties | required:
             each = properties.get(name, more)
-            if each is False:
-                if name in required:
-                    raise InvalidGrammarError(f"{path} requires {name!r}, and allows it not")
-                continue
-            entries.append(Entry(name, self._value(each, f"{path}.properties.{name}"), name in required))
-        if entries and schema.get("minProperties", 0) > sum(entry.required for entry in entries):
+            if each is not False:
+                bodies[name] = write(name, self._value(each, f"{path}.properties.{name}"))
+            elif name in required:
+                raise InvalidGrammarError(f"{path} requires {name!r}, and allows it not")
+        if bodies and schema.get("minProperties", 0) > len(required):
             self._cannot(path, "minProperties")
-        if len(entries) > schema.get("maxProperties", len(entries)):
-            entries = [entry for entry in entries if entry.required]
-            if len(entries) > schema["maxProperties"]:
+        if len(bodies) > schema.get("maxProperties", len(bodies)):
+            bodies = {name: body for name, body in bodies.items() if name in required}
+            if len(bodies) > schema["maxProperties"]:
                 raise InvalidGrammarError(f"{path}.maxProperties contradicts required")
-        return entries
+        first = after = ""
+        for name, body in reversed(bodies.items()):
+            here = f"{body} {after}".rstrip()
+            if name in required:
+                first, after = self._rule(here), self._rule(f"SEP {here}")
+            else:
+                first = self._rule(f"{here} | {first or _NOTHING}")
+                after = self._rule(f"SEP {here} | {after or _NOTHING}")
+        return first
 
     def _list(self, schema: dict[str, Any], path: str) -> str:
         items = schema.get("items", True)
@@ -169,100 +197,93 @@ class LiteralGrammar:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if most is not None and most < least:
             raise InvalidGrammarError(f"{path}.maxItems contradicts minItems")
+        if items is False and least > len(first):
+            raise InvalidGrammarError(f"{path}.minItems contradicts items")
         first = first if most is None else first[:most]
-        begun = [self._value(each, f"{path}.prefixItems.{at}") for at, each in enumerate(first)]
-        if not begun:
+        places = [self._value(each, f"{path}.prefixItems.{at}") for at, each in enumerate(first)]
+        if not places:
             value = self._value(items, f"{path}.items") if items is not False else '"None"'
-            return self._rule(f'"[" {repeated(value, least, 0 if items is False else most)} "]"')
+            return self._rule(f'"[" {_repeated(value, least, 0 if items is False else most)} "]"')
         rest = ""
-        if items is not False and (most is None or most > len(begun)):
+        if items is not False and (most is None or most > len(places)):
             more = f"(SEP {self._value(items, f'{path}.items')})"
-            rest = f" {more}{times(max(0, least - len(begun)), None if most is None else most - len(begun))}"
-        return self._rule(f'"[" {" SEP ".join(begun)}{rest} "]"')
+            rest = f" {more}{_times(max(0, least - len(places)), most and most - len(places))}"
+        return self._rule(f'"[" {" SEP ".join(places)}{rest} "]"')
 
     def _string(self, schema: dict[str, Any], path: str) -> str:
-        asked: dict[str, Any] = {name: schema[name] for name in ("minLength", "maxLength") if name in schema}
+        enforced: dict[str, Any] = {
+            name: schema[name] for name in ("minLength", "maxLength") if name in schema
+        }
         for keyword in ("pattern", "format"):
             if keyword in schema and self._fits(
-                path, keyword, {**asked, "type": "string", keyword: schema[keyword]}
+                path, keyword, {**enforced, "type": "string", keyword: schema[keyword]}
             ):
-                asked[keyword] = schema[keyword]
-        if asked.keys() & {"pattern", "format"}:
-            return shared_json({"type": "string", **asked})
-        if not asked:
+                enforced[keyword] = schema[keyword]
+        if enforced.keys() & {"pattern", "format"}:
+            return _shared_json({"type": "string", **enforced})
+        if not enforced:
             return "STR"
-        least, most = asked.get("minLength", 0), asked.get("maxLength", LONGEST)
-        times = f"{{{least},{max(least, min(most, LONGEST))}}}"
+        times = _times(enforced.get("minLength", 0), enforced.get("maxLength", LONGEST))
         escape = r"""\\[\\'"nrt]"""
         single, double = (rf"{quote}([^{quote}\\\x00-\x1f\x7f]|{escape}){times}{quote}" for quote in "'\"")
         return f"/{single}|{double}/"
 
     def _number(self, kind: str, schema: dict[str, Any], path: str) -> str:
-        asked = {name: schema[name] for name in _KEYWORDS["number"] if name in schema}
-        if not asked:
-            return "INT" if kind == "integer" else "NUM"
-        lower = [asked[name] for name in ("minimum", "exclusiveMinimum") if name in asked]
-        upper = [asked[name] for name in ("maximum", "exclusiveMaximum") if name in asked]
-        if not all(type(value) in (int, float) for value in asked.values()):
-            raise InvalidGrammarError(f"{path} has a bound that is no number")
+        bounds: dict[str, Any] = {name: schema[name] for name in _BOUNDS if name in schema}
+        if not bounds:
+            return kind[:3].upper()
+        lower = [bounds[name] for name in ("minimum", "exclusiveMinimum") if name in bounds]
+        upper = [bounds[name] for name in ("maximum", "exclusiveMaximum") if name in bounds]
         # Bounds on both sides, so that no number is too long to be parsed.
         if not lower:
-            asked["minimum"] = min(-_LARGEST, *(int(value) - _LARGEST for value in upper), 0)
+            bounds["minimum"] = min(-_LARGEST, *(int(value) - _LARGEST for value in upper), 0)
         if not upper:
-            asked["maximum"] = max(_LARGEST, *(int(value) + _LARGEST for value in lower), 0)
-        bounded = {"type": kind, **asked}
-        return shared_json(bounded) if self._fits(path, "bounds", bounded) else kind[:3].upper()
+            bounds["maximum"] = max(_LARGEST, *(int(value) + _LARGEST for value in lower), 0)
+        bounded = {"type": kind, **bounds}
+        return _shared_json(bounded) if self._fits(path, "bounds", bounded) else kind[:3].upper()
 
     def _one_of(self, schema: dict[str, Any], path: str) -> str:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         for keyword in schema.keys() - _ANNOTATIONS - {"enum", "const", "type"}:
             self._cannot(path, keyword)
-        kinds = schema.get("type")
-        if kinds is not None:
-            kinds = [kinds] if isinstance(kinds, str) else kinds
-            values = [value for value in values if is_of(value, kinds)]
+        kinds = _kinds(schema)
+        values = [value for value in values if not kinds or _is_of(value, kinds)]
         if not values:
             raise InvalidGrammarError(f"{path} allows no value")
-        return either(written(value) for value in values)
+        return _either(_written(value) for value in values)
 
     def _combined(self, schema: dict[str, Any], keyword: str, path: str) -> str:
-        for beside in schema.keys() - _ANNOTATIONS - {keyword}:
-            self._cannot(path, f"{beside} beside {keyword}")
+        self._check_alone(keyword, schema.keys(), path)
         branches = schema[keyword]
-        if not isinstance(branches, list) or not branches:
-            raise InvalidGrammarError(f"{path}.{keyword} must be a list of schemas")
-        if len(branches) > 1 and (keyword == "allOf" or (keyword == "oneOf" and not disjoint(branches))):
-            self._cannot(path, keyword if keyword == "allOf" else "oneOf of branches that may overlap")
-        branches = branches[:1] if keyword == "allOf" else branches
-        return either(self._value(each, f"{path}.{keyword}.{at}") for at, each in enumerate(branches))
+        if keyword == "allOf" and len(branches) > 1:
+            self._cannot(path, keyword)
+            branches = branches[:1]
+        if keyword == "oneOf" and len(branches) > 1 and not disjoint(branches):
+            self._cannot(path, "oneOf of branches that may overlap")
+        return _either(self._value(each, f"{path}.{keyword}.{at}") for at, each in enumerate(branches))
 
     def _reference(self, schema: dict[str, Any], path: str) -> str:
         pointer = schema["$ref"]
-        for beside in schema.keys() - _ANNOTATIONS - {"$ref"}:
-            self._cannot(path, f"{beside} beside $ref")
+        self._check_alone("$ref", schema.keys(), path)
         if pointer not in self._references:
-            self._references[pointer] = rule = self._new_name()
-            self.rules.append(f"{rule}: {self._value(self._target(pointer, path), pointer)}")
+            self._references[pointer] = name = self._new_name()
+            self._rule(self._value(self._target(pointer, path), pointer), name)
         return self._references[pointer]
 
-    def _resolved(self, schema: Any, path: str) -> dict[str, Any]:
-        seen = set()
-        while isinstance(schema, dict) and "$ref" in schema and schema["$ref"] not in seen:
-            seen.add(schema["$ref"])
-            schema = self._target(schema["$ref"], path)
-        if not isinstance(schema, dict) or "$ref" in schema:
-            raise InvalidGrammarError(f"{path} is no schema of an object")
-        return schema
-
-    def _target(self, pointer: Any, path: str) -> Any:
+    def _target(self, pointer: str, path: str) -> Any:
         try:
             return target(self._tool.parameters, pointer)
         except LookupError:
             raise InvalidGrammarError(f"{path}.$ref leads nowhere: {pointer!r:.100}") from None
 
-    def _check_keywords(self, schema: dict[str, Any], kind: str, path: str) -> None:
-        for keyword in schema.keys() - _ANNOTATIONS - {"type"} - _KEYWORDS[kind]:
-            self._cannot(path, keyword)
+    def _check_alone(self, keyword: str, keywords: AbstractSet[str], path: str) -> None:
+        for beside in keywords - _ANNOTATIONS - {keyword}:
+            self._cannot(path, f"{beside} beside {keyword}")
+
+    def _check_keywords(self, schema: dict[str, Any], kinds: Iterable[str], path: str) -> None:
+        for keyword in schema.keys() - _ANNOTATIONS - {"type"}:
+            if not any(keyword in _KEYWORDS[kind] for kind in kinds):
+                self._cannot(path, keyword)
 
     def _fits(self, path: str, keyword: str, schema: dict[str, Any]) -> bool:
         """Return whether llguidance can express `schema`."""
@@ -281,8 +302,8 @@ class LiteralGrammar:
         if self._tool.strict:
             raise InvalidGrammarError(f"it is strict, and in {path} this cannot be enforced: {what}")
 
-    def _rule(self, body: str) -> str:
-        name = self._new_name()
+    def _rule(self, body: str, name: str | None = None) -> str:
+        name = name or self._new_name()
         self.rules.append(f"{name}: {body}")
         return name
 
@@ -291,6 +312,99 @@ class LiteralGrammar:
         return f"{self._name}_{self._count}"
 
 
-def _implied(schema: dict[str, Any]) -> str | None:
-    kinds = ("object", "array", "string", "number")
-    return next((kind for kind in kinds if schema.keys() & _KEYWORDS[kind]), None)
+def _kinds(schema: dict[str, Any]) -> list[str]:
+    kinds: str | list[str] = schema.get("type", [])
+    return [kinds] if isinstance(kinds, str) else kinds
+
+
+def disjoint(branches: Sequence[Any]) -> bool:
+    """Return whether types or constants show that no value fits two branches; if in doubt, False.
+
+    Constants are those of required properties that allow only one value; numbers with a point do not count.
+    """
+    types = [each.get("type") if isinstance(each, dict) else None for each in branches]
+    if all(isinstance(each, str) for each in types):
+        distinct = {"number" if each == "integer" else each for each in types}
+        if len(distinct) == len(branches):
+            return True
+    constants = [_constants(each) for each in branches]
+    shared = set(constants[0]).intersection(*constants[1:])
+    return any(len({values[name] for values in constants}) == len(branches) for name in shared)
+
+
+def _constants(schema: Any) -> dict[str, str]:
+    """Return the required properties of an object that allow only one value, with that value as JSON."""
+    if not isinstance(schema, dict) or schema.get("type") != "object":
+        return {}
+    found = {}
+    for name in schema.get("required", []):
+        each = schema.get("properties", {}).get(name)
+        if not isinstance(each, dict):
+            continue
+        values = [each["const"]] if "const" in each else each.get("enum", [])
+        if len(values) == 1 and isinstance(values[0], str | int | None):
+            found[name] = json.dumps(values[0])
+    return found
+
+
+def _argument(name: str, value: str) -> str:
+    # Python normalises identifiers, which would change other names.
+    if name.isidentifier() and unicodedata.normalize("NFKC", name) == name:
+        return f"{literal(name + '=')} {value}"
+    return f'"**{{" {_written(name)} COLON {value} "}}"'
+
+
+def _either(parts: Iterable[str]) -> str:
+    """Return the alternation of `parts`, at least one."""
+    each = list(dict.fromkeys(parts))
+    return each[0] if len(each) == 1 else f"({' | '.join(each)})"
+
+
+def _repeated(item: str, least: int, most: int | None) -> str:
+    """Return the expression for `least` to `most` items (None: no limit), separated by `SEP`."""
+    if most == 0:
+        return ""
+    if most == 1:
+        return item if least else f"({item})?"
+    more = f"{item} (SEP {item}){_times(max(0, least - 1), most and most - 1)}"
+    return more if least else f"({more})?"
+
+
+def _times(least: int, most: int | None) -> str:
+    """Return the operator that repeats the expression before it `least` to `most` times (None: no limit)."""
+    if most is None:
+        return f"{{{least},}}"
+    return f"{{{least},{max(least, min(most, LONGEST))}}}"
+
+
+def _shared_json(schema: dict[str, Any]) -> str:
+    """Return the expression for a string or number that JSON and Python write the same way."""
+    return json_rule(
+        schema, whitespace_pattern=None, whitespace_flexible=False, json_allowed_escapes='nrbtf\\"'
+    )
+
+
+def _written(value: Any) -> str:
+    """Return the expression for `value` as a literal; for a string, in either kind of quotes."""
+    double = literal(_in_python(value))
+    if isinstance(value, str) and _PLAIN.fullmatch(value):
+        single = literal(f"'{value}'")
+        return f"({single} | {double})"
+    return double
+
+
+def _in_python(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_in_python, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{json.dumps(key)}: {_in_python(each)}' for key, each in value.items())}}}"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return repr(value)
+
+
+def _is_of(value: Any, kinds: list[str]) -> bool:
+    """Return whether a JSON value is of one of JSON Schema's types."""
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    kind = "null" if value is None else names[type(value)]
+    return kind in kinds or (kind == "integer" and "number" in kinds)

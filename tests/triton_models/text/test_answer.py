@@ -1,12 +1,14 @@
+import codecs
 from collections.abc import Sequence
 from pathlib import Path
 
-from hypothesis import given
+import pytest
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from triton_models.text.answer import AnswerDelta, AnswerStream
+from triton_models.text.answer import AnswerDelta, AnswerStream, Detokenizer, StopStrings
 from triton_models.text.formats import ChatGLM3Format
-from triton_models.text.tokenizers import load_tokenizer
+from triton_models.text.tokenizers import Tokenizer, load_tokenizer
 
 TOKENIZER = load_tokenizer(Path(__file__).parents[2] / "golden" / "chatglm3", "chatglm3")
 FORMAT = ChatGLM3Format(TOKENIZER)
@@ -179,3 +181,156 @@ def test_a_call_whose_name_was_part_of_the_prompt_ends_the_answer() -> None:
     assert text_of(push_all(answer, ids)) == "x"
     answer = AnswerStream(TOKENIZER, FORMAT, metadata="", end_after_call_of=["get"])
     assert text_of(push_all(answer, ids)) == "xy"
+
+
+BYTES = {value: 3 + value for value in range(256)}
+SPACE = TOKENIZER.encode(" ")[0]
+
+byte_ids = st.sampled_from(sorted(BYTES.values()))
+# Valid characters cut apart, invalid bytes, pieces, spaces, control, special and meaningless ids.
+ids = st.lists(
+    st.one_of(
+        st.integers(0, TOKENIZER.size + 60).map(lambda token_id: [token_id]),
+        st.just([SPACE]),
+        st.text(max_size=3).map(
+            lambda text: [BYTES[value] for value in text.encode("utf-8", "surrogatepass")][:5]
+        ),
+        st.lists(byte_ids, max_size=4),
+    ),
+    max_size=12,
+).map(lambda groups: [token_id for group in groups for token_id in group])
+
+
+def incomplete(token_ids: list[int]) -> int:
+    """Return how many ids at the end are the beginning of a character that could still become whole."""
+    for length in range(min(3, len(token_ids)), 0, -1):
+        pieces = [TOKENIZER.piece(token_id) for token_id in token_ids[-length:]]
+        utf8 = b"".join(piece for piece in pieces if isinstance(piece, bytes))
+        if len(utf8) == length and could_begin_a_character(utf8):
+            return length
+    return 0
+
+
+def could_begin_a_character(utf8: bytes) -> bool:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        return decoder.decode(utf8) == "" and decoder.getstate()[0] == utf8
+    except UnicodeDecodeError:
+        return False
+
+
+@given(ids)
+@example([SPACE, SPACE])
+@example([SPACE, 1, SPACE])
+@example([1, SPACE])
+@example([BYTES[0x20], SPACE])
+@example([BYTES[0xE4], SPACE])
+@example([BYTES[0xE4], BYTES[0xBD], BYTES[0xE4], BYTES[0xBD], BYTES[0xA0]])
+@example([BYTES[0xED], BYTES[0xA0], BYTES[0x80]])
+@example([BYTES[0xE4], TOKENIZER.size + 1, BYTES[0xBD], BYTES[0xA0]])
+def test_joined_pieces_equal_decoding_at_one_go(token_ids: list[int]) -> None:
+    detokenizer = Detokenizer(TOKENIZER)
+    joined = "".join(detokenizer.push(token_id) for token_id in token_ids)
+    whole = TOKENIZER.decode(token_ids)
+    dropped = incomplete(token_ids)
+    assert whole.endswith("\ufffd" * dropped)
+    assert joined == whole[: len(whole) - dropped]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd\u2581"), max_size=30))
+def test_a_character_in_flight_never_shows(text: str) -> None:
+    detokenizer = Detokenizer(TOKENIZER)
+    joined = ""
+    for token_id in TOKENIZER.encode(text):
+        joined += detokenizer.push(token_id)
+        assert text.startswith(joined)
+    assert joined == text
+
+
+def test_text_comes_as_soon_as_it_is_whole() -> None:
+    detokenizer = Detokenizer(TOKENIZER)
+    assert [detokenizer.push(token_id) for token_id in TOKENIZER.encode("👋a")] == ["", "", "", "", "👋", "a"]
+
+
+@pytest.mark.parametrize("name", ["chatglm2", "chatglm3"])
+def test_every_piece_alone(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers[name]
+    for token_id in range(tokenizer.size):
+        if not isinstance(tokenizer.piece(token_id), bytes):
+            assert Detokenizer(tokenizer).push(token_id) == tokenizer.decode([token_id])
+
+
+letters = st.text("ab", max_size=12)
+stop_lists = st.lists(st.text("ab", min_size=1, max_size=4), max_size=4)
+
+
+def directly(stops: list[str], text: str) -> tuple[str, str | None]:
+    """Cut `text` where the first stop string to be completed begins."""
+    for end in range(1, len(text) + 1):
+        completed = [stop for stop in stops if text[:end].endswith(stop)]
+        if completed:
+            stop = max(completed, key=len)
+            return text[: end - len(stop)], stop
+    return text, None
+
+
+def run(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:
+    stream = StopStrings(stops)
+    shown = ""
+    for piece in pieces:
+        text, stopped = stream.push(piece)
+        shown += text
+        if stopped is not None:
+            return shown, stopped
+    return shown + stream.finish(), None
+
+
+@given(stop_lists, st.lists(letters, max_size=8))
+@example(["aab"], ["aa", "ab"])
+@example(["abab", "ba"], ["a", "b", "a"])
+@example(["ab", "b"], ["ab"])
+@example(["b", "ab"], ["a", "b"])
+def test_any_cut_equals_the_search_in_the_joined_text(stops: list[str], pieces: list[str]) -> None:
+    assert run(stops, pieces) == directly(stops, "".join(pieces))
+
+
+@given(stop_lists, st.lists(letters, max_size=8))
+def test_held_text_is_the_longest_possible_beginning(stops: list[str], pieces: list[str]) -> None:
+    stream = StopStrings(stops)
+    joined = shown = ""
+    for piece in pieces:
+        text, stopped = stream.push(piece)
+        joined += piece
+        shown += text
+        if stopped is not None:
+            return
+        beginnings = [
+            length for stop in stops for length in range(1, len(stop)) if joined.endswith(stop[:length])
+        ]
+        assert joined == shown + joined[len(shown) :]
+        assert len(joined) - len(shown) == max(beginnings, default=0)
+
+
+def test_without_stops_nothing_waits() -> None:
+    assert StopStrings([]).push("abc") == ("abc", None)
+
+
+def test_a_long_stop_string_is_found_in_linear_time() -> None:
+    stop = "a" * 50_000 + "b"
+    stream = StopStrings([stop])
+    assert all(stream.push("a" * 100) == ("", None) for _ in range(500))
+    assert stream.push("a") == ("a", None)
+    assert stream.push("b!") == ("", stop)
+
+
+def test_finishing_begins_anew() -> None:
+    stream = StopStrings(["ab"])
+    assert stream.push("xa") == ("x", None)
+    assert stream.finish() == "a"
+    assert stream.push("b") == ("b", None)
+    assert stream.finish() == ""
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        StopStrings(["a", ""])

@@ -250,6 +250,33 @@ def test_what_is_no_tool_is_refused(walker: Walker, text: str) -> None:
         walker.grammars.compile(Grammar("tool_calls", text))
 
 
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"type": "object", "minProperties": 2}, "minProperties"),
+        ({"properties": {}, "minProperties": 1, "additionalProperties": False}, "minProperties"),
+        (obj(a={"properties": {}, "minProperties": 1, "additionalProperties": False}), "minProperties"),
+        (obj(a={"prefixItems": [True], "items": False, "minItems": 2}), "minItems"),
+        ({"$ref": "#/$defs/x", "required": ["a"], "$defs": {"x": {"type": "object"}}}, "beside"),
+    ],
+)
+def test_what_python_literals_cannot_hold_to_is_refused(
+    tokenizers: dict[str, Tokenizer], schema: dict[str, Any], why: str
+) -> None:
+    walker = Walker(tokenizers["chatglm3"], "chatglm3")
+    with pytest.raises(InvalidGrammarError, match=why):
+        walker.grammars.compile(Grammar("tool_calls", rules(CallableTool("f", schema, strict=True))))
+
+
+def test_arguments_that_must_not_be_empty_are_not(tokenizers: dict[str, Tokenizer]) -> None:
+    walker = Walker(tokenizers["chatglm3"], "chatglm3")
+    schema = {"additionalProperties": {"type": "null"}, "minProperties": 1}
+    text = rules(CallableTool("f", schema, strict=True), required=True, single=True)
+    for seed in SEEDS:
+        walk = walker.walk("tool_calls", text, metadata="f", seed=seed, steps=100)
+        assert not walk.ended or read(walker, walk.text)
+
+
 def test_a_format_without_tools_has_no_calls(tokenizers: dict[str, Tokenizer]) -> None:
     chatglm2 = Walker(tokenizers["chatglm2"], "chatglm2")
     with pytest.raises(InvalidGrammarError, match="format"):

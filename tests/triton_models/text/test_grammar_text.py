@@ -1,8 +1,18 @@
+import logging
+
 import pytest
 
 from triton_models.errors import InvalidGrammarError
-from triton_models.text.grammar_text import text_rule
-from wire.grammar import Grammar
+from triton_models.text.grammar_text import (
+    FAILED,
+    TOO_COMPLEX,
+    Document,
+    about_grammar,
+    about_mask,
+    about_schema,
+    text_rule,
+)
+from wire.grammar import TEXT_PART, Grammar, Part, part_at_fault
 
 
 @pytest.mark.parametrize(
@@ -35,3 +45,58 @@ def test_a_literal_that_is_not_closed_is_looked_over_once(opening: str) -> None:
 def test_a_literal_that_is_not_closed_ends_with_its_line() -> None:
     with pytest.raises(InvalidGrammarError, match="special"):
         text_rule(Grammar("lark", 'start: "a\n  <|user|>'))
+
+
+WEATHER = Part("get_weather")
+PARTS = {"t0": Part("first"), "t1": WEATHER, "body1": WEATHER, "text": TEXT_PART}
+OURS = Document("start: t0_1\nt0_1: x", None, {}, PARTS)
+CLIENTS = Document("start: @answer", "start: nobody", {})
+BESIDE_CALLS = Document("start: text | t0", "start: nobody", {}, PARTS)
+QUOTED = """at 7(8): failed to compile JSON schema: Unknown format: nope
+   6 | t0_1: "a"
+   7 | body1: %json {"type": "string", "x-guidance": {"lenient": false}}
+              ^
+   8 | call1: " " "f\\n" body1
+"""
+PANIC = """panic: assertion failed: grammar.symbols.len() < u16::MAX as usize - 10
+<backtrace>
+   0: <unknown>
+   1: /home/runner/.cargo/registry/src/parser.rs
+"""
+
+
+def test_an_error_is_told_without_the_document_that_it_quotes() -> None:
+    told = about_grammar(QUOTED, OURS)
+    assert told == "tool get_weather: failed to compile JSON schema: Unknown format: nope"
+    assert part_at_fault(told) == WEATHER
+    assert about_grammar(QUOTED.replace("body1: %", "t1_12: %"), OURS) == told
+    texts = about_grammar(QUOTED.replace("body1: %", "text: %"), OURS)
+    assert texts == "text: failed to compile JSON schema: Unknown format: nope"
+    assert part_at_fault(texts) == TEXT_PART
+    nobodys = about_grammar(QUOTED.replace("body1: %", "calls: %"), OURS)
+    assert nobodys == "failed to compile JSON schema: Unknown format: nope"
+    assert part_at_fault(nobodys) is None
+
+
+def test_lines_of_a_clients_own_grammar_are_counted_as_the_client_does() -> None:
+    error = 'at 2(8): unknown name: "nobody"\n   1 | %llguidance {}\n   2 | start: nobody\n              ^\n'
+    assert about_grammar(error, CLIENTS) == 'line 1: unknown name: "nobody"'
+    assert about_grammar(error, BESIDE_CALLS) == 'text: line 1: unknown name: "nobody"'
+    assert about_grammar("unknown grammar @foo", CLIENTS) == "unknown grammar @foo"
+
+
+@pytest.mark.parametrize("about", [about_schema, about_mask, lambda error: about_grammar(error, OURS)])
+def test_a_panics_own_text_is_for_the_log(about: object, caplog: pytest.LogCaptureFixture) -> None:
+    assert callable(about)
+    assert about(PANIC) == FAILED
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert record.getMessage().endswith("symbols.len() < u16::MAX as usize - 10")
+
+
+def test_an_answer_that_cannot_go_on_says_which_way(caplog: pytest.LogCaptureFixture) -> None:
+    assert about_mask("") == about_mask("NoExtensionBias\n<non-verbose/>") == "nothing can follow"
+    with caplog.at_level(logging.INFO):
+        told = about_mask("Parser Error: Current row has 4003 items; max is 2000; consider\n<non-verbose/>")
+    assert told == TOO_COMPLEX
+    assert "4003 items" in caplog.text

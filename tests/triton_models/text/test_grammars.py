@@ -1,16 +1,19 @@
 import json
 import re
 import threading
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
+import llguidance
 import numpy as np
 import pytest
 
 from tests.triton_models.text.walks import Walker, Words
-from triton_models.errors import InvalidGrammarError, TokenMaskError
+from triton_models.errors import InvalidGrammarError, LibraryPanicError, TokenMaskError
 from triton_models.text import grammars
-from triton_models.text.grammars import CACHED
+from triton_models.text.grammars import CACHED, STACK_BYTES, CompiledGrammar, on_deep_stack
 from triton_models.text.tokenizers import Tokenizer
 from wire.grammar import Grammar
 
@@ -182,6 +185,7 @@ def test_no_other_special_id_is_ever_allowed(walker: Walker) -> None:
         ("json_schema", '{"properties": {"a": {"uniqueItems": true}}}', "uniqueItems"),
         ("json_schema", '{"if": {}}', "if"),
         ("json_schema", '{"items": [{}], "additionalItems": false}', "additionalItems"),
+        ("json_schema", '{"items": [{}], "prefixItems": [false]}', r"^\$: prefixItems"),
         ("json_schema", '{"properties": {"a": {"minProperties": 2}}}', r"\$\.properties\.a: minProperties"),
         ("json_schema", '{"$ref": "http://example.com/a"}', "example.com"),
         ("json_schema", '{"type": "string", "format": "colour"}', "colour"),
@@ -265,3 +269,119 @@ def test_a_row_is_written_whole_and_nothing_behind_it(walkers: dict[str, Walker]
     walker.grammars.compile(Grammar("json_object")).mask().fill(words)
     assert np.count_nonzero(words.row)
     assert not words.row[-4:].any()
+
+
+def test_a_grammar_that_wore_out_is_compiled_anew(
+    walkers: dict[str, Walker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its answers share adds up, until none could begin."""
+    pattern, few = "[ab]*a[ab]{15}", llguidance.LLParserLimits(max_lexer_states=1000, verbose_errors=False)
+    walker = walkers["chatglm3"]
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars, "LIMITS", few)
+        worn = walker.grammars.compile(Grammar("regex", pattern))
+        walks = (walker.walk("regex", pattern, seed=seed, steps=60) for seed in range(200))
+        with pytest.raises(TokenMaskError, match="too complex"):
+            deque(walks, maxlen=0)
+        assert worn.spent
+        assert walker.walk("regex", pattern, steps=60).ids
+
+
+def test_a_grammar_is_compiled_anew_before_it_wears_out(
+    walkers: dict[str, Walker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "SPENT_AFTER", 100)
+    walker, grammar = walkers["chatglm3"], Grammar("regex", "[xy]*")
+    first = walker.grammars.compile(grammar)
+    walker.walk("regex", grammar.text, steps=40)
+    assert walker.grammars.compile(grammar) is first
+    mask = first.mask()
+    for _ in range(100):
+        mask.accept(next(each for each in walker.allowed(mask) if each not in walker.format.stop_ids))
+    assert walker.grammars.compile(grammar) is not first
+    assert walker.allowed(mask), "an answer under way goes on with the old one"
+
+
+class Panic(BaseException):
+    """As what Python sees of a panic in Rust: no `Exception`."""
+
+
+def _copy(compiled: CompiledGrammar, _walker: Walker) -> None:
+    compiled.mask()
+
+
+def _fill(compiled: CompiledGrammar, walker: Walker) -> None:
+    compiled.mask().fill(Words(walker.tokenizer.size))
+
+
+def _accept(compiled: CompiledGrammar, _walker: Walker) -> None:
+    compiled.mask().accept(0)
+
+
+@pytest.mark.parametrize(
+    ("method", "ask"), [("deep_copy", _copy), ("unsafe_compute_mask_ptr", _fill), ("consume_token", _accept)]
+)
+def test_a_grammar_that_met_a_panic_is_compiled_anew(
+    method: str,
+    ask: Callable[[CompiledGrammar, Walker], None],
+    walkers: dict[str, Walker],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def panic(*_: object) -> None:
+        raise Panic
+
+    walker, grammar = walkers["chatglm3"], Grammar("regex", f"{method}[xy]*")
+    compiled = walker.grammars.compile(grammar)
+    assert walker.grammars.compile(grammar) is compiled
+    with monkeypatch.context() as patched:
+        patched.setattr(llguidance.LLMatcher, method, panic)
+        with pytest.raises((Panic, LibraryPanicError)):
+            ask(compiled, walker)
+    assert compiled.spent
+    assert walker.grammars.compile(grammar) is not compiled
+
+
+def test_it_runs_elsewhere_and_brings_back_what_came_of_it() -> None:
+    assert on_deep_stack(threading.get_ident) != threading.get_ident()
+    with pytest.raises(ZeroDivisionError):
+        on_deep_stack(lambda: 1 // 0)
+
+
+def test_only_that_thread_has_the_stack() -> None:
+    usual = threading.stack_size()
+    assert usual != STACK_BYTES
+    assert on_deep_stack(threading.stack_size) in {usual, STACK_BYTES}
+    assert threading.stack_size() == usual
+
+
+ODD = [
+    "\x00",
+    "\x01\b",
+    "\x1b",
+    "\x7f",
+    "\x85",
+    "\x9f",
+    "\u2028",
+    "\u2029",
+    "\ufeff",
+    'a\x7f/\f"\\n',
+    "\U0010ffff",
+]
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_any_character_may_be_part_of_a_choice(walkers: dict[str, Walker], text: str) -> None:
+    for choice in (text, f"x{text}y"):
+        assert walkers["chatglm3"].walk("choice", json.dumps([choice])).text == choice
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_any_character_may_be_part_of_a_property_and_a_constant(
+    walkers: dict[str, Walker], name: str
+) -> None:
+    parameters = {"type": "object", "properties": {name: {"const": name}}, "required": [name]}
+    tools = [{"name": "f", "parameters": parameters, "strict": True}]
+    rules = Grammar("tool_calls", json.dumps({"tools": tools, "required": True, "single": True}))
+    walk = walkers["chatglm3"].walk("tool_calls", rules.text)
+    assert walk.ended
+    assert walk.text.count(json.dumps(name, ensure_ascii=False)[1:-1]) == 2

@@ -7,9 +7,8 @@ import numpy as np
 
 from triton_models.text.answer import AnswerStream
 from triton_models.text.formats import chat_format
-from triton_models.text.grammars import GrammarMask, Grammars
+from triton_models.text.grammars import GrammarMask, Grammars, vocabulary_of
 from triton_models.text.tokenizers import Tokenizer
-from triton_models.text.vocabulary import vocabulary_of
 from wire.grammar import Grammar
 
 

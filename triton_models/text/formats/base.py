@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from triton_models.errors import TextError
 from triton_models.text.tokenizers import Tokenizer
@@ -21,6 +22,12 @@ class ChatFormat(ABC):
         segment_roles: ids that open a new segment within an answer, with the role that the wire reports.
     """
 
+    name: ClassVar[str]
+    """The format's name in settings and on the wire."""
+
+    supports_tools: ClassVar[bool]
+    """Whether a system turn may offer tools, and observations may follow."""
+
     def __init__(
         self, tokenizer: Tokenizer, sop: str, *, stop_ids: frozenset[int], segment_roles: Mapping[int, str]
     ) -> None:
@@ -28,16 +35,6 @@ class ChatFormat(ABC):
         self._prefix = [tokenizer.special_ids["[gMASK]"], tokenizer.special_ids[sop]]
         self.stop_ids = stop_ids
         self.segment_roles = segment_roles
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """The format's name in settings and on the wire."""
-
-    @property
-    @abstractmethod
-    def supports_tools(self) -> bool:
-        """Whether a system turn may offer tools, and observations may follow."""
 
     @abstractmethod
     def render_turns(
@@ -79,6 +76,6 @@ class ChatFormat(ABC):
         return self._prefix + self._tokenizer.encode(text)
 
 
-def refuse(turns: Sequence[Turn], at: int, why: str) -> TextError:
+def turn_error(turns: Sequence[Turn], at: int, why: str) -> TextError:
     """Return the error for turn `at`, counted from 0; the prompt is the last turn."""
     return TextError(f"turn {at} ({turns[at].role}) of the conversation: {why}")

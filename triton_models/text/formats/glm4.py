@@ -6,7 +6,7 @@ turn, if any, follows as another system turn.
 
 from typing import Any, Final
 
-from triton_models.text.formats.tagged_turns import LONGEST_TOOLS, TaggedTurnsFormat, indented
+from triton_models.text.formats.chatglm3 import LONGEST_TOOLS, TaggedTurnsFormat, indented
 from triton_models.text.tokenizers import Tokenizer
 
 INTRODUCTION: Final = (
@@ -20,7 +20,7 @@ _AFTER_TOOL: Final = "\n在调用上述函数时，请使用 Json 格式表示�
 
 
 class GLM4Format(TaggedTurnsFormat):
-    """See the module.
+    """Tagged turns, with the tools in a system turn of their own.
 
     Args:
         tokenizer: writes the turns.
@@ -28,7 +28,7 @@ class GLM4Format(TaggedTurnsFormat):
             revisions, is taken from it; nothing of it is run.
     """
 
-    name: Final = "glm4"
+    name = "glm4"
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
         super().__init__(tokenizer, "<sop>")

@@ -8,7 +8,7 @@ from tests.glm4_checkpoint import INTRODUCTION, RANKS, TEMPLATE
 from triton_models.errors import TextError
 from triton_models.text.formats import chat_format
 from triton_models.text.formats.base import ChatFormat
-from triton_models.text.formats.tagged_turns import LONGEST_TOOLS
+from triton_models.text.formats.chatglm3 import LONGEST_TOOLS
 from triton_models.text.tokenizers import Tokenizer
 from wire.history import Turn
 

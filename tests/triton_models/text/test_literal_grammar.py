@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from triton_models.text.disjoint import disjoint
+from triton_models.text.literal_grammar import disjoint
 
 
 def told_apart_by(constants: list[Any]) -> list[Any]:
@@ -22,8 +22,6 @@ def told_apart_by(constants: list[Any]) -> list[Any]:
         told_apart_by([1, "1"]),
         told_apart_by([1, True]),
         told_apart_by([0, None, False]),
-        told_apart_by([1, 1.5]),
-        told_apart_by([[1], [1, 2]]),
         [
             *told_apart_by(["a"]),
             {"type": "object", "required": ["kind"], "properties": {"kind": {"enum": ["b"]}}},
@@ -40,8 +38,11 @@ def test_disjoint(branches: list[Any]) -> None:
         [{"type": "number"}, {"type": "integer"}],
         [{"type": "string"}, {}],
         [{"type": "string"}, True],
+        [*told_apart_by(["a"]), {"type": "object", "required": ["kind"], "properties": {"kind": True}}],
         told_apart_by(["a", "a"]),
         told_apart_by([1, 1.0]),
+        told_apart_by([1, 1.5]),  # for llguidance as well
+        told_apart_by([[1], [1, 2]]),
         told_apart_by([[1, {"x": 2.0}], [1.0, {"x": 2}]]),
         told_apart_by([{"x": 1, "y": 2}, {"y": 2, "x": 1}]),
         [*told_apart_by(["a"]), {"type": "object", "properties": {"kind": {"const": "b"}}}],

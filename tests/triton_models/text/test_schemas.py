@@ -5,7 +5,7 @@ import pytest
 
 from tests.triton_models.text.walks import Walker
 from triton_models.errors import InvalidGrammarError
-from triton_models.text.schema_keywords import OPTIONAL, PROPERTIES, VALUES, check_keywords
+from triton_models.text.schemas import OPTIONAL, PROPERTIES, VALUES, check_schema
 from triton_models.text.tokenizers import Tokenizer
 from wire.grammar import Grammar
 
@@ -54,9 +54,9 @@ def test_a_keyword_with_a_value_that_it_cannot_have_is_named(
     walker: Walker, schema: dict[str, Any], keyword: str, strict: bool
 ) -> None:
     parameters = {"type": "object", "properties": {"a": schema}}
-    with pytest.raises(InvalidGrammarError, match=rf"f: parameters\.properties\.a.*: {keyword} must be"):
+    with pytest.raises(InvalidGrammarError, match=rf"f: parameters\.properties\.a.*\.{keyword}.*: "):
         walker.grammars.compile(tool(parameters, strict=strict))
-    with pytest.raises(InvalidGrammarError, match=rf"\$\.properties\.a.*: {keyword} must be"):
+    with pytest.raises(InvalidGrammarError, match=rf"\$\.properties\.a.*\.{keyword}.*: "):
         walker.grammars.compile(Grammar("json_schema", json.dumps(parameters)))
 
 
@@ -71,12 +71,41 @@ def test_a_keyword_with_a_value_that_it_cannot_have_is_named(
 )
 def test_a_schema_that_is_only_itself_again_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidGrammarError, match="back to itself"):
-        check_keywords(schema)
+        check_schema(schema, strict=False)
+
+
+def test_a_reference_leads_to_a_schema() -> None:
+    with pytest.raises(InvalidGrammarError, match=r"^\$\.items\.\$ref leads to no schema"):
+        check_schema({"items": {"$ref": "#/elsewhere"}, "elsewhere": 5}, strict=False)
+
+
+def test_properties_that_are_required_make_up_the_least_number() -> None:
+    schema = {"required": ["a", "b"], "minProperties": 2}
+    check_schema(schema, strict=True)
+    with pytest.raises(InvalidGrammarError, match=r"^\$: minProperties"):
+        check_schema(schema | {"minProperties": 3}, strict=True)
+
+
+def test_a_definition_without_a_reference_need_not_be_enforced() -> None:
+    definitions: dict[str, Any] = {"old": {"additionalItems": False}}
+    check_schema({"$defs": definitions}, strict=True)
+    used = {"properties": {"a": {"$ref": "#/$defs/old"}}}
+    for schema in ({**used, "$defs": definitions}, {"$defs": definitions, **used}):
+        with pytest.raises(InvalidGrammarError, match=r"^#/\$defs/old: the keyword additionalItems"):
+            check_schema(schema, strict=True)
+    for reference in ("#anchor", "http://example.com/a"):
+        schema = {"items": {"$ref": reference}, "$defs": definitions}
+        with pytest.raises(InvalidGrammarError, match=r"^\$\.\$defs\.old: the keyword additionalItems"):
+            check_schema(schema, strict=True)
+    with pytest.raises(InvalidGrammarError, match=r"^#/\$defs/an%20old: the keyword additionalItems"):
+        check_schema({"$ref": "#/$defs/an%20old", "$defs": {"an old": definitions["old"]}}, strict=True)
+    with pytest.raises(InvalidGrammarError, match=r"^\$\.\$defs\.old\.minLength: Expected `int`"):
+        check_schema({"$defs": {"old": {"minLength": "1"}}}, strict=True)
 
 
 def test_what_a_reference_leads_to_is_looked_at() -> None:
-    with pytest.raises(InvalidGrammarError, match="#/elsewhere: enum must"):
-        check_keywords({"$ref": "#/elsewhere", "elsewhere": {"enum": None}})
+    with pytest.raises(InvalidGrammarError, match=r"#/elsewhere\.enum: Expected `array`, got `null`"):
+        check_schema({"$ref": "#/elsewhere", "elsewhere": {"enum": None}}, strict=False)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +121,7 @@ def test_what_a_reference_leads_to_is_looked_at() -> None:
     ],
 )
 def test_what_can_be_a_schema_passes(schema: Any) -> None:
-    check_keywords(schema)
+    check_schema(schema, strict=False)
 
 
 @pytest.mark.parametrize("bound", [1e308, -1e308, 10**30, 2**63 - 1, -(2**63)])
@@ -108,12 +137,12 @@ def test_a_bound_may_be_more_than_64_bits_hold(
 def test_properties_are_counted_before_anything_is_compiled() -> None:
     names = [f"p{at}" for at in range(PROPERTIES)]
     properties: dict[str, Any] = {name: {"type": "null"} for name in names}
-    check_keywords({"properties": properties, "required": names[OPTIONAL:]})
+    check_schema({"properties": properties, "required": names[OPTIONAL:]}, strict=False)
     with pytest.raises(InvalidGrammarError, match=r"^\$\.items: over 500 properties"):
-        check_keywords({"items": {"properties": properties, "required": names[OPTIONAL + 1 :]}})
+        check_schema({"items": {"properties": properties, "required": names[OPTIONAL + 1 :]}}, strict=False)
     more = {"properties": {**properties, "one": True}, "required": names}
     with pytest.raises(InvalidGrammarError, match="over 5000 properties"):
-        check_keywords(more)
+        check_schema(more, strict=False)
 
 
 def test_properties_of_all_tools_count_together(walker: Walker) -> None:

@@ -2,8 +2,7 @@ import logging
 
 import pytest
 
-from triton_models.errors import LibraryPanicError
-from triton_models.foreign import panics_are_errors
+from triton_models.errors import LibraryPanicError, panics_are_errors
 
 
 class Panic(BaseException):
