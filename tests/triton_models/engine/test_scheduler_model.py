@@ -15,11 +15,11 @@ from hypothesis.stateful import (
 )
 
 from tests.triton_models.engine.dict_device import BLOCK_SIZE, DictDevice, next_token
-from triton_models.engine.batch import Batch
-from triton_models.engine.block_manager import PADDING_BLOCK, BlockManager
+from triton_models.engine.blocks import PADDING_BLOCK, BlockManager
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.scheduler import Scheduler
 from triton_models.engine.sequence import Request, Sequence, SequenceState
+from triton_models.engine.step import Step
 
 MAX_RUNNING, BUDGET, CONTEXT = 5, 6, 48
 
@@ -189,7 +189,7 @@ class SchedulerModel(RuleBasedStateMachine):
         batch.advance()
         return sampled
 
-    def check(self, batch: Batch, running: list[Sequence], decoding: list[Sequence]) -> None:
+    def check(self, batch: Step, running: list[Sequence], decoding: list[Sequence]) -> None:
         in_flight = any(each.in_flight for each in self.open)
         assert batch.chunks or in_flight or not self.open
         tokens = sum(chunk.count for chunk in batch.chunks)

@@ -14,7 +14,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from triton_models.engine.kernels import attention_decode, attention_prefill, rotate_store
-from triton_models.engine.kernels.decode_plan import DecodeWorkspace
+from triton_models.engine.kernels.attention_decode import DecodeWorkspace
 
 SHAPE = {"query_heads": 6, "kv_heads": 2, "head_dim": 16}
 HEADS = 10

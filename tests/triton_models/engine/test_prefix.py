@@ -3,11 +3,11 @@ from collections.abc import Sequence as Tokens
 
 import pytest
 
-from triton_models.engine.batch import Batch
-from triton_models.engine.block_manager import BlockManager
+from triton_models.engine.blocks import BlockManager
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.scheduler import Scheduler
 from triton_models.engine.sequence import Request, Sequence, SequenceState
+from triton_models.engine.step import Step
 
 SIZE = 4
 
@@ -44,7 +44,7 @@ class Table:
         self.scheduler.add(sequence)
         return sequence
 
-    def step(self) -> Batch:
+    def step(self) -> Step:
         batch = self.scheduler.schedule()
         batch.advance()
         for chunk in batch.chunks:
@@ -63,7 +63,7 @@ class Table:
             self.step()
 
 
-def work(batch: Batch) -> dict[str, tuple[int, int]]:
+def work(batch: Step) -> dict[str, tuple[int, int]]:
     """Start and end of what each sequence computes of its prompt."""
     return {chunk.sequence.request.request_id: (chunk.start, chunk.end) for chunk in batch.prefills}
 
