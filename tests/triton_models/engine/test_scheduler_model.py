@@ -132,9 +132,9 @@ class SchedulerModel(RuleBasedStateMachine):
         self.scheduler.add(new)
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), spoilt=st.booleans())
-    def end(self, data: st.DataObject, *, spoilt: bool) -> None:
-        self.close(data.draw(st.sampled_from(self.open)), spoilt=spoilt)
+    @rule(data=st.data(), invalid=st.booleans())
+    def end(self, data: st.DataObject, *, invalid: bool) -> None:
+        self.close(data.draw(st.sampled_from(self.open)), invalid=invalid)
 
     @rule(now=st.integers(1, 9))
     def pass_deadlines(self, now: int) -> None:
@@ -144,14 +144,14 @@ class SchedulerModel(RuleBasedStateMachine):
         for each in expired:
             self.close(each)
 
-    def close(self, each: Sequence, *, spoilt: bool = False) -> None:
+    def close(self, each: Sequence, *, invalid: bool = False) -> None:
         held = list(each.blocks)
         self.seen["found"] += bool(each.cached_tokens)
-        self.scheduler.remove(each, spoilt=spoilt)
+        self.scheduler.remove(each, invalid=invalid)
         each.move_to(SequenceState.FINISHED)
         self.open.remove(each)
         assert (each.blocks, each.slot) == ([], None)
-        if spoilt:
+        if invalid:
             assert not set(held) & self.scheduler._prefixes._keys.keys()
 
     @rule(steps=st.integers(1, 20))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.triton_models.engine.fake_model import FakeModel, request, run
+from tests.triton_models.engine.fake_model import FakeModel, continuation, request, run
 from tests.triton_models.engine.wild_mix import EvenTokens
 from triton_models.engine.backend import PLAIN
 from triton_models.engine.engine import Engine
@@ -42,12 +42,14 @@ def test_logits_do_not_outlive_their_sampling(mask: Any, monkeypatch: pytest.Mon
 
 def test_a_step_is_sampled_once_and_only_after_it_was_begun() -> None:
     engine = Engine(FakeModel(), SMALL, backend=PLAIN)
-    step = Step()
+    engine.add(request("a", (1, 2)))
+    engine._take_requests()
+    step = engine._scheduler.schedule()
     with pytest.raises(RuntimeError, match="a step that is SCHEDULED cannot be sampled"):
         engine._runner.sample(step)
     engine._runner.begin(step)
     engine._runner.sample(step)
-    assert engine._runner.collect(step) == []
+    assert [each.token_id for each in engine._runner.collect(step)] == continuation((1, 2), 1)
     assert step.state is StepState.COLLECTED
     with pytest.raises(RuntimeError, match="a step that is COLLECTED cannot be sampled"):
         engine._runner.sample(step)
