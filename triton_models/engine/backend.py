@@ -60,11 +60,6 @@ class Backend:
     convert: Callable[[Linear], Linear] | None = None
     """Gives a matrix the form that suits the device; converting it again changes nothing. None: it stays."""
 
-    def prepare(self, model: CausalModel) -> None:
-        """Convert the matrices of `model`."""
-        if self.convert is not None:
-            model.convert(self.convert)
-
 
 PLAIN = Backend(
     operations=TorchOperations,

@@ -80,7 +80,8 @@ class Engine:
     ) -> None:
         backend = backend or choose_backend(model.device, model.dtype)
         log.info("%s", backend.reason)
-        backend.prepare(model)
+        if backend.convert is not None:
+            model.convert(backend.convert)
         self._overlap = backend.overlap
         self.settings = settings
         self._vocabulary = model.vocab_size
@@ -186,7 +187,7 @@ class Engine:
         for sequence in list(self._sequences.values()):
             ran = sequence.state is not SequenceState.WAITING
             if ran and (sequence in blamed or not blamed):
-                self._close(sequence, FinishReason.ERROR, error=error)
+                self._close(Sampled(sequence, None), FinishReason.ERROR, error)
             else:
                 sequence.start_over()
                 self._scheduler.add(sequence)
@@ -199,7 +200,7 @@ class Engine:
         self._take_requests()
         self._start_scheduler()
         for sequence in list(self._sequences.values()):
-            self._close(sequence, reason, error=error)
+            self._close(Sampled(sequence, None), reason, error)
 
     def _forget_steps(self) -> None:
         self._launched = self._fault = None
@@ -291,7 +292,7 @@ class Engine:
             self._finish(sequence, sampled.reason, error=sampled.error, invalid=sampled.invalid)
             return False
         if sampled.token_id is None:
-            self._output(sequence, sampled)
+            self._output(sampled)
             return False
         params = sequence.request.sampling
         sequence.append(sampled.token_id)
@@ -300,59 +301,45 @@ class Engine:
         elif sequence.generated >= sequence.max_tokens:
             self._finish(sequence, FinishReason.LENGTH, sampled)
         else:
-            self._output(sequence, sampled)
-            self._tell_mask(sequence, sampled.token_id)
+            self._output(sampled)
+            if (fault := tell_mask(sequence, sampled.token_id)) is not None:
+                self._finish(sequence, fault[0], error=fault[1])
         return True
-
-    def _tell_mask(self, sequence: Sequence, token_id: int) -> None:
-        if (fault := tell_mask(sequence, token_id)) is not None:
-            self._finish(sequence, fault[0], error=fault[1])
 
     def _finish(
         self,
         sequence: Sequence,
         reason: FinishReason,
         sampled: Sampled | None = None,
-        error: str | None = None,
         *,
+        error: str | None = None,
         invalid: bool = False,
     ) -> None:
         """Remove a sequence from the scheduler, free its blocks and emit its final output."""
         self._scheduler.remove(sequence, invalid=invalid)
-        self._close(sequence, reason, sampled, error)
+        self._close(sampled or Sampled(sequence, None), reason, error)
 
-    def _close(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        sampled: Sampled | None = None,
-        error: str | None = None,
-    ) -> None:
+    def _close(self, last: Sampled, reason: FinishReason, error: str | None) -> None:
         """Emit the final output of a sequence that has left the scheduler, and forget it."""
-        sequence.move_to(SequenceState.FINISHED)
-        request_id = sequence.request.request_id
+        last.sequence.move_to(SequenceState.FINISHED)
+        request_id = last.sequence.request.request_id
         del self._sequences[request_id]
         self._intake.end(request_id)
-        self._output(sequence, sampled, reason, error)
+        self._output(last, reason, error)
 
-    def _output(
-        self,
-        sequence: Sequence,
-        sampled: Sampled | None,
-        reason: FinishReason | None = None,
-        error: str | None = None,
-    ) -> None:
+    def _output(self, sampled: Sampled, reason: FinishReason | None = None, error: str | None = None) -> None:
+        sequence = sampled.sequence
         queue_seconds = time_to_first_token = None
-        if sampled is not None and sequence.generated == 1 and sequence.scheduled_at is not None:
+        if sampled.token_id is not None and sequence.generated == 1 and sequence.scheduled_at is not None:
             queue_seconds = sequence.scheduled_at - sequence.arrived_at
             time_to_first_token = self._clock() - sequence.arrived_at
         self._outputs.append(
             TokenOutput(
                 request_id=sequence.request.request_id,
                 prompt_tokens=len(sequence.request.prompt_ids),
-                token_id=None if sampled is None else sampled.token_id,
-                logprobs=None if sampled is None else sampled.logprobs,
-                prompt_logprobs=() if sampled is None else sampled.prompt_logprobs,
+                token_id=sampled.token_id,
+                logprobs=sampled.logprobs,
+                prompt_logprobs=sampled.prompt_logprobs,
                 finish_reason=reason,
                 error=error,
                 cached_tokens=sequence.cached_tokens or 0,

@@ -115,133 +115,145 @@ class CapturePool:
 
 
 class SizedGraphs:
-    """Captures `work(size)` for each of several sizes; does not keep a reference to `work`.
+    """Captures the same work at several sizes: `work(size)` for each.
 
-    The work reads and writes tensors at fixed addresses. Whatever else a graph allocates comes from one pool,
-    so graphs must be replayed one after the other.
+    The work reads tensors at fixed addresses, and its result is copied to one, `results`. Whatever else a
+    graph allocates comes from one pool, so graphs must be replayed one after the other.
+
+    Args:
+        sizes: what gets a graph.
+        work: returns a tensor that is `size` long in dimension `dim`. It must not refer to these graphs, or
+            only the garbage collector would free their memory.
+        dim: the dimension of the results that has the size.
     """
 
-    def __init__(self, sizes: Iterable[int]) -> None:
+    def __init__(self, sizes: Iterable[int], work: Callable[[int], Tensor], *, dim: int = 0) -> None:
         self._sizes = sorted(sizes)
+        self._work = work
+        self._dim = dim
+        self._results: Tensor | None = None
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-
-    def __len__(self) -> int:
-        """Return the number of sizes."""
-        return len(self._sizes)
-
-    @property
-    def largest(self) -> int:
-        """The largest size."""
-        return self._sizes[-1]
 
     def size_for(self, count: int) -> int | None:
         """Return the smallest size that holds `count`; None if `count` exceeds the largest."""
         place = bisect_left(self._sizes, count)
         return self._sizes[place] if place < len(self._sizes) else None
 
-    def capture(self, work: Callable[[int], None], pool: CapturePool) -> None:
+    def results(self, size: int) -> Tensor:
+        """Return what the work last done at this size came to; any later one overwrites it."""
+        if self._results is None:
+            raise RuntimeError("nothing was computed yet")
+        return self._results.narrow(self._dim, 0, size)
+
+    def run_largest(self) -> int:
+        """Do the work of the largest size once; returns the number of sizes."""
+        self.compute(self._sizes[-1])
+        return len(self._sizes)
+
+    def capture(self, pool: CapturePool) -> None:
         """Compile and capture each size, the largest first, so that smaller graphs reuse its memory."""
         for size in reversed(self._sizes):
             # Compiles kernels and initialises libraries, neither of which may happen during a capture.
-            work(size)
+            self.compute(size)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool.memory, stream=pool.stream):
-                work(size)
+                self.compute(size)
             self._graphs[size] = graph
 
-    def replay(self, size: int) -> None:
-        """Run the captured work on the current contents of its tensors."""
+    def replay(self, size: int) -> Tensor:
+        """Do the captured work on the current contents of its tensors; returns `results(size)`."""
         self._graphs[size].replay()
-
-
-class CapturedDecodes:
-    """Steps with decodes only, in two graphs each: the forward pass, and the sampling.
-
-    The second graph is only used if every request is plain (`SamplingParams.plain`).
-    """
-
-    def __init__(self, step: DeviceStep) -> None:
-        self._step = step
-        largest, device = step.slots.spare, step.slots.tables.device
-        self._slots = torch.full((largest,), step.slots.spare, dtype=torch.int64, device=device)
-        self._logits = torch.empty(0)
-        self._status = torch.empty((3, largest), dtype=torch.int64, device=device)
-        self._forward = SizedGraphs(decode_sizes(largest))
-        self._finish = SizedGraphs(decode_sizes(largest))
-
-    def padding(self, decodes: int) -> int:
-        """Return how many rows of the spare slot pad a step of `decodes` decodes."""
-        return (self._forward.size_for(decodes) or decodes) - decodes
-
-    def run_largest(self) -> int:
-        """Run the work of the largest size once; return how many graphs there will be."""
-        self.compute(self._forward.largest)
-        self.sample(self._finish.largest)
-        return len(self._forward) + len(self._finish)
-
-    def capture(self, pool: CapturePool) -> None:
-        """Capture every size."""
-        self._forward.capture(self.compute, pool)
-        self._finish.capture(self.sample, pool)
-
-    def forward(self, slots: Tensor) -> Tensor:
-        """Return the logits of `slots`, [D] int64 including padding; the next call overwrites the result."""
-        size = len(slots)
-        self._slots[:size].copy_(slots)
-        self._forward.replay(size)
-        return self._logits[:size]
-
-    def finish(self, size: int) -> Tensor:
-        """Sample for the slots of the last `forward`; return their status, which the next call overwrites."""
-        self._finish.replay(size)
-        return self._status[:, :size]
+        return self.results(size)
 
     def compute(self, size: int) -> None:
-        """Do the work of `forward` on the current contents of the tensors."""
-        logits = self._step.decode(self._slots[:size], self._step.longest)
-        if not self._logits.numel():
-            self._logits = torch.empty_like(logits)
-        self._logits[:size].copy_(logits)
-
-    def sample(self, size: int) -> None:
-        """Do the work of `finish` on the current contents of the tensors."""
-        self._status[:, :size].copy_(self._step.finish(self._slots[:size], self._logits[:size]))
+        """Do the work; the first time at the largest size, which is how large `results` becomes."""
+        result = self._work(size)
+        if self._results is None:
+            self._results = torch.empty_like(result)
+        self.results(size).copy_(result)
 
 
-class CapturedPrompts:
-    """Steps with prompts, up to the hidden states from which the logits of a few rows are computed.
+class CapturedSteps:
+    """Steps with decodes only, in two graphs (forward pass and sampling); and the forward pass with prompts.
 
-    `largest`: rows of the largest step; `most_tiles`: as in `StepOperations`.
+    The graph that samples is only used if every request is plain (`SamplingParams.plain`). Steps with prompts
+    are captured up to the hidden states, from which the logits of a few rows are computed.
+
+    Args:
+        step: does the work.
+        largest: rows of the largest step with prompts.
+        most_tiles: as in `StepOperations`.
     """
 
     def __init__(self, step: DeviceStep, *, largest: int, most_tiles: Callable[[int, int], int]) -> None:
-        self._step = step
-        self._most_tiles = most_tiles
-        sizes = prompt_sizes(largest)
-        most, slots = sizes[-1], step.slots
-        device = slots.tables.device
-        self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
-        self._slots = torch.full((most,), slots.spare, dtype=torch.int32, device=device)
-        self._positions = torch.full((most,), -1, dtype=torch.int64, device=device)
-        self._lengths = torch.zeros(min(most, slots.spare), dtype=torch.int32, device=device)
-        self._tiles = torch.zeros((self._tiles_in(most), 4), dtype=torch.int32, device=device)
-        self._hidden = torch.empty(0)
-        self._graphs = SizedGraphs(sizes)
+        tables, spare = step.slots.tables, step.slots.spare
+        device = tables.device
 
-    def size_for(self, rows: int, tiles: int) -> int | None:
-        """Return the smallest size for `rows`; None if there is none, or it cannot hold that many tiles."""
-        size = self._graphs.size_for(rows)
-        return size if size is not None and tiles <= self._tiles_in(size) else None
+        def tiles_in(rows: int) -> int:
+            return most_tiles(rows, _CHUNKS)
+
+        decode_slots = torch.full((spare,), spare, dtype=torch.int64, device=device)
+        decode = SizedGraphs(decode_sizes(spare), lambda size: step.decode(decode_slots[:size], step.longest))
+        self._tiles_in = tiles_in
+        self._decode_slots = decode_slots
+        self._decode = decode
+        self._finish = SizedGraphs(
+            decode_sizes(spare), lambda size: step.finish(decode_slots[:size], decode.results(size)), dim=1
+        )
+
+        sizes = prompt_sizes(largest)
+        most = sizes[-1]
+        tokens = torch.zeros(most, dtype=torch.int64, device=device)
+        slots = torch.full((most,), spare, dtype=torch.int32, device=device)
+        positions = torch.full((most,), -1, dtype=torch.int64, device=device)
+        lengths = torch.zeros(min(most, spare), dtype=torch.int32, device=device)
+        tiles = torch.zeros((tiles_in(most), 4), dtype=torch.int32, device=device)
+
+        def forward(size: int) -> Tensor:
+            layout = StepLayout(
+                tables=tables,
+                slots=slots[:size],
+                positions=positions[:size],
+                decode_lengths=lengths[:size],
+                longest_decode=step.longest,
+                tiles=tiles[: tiles_in(size)],
+            )
+            return step.forward(tokens[:size], layout)
+
+        self._tokens, self._slots, self._positions = tokens, slots, positions
+        self._lengths, self._tiles = lengths, tiles
+        self._prompts = SizedGraphs(sizes, forward)
 
     def run_largest(self) -> int:
-        """Run the work of the largest size once; return how many graphs there will be."""
-        self.compute(self._graphs.largest)
-        return len(self._graphs)
+        """Run the largest step of each kind once; return how many graphs there will be."""
+        return sum(graphs.run_largest() for graphs in (self._prompts, self._decode, self._finish))
 
-    def capture(self, pool: CapturePool) -> None:
-        """Capture every size."""
-        self._graphs.capture(self.compute, pool)
+    def capture(self) -> None:
+        """Compile and capture everything."""
+        started = time.monotonic()
+        pool = CapturePool()
+        for graphs in (self._prompts, self._decode, self._finish):
+            graphs.capture(pool)
+        log.info("captured the steps in %.1f s", time.monotonic() - started)
+
+    def padding(self, decodes: int) -> int:
+        """Return how many rows of the spare slot pad a step of `decodes` decodes."""
+        return (self._decode.size_for(decodes) or decodes) - decodes
+
+    def size_for(self, rows: int, tiles: int) -> int | None:
+        """Return the smallest size of a step with prompts for `rows` and `tiles`; None if there is none."""
+        size = self._prompts.size_for(rows)
+        return size if size is not None and tiles <= self._tiles_in(size) else None
+
+    def decode(self, slots: Tensor) -> Tensor:
+        """Return the logits of `slots`, [D] int64 including padding; the next call overwrites the result."""
+        self._decode_slots[: len(slots)].copy_(slots)
+        return self._decode.replay(len(slots))
+
+    def finish(self, size: int) -> Tensor:
+        """Sample for the slots of the last `decode`; return their status, which the next call overwrites."""
+        return self._finish.replay(size)
 
     def forward(self, tokens: Tensor, layout: StepLayout) -> Tensor:
         """Return the hidden states, [T, width], of a step with tiles, padded to a captured size T.
@@ -257,43 +269,4 @@ class CapturedPrompts:
         self._tiles.zero_()
         if layout.tiles is not None:
             self._tiles[: len(layout.tiles)].copy_(layout.tiles)
-        self._graphs.replay(size)
-        return self._hidden[:size]
-
-    def compute(self, size: int) -> None:
-        """Do the work of `forward` on the current contents of the tensors."""
-        layout = StepLayout(
-            tables=self._step.slots.tables,
-            slots=self._slots[:size],
-            positions=self._positions[:size],
-            decode_lengths=self._lengths[:size],
-            longest_decode=self._step.longest,
-            tiles=self._tiles[: self._tiles_in(size)],
-        )
-        hidden = self._step.forward(self._tokens[:size], layout)
-        if not self._hidden.numel():
-            self._hidden = torch.empty_like(hidden)
-        self._hidden[:size].copy_(hidden)
-
-    def _tiles_in(self, rows: int) -> int:
-        return self._most_tiles(rows, _CHUNKS)
-
-
-class CapturedSteps:
-    """Both kinds of captured steps, in one memory pool."""
-
-    def __init__(self, step: DeviceStep, *, largest: int, most_tiles: Callable[[int, int], int]) -> None:
-        self.decodes = CapturedDecodes(step)
-        self.prompts = CapturedPrompts(step, largest=largest, most_tiles=most_tiles)
-
-    def run_largest(self) -> int:
-        """Run the largest step of each kind once; return how many graphs there will be."""
-        return self.prompts.run_largest() + self.decodes.run_largest()
-
-    def capture(self) -> None:
-        """Compile and capture everything."""
-        started = time.monotonic()
-        pool = CapturePool()
-        self.prompts.capture(pool)
-        self.decodes.capture(pool)
-        log.info("captured the steps in %.1f s", time.monotonic() - started)
+        return self._prompts.replay(size)

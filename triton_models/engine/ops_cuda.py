@@ -47,7 +47,7 @@ class CudaOperations:
         self._positions = layout.positions.int()
         self._decodes = len(layout.decode_lengths)
         if self._decodes:
-            self._plan = plan_decode(
+            self._splits, self._config = plan_decode(
                 self._decodes,
                 self._kv_heads,
                 self._head_dim,
@@ -97,9 +97,9 @@ class CudaOperations:
                 slots,
                 layout.decode_lengths,
                 attended,
-                splits=self._plan.splits,
+                splits=self._splits,
                 workspace=self._workspace,
-                config=self._plan.config,
+                config=self._config,
             )
         if layout.tiles is not None:
             # After decode attention, whose padding rows have written zeros to rows of prompts.

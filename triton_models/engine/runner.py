@@ -147,7 +147,7 @@ class Runner:
             step.logits = self._step.logits(hidden[staged.rows]) if step.sampling else hidden.new_empty(0)
         else:
             slots = staged.decode_slots
-            step.logits = captured.decodes.forward(slots) if captured else self._step.decode(slots, longest)
+            step.logits = captured.decode(slots) if captured else self._step.decode(slots, longest)
             step.captured = captured is not None and all(map(_is_plain, step.sampling))
         step.staged = staged
 
@@ -158,7 +158,7 @@ class Runner:
         masks, mask_errors = self._fill_masks(sampling)
         outputs = None
         if step.captured and self._captured is not None:
-            outputs = SamplerOutputs(self._captured.decodes.finish(len(staged.decode_slots)), None, None)
+            outputs = SamplerOutputs(self._captured.finish(len(staged.decode_slots)), None, None)
         elif sampling:
             rules = sampler_inputs(staged.views, self._slots, self._penalties, masks, sampling)
             outputs = self._backend.sample(logits[: len(sampling)], rules)
@@ -191,10 +191,10 @@ class Runner:
         rows = chunks[-1].end if chunks else len(slots)
         captured, padding = self._captured, 0
         if captured is not None and chunks:
-            fitting = captured.prompts.size_for(rows, len(tiles))
+            fitting = captured.size_for(rows, len(tiles))
             captured, padding = (captured, fitting - rows) if fitting else (None, 0)
         elif captured is not None:
-            slots += [self._slots.spare] * captured.decodes.padding(rows)
+            slots += [self._slots.spare] * captured.padding(rows)
         staging.integers("decode_slots", slots)
         staging.integers("tiles", [number for tile in tiles for number in tile])
         stage_prompts(staging, step, padding=padding, spare=self._slots.spare)
@@ -223,7 +223,7 @@ class Runner:
             chunks=chunks,
             tiles=staged.tiles.view(-1, 4).int(),
         )
-        return captured.prompts.forward(tokens, layout) if captured else self._step.forward(tokens, layout)
+        return captured.forward(tokens, layout) if captured else self._step.forward(tokens, layout)
 
     def _fill_masks(self, sampling: list[Sequence]) -> tuple[Tensor | None, dict[str, MaskFault]]:
         """Ask every token mask; returns their words on the device, and errors by request.

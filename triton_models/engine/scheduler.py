@@ -88,7 +88,6 @@ class WaitingList:
         # Sorted by rank. Moving a few hundred pointers costs less than a heap that must forget removed
         # entries.
         self._order: list[Sequence] = []
-        self._by_id: dict[str, Sequence] = {}
         self._earliest_deadline = math.inf
         """No waiting sequence's deadline is before this."""
 
@@ -101,7 +100,6 @@ class WaitingList:
     def add(self, sequence: Sequence) -> None:
         """Insert a sequence in order."""
         insort(self._order, sequence, key=_rank)
-        self._by_id[sequence.request.request_id] = sequence
         if sequence.request.deadline is not None:
             self._earliest_deadline = min(self._earliest_deadline, sequence.request.deadline)
 
@@ -109,12 +107,9 @@ class WaitingList:
         """Return the first sequence, without removing it."""
         return self._order[0] if self._order else None
 
-    def remove(self, request_id: str) -> Sequence | None:
-        """Remove a sequence, wherever it is; None if it does not wait."""
-        sequence = self._by_id.pop(request_id, None)
-        if sequence is not None:
-            del self._order[bisect_left(self._order, sequence.rank, key=_rank)]
-        return sequence
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a waiting sequence, wherever it is."""
+        del self._order[bisect_left(self._order, sequence.rank, key=_rank)]
 
     def expired(self, now: float) -> list[Sequence]:
         """Return the sequences whose deadline is at or before `now`, in monotonic seconds."""
@@ -186,7 +181,7 @@ class Scheduler:
         if invalid:
             self._prefixes.invalidate(sequence)
         if sequence.state is SequenceState.WAITING:
-            self.waiting.remove(sequence.request.request_id)
+            self.waiting.remove(sequence)
         else:
             self._stop_running(sequence)
 
@@ -313,7 +308,7 @@ class Scheduler:
         # only if other sequences still hold some of those.
         if needed + revived + len(self.running) > self._blocks.available:
             return None
-        self.waiting.remove(sequence.request.request_id)
+        self.waiting.remove(sequence)
         sequence.move_to(SequenceState.PREFILL)
         sequence.slot = heappop(self._slots)
         insort(self.running, sequence, key=_rank)

@@ -2,7 +2,7 @@
 
 import enum
 import secrets
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from triton_models.engine.sampling import TOP_LOGPROBS_LIMIT, SamplingParams
 from triton_models.errors import InvalidRequestError, PromptTooLongError
@@ -137,58 +137,48 @@ PRIORITY_S = 30.0
 """Seconds of waiting that are worth one level of priority."""
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """A request in the engine: its tokens, its KV blocks and its state.
+    """A request in the engine: its tokens, its KV blocks and its state."""
 
-    `arrival` numbers requests in the order they came; `arrived_at` is the time of arrival in monotonic
-    seconds; `max_tokens` is the request's, or else what its prompt leaves of the context.
-    """
+    request: Request
+    _: KW_ONLY
+    arrival: int
+    """Numbers requests in the order they came."""
+    arrived_at: float
+    """In monotonic seconds."""
+    max_tokens: int
+    """The request's, or else what its prompt leaves of the context."""
 
-    __slots__ = (
-        "arrival",
-        "arrived_at",
-        "blocks",
-        "cached_tokens",
-        "computed",
-        "in_flight",
-        "masked",
-        "max_length",
-        "max_tokens",
-        "rank",
-        "request",
-        "scheduled_at",
-        "scored",
-        "seed",
-        "slot",
-        "state",
-        "tokens",
-    )
+    state: SequenceState = SequenceState.WAITING
+    masked: bool = field(init=False)
+    rank: tuple[float, int] = field(init=False)
+    """Lower ranks run first. Waiting improves priority, yet the order of two sequences never changes."""
+    seed: int = field(init=False)
+    tokens: list[int] = field(init=False)
+    """The prompt, and the sampled tokens that are known."""
+    max_length: int = field(init=False)
+    computed: int = 0
+    """Tokens whose keys and values are in the cache once every step launched so far has run."""
+    in_flight: int = 0
+    """Tokens sampled by launched steps and not known to the host yet: 0 or 1 when a step is scheduled."""
+    blocks: list[int] = field(default_factory=list)
+    slot: int | None = None
+    """Row of the device's state tables, 0 to `max_running` - 1; None unless running."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that were found in the cache when it was first admitted."""
+    scored: int = 0
+    """Tokens of the prompt after its first whose log-probabilities were requested and reported."""
+    scheduled_at: float | None = None
 
-    def __init__(self, request: Request, *, arrival: int, arrived_at: float, max_tokens: int) -> None:
-        self.request = request
-        self.arrival = arrival
-        self.arrived_at = arrived_at
-        self.max_tokens = max_tokens
-        self.max_length = len(request.prompt_ids) + max_tokens
+    def __post_init__(self) -> None:
+        """Derive the rest."""
+        request = self.request
         self.masked = request.sampling.mask is not None
-        self.rank = (arrived_at + PRIORITY_S * request.priority, arrival)
-        """Lower ranks run first. Waiting improves priority, yet the order of two sequences never changes."""
-        seed = request.sampling.seed
-        self.seed = secrets.randbits(63) if seed is None else seed
+        self.rank = (self.arrived_at + PRIORITY_S * request.priority, self.arrival)
+        self.seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         self.tokens = list(request.prompt_ids)
-        self.computed = 0
-        """Tokens whose keys and values are in the cache once every step launched so far has run."""
-        self.in_flight = 0
-        """Tokens sampled by launched steps and not known to the host yet: 0 or 1 when a step is scheduled."""
-        self.blocks: list[int] = []
-        self.cached_tokens: int | None = None
-        """Tokens of the prompt that were found in the cache when it was first admitted."""
-        self.scored = 0
-        """Tokens of the prompt after its first whose log-probabilities were requested and reported."""
-        self.slot: int | None = None
-        """Row of the device's state tables, 0 to `max_running` - 1; None unless running."""
-        self.scheduled_at: float | None = None
-        self.state = SequenceState.WAITING
+        self.max_length = len(request.prompt_ids) + self.max_tokens
 
     @property
     def generated(self) -> int:

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from tests.triton_models.engine.uncaptured import do_again
-from triton_models.engine.graphs import CapturedPrompts, DeviceStep, decode_sizes, prompt_sizes
+from triton_models.engine.graphs import CapturedSteps, DeviceStep, decode_sizes, prompt_sizes
 from triton_models.engine.models import StepLayout
 from triton_models.engine.slots import SlotTable
 
@@ -44,6 +44,12 @@ class Seen(DeviceStep):
         self.longest = 64
         self.layouts: list[StepLayout] = []
 
+    def decode(self, slots: Tensor, longest: int) -> Tensor:
+        return torch.zeros(len(slots), 1)
+
+    def finish(self, slots: Tensor, logits: Tensor) -> Tensor:
+        return torch.zeros(3, len(slots))
+
     def forward(self, tokens: Tensor, layout: StepLayout) -> Tensor:
         self.layouts.append(layout)
         return tokens[:, None].float()
@@ -67,8 +73,9 @@ def inputs(*, decodes: int, chunk: int, size: int) -> tuple[Tensor, StepLayout]:
 def test_a_captured_step_sees_nothing_of_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     do_again(monkeypatch)
     step = Seen()
-    captured = CapturedPrompts(step, largest=96, most_tiles=sum_of)
-    captured.capture(None)
+    captured = CapturedSteps(step, largest=96, most_tiles=sum_of)
+    captured.capture()
+    step.layouts.clear()
     captured.forward(*inputs(decodes=5, chunk=80, size=96))
     hidden = captured.forward(*inputs(decodes=2, chunk=20, size=32))
     assert hidden[:, 0].tolist() == [9] * 22 + [0] * 10

@@ -350,7 +350,7 @@ def waiting_one(
 def drain(waiting: WaitingList) -> list[int]:
     order = []
     while (first := waiting.first()) is not None:
-        waiting.remove(first.request.request_id)
+        waiting.remove(first)
         order.append(first.arrival)
     return order
 
@@ -365,8 +365,8 @@ def test_order_is_priority_then_arrival_whatever_is_removed(
         waiting.add(each)
     gone = data.draw(st.sets(st.integers(0, 19), max_size=5))
     for arrival in gone:
-        removed = waiting.remove(f"r{arrival}")
-        assert (removed is not None) == (arrival < len(all_of_them))
+        if arrival < len(all_of_them):
+            waiting.remove(all_of_them[arrival])
     kept = [each for each in all_of_them if each.arrival not in gone]
     assert len(waiting) == len(kept)
     assert drain(waiting) == [each.arrival for each in sorted(kept, key=lambda each: each.rank)]
@@ -391,12 +391,15 @@ def test_who_waits_long_enough_overtakes_the_more_urgent_that_come_later() -> No
 
 def test_expired_names_exactly_those_whose_time_is_over() -> None:
     waiting = WaitingList()
-    for arrival, deadline in enumerate([10.0, None, 5.0, 7.0]):
-        waiting.add(waiting_one(arrival, deadline=deadline))
+    several = [
+        waiting_one(arrival, deadline=deadline) for arrival, deadline in enumerate([10.0, None, 5.0, 7.0])
+    ]
+    for each in several:
+        waiting.add(each)
     assert waiting.expired(4.9) == []
     assert [each.arrival for each in waiting.expired(7.0)] == [2, 3]
-    waiting.remove("r2")
-    waiting.remove("r3")
+    waiting.remove(several[2])
+    waiting.remove(several[3])
     assert waiting.expired(9.9) == []
     waiting.add(waiting_one(9, deadline=9.0))
     assert [each.arrival for each in waiting.expired(10.0)] == [0, 9]

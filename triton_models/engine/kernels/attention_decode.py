@@ -50,14 +50,6 @@ def decode_config(head_dim: int, dtype: torch.dtype, *, crowded: bool = False) -
     return DecodeConfig(tile=tile, warps=4, stages=2)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodePlan:
-    """How one step's decodes are computed: programs per sequence and KV head, and the kernel's constants."""
-
-    splits: int
-    config: DecodeConfig
-
-
 def plan_decode(
     batch: int,
     kv_heads: int,
@@ -67,8 +59,8 @@ def plan_decode(
     sm_count: int,
     max_length: int,
     beside_prompts: bool,
-) -> DecodePlan:
-    """Return how the decodes of a step are computed.
+) -> tuple[int, DecodeConfig]:
+    """Return how many programs share a sequence and KV head in a step, and the kernel's constants.
 
     With 16-bit numbers, rounding differs between large and small batches, as that of the products does.
 
@@ -86,7 +78,7 @@ def plan_decode(
     if beside_prompts:
         splits = max(splits, _SPLITS_BESIDE_PROMPTS)
     crowded = splits == 1 and batch * kv_heads > _RESIDENT * sm_count
-    return DecodePlan(splits=splits, config=decode_config(head_dim, dtype, crowded=crowded))
+    return splits, decode_config(head_dim, dtype, crowded=crowded)
 
 
 class DecodeWorkspace:

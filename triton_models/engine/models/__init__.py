@@ -124,35 +124,18 @@ class Operations(Protocol):
 class CausalModel(Protocol):
     """A decoder over token ids. Only its attention (`Operations.attend`) tells sequences apart."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        ...
-
-    @property
-    def max_positions(self) -> int:
-        """Length of the longest sequence."""
-        ...
-
-    @property
-    def kv_shape(self) -> KVShape:
-        """What the KV cache stores per token."""
-        ...
-
-    @property
-    def query_heads(self) -> int:
-        """Query heads of each layer; a multiple of the KV heads."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of weights, activations and KV cache."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """The device that holds the weights."""
-        ...
+    vocab_size: int
+    """Width of the logits."""
+    max_positions: int
+    """Length of the longest sequence."""
+    kv_shape: KVShape
+    """What the KV cache stores per token."""
+    query_heads: int
+    """Query heads of each layer; a multiple of the KV heads."""
+    dtype: torch.dtype
+    """The dtype of weights, activations and KV cache."""
+    device: torch.device
+    """The device that holds the weights."""
 
     def convert(self, convert: Callable[[Linear], Linear]) -> None:
         """Replace each `Linear` by `convert` of it, one at a time."""

@@ -77,8 +77,13 @@ class ChatGLM:
 
     def __init__(self, config: ChatGLMConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
-        self._dtype = dtype
-        self._device = device
+        # From the padded vocabulary the original code samples, too.
+        self.vocab_size = config.padded_vocab_size
+        self.max_positions = config.seq_length
+        self.kv_shape = KVShape(config.num_layers, config.multi_query_group_num, config.kv_channels)
+        self.query_heads = config.num_attention_heads
+        self.dtype = dtype
+        self.device = device
 
         def weights(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -105,36 +110,6 @@ class ChatGLM:
         self.final_norm = norm()
         self.head = matrix(config.padded_vocab_size, config.hidden_size)
         self._rotary = _rotary_table(config, device)
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits: the padded vocabulary, from which the original code also samples."""
-        return self.config.padded_vocab_size
-
-    @property
-    def max_positions(self) -> int:
-        """Length of the longest sequence."""
-        return self.config.seq_length
-
-    @property
-    def kv_shape(self) -> KVShape:
-        """What the KV cache stores per token."""
-        return KVShape(self.config.num_layers, self.config.multi_query_group_num, self.config.kv_channels)
-
-    @property
-    def query_heads(self) -> int:
-        """Query heads of each layer."""
-        return self.config.num_attention_heads
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of weights, activations and KV cache."""
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device that holds the weights."""
-        return self._device
 
     def convert(self, convert: Callable[[Linear], Linear]) -> None:
         """Replace each matrix by `convert` of it, one at a time."""

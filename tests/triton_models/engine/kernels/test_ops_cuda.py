@@ -15,7 +15,7 @@ from triton_models.checkpoint import load_model
 from triton_models.engine import ops_cuda
 from triton_models.engine.backend import PLAIN, Backend, cuda_backend
 from triton_models.engine.engine import Engine
-from triton_models.engine.graphs import CapturedPrompts, DeviceStep
+from triton_models.engine.graphs import CapturedSteps, DeviceStep
 from triton_models.engine.kernels import linear
 from triton_models.engine.kernels.linear import Tiling
 from triton_models.engine.models import ChunkRows, KVShape, StepLayout
@@ -99,7 +99,7 @@ def test_every_step_of_prompts_has_room_among_the_captured(
         chunks.append(ChunkRows(slot=slot, start=row, end=row + length, offset=0))
         row += length
     step = DeviceStep(model, PLAIN, operations, SlotTable(64, 4, device), longest=512)
-    prompts = CapturedPrompts(step, largest=160, most_tiles=operations.most_tiles)
+    prompts = CapturedSteps(step, largest=160, most_tiles=operations.most_tiles)
     assert prompts.size_for(row, len(operations.tiles(chunks))) == 160
 
 
