@@ -101,7 +101,17 @@ def _choose_blocks(
         memory = int(settings.kv_memory_gib * GIB)
         reason = f"{settings.kv_memory_gib} GiB were set"
     else:
-        memory, reason = _usable_memory(settings, model, run_largest)
+        device = model.device
+        free = free_bytes(device)
+        if device.type == "cuda":
+            steps = needed_bytes(profile_steps(run_largest, device), settings, model.vocab_size)
+            memory = int(max(0, free - steps) * GPU_SHARE)
+            reason = (
+                f"{GPU_SHARE:.0%} of {free / GIB:.1f} GiB free on {device}, less {steps / GIB:.1f} for steps"
+            )
+        else:
+            memory = int(free * CPU_SHARE)
+            reason = f"{CPU_SHARE:.0%} of {free / GIB:.1f} GiB of main memory left"
     fitting = memory // block_bytes
     if fitting < 1:
         raise SettingsError(f"a KV block takes {block_bytes} bytes and {memory} are there ({reason})")
@@ -109,19 +119,6 @@ def _choose_blocks(
     if fitting >= usable:
         return usable, f"all that {settings.max_running} sequences of {context} tokens can use ({reason})"
     return fitting, reason
-
-
-def _usable_memory(
-    settings: EngineSettings, model: CausalModel, run_largest: Callable[[], int]
-) -> tuple[int, str]:
-    """Return the bytes that KV blocks may take, and why."""
-    device = model.device
-    free = free_bytes(device)
-    if device.type == "cuda":
-        steps = needed_bytes(profile_steps(run_largest, device), settings, model.vocab_size)
-        reason = f"{GPU_SHARE:.0%} of {free / GIB:.1f} GiB free on {device}, less {steps / GIB:.1f} for steps"
-        return int(max(0, free - steps) * GPU_SHARE), reason
-    return int(free * CPU_SHARE), f"{CPU_SHARE:.0%} of {free / GIB:.1f} GiB of main memory left"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,10 @@
 """Runs a scheduled step on the device: turns sequences into tensors, and tensors into tokens."""
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +32,27 @@ from triton_models.engine.slots import (
 from triton_models.engine.step import Sampled, Step, StepState, sampled_tokens
 
 log = logging.getLogger(__name__)
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU this thread's current device within the `with` block; a CPU needs nothing."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _on_device(
+    method: Callable[Concatenate["Runner", _Arguments], _Result],
+) -> Callable[Concatenate["Runner", _Arguments], _Result]:
+    """Let a method of the runner compute without gradients, and on the model's device."""
+
+    @wraps(method)
+    def on_device(runner: "Runner", /, *args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
+        with torch.inference_mode(), current(runner._model.device):  # noqa: SLF001 - it is a method
+            return method(runner, *args, **options)
+
+    return on_device
 
 
 class Runner:
@@ -71,60 +95,31 @@ class Runner:
             most_tiles = self._operations.most_tiles
             self._captured = CapturedSteps(self._step, largest=settings.largest_step, most_tiles=most_tiles)
 
-    @torch.inference_mode()
+    @_on_device
     def run_largest(self) -> int:
         """Run the largest of the steps to be captured; returns how many graphs there will be."""
-        if self._captured is None:
-            return 0
-        with current(self._model.device):
-            return self._captured.run_largest()
+        return 0 if self._captured is None else self._captured.run_largest()
 
-    @torch.inference_mode()
     def allocate(self, blocks: int, *, context: int) -> None:
         """Make the cache `blocks` blocks large, for sequences of up to `context` tokens. Before `capture`."""
-        with current(self._model.device):
-            self._cache.allocate(blocks)
+        self._cache.allocate(blocks)
         self._step.longest = context
 
-    @torch.inference_mode()
+    @_on_device
     def capture(self) -> None:
         """Compile and capture everything that any step will use."""
         if self._captured is not None:
-            with current(self._model.device):
-                self._captured.capture()
+            self._captured.capture()
 
-    @torch.inference_mode()
-    def begin(self, step: Step) -> None:
-        """Have the device compute a step up to its logits; `sample` it before the next one is begun."""
-        with current(self._model.device):
-            self._begin(step)
-        step.state = StepState.BEGUN
-
-    @torch.inference_mode()
-    def sample(self, step: Step) -> None:
-        """Have the device sample a step's tokens; its masks must have been told all tokens before."""
-        with current(self._model.device):
-            self._sample(step)
-        step.state = StepState.SAMPLED
-
-    def collect(self, step: Step) -> list[Sampled]:
-        """Wait for a step; returns results of the chunks that sample, in order, then of those only scored."""
-        if step.done is not None:
-            step.done.synchronize()
-        step.state = StepState.COLLECTED
-        results: list[Sampled] = []
-        if step.outputs is not None:
-            results = sampled_tokens(step.sampling, step.outputs, step.mask_errors)
-        return results if step.scores is None else with_scores(results, step.scores)
-
-    @torch.inference_mode()
+    @_on_device
     def reset(self) -> None:
         """Discard what a failed step may have left."""
-        with current(self._model.device):
-            self._cache.reset()
-            self._operations.reset()
+        self._cache.reset()
+        self._operations.reset()
 
-    def _begin(self, step: Step) -> None:
+    @_on_device
+    def begin(self, step: Step) -> None:
+        """Have the device compute a step up to its logits; `sample` it before the next one is begun."""
         step.sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
         chunks = chunk_rows(step)
         staging = Staging()
@@ -150,8 +145,11 @@ class Runner:
             step.logits = captured.decode(slots) if captured else self._step.decode(slots, longest)
             step.captured = captured is not None and all(map(_is_plain, step.sampling))
         step.staged = staged
+        step.state = StepState.BEGUN
 
-    def _sample(self, step: Step) -> None:
+    @_on_device
+    def sample(self, step: Step) -> None:
+        """Have the device sample a step's tokens; its masks must have been told all tokens before."""
         sampling, staged, logits = step.sampling, step.staged, step.logits
         if staged is None or logits is None:
             raise RuntimeError(f"a step that is {step.state.name} cannot be sampled")
@@ -169,6 +167,17 @@ class Runner:
         step.staged = step.logits = None
         step.mask_errors = mask_errors
         self._send_back(step, outputs)
+        step.state = StepState.SAMPLED
+
+    def collect(self, step: Step) -> list[Sampled]:
+        """Wait for a step; returns results of the chunks that sample, in order, then of those only scored."""
+        if step.done is not None:
+            step.done.synchronize()
+        step.state = StepState.COLLECTED
+        results: list[Sampled] = []
+        if step.outputs is not None:
+            results = sampled_tokens(step.sampling, step.outputs, step.mask_errors)
+        return results if step.scores is None else with_scores(results, step.scores)
 
     def _stage(self, staging: Staging, step: Step, chunks: tuple[ChunkRows, ...]) -> CapturedSteps | None:
         """Stage everything but the sampling; returns the captured steps if one of them fits this step."""
@@ -279,11 +288,6 @@ def stage_prompts(staging: Staging, step: Step, *, padding: int, spare: int) -> 
     staging.integers("prompt_tokens", tokens + [0] * padding)
     staging.integers("prompt_positions", positions + [-1] * padding)
     staging.integers("rows", rows)
-
-
-def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU this thread's current device within the `with` block; a CPU needs nothing."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _is_plain(sequence: Sequence) -> bool:
