@@ -3,6 +3,7 @@
 import gc
 import json
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,13 +13,15 @@ import torch
 from tests.triton_models.engine.fake_model import ids, request, run
 from tests.triton_models.engine.uncaptured import do_again
 from triton_models.checkpoint import load_model
-from triton_models.engine import ops_cuda
+from triton_models.engine import engine, ops_cuda
 from triton_models.engine.backend import PLAIN, Backend, cuda_backend
+from triton_models.engine.blocks import KVCache
+from triton_models.engine.capacity import Capacity, choose_capacity
 from triton_models.engine.engine import Engine
 from triton_models.engine.graphs import CapturedSteps, DeviceStep
 from triton_models.engine.kernels import linear
 from triton_models.engine.kernels.linear import Tiling
-from triton_models.engine.models import ChunkRows, KVShape, StepLayout
+from triton_models.engine.models import CausalModel, ChunkRows, KVShape, StepLayout
 from triton_models.engine.ops_cuda import CudaOperations
 from triton_models.engine.runner import Runner
 from triton_models.engine.sampling import SamplingParams
@@ -45,9 +48,9 @@ def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Backend:
 def test_greedy_answers_are_the_original_codes(kernels: Backend, device: torch.device) -> None:
     cases = json.loads((GOLDEN / "chatglm3" / "golden.json").read_text(encoding="utf-8"))["cases"]
     case = min(cases, key=lambda case: len(case["input_ids"]))
-    engine = Engine(load_model(GOLDEN / "chatglm3", torch.float32, device), SMALL, backend=kernels)
-    engine.add(request("a", case["input_ids"], SamplingParams(temperature=0.0, max_tokens=2)))
-    assert ids(run(engine)["a"]) == case["greedy_ids"][:2]
+    made = Engine(load_model(GOLDEN / "chatglm3", torch.float32, device), SMALL, backend=kernels)
+    made.add(request("a", case["input_ids"], SamplingParams(temperature=0.0, max_tokens=2)))
+    assert ids(run(made)["a"]) == case["greedy_ids"][:2]
 
 
 def test_sampled_answers_are_the_plain_ones(kernels: Backend, device: torch.device) -> None:
@@ -60,11 +63,42 @@ def test_sampled_answers_are_the_plain_ones(kernels: Backend, device: torch.devi
     ]
     answers = []
     for backend in (PLAIN, kernels):
-        engine = Engine(model, SMALL, backend=backend)
+        made = Engine(model, SMALL, backend=backend)
         for each in requests:
-            engine.add(each)
-        answers.append({key: ids(outputs) for key, outputs in run(engine).items()})
+            made.add(each)
+        answers.append({key: ids(outputs) for key, outputs in run(made).items()})
     assert answers[0] == answers[1]
+
+
+def test_the_profile_run_leaves_no_trace_in_answers(
+    kernels: Backend, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It uses the tables and workspaces that will serve, but not the cache."""
+    cached: list[int] = []
+
+    def after_a_profile_run(
+        settings: EngineSettings, model: CausalModel, run_largest: Callable[[], int]
+    ) -> Capacity:
+        monkeypatch.setattr(KVCache, "allocate", allocate)
+        assert run_largest() == 3 + 2 * 3
+        return choose_capacity(settings, model)
+
+    own = KVCache.allocate
+
+    def allocate(cache: KVCache, blocks: int) -> None:
+        cached.append(blocks)
+        own(cache, blocks)
+
+    model = load_model(GOLDEN / "chatglm3", torch.float32, device)
+    sampling = SamplingParams(temperature=0.8, seed=1, max_tokens=4)
+    answers = []
+    for choose in (choose_capacity, after_a_profile_run):
+        monkeypatch.setattr(engine, "choose_capacity", choose)
+        made = Engine(model, SMALL, backend=kernels)
+        made.add(request("a", (5, 6, 7), sampling), request("b", range(30), sampling))
+        answers.append({key: ids(outputs) for key, outputs in run(made).items()})
+    assert answers[0] == answers[1]
+    assert cached == [24]
 
 
 def test_the_largest_steps_run_in_one_block_and_leave_nothing(kernels: Backend, device: torch.device) -> None:
