@@ -61,7 +61,7 @@ class Runner:
     A step is begun, sampled and collected, in this order and in the order of scheduling. `begin` and `sample`
     return as soon as the work is queued on the device, and a step may be launched before the previous one was
     collected: the device computes them in order, and finds the newest tokens in its own tables. A step's data
-    is uploaded in one copy; only token masks need a second one. They are asked in `sample`, so a step whose
+    is uploaded in one copy; only token masks need a second one. They are filled in `sample`, so a step whose
     masks depend on the previous step's tokens can be begun before those are known.
 
     The cache has one block until `allocate`, which is enough for `run_largest`. `context`: most tokens of one
