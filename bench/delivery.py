@@ -14,9 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from triton_models.engine.engine import EngineStats, StepStats
 from triton_models.engine.sequence import FinishReason, Request, TokenOutput
 from triton_models.engine.settings import EngineSettings
-from triton_models.engine.stats import EngineStats, StepStats
 from triton_models.serving.chat_text import load_text
 from triton_models.serving.inputs import Inputs
 from triton_models.serving.parameters import EntryParameters

@@ -11,7 +11,7 @@ import torch
 
 from triton_models.checkpoint import load_model
 from triton_models.engine.engine import Engine
-from triton_models.engine.model import CausalModel
+from triton_models.engine.models import CausalModel
 from triton_models.engine.models.chatglm import ChatGLM, ChatGLMConfig
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request
@@ -56,12 +56,12 @@ def random_model(config: ChatGLMConfig, *, dtype: torch.dtype, device: torch.dev
     model = ChatGLM(config, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(0)
     norms = [model.final_norm]
-    matrices = [model.embedding, model.head]
+    matrices = [model.embedding, model.head.weight]
     for layer in model.layers:
         norms += [layer.input_norm, layer.post_attention_norm]
-        matrices += [layer.qkv, layer.attention_out, layer.gate_up, layer.down]
-        if layer.qkv_bias is not None:
-            matrices.append(layer.qkv_bias)
+        matrices += [each.weight for each in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)]
+        if layer.qkv.bias is not None:
+            matrices.append(layer.qkv.bias)
     for norm in norms:
         norm.fill_(1.0)
     for matrix in matrices:

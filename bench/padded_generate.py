@@ -93,20 +93,20 @@ def _native_weights(model: ChatGLM) -> dict[str, Tensor]:
     weights = {
         "model.embed_tokens.weight": model.embedding,
         "model.norm.weight": model.final_norm.to(dtype),
-        "lm_head.weight": model.head,
+        "lm_head.weight": model.head.weight,
     }
     for index, layer in enumerate(model.layers):
         named = {
-            "self_attn.o_proj.weight": layer.attention_out,
-            "mlp.gate_up_proj.weight": layer.gate_up,
-            "mlp.down_proj.weight": layer.down,
+            "self_attn.o_proj.weight": layer.attention_out.weight,
+            "mlp.gate_up_proj.weight": layer.gate_up.weight,
+            "mlp.down_proj.weight": layer.down.weight,
             "input_layernorm.weight": layer.input_norm.to(dtype),
             "post_attention_layernorm.weight": layer.post_attention_norm.to(dtype),
         }
-        for letter, matrix in zip("qkv", torch.split(layer.qkv, widths), strict=True):
+        for letter, matrix in zip("qkv", torch.split(layer.qkv.weight, widths), strict=True):
             named[f"self_attn.{letter}_proj.weight"] = matrix
-        if layer.qkv_bias is not None:
-            for letter, bias in zip("qkv", torch.split(layer.qkv_bias, widths), strict=True):
+        if layer.qkv.bias is not None:
+            for letter, bias in zip("qkv", torch.split(layer.qkv.bias, widths), strict=True):
                 named[f"self_attn.{letter}_proj.bias"] = bias
         weights |= {f"model.layers.{index}.{name}": tensor for name, tensor in named.items()}
     return weights

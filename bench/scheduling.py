@@ -15,11 +15,11 @@ import click
 from bench.load_answer import Answer
 from bench.load_rows import LoadRow, summarise, table
 from bench.openai_load import Numbers
-from triton_models.engine.batch import Batch
-from triton_models.engine.block_manager import BlockManager
+from triton_models.engine.blocks import BlockManager
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.scheduler import Scheduler
 from triton_models.engine.sequence import Request, Sequence, SequenceState
+from triton_models.engine.step import Step
 
 _Known = Values[tuple[int, float]]
 
@@ -60,12 +60,12 @@ _BLOCKS = 200_000
 """More than is ever used: nothing is preempted."""
 
 
-def step_s(batch: Batch) -> float:
+def step_s(step: Step) -> float:
     """Return how long the device takes for a step, in seconds."""
-    tokens = sum(chunk.count for chunk in batch.prefills)
+    tokens = sum(chunk.count for chunk in step.prefills)
     if not tokens:
-        return _between(_DECODES_S, len(batch.decodes))
-    return _between(_PROMPTS_S, tokens + len(batch.decodes)) + len(batch.decodes) * _DECODE_BESIDE_S
+        return _between(_DECODES_S, len(step.decodes))
+    return _between(_PROMPTS_S, tokens + len(step.decodes)) + len(step.decodes) * _DECODE_BESIDE_S
 
 
 def _between(known: _Known, count: int) -> float:
@@ -102,22 +102,22 @@ class ClosedLoops:
         """Let `clients` clients send `requests` requests in all; the scheduler goes on from where it was."""
         answers: list[Answer] = []
         unsent = requests - self._send(min(clients, requests), self.now)
-        launched: Batch | None = None
+        launched: Step | None = None
         ends = self.now
         while len(answers) < requests:
             self._admit()
             # As the engine does, launch a step while the one before it runs.
-            batch = self.scheduler.schedule()
-            batch.advance()
+            step = self.scheduler.schedule()
+            step.advance()
             if launched is not None:
                 self.now = max(self.now, ends)
                 finished = self._take_tokens(launched)
                 answers += finished
                 unsent -= self._send(min(len(finished), unsent), self.now + _WAY_S)
-            elif not batch.chunks:
+            elif not step.chunks:
                 self.now = self._arriving[0][0]
-            launched = batch if batch.chunks else None
-            ends = max(self.now, ends) + step_s(batch)
+            launched = step if step.chunks else None
+            ends = max(self.now, ends) + step_s(step)
         return summarise(answers, clients=clients, rate=0.0)
 
     def _send(self, count: int, at: float) -> int:
@@ -136,10 +136,10 @@ class ClosedLoops:
             _, number = heapq.heappop(self._arriving)
             self.scheduler.add(self._open[str(number)].sequence)
 
-    def _take_tokens(self, batch: Batch) -> list[Answer]:
+    def _take_tokens(self, step: Step) -> list[Answer]:
         """Give each request of the step its token; return the answers that end with it."""
         ended = []
-        for chunk in batch.chunks:
+        for chunk in step.chunks:
             if not chunk.samples:
                 continue
             name = chunk.sequence.request.request_id

@@ -15,8 +15,9 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from demo.encoding import Sample
 from triton_models.checkpoint import read_config, tensor_places
+from triton_models.engine.models import Rotary
 from triton_models.engine.models.chatglm import ChatGLM
-from triton_models.engine.operations import PlainMath, Rotary, rotate_in_place, rotation, split_heads
+from triton_models.engine.ops_torch import PlainMath, rotate_in_place, rotation, split_heads
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from triton_models.directory import format_evidence, read_json
-from triton_models.engine.memory import GIB, total_bytes
+from triton_models.engine.capacity import GIB, total_bytes
 from triton_models.engine.models.chatglm import ChatGLM, ChatGLMConfig
 from triton_models.errors import CheckpointError, UnsupportedArchitectureError
 
@@ -158,18 +158,18 @@ def tensor_places(model: ChatGLM) -> dict[str, Tensor]:
     places = {
         "transformer.embedding.word_embeddings.weight": model.embedding,
         "transformer.encoder.final_layernorm.weight": model.final_norm,
-        "transformer.output_layer.weight": model.head,
+        "transformer.output_layer.weight": model.head.weight,
     }
     for number, layer in enumerate(model.layers):
         prefix = f"transformer.encoder.layers.{number}."
         places[prefix + "input_layernorm.weight"] = layer.input_norm
-        places[prefix + "self_attention.query_key_value.weight"] = layer.qkv
-        if layer.qkv_bias is not None:
-            places[prefix + "self_attention.query_key_value.bias"] = layer.qkv_bias
-        places[prefix + "self_attention.dense.weight"] = layer.attention_out
+        places[prefix + "self_attention.query_key_value.weight"] = layer.qkv.weight
+        if layer.qkv.bias is not None:
+            places[prefix + "self_attention.query_key_value.bias"] = layer.qkv.bias
+        places[prefix + "self_attention.dense.weight"] = layer.attention_out.weight
         places[prefix + "post_attention_layernorm.weight"] = layer.post_attention_norm
-        places[prefix + "mlp.dense_h_to_4h.weight"] = layer.gate_up
-        places[prefix + "mlp.dense_4h_to_h.weight"] = layer.down
+        places[prefix + "mlp.dense_h_to_4h.weight"] = layer.gate_up.weight
+        places[prefix + "mlp.dense_4h_to_h.weight"] = layer.down.weight
     return places
 
 

@@ -36,7 +36,7 @@ from bench.gpu.attention_cases import (
 from bench.gpu.attention_setup import CHATGLM3, TINY, Setup
 from bench.gpu.report import Results, guarded, print_table
 from bench.gpu.timing import microseconds, terabytes_per_second
-from triton_models.engine.kernels.decode_plan import choose_splits
+from triton_models.engine.kernels.attention_decode import choose_splits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

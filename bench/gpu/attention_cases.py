@@ -8,17 +8,16 @@ from torch import Tensor
 
 from bench.gpu.attention_setup import Setup
 from bench.gpu.timing import Launch
-from triton_models.engine.kernels.attention_decode import decode_attention
+from triton_models.engine.kernels.attention_decode import DecodeConfig, DecodeWorkspace, decode_attention
 from triton_models.engine.kernels.attention_prefill import (
     PrefillConfig,
-    PrefillRange,
     make_tiles,
     prefill_attention,
     queries_per_tile,
 )
-from triton_models.engine.kernels.decode_plan import DecodeConfig, DecodeWorkspace
-from triton_models.engine.kernels.rotate_store import rotate_store
-from triton_models.engine.operations import rotate_in_place
+from triton_models.engine.kernels.elementwise import rotate_store
+from triton_models.engine.models import ChunkRows
+from triton_models.engine.ops_torch import rotate_in_place
 
 FLUSH_BYTES = 2**28
 """Several times a Hopper's L2 cache."""
@@ -139,9 +138,8 @@ class Prefill:
         self.device = setup.device
         self._setup, self._cache = setup, cache
         self.tables = cache.tables(sequences, -(-(self.offset + self.count) // setup.block_size))
-        self._ranges = [
-            PrefillRange(table_row=row, start=row * self.count, offset=self.offset, count=self.count)
-            for row in range(sequences)
+        self._chunks = [
+            ChunkRows(row, row * self.count, (row + 1) * self.count, self.offset) for row in range(sequences)
         ]
         shape = (sequences * self.count, setup.query_heads, setup.head_dim)
         self.queries = torch.empty(shape, dtype=setup.dtype, device=setup.device).normal_()
@@ -151,7 +149,7 @@ class Prefill:
         """Return one launch per layer."""
         setup, cache = self._setup, self._cache
         tile = queries_per_tile(setup.query_heads, setup.kv_heads, config)
-        tiles = torch.tensor(make_tiles(self._ranges, tile), dtype=torch.int32, device=setup.device)
+        tiles = torch.tensor(make_tiles(self._chunks, tile), dtype=torch.int32, device=setup.device)
 
         def launch(layer: int) -> None:
             prefill_attention(

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from triton_models.engine.kernels.attention_decode import DecodeConfig
 from triton_models.engine.kernels.attention_prefill import PrefillConfig
-from triton_models.engine.kernels.decode_plan import DecodeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from bench.gpu.report import Results, guarded
 from triton_models.checkpoint import load_model
 from triton_models.engine.backend import PLAIN, Backend, choose_backend
 from triton_models.engine.engine import Engine
-from triton_models.engine.model import CausalModel
+from triton_models.engine.models import CausalModel
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request
 from triton_models.engine.settings import EngineSettings

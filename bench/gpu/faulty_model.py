@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import torch
 
-from triton_models.engine.batch import Batch
-from triton_models.engine.runner import Begun, Runner
+from triton_models.engine.runner import Runner
+from triton_models.engine.step import Step
 from triton_models.serving.stream import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
@@ -36,8 +36,8 @@ class _Device:
 _begin, _reset = Runner.begin, Runner.reset
 
 
-def _faulty_begin(self: Runner, batch: Batch) -> Begun:
-    seeds = {chunk.sequence.seed for chunk in batch.prefills}
+def _faulty_begin(self: Runner, step: Step) -> None:
+    seeds = {chunk.sequence.seed for chunk in step.prefills}
     device = self._model.device
     if MEMORY_SEED in seeds:
         _fill(device)
@@ -48,11 +48,10 @@ def _faulty_begin(self: Runner, batch: Batch) -> Begun:
             raise torch.OutOfMemoryError("provoked: the device's memory is full")
         if _Device.lost:
             raise RuntimeError("provoked: an illegal memory access was encountered")
-    begun = _begin(self, batch)
+    _begin(self, step)
     if _Device.full:
         # A small model's step may fit into memory that the allocator had kept.
         torch.empty(_DEMANDED, dtype=torch.uint8, device=device)
-    return begun
 
 
 def _reset_and_free(self: Runner) -> None:

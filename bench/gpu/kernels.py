@@ -29,9 +29,8 @@ from bench.gpu.report import Results, guarded, print_table
 from bench.gpu.sampling_cases import LIMITS, Rows
 from bench.gpu.timing import microseconds, terabytes_per_second
 from triton_models.engine.kernels import truncation
-from triton_models.engine.kernels.norm import norm
-from triton_models.engine.kernels.swiglu import swiglu
-from triton_models.engine.kernels.tilings import Tiling
+from triton_models.engine.kernels.elementwise import norm, swiglu
+from triton_models.engine.kernels.linear import Tiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable

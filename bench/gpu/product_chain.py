@@ -9,9 +9,8 @@ from torch.nn import functional
 from bench.gpu.product_search import Job
 from bench.gpu.products import Operands, Shape, products
 from bench.gpu.timing import microseconds
-from triton_models.engine.kernels.norm import norm
-from triton_models.engine.kernels.swiglu import swiglu
-from triton_models.engine.kernels.tilings import Tiling
+from triton_models.engine.kernels.elementwise import norm, swiglu
+from triton_models.engine.kernels.linear import Tiling
 
 _EPS = 1e-5
 

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 
 from bench.gpu.products import CHATGLM3, Operands, Product, Shape, compile_product, products
 from bench.gpu.report import Results, guarded
-from triton_models.engine.kernels.tilings import Tiling, tiling_for
+from triton_models.engine.kernels.linear import Tiling, tiling_for
 
 FINALISTS = 4
 Job = tuple[Product, int, Tiling]

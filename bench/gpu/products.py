@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.gpu.timing import Launch, microseconds
-from triton_models.engine.kernels.linear import linear, linear_swiglu, new_arrivals
-from triton_models.engine.kernels.tilings import Tiling
+from triton_models.engine.kernels.linear import Tiling, linear, linear_swiglu, new_arrivals
 
 _SHARED = (24 * 1024, 113 * 1024)
 """Least and most bytes that one program keeps in flight: enough, but few enough for two programs to fit."""

@@ -24,7 +24,7 @@ import click
 
 from bench.gpu.faulty_clients import Clients
 from bench.gpu.faulty_server import FaultyServer
-from triton_models.engine.memory import GIB
+from triton_models.engine.capacity import GIB
 
 KERNEL_SEED, MEMORY_SEED = 7_700_000_002, 7_700_000_001
 """As in `faulty_model.py`, which cannot be imported here, because it patches the engine's classes."""

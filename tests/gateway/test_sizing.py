@@ -11,7 +11,7 @@ from gateway import sizing
 from gateway.cli import main
 from gateway.sizing import GIB, Shape, SizingError, read_shape, size
 from triton_models.checkpoint import load_model, read_config
-from triton_models.engine import captured_steps, rehearsal, settings
+from triton_models.engine import capacity, graphs, settings
 from triton_models.serving.build import _GPU_DEFAULTS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -44,13 +44,13 @@ def test_sizes_are_the_models_own(name: str, dtype: torch.dtype) -> None:
 
 def test_figures_are_the_engines_own() -> None:
     assert settings.EngineSettings().block_size == sizing.BLOCK_TOKENS
-    assert sizing.GPU_SHARE == settings.GPU_SHARE
+    assert sizing.GPU_SHARE == capacity.GPU_SHARE
     assert _GPU_DEFAULTS["max_running"] == sizing.MAX_RUNNING
-    assert sizing.LOGITS_COPIES == rehearsal._LOGITS_COPIES
-    assert sizing.GRAPH_BYTES == rehearsal._GRAPH_BYTES
-    assert sizing.STEP_TOKENS == captured_steps.LARGEST_PROMPTS
-    decodes = captured_steps.decode_sizes(sizing.MAX_RUNNING)
-    prompts = captured_steps.prompt_sizes(sizing.STEP_TOKENS)
+    assert sizing.LOGITS_COPIES == capacity.LOGITS_COPIES
+    assert sizing.GRAPH_BYTES == capacity.GRAPH_BYTES
+    assert sizing.STEP_TOKENS == graphs.LARGEST_PROMPTS
+    decodes = graphs.decode_sizes(sizing.MAX_RUNNING)
+    prompts = graphs.prompt_sizes(sizing.STEP_TOKENS)
     assert 2 * len(decodes) + len(prompts) == sizing.GRAPHS
 
 

@@ -8,22 +8,25 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from triton_models.engine.attention import PlainOperations
-from triton_models.engine.kv_cache import KVCache
-from triton_models.engine.layout import ChunkRows, StepLayout
-from triton_models.engine.model import CausalModel
-from triton_models.engine.operations import Operations
+from triton_models.engine import processor_sampling
+from triton_models.engine.blocks import KVCache
+from triton_models.engine.linear import Linear, pack, why_not_packed
+from triton_models.engine.models import CausalModel, ChunkRows, Operations, StepLayout
+from triton_models.engine.ops_torch import TorchOperations
 from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, sample
 
 _LEAST_CAPABILITY = (8, 0)
 """Ampere: the first generation whose matrix units support bfloat16."""
 
 
-class StepOperations(Protocol):
-    """Creates the `Operations` of each step of a model, and keeps the state that they share."""
+class StepOperations(Operations, Protocol):
+    """The `Operations` of a model's steps, one after the other.
 
-    def __call__(self, layout: StepLayout) -> Operations:
-        """Return the operations of one step."""
+    What needs no attention, such as a model's `logits`, needs no `begin`.
+    """
+
+    def begin(self, layout: StepLayout) -> None:
+        """Prepare for the attention of another step; the step before is forgotten."""
         ...
 
     def tiles(self, chunks: Sequence[ChunkRows]) -> list[tuple[int, int, int, int]]:
@@ -35,7 +38,7 @@ class StepOperations(Protocol):
         ...
 
     def reset(self) -> None:
-        """Discard shared state that a failed step may have left behind."""
+        """Discard state that a failed step may have left behind."""
         ...
 
 
@@ -54,55 +57,25 @@ class Backend:
     """Whether the next step is scheduled while the device computes this one."""
     reason: str
     """Why these were chosen, for the log."""
-    pack: Callable[[Tensor], Tensor] | None = None
-    """Converts a weight matrix to the layout that `operations` expect; None: that of the checkpoint."""
-
-    def prepare(self, model: CausalModel) -> None:
-        """Convert the weight matrices of `model` with `pack`, if there is one; repeating it does nothing."""
-        if self.pack is not None:
-            model.pack(self.pack)
-
-
-class UncutSteps:
-    """`StepOperations` of an implementation that needs only the cache and the layout: it has no tiles."""
-
-    def __init__(self, make: Callable[[KVCache, StepLayout], Operations], cache: KVCache) -> None:
-        self._make = make
-        self._cache = cache
-
-    def __call__(self, layout: StepLayout) -> Operations:
-        """See `StepOperations`."""
-        return self._make(self._cache, layout)
-
-    def tiles(self, chunks: Sequence[ChunkRows]) -> list[tuple[int, int, int, int]]:  # noqa: ARG002 - uncut
-        """See `StepOperations`."""
-        return []
-
-    def most_tiles(self, rows: int, chunks: int) -> int:  # noqa: ARG002 - uncut
-        """See `StepOperations`."""
-        return 0
-
-    def reset(self) -> None:
-        """See `StepOperations`."""
+    convert: Callable[[Linear], Linear] | None = None
+    """Gives a matrix the form that suits the device; converting it again changes nothing. None: it stays."""
 
 
 PLAIN = Backend(
-    operations=lambda _model, cache, _rows: UncutSteps(PlainOperations, cache),
+    operations=TorchOperations,
     sample=sample,
     clears_blocks=True,
     graphs=False,
     overlap=False,
     reason="plain torch operations",
 )
+"""For any device."""
 
 
 def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """Choose the fastest backend that runs on `device`."""
     if device.type == "cpu":
-        # Imported here because it imports this module, as does the kernel backend below.
-        from triton_models.engine.processor_backend import processor_backend  # noqa: PLC0415
-
-        return processor_backend(dtype)
+        return cpu_backend(dtype)
     if device.type != "cuda":
         return PLAIN
     capability = torch.cuda.get_device_capability(device)
@@ -110,7 +83,45 @@ def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
         return replace(PLAIN, reason=f"plain torch operations: {device} has compute capability {capability}")
     if find_spec("triton") is None:
         return replace(PLAIN, reason="plain torch operations: the package triton is missing")
-    # Needs the package triton, which not every build of torch installs, and nobody needs without a GPU.
-    from triton_models.engine.kernel_backend import kernel_backend  # noqa: PLC0415
+    return cuda_backend(dtype)
 
-    return kernel_backend(dtype)
+
+def cpu_backend(dtype: torch.dtype) -> Backend:
+    """Return the backend for this CPU: packed matrices, and sampling row by row."""
+    obstacle = why_not_packed(dtype)
+    matrices = "packed matrices" if obstacle is None else f"matrices as they are ({obstacle})"
+    return replace(
+        PLAIN,
+        sample=lambda logits, inputs: sample(logits, inputs, processor_sampling.choose),
+        reason=f"torch operations for the CPU, {matrices}, {dtype}",
+        convert=pack if obstacle is None else None,
+    )
+
+
+def cuda_backend(dtype: torch.dtype) -> Backend:
+    """Return the backend for a GPU: our own kernels, captured steps, host and device working in parallel."""
+    # These need the package triton, which not every build of torch installs, and nobody needs without a GPU.
+    from triton_models.engine.kernels.sampling import choose  # noqa: PLC0415
+    from triton_models.engine.kernels.truncation import Truncation  # noqa: PLC0415
+    from triton_models.engine.ops_cuda import CudaOperations  # noqa: PLC0415
+
+    def choose_token(logits: Tensor, inputs: SamplerInputs) -> Tensor:
+        truncation = None
+        if inputs.truncated.numel():
+            truncation = Truncation(inputs.truncated, inputs.top_k, inputs.top_p, inputs.min_p)
+        return choose(
+            logits,
+            temperatures=inputs.temperatures,
+            seeds=inputs.seeds,
+            counters=inputs.counters,
+            truncation=truncation,
+        )
+
+    return Backend(
+        operations=CudaOperations,
+        sample=lambda logits, inputs: sample(logits, inputs, choose_token),
+        clears_blocks=False,
+        graphs=True,
+        overlap=True,
+        reason=f"own kernels, CUDA graphs and overlapped steps, {dtype}",
+    )

@@ -1,28 +1,65 @@
 """The engine: token ids in, token ids out, one step at a time."""
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
 from triton_models.engine.backend import Backend, choose_backend
-from triton_models.engine.batch import Batch
-from triton_models.engine.block_manager import BlockManager
-from triton_models.engine.intake import Intake
+from triton_models.engine.blocks import BlockManager
+from triton_models.engine.capacity import choose_capacity, longest_context
 from triton_models.engine.masks import tell_mask
-from triton_models.engine.model import CausalModel
-from triton_models.engine.rehearsal import memory_beside_cache
-from triton_models.engine.request_check import check_request
-from triton_models.engine.results import Sampled, token_output
+from triton_models.engine.models import CausalModel
 from triton_models.engine.runner import Runner
 from triton_models.engine.scheduler import Scheduler
-from triton_models.engine.sequence import FinishReason, Request, Sequence, SequenceState, TokenOutput
-from triton_models.engine.settings import EngineSettings, choose_capacity
-from triton_models.engine.stats import EngineStats, StepStats
-from triton_models.engine.step import Step
+from triton_models.engine.sequence import (
+    FinishReason,
+    Request,
+    Sequence,
+    SequenceState,
+    TokenOutput,
+    check_request,
+)
+from triton_models.engine.settings import EngineSettings
+from triton_models.engine.step import Sampled, Step, StepState
+from triton_models.errors import (
+    DuplicateRequestError,
+    EngineStoppedError,
+    InvalidRequestError,
+    QueueFullError,
+)
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """One step."""
+
+    batch_size: int
+    """Sequences in the step."""
+    prefill_tokens: int
+    decode_tokens: int
+    """Tokens of decoding sequences that became part of an answer."""
+    seconds: float
+    """From scheduling to sampled tokens."""
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """The engine at one moment."""
+
+    running: int
+    waiting: int
+    kv_blocks_used: int
+    kv_blocks: int
+    preemptions: int
+    """Since the engine was built."""
+    failed_steps: int
+    """Since the engine was built."""
 
 
 class Engine:
@@ -43,18 +80,19 @@ class Engine:
     ) -> None:
         backend = backend or choose_backend(model.device, model.dtype)
         log.info("%s", backend.reason)
-        backend.prepare(model)
+        if backend.convert is not None:
+            model.convert(backend.convert)
         self._overlap = backend.overlap
         self.settings = settings
         self._vocabulary = model.vocab_size
         self._clock = clock
-        memory = partial(memory_beside_cache, model, backend, settings)
-        self._capacity = choose_capacity(settings, model, memory)
+        self._runner = Runner(model, backend, settings, context=longest_context(settings, model))
+        self._capacity = choose_capacity(settings, model, self._runner.run_largest)
         log.info("%s", self._capacity.reason)
-        self._runner = Runner(model, backend, settings, self._capacity)
+        self._runner.allocate(self._capacity.kv_blocks, context=self._capacity.max_context)
         self._launched: Step | None = None
         self._fault: Exception | None = None
-        self._uncollected = deque[Batch]()
+        self._uncollected = deque[Step]()
         """Steps that were scheduled and are not known to have finished."""
         self._collected_at = 0.0
         self._intake = Intake(settings.max_running + settings.max_waiting)
@@ -126,7 +164,7 @@ class Engine:
         stats = self._collect(current)
         if self._launched is not None:
             try:
-                self._launched.sample()
+                self._sample(self._launched)
             except Exception as error:  # noqa: BLE001 - as above
                 self._fault = error
         return stats
@@ -142,14 +180,14 @@ class Engine:
         Requests that ran only in earlier steps are recomputed. If no step is to blame, all running ones end.
         """
         self._failed_steps += 1
-        blamed = {chunk.sequence for batch in self._uncollected for chunk in batch.chunks}
+        blamed = {chunk.sequence for step in self._uncollected for chunk in step.chunks}
         self._forget_steps()
         # Only the sequences' tokens are used again: the failed step may have left anything else half done.
         self._start_scheduler()
         for sequence in list(self._sequences.values()):
             ran = sequence.state is not SequenceState.WAITING
             if ran and (sequence in blamed or not blamed):
-                self._close(sequence, FinishReason.ERROR, error=error)
+                self._close(Sampled(sequence, None), FinishReason.ERROR, error)
             else:
                 sequence.start_over()
                 self._scheduler.add(sequence)
@@ -159,10 +197,10 @@ class Engine:
         """Take no more requests, and end every open one."""
         self._intake.close()
         self._forget_steps()
-        self._welcome()
+        self._take_requests()
         self._start_scheduler()
         for sequence in list(self._sequences.values()):
-            self._close(sequence, reason, error=error)
+            self._close(Sampled(sequence, None), reason, error)
 
     def _forget_steps(self) -> None:
         self._launched = self._fault = None
@@ -180,44 +218,56 @@ class Engine:
         )
 
     def _launch(self) -> Step | None:
-        """Schedule a step and have the device compute it; None if there is nothing to compute."""
-        self._welcome_and_dismiss()
-        began = time.perf_counter()
-        batch = self._scheduler.schedule()
-        self._preemptions += batch.preemptions
-        if not batch.chunks:
+        """Schedule a step and have the device compute it; None if there is nothing to compute.
+
+        Its sampling is left out if one of its token masks must first be told a token in flight.
+        """
+        self._take_requests_and_cancels()
+        scheduled_at = time.perf_counter()
+        step = self._scheduler.schedule()
+        step.scheduled_at = scheduled_at
+        self._preemptions += step.preemptions
+        if not step.chunks:
             return None
-        self._uncollected.append(batch)
-        for chunk in batch.prefills:
+        self._uncollected.append(step)
+        for chunk in step.prefills:
             if chunk.sequence.scheduled_at is None:
                 chunk.sequence.scheduled_at = self._clock()
-        return Step(self._runner, batch, began=began)
+        self._runner.begin(step)
+        if not step.masks_wait:
+            self._sample(step)
+        step.advance()
+        return step
+
+    def _sample(self, step: Step) -> None:
+        """Launch the sampling of a step, unless that is done already."""
+        if step.state is StepState.BEGUN:
+            self._runner.sample(step)
 
     def _collect(self, step: Step) -> StepStats:
         """Wait for a step's results and apply them."""
-        batch = step.batch
-        accepted = [self._accept(each) for each in step.collect()]
+        accepted = [self._accept(each) for each in self._runner.collect(step)]
         self._uncollected.popleft()
         now = time.perf_counter()
-        began, self._collected_at = max(step.began, self._collected_at), now
+        started, self._collected_at = max(step.scheduled_at, self._collected_at), now
         return StepStats(
-            batch_size=len(batch.decodes) + len(batch.prefills),
-            prefill_tokens=sum(chunk.count for chunk in batch.prefills),
-            decode_tokens=sum(accepted[: len(batch.decodes)]),
-            seconds=now - began,
-            preemptions=batch.preemptions,
+            batch_size=len(step.decodes) + len(step.prefills),
+            prefill_tokens=sum(chunk.count for chunk in step.prefills),
+            decode_tokens=sum(accepted[: len(step.decodes)]),
+            seconds=now - started,
+            preemptions=step.preemptions,
         )
 
-    def _welcome_and_dismiss(self) -> None:
+    def _take_requests_and_cancels(self) -> None:
         """Put new requests on the waiting list; end those that were cancelled or timed out."""
-        for request_id in self._welcome():
+        for request_id in self._take_requests():
             sequence = self._sequences.get(request_id)
             if sequence is not None:
                 self._finish(sequence, FinishReason.CANCELLED)
         for sequence in self._scheduler.expired(self._clock()):
             self._finish(sequence, FinishReason.DEADLINE)
 
-    def _welcome(self) -> list[str]:
+    def _take_requests(self) -> list[str]:
         """Put new requests on the waiting list; return the ids to cancel."""
         requests, cancels = self._intake.collect()
         for request, arrived_at in requests:
@@ -239,10 +289,10 @@ class Engine:
         if sequence.state is SequenceState.FINISHED:
             return False  # The sequence ended while the device was computing this token.
         if sampled.error is not None:
-            self._finish(sequence, sampled.reason, error=sampled.error, spoilt=sampled.spoilt)
+            self._finish(sequence, sampled.reason, error=sampled.error, invalid=sampled.invalid)
             return False
         if sampled.token_id is None:
-            self._output(sequence, sampled)
+            self._output(sampled)
             return False
         params = sequence.request.sampling
         sequence.append(sampled.token_id)
@@ -251,46 +301,122 @@ class Engine:
         elif sequence.generated >= sequence.max_tokens:
             self._finish(sequence, FinishReason.LENGTH, sampled)
         else:
-            self._output(sequence, sampled)
-            self._tell_mask(sequence, sampled.token_id)
+            self._output(sampled)
+            if (fault := tell_mask(sequence, sampled.token_id)) is not None:
+                self._finish(sequence, fault[0], error=fault[1])
         return True
-
-    def _tell_mask(self, sequence: Sequence, token_id: int) -> None:
-        if (fault := tell_mask(sequence, token_id)) is not None:
-            self._finish(sequence, fault[0], error=fault[1])
 
     def _finish(
         self,
         sequence: Sequence,
         reason: FinishReason,
         sampled: Sampled | None = None,
-        error: str | None = None,
         *,
-        spoilt: bool = False,
+        error: str | None = None,
+        invalid: bool = False,
     ) -> None:
         """Remove a sequence from the scheduler, free its blocks and emit its final output."""
-        self._scheduler.remove(sequence, spoilt=spoilt)
-        self._close(sequence, reason, sampled, error)
+        self._scheduler.remove(sequence, invalid=invalid)
+        self._close(sampled or Sampled(sequence, None), reason, error)
 
-    def _close(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        sampled: Sampled | None = None,
-        error: str | None = None,
-    ) -> None:
+    def _close(self, last: Sampled, reason: FinishReason, error: str | None) -> None:
         """Emit the final output of a sequence that has left the scheduler, and forget it."""
-        sequence.move_to(SequenceState.FINISHED)
-        request_id = sequence.request.request_id
+        last.sequence.move_to(SequenceState.FINISHED)
+        request_id = last.sequence.request.request_id
         del self._sequences[request_id]
         self._intake.end(request_id)
-        self._output(sequence, sampled, reason, error)
+        self._output(last, reason, error)
 
-    def _output(
-        self,
-        sequence: Sequence,
-        sampled: Sampled | None,
-        reason: FinishReason | None = None,
-        error: str | None = None,
-    ) -> None:
-        self._outputs.append(token_output(sequence, sampled, reason, error, now=self._clock()))
+    def _output(self, sampled: Sampled, reason: FinishReason | None = None, error: str | None = None) -> None:
+        sequence = sampled.sequence
+        queue_seconds = time_to_first_token = None
+        if sampled.token_id is not None and sequence.generated == 1 and sequence.scheduled_at is not None:
+            queue_seconds = sequence.scheduled_at - sequence.arrived_at
+            time_to_first_token = self._clock() - sequence.arrived_at
+        self._outputs.append(
+            TokenOutput(
+                request_id=sequence.request.request_id,
+                prompt_tokens=len(sequence.request.prompt_ids),
+                token_id=sampled.token_id,
+                logprobs=sampled.logprobs,
+                prompt_logprobs=sampled.prompt_logprobs,
+                finish_reason=reason,
+                error=error,
+                cached_tokens=sequence.cached_tokens or 0,
+                queue_seconds=queue_seconds,
+                time_to_first_token=time_to_first_token,
+            )
+        )
+
+
+class Intake:
+    """Takes requests and cancels from any thread; the engine's thread collects them before each step.
+
+    It knows which requests are open, so it can refuse new ones at once, on the caller's thread. `limit` is
+    how many may be open, running and waiting together: a limit on the waiting ones alone would refuse part of
+    a burst that meets an idle engine, which has not had a step yet to start any of them.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._open: set[str] = set()
+        self._new: list[tuple[Request, float]] = []
+        self._cancels: dict[str, None] = {}
+        self._closed = False
+
+    @property
+    def open(self) -> int:
+        """Number of requests without a final output yet."""
+        return len(self._open)
+
+    def add(self, requests: tuple[Request, ...], arrived_at: float) -> None:
+        """Open requests that arrived together at `arrived_at`, in monotonic seconds: all of them, or none.
+
+        Raises:
+            EngineStoppedError: the engine takes no more requests.
+            DuplicateRequestError: a request with one of the ids is open.
+            InvalidRequestError: there are more of them than may ever be open.
+            QueueFullError: too many other requests are open.
+        """
+        with self._lock:
+            if self._closed:
+                raise EngineStoppedError("the engine has stopped")
+            for request in requests:
+                if request.request_id in self._open:
+                    raise DuplicateRequestError(f"request {request.request_id!r} is open already")
+            if len(requests) > self._limit:
+                raise InvalidRequestError(
+                    f"{len(requests)} requests at once are more than the {self._limit} that may be open"
+                )
+            if len(self._open) + len(requests) > self._limit:
+                raise QueueFullError(f"{len(self._open)} requests are open already")
+            self._open.update(request.request_id for request in requests)
+            self._new += [(request, arrived_at) for request in requests]
+
+    def cancel(self, request_id: str) -> bool:
+        """Have the engine end a request; False if it is not open."""
+        with self._lock:
+            if request_id not in self._open:
+                return False
+            self._cancels[request_id] = None
+            return True
+
+    def collect(self) -> tuple[list[tuple[Request, float]], list[str]]:
+        """Return the requests (with their arrival) and the cancels since the last call, in order."""
+        with self._lock:
+            new, self._new = self._new, []
+            cancels, self._cancels = list(self._cancels), {}
+        return new, cancels
+
+    def end(self, request_id: str) -> None:
+        """Record that a request had its final output."""
+        with self._lock:
+            self._open.discard(request_id)
+            # A cancel that came too late must not hit the next request with that id.
+            self._cancels.pop(request_id, None)
+
+    def close(self) -> None:
+        """Take no more requests; those already taken can still be collected."""
+        with self._lock:
+            self._closed = True

@@ -1,11 +1,104 @@
-"""CUDA graphs of the same work at several sizes: hundreds of launches become one."""
+"""An engine's steps as CUDA graphs: hundreds of launches become one.
 
+A step of any size is padded to the next size that has a graph. There are steps with decodes only, and steps
+with prompts and decodes.
+"""
+
+import logging
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from triton_models.engine.backend import Backend, StepOperations
+from triton_models.engine.models import CausalModel, StepLayout
+from triton_models.engine.sampling_rows import plain_inputs
+from triton_models.engine.slots import SlotTable
+
+log = logging.getLogger(__name__)
+
+LARGEST_PROMPTS = 4096
+"""Rows of the largest captured step with prompts: in larger ones, the device takes longer than the host
+anyway, so a graph would not save time."""
+
+_CHUNKS = 64
+"""A captured step has room for the tiles of this many chunks, however its rows are divided among them."""
+
+
+class DeviceStep:
+    """The parts of a step that do the same work whatever its tokens, and so can be captured.
+
+    Besides their arguments, they use only tensors at fixed device addresses.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        backend: Backend,
+        operations: StepOperations,
+        slots: SlotTable,
+        *,
+        longest: int,
+    ) -> None:
+        self._model = model
+        self._sample = backend.sample
+        self._operations = operations
+        self.slots = slots
+        self.longest = longest
+        """Most tokens that a sequence may have: captured steps must suit any."""
+
+    def forward(self, tokens: Tensor, layout: StepLayout) -> Tensor:
+        """Return the hidden states of all rows of a step, [T, width], for `logits`."""
+        self._operations.begin(layout)
+        return self._model.forward(tokens, self._operations)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [S, vocabulary]; `hidden`: a copy of some rows of `forward`'s result, overwritten."""
+        return self._model.logits(hidden, self._operations)
+
+    def decode(self, slots: Tensor, longest: int) -> Tensor:
+        """Return the logits [D, vocabulary] of the decodes in `slots`, [D] int64."""
+        positions = self.slots.lengths[slots]
+        layout = StepLayout(
+            tables=self.slots.tables,
+            slots=slots.int(),
+            positions=positions,
+            decode_lengths=(positions + 1).int(),
+            longest_decode=longest,
+        )
+        return self.logits(self.forward(self.slots.tokens[slots], layout))
+
+    def finish(self, slots: Tensor, logits: Tensor) -> Tensor:
+        """Sample for plain decodes, record the tokens in their slots, and return the status [3, D]."""
+        status = self._sample(logits, plain_inputs(self.slots, slots)).status
+        self.slots.advance(slots, slots, status[0])
+        return status
+
+
+def decode_sizes(largest: int) -> list[int]:
+    """Return the batch sizes that get a graph for steps with decodes only.
+
+    Small sizes are closer together, because there each padding row is a larger share of the step's time.
+    """
+    sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, largest, 32)]
+    return [*(size for size in sizes if size < largest), largest]
+
+
+def prompt_sizes(largest: int) -> list[int]:
+    """Return the numbers of rows that get a graph for steps with prompts.
+
+    From 256 rows on, the next size is at most a sixteenth larger: a library's products take longer by whole
+    tiles, so that a few rows of padding can cost a fifth of the step (bench/LOG.md). The largest is that of a
+    full step, so that a busy engine's steps are captured.
+    """
+    sizes = [*range(16, 512, 16), *range(512, 1024, 32), *range(1024, 2048, 64)]
+    sizes += range(2048, LARGEST_PROMPTS, 128)
+    largest = min(largest, LARGEST_PROMPTS)
+    return [*(size for size in sizes if size < largest), largest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,41 +115,158 @@ class CapturePool:
 
 
 class SizedGraphs:
-    """Captures `work(size)` for each of several sizes; does not keep a reference to `work`.
+    """Captures the same work at several sizes: `work(size)` for each.
 
-    The work reads and writes tensors at fixed addresses. Whatever else a graph allocates comes from one pool,
-    so graphs must be replayed one after the other.
+    The work reads tensors at fixed addresses, and its result is copied to one, `results`. Whatever else a
+    graph allocates comes from one pool, so graphs must be replayed one after the other.
+
+    Args:
+        sizes: what gets a graph.
+        work: returns a tensor that is `size` long in dimension `dim`. It must not refer to these graphs, or
+            only the garbage collector would free their memory.
+        dim: the dimension of the results that has the size.
     """
 
-    def __init__(self, sizes: Iterable[int]) -> None:
+    def __init__(self, sizes: Iterable[int], work: Callable[[int], Tensor], *, dim: int = 0) -> None:
         self._sizes = sorted(sizes)
+        self._work = work
+        self._dim = dim
+        self._results: Tensor | None = None
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-
-    def __len__(self) -> int:
-        """Return the number of sizes."""
-        return len(self._sizes)
-
-    @property
-    def largest(self) -> int:
-        """The largest size."""
-        return self._sizes[-1]
 
     def size_for(self, count: int) -> int | None:
         """Return the smallest size that holds `count`; None if `count` exceeds the largest."""
         place = bisect_left(self._sizes, count)
         return self._sizes[place] if place < len(self._sizes) else None
 
-    def capture(self, work: Callable[[int], None], pool: CapturePool) -> None:
+    def results(self, size: int) -> Tensor:
+        """Return what the work last done at this size came to; any later one overwrites it."""
+        if self._results is None:
+            raise RuntimeError("nothing was computed yet")
+        return self._results.narrow(self._dim, 0, size)
+
+    def run_largest(self) -> int:
+        """Do the work of the largest size once; returns the number of sizes."""
+        self.compute(self._sizes[-1])
+        return len(self._sizes)
+
+    def capture(self, pool: CapturePool) -> None:
         """Compile and capture each size, the largest first, so that smaller graphs reuse its memory."""
         for size in reversed(self._sizes):
             # Compiles kernels and initialises libraries, neither of which may happen during a capture.
-            work(size)
+            self.compute(size)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool.memory, stream=pool.stream):
-                work(size)
+                self.compute(size)
             self._graphs[size] = graph
 
-    def replay(self, size: int) -> None:
-        """Run the captured work on the current contents of its tensors."""
+    def replay(self, size: int) -> Tensor:
+        """Do the captured work on the current contents of its tensors; returns `results(size)`."""
         self._graphs[size].replay()
+        return self.results(size)
+
+    def compute(self, size: int) -> None:
+        """Do the work; the first time at the largest size, which is how large `results` becomes."""
+        result = self._work(size)
+        if self._results is None:
+            self._results = torch.empty_like(result)
+        self.results(size).copy_(result)
+
+
+class CapturedSteps:
+    """Steps with decodes only, in two graphs (forward pass and sampling); and the forward pass with prompts.
+
+    The graph that samples is only used if every request is plain (`SamplingParams.plain`). Steps with prompts
+    are captured up to the hidden states, from which the logits of a few rows are computed.
+
+    Args:
+        step: does the work.
+        largest: rows of the largest step with prompts.
+        most_tiles: as in `StepOperations`.
+    """
+
+    def __init__(self, step: DeviceStep, *, largest: int, most_tiles: Callable[[int, int], int]) -> None:
+        tables, spare = step.slots.tables, step.slots.spare
+        device = tables.device
+
+        def tiles_in(rows: int) -> int:
+            return most_tiles(rows, _CHUNKS)
+
+        decode_slots = torch.full((spare,), spare, dtype=torch.int64, device=device)
+        decode = SizedGraphs(decode_sizes(spare), lambda size: step.decode(decode_slots[:size], step.longest))
+        self._tiles_in = tiles_in
+        self._decode_slots = decode_slots
+        self._decode = decode
+        self._finish = SizedGraphs(
+            decode_sizes(spare), lambda size: step.finish(decode_slots[:size], decode.results(size)), dim=1
+        )
+
+        sizes = prompt_sizes(largest)
+        most = sizes[-1]
+        tokens = torch.zeros(most, dtype=torch.int64, device=device)
+        slots = torch.full((most,), spare, dtype=torch.int32, device=device)
+        positions = torch.full((most,), -1, dtype=torch.int64, device=device)
+        lengths = torch.zeros(min(most, spare), dtype=torch.int32, device=device)
+        tiles = torch.zeros((tiles_in(most), 4), dtype=torch.int32, device=device)
+
+        def forward(size: int) -> Tensor:
+            layout = StepLayout(
+                tables=tables,
+                slots=slots[:size],
+                positions=positions[:size],
+                decode_lengths=lengths[:size],
+                longest_decode=step.longest,
+                tiles=tiles[: tiles_in(size)],
+            )
+            return step.forward(tokens[:size], layout)
+
+        self._tokens, self._slots, self._positions = tokens, slots, positions
+        self._lengths, self._tiles = lengths, tiles
+        self._prompts = SizedGraphs(sizes, forward)
+
+    def run_largest(self) -> int:
+        """Run the largest step of each kind once; return how many graphs there will be."""
+        return sum(graphs.run_largest() for graphs in (self._prompts, self._decode, self._finish))
+
+    def capture(self) -> None:
+        """Compile and capture everything."""
+        started = time.monotonic()
+        pool = CapturePool()
+        for graphs in (self._prompts, self._decode, self._finish):
+            graphs.capture(pool)
+        log.info("captured the steps in %.1f s", time.monotonic() - started)
+
+    def padding(self, decodes: int) -> int:
+        """Return how many rows of the spare slot pad a step of `decodes` decodes."""
+        return (self._decode.size_for(decodes) or decodes) - decodes
+
+    def size_for(self, rows: int, tiles: int) -> int | None:
+        """Return the smallest size of a step with prompts for `rows` and `tiles`; None if there is none."""
+        size = self._prompts.size_for(rows)
+        return size if size is not None and tiles <= self._tiles_in(size) else None
+
+    def decode(self, slots: Tensor) -> Tensor:
+        """Return the logits of `slots`, [D] int64 including padding; the next call overwrites the result."""
+        self._decode_slots[: len(slots)].copy_(slots)
+        return self._decode.replay(len(slots))
+
+    def finish(self, size: int) -> Tensor:
+        """Sample for the slots of the last `decode`; return their status, which the next call overwrites."""
+        return self._finish.replay(size)
+
+    def forward(self, tokens: Tensor, layout: StepLayout) -> Tensor:
+        """Return the hidden states, [T, width], of a step with tiles, padded to a captured size T.
+
+        The next call overwrites the result.
+        """
+        size, decodes = len(tokens), len(layout.decode_lengths)
+        self._tokens[:size].copy_(tokens)
+        self._slots[:size].copy_(layout.slots)
+        self._positions[:size].copy_(layout.positions)
+        self._lengths.zero_()
+        self._lengths[:decodes].copy_(layout.decode_lengths)
+        self._tiles.zero_()
+        if layout.tiles is not None:
+            self._tiles[: len(layout.tiles)].copy_(layout.tiles)
+        return self._prompts.replay(size)

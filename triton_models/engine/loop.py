@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from triton_models.engine.engine import Engine
+from triton_models.engine.engine import Engine, EngineStats, StepStats
 from triton_models.engine.sequence import FinishReason, Request, TokenOutput
-from triton_models.engine.stats import EngineStats, StepStats
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from triton_models.engine.sequence import Sequence
-from triton_models.engine.slots import slot_of
-from triton_models.engine.staging import Staging
+from triton_models.engine.slots import Staging, slot_of
 
 IN_PROMPT = 1
 """The lowest bit of an entry of `PenaltyTable.seen`."""

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from triton_models.engine.batch import Batch
-from triton_models.engine.layout import ChunkRows
-from triton_models.engine.results import NOT_FINITE, Sampled, token_logprobs
+from triton_models.engine.models import ChunkRows
 from triton_models.engine.sequence import Sequence, TokenLogprobs
-from triton_models.engine.staging import Staging
+from triton_models.engine.slots import Staging
+from triton_models.engine.step import NOT_FINITE, Sampled, Step, token_logprobs
 
 SLICE_ROWS = 64
 """Rows whose logits are computed together: more would read the weights less often but need more memory."""
@@ -64,10 +63,10 @@ class Scores:
         )
 
 
-def scored_chunks(batch: Batch, rows: tuple[ChunkRows, ...]) -> list[ScoredChunk]:
+def scored_chunks(step: Step, rows: tuple[ChunkRows, ...]) -> list[ScoredChunk]:
     """Return the parts of a step's prompts to be scored; `rows`: the step's rows of each prompt chunk."""
     found = []
-    for chunk, place in zip(batch.prefills, rows, strict=True):
+    for chunk, place in zip(step.prefills, rows, strict=True):
         sequence = chunk.sequence
         if not sequence.unscored:
             continue
@@ -140,7 +139,7 @@ def with_scores(results: list[Sampled], scores: Scores) -> list[Sampled]:
             continue
         result = by_sequence.get(sequence) or Sampled(sequence, None)
         if result.error is None and any(isnan(values[row][0]) for row in new):
-            result = replace(result, error=NOT_FINITE, spoilt=True)
+            result = replace(result, error=NOT_FINITE, invalid=True)
         else:
             tokens = sequence.tokens[chunk.first + chunk.count - len(new) : chunk.first + chunk.count]
             sequence.scored += len(new)

@@ -5,8 +5,7 @@ from torch import Tensor
 from triton_models.engine.penalties import PenalisedRows, PenaltyTable
 from triton_models.engine.sampler import SamplerInputs
 from triton_models.engine.sequence import Sequence
-from triton_models.engine.slots import SlotTable, slot_of
-from triton_models.engine.staging import Staging
+from triton_models.engine.slots import SlotTable, Staging, slot_of
 
 
 def stage_sampling(staging: Staging, sampling: list[Sequence]) -> None:

@@ -1,19 +1,125 @@
 """Chooses the sequences of a step, their number of tokens and KV blocks. Knows nothing of tensors."""
 
+import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
+from enum import Enum, auto
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from triton_models.engine.batch import Batch, Chunk
-from triton_models.engine.block_manager import BlockManager
-from triton_models.engine.bursts import BurstAllowance, StepPlan, ends_of_a_burst
-from triton_models.engine.prefix_cache import PrefixCache
+from triton_models.engine.blocks import BlockManager
+from triton_models.engine.prefix import PrefixCache
 from triton_models.engine.sequence import Sequence, SequenceState
-from triton_models.engine.waiting_list import WaitingList
+from triton_models.engine.step import Chunk, Step
 
 _rank = attrgetter("rank")
+
+_REGAINED_IN = 32
+"""Number of steps with decodes that earn one more step without them."""
+
+_TOKENS_PER_END = 512
+"""A step that pauses the decodes must finish at least one prompt per this many tokens: the first tokens of
+several requests are worth a pause, the middle of long prompts is not."""
+
+
+class StepPlan(Enum):
+    """The kind of the next step."""
+
+    MIXED = auto()
+    """Every decode, and prompts in what the decodes leave of `max_batched_tokens`."""
+    LARGE = auto()
+    """The same with `burst_tokens`: many prompts wait, and a larger step spreads its fixed cost."""
+    PROMPTS = auto()
+    """Prompts only, within `burst_tokens`."""
+
+
+def least_ends(tokens: int) -> int:
+    """Return how many prompts a step of this many tokens must finish to make decodes pause."""
+    return max(2, tokens // _TOKENS_PER_END)
+
+
+class BurstAllowance:
+    """Limits the steps that leave the decodes out: `most` in a row, and few in the long run.
+
+    Prompts that arrive together are computed soonest if those of them that are already decoding pause;
+    clients that start together then also continue together. But all other answers in progress wait
+    meanwhile. So there is a stock of `4 * most` such steps, used in runs of at most `most`. It regains one
+    for every 32 steps with decodes: under sustained load, one step in 33 leaves the decodes out.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._full = 4 * most * _REGAINED_IN
+        self._stock = self._full
+        """In fractions of a step."""
+        self._in_a_row = 0
+
+    @property
+    def left(self) -> bool:
+        """Whether the decodes may pause in the next step."""
+        return self._in_a_row < self._most and self._stock >= _REGAINED_IN
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the decodes paused in the last step."""
+        return self._in_a_row > 0
+
+    def paused(self) -> None:
+        """Count a step that left the decodes out."""
+        self._in_a_row += 1
+        self._stock -= _REGAINED_IN
+
+    def resumed(self) -> None:
+        """Count a step with every decode in it."""
+        self._in_a_row = 0
+        self._stock = min(self._stock + 1, self._full)
+
+
+class WaitingList:
+    """Lower priority first, equal ones in order of arrival; `PRIORITY_S` of waiting are worth one level.
+
+    So no sequence starves behind a stream of more urgent ones. A preempted sequence keeps its rank, which
+    puts it at the head of its priority: whatever waits there came later. The list has no limit of its own:
+    `Engine.add` refuses new requests, and a preempted sequence must always have a place.
+    """
+
+    def __init__(self) -> None:
+        # Sorted by rank. Moving a few hundred pointers costs less than a heap that must forget removed
+        # entries.
+        self._order: list[Sequence] = []
+        self._earliest_deadline = math.inf
+        """No waiting sequence's deadline is before this."""
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._order)
+
+    def add(self, sequence: Sequence) -> None:
+        """Insert a sequence in order."""
+        insort(self._order, sequence, key=_rank)
+        if sequence.request.deadline is not None:
+            self._earliest_deadline = min(self._earliest_deadline, sequence.request.deadline)
+
+    def first(self) -> Sequence | None:
+        """Return the first sequence, without removing it."""
+        return self._order[0] if self._order else None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a waiting sequence, wherever it is."""
+        del self._order[bisect_left(self._order, sequence.rank, key=_rank)]
+
+    def expired(self, now: float) -> list[Sequence]:
+        """Return the sequences whose deadline is at or before `now`, in monotonic seconds."""
+        if now < self._earliest_deadline:
+            return []
+        deadlines = [
+            (each.request.deadline, each) for each in self._order if each.request.deadline is not None
+        ]
+        self._earliest_deadline = min((deadline for deadline, _ in deadlines), default=math.inf)
+        return [sequence for deadline, sequence in deadlines if deadline <= now]
 
 
 class Scheduler:
@@ -53,7 +159,7 @@ class Scheduler:
         self._blocks = block_manager
         self._burst = BurstAllowance(burst_steps)
         self._burst_tokens = burst_tokens or max_batched_tokens
-        self._ends_of_a_burst = ends_of_a_burst(self._burst_tokens)
+        self._least_ends = least_ends(self._burst_tokens)
         self._prefixes = PrefixCache(block_manager, enabled=prefix_cache)
         self._max_running = max_running
         self._max_batched_tokens = max_batched_tokens
@@ -67,15 +173,15 @@ class Scheduler:
         """Put a new sequence on the waiting list."""
         self.waiting.add(sequence)
 
-    def remove(self, sequence: Sequence, *, spoilt: bool = False) -> None:
+    def remove(self, sequence: Sequence, *, invalid: bool = False) -> None:
         """Remove a sequence, waiting or running, and free its blocks.
 
-        `spoilt`: what it computed cannot be trusted, and must not be found in the prefix cache.
+        `invalid`: what it computed cannot be trusted, and must not be found in the prefix cache.
         """
-        if spoilt:
-            self._prefixes.spoil(sequence)
+        if invalid:
+            self._prefixes.invalidate(sequence)
         if sequence.state is SequenceState.WAITING:
-            self.waiting.remove(sequence.request.request_id)
+            self.waiting.remove(sequence)
         else:
             self._stop_running(sequence)
 
@@ -88,32 +194,32 @@ class Scheduler:
         ]
         return late + self.waiting.expired(now)
 
-    def schedule(self) -> Batch:
+    def schedule(self) -> Step:
         """Choose the next step's work; empty if there is none, or all of it depends on tokens in flight."""
-        batch = Batch()
+        step = Step()
         plan = self._plan()
         if plan is StepPlan.PROMPTS:
-            self._schedule_prompts(batch, self._burst_tokens)
-        if batch.prefills:
-            self._burst.stood_back()
-            return batch
-        self._burst.went_on()
-        self._schedule_decodes(batch)
+            self._schedule_prompts(step, self._burst_tokens)
+        if step.prefills:
+            self._burst.paused()
+            return step
+        self._burst.resumed()
+        self._schedule_decodes(step)
         budget = self._max_batched_tokens if plan is StepPlan.MIXED else self._burst_tokens
-        self._schedule_prompts(batch, budget - len(batch.decodes))
-        return batch
+        self._schedule_prompts(step, budget - len(step.decodes))
+        return step
 
-    def _schedule_prompts(self, batch: Batch, budget: int) -> None:
+    def _schedule_prompts(self, step: Step, budget: int) -> None:
         prefilling = deque(each for each in self.running if each.state is SequenceState.PREFILL)
         while budget > 0:
             started = prefilling[0] if prefilling else None
-            sequence = self._admit_before(started, batch) or started
+            sequence = self._admit_before(started, step) or started
             if sequence is None:
                 break
             if sequence is started:
                 prefilling.popleft()
                 self._prefixes.catch_up(sequence)
-            budget -= self._prefill(sequence, budget, batch)
+            budget -= self._prefill(sequence, budget, step)
 
     def _plan(self) -> StepPlan:
         """Choose the kind of step by the decodes and the waiting prompts.
@@ -121,8 +227,8 @@ class Scheduler:
         This is an estimate: it does not look up how much of the prompts is in the prefix cache.
         """
         decoding = [each.request.priority for each in self.running if each.state is SequenceState.DECODE]
-        stand_back = bool(decoding) and self._burst.left
-        if not stand_back and self._burst_tokens == self._max_batched_tokens:
+        may_pause = bool(decoding) and self._burst.left
+        if not may_pause and self._burst_tokens == self._max_batched_tokens:
             return StepPlan.MIXED
         most_urgent = min(decoding, default=None)  # not the first one's: waiting improves the rank, too
         tokens = prompts = ends = 0
@@ -135,11 +241,11 @@ class Scheduler:
             if tokens >= self._burst_tokens:
                 break
         # Include the rest of a burst and whatever came meanwhile: one longer pause instead of two.
-        if stand_back and tokens and self._burst.under_way:
+        if may_pause and tokens and self._burst.under_way:
             return StepPlan.PROMPTS
         if tokens < self._burst_tokens or prompts == 1:
             return StepPlan.MIXED
-        return StepPlan.PROMPTS if stand_back and ends >= self._ends_of_a_burst else StepPlan.LARGE
+        return StepPlan.PROMPTS if may_pause and ends >= self._least_ends else StepPlan.LARGE
 
     def _next_prompts(self) -> Iterator[Sequence]:
         """Yield prompts in progress, then those that could be admitted with the free slots and blocks."""
@@ -153,15 +259,15 @@ class Scheduler:
                 return
             yield each
 
-    def _prefill(self, sequence: Sequence, budget: int, batch: Batch) -> int:
+    def _prefill(self, sequence: Sequence, budget: int, step: Step) -> int:
         """Schedule as much of a prompt as the budget allows; returns the number of tokens."""
         start = sequence.computed
         count = min(len(sequence.tokens) - start, budget)
-        batch.prefills.append(Chunk(sequence, start, count, start + count == sequence.length))
+        step.prefills.append(Chunk(sequence, start, count, start + count == sequence.length))
         self._prefixes.register(sequence, start + count)
         return count
 
-    def _schedule_decodes(self, batch: Batch) -> None:
+    def _schedule_decodes(self, step: Step) -> None:
         block_size, decode = self._blocks.block_size, SequenceState.DECODE
         # Victims are taken from the end of this same list, never before the loop's current position.
         for sequence in self.running:
@@ -170,22 +276,22 @@ class Scheduler:
             computed = sequence.computed
             if sequence.in_flight and computed + 1 >= sequence.max_length:
                 continue
-            if computed == len(sequence.blocks) * block_size and not self._make_room(sequence, batch):
+            if computed == len(sequence.blocks) * block_size and not self._make_room(sequence, step):
                 continue
-            batch.decodes.append(Chunk(sequence, computed, 1, True))  # noqa: FBT003 - see Chunk
+            step.decodes.append(Chunk(sequence, computed, 1, True))  # noqa: FBT003 - see Chunk
 
-    def _make_room(self, sequence: Sequence, batch: Batch) -> bool:
+    def _make_room(self, sequence: Sequence, step: Step) -> bool:
         """Give a decoding sequence the block its next token needs; False if it was preempted itself."""
         self._prefixes.register(sequence, sequence.computed)
         while not self._blocks.available:
             victim = self.running[-1]
-            self._preempt(victim, batch)
+            self._preempt(victim, step)
             if victim is sequence:
                 return False
-        self._take_blocks(sequence, 1, batch)
+        self._take_blocks(sequence, 1, step)
         return True
 
-    def _admit_before(self, started: Sequence | None, batch: Batch) -> Sequence | None:
+    def _admit_before(self, started: Sequence | None, step: Step) -> Sequence | None:
         """Admit the first waiting sequence if it outranks `started` and a slot and its blocks are free."""
         sequence = self.waiting.first()
         if sequence is None or (started is not None and started.rank < sequence.rank):
@@ -202,7 +308,7 @@ class Scheduler:
         # only if other sequences still hold some of those.
         if needed + revived + len(self.running) > self._blocks.available:
             return None
-        self.waiting.remove(sequence.request.request_id)
+        self.waiting.remove(sequence)
         sequence.move_to(SequenceState.PREFILL)
         sequence.slot = heappop(self._slots)
         insort(self.running, sequence, key=_rank)
@@ -211,15 +317,15 @@ class Scheduler:
         self._prefixes.start(sequence)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.computed
-        self._take_blocks(sequence, needed, batch)
+        self._take_blocks(sequence, needed, step)
         return sequence
 
-    def _preempt(self, victim: Sequence, batch: Batch) -> None:
+    def _preempt(self, victim: Sequence, step: Step) -> None:
         self._stop_running(victim)
         victim.move_to(SequenceState.WAITING)
         victim.computed = 0
         self.waiting.add(victim)
-        batch.preemptions += 1
+        step.preemptions += 1
 
     def _stop_running(self, sequence: Sequence) -> None:
         del self.running[bisect_left(self.running, sequence.rank, key=_rank)]
@@ -232,7 +338,7 @@ class Scheduler:
             heappush(self._slots, sequence.slot)
             sequence.slot = None
 
-    def _take_blocks(self, sequence: Sequence, count: int, batch: Batch) -> None:
+    def _take_blocks(self, sequence: Sequence, count: int, step: Step) -> None:
         taken = self._blocks.allocate(count)
         sequence.blocks += taken
-        batch.new_blocks += taken
+        step.new_blocks += taken

@@ -1,10 +1,11 @@
-"""A request, and its states in the engine."""
+"""A request, what it is answered with, and its states in the engine."""
 
 import enum
 import secrets
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
-from triton_models.engine.sampling import SamplingParams
+from triton_models.engine.sampling import TOP_LOGPROBS_LIMIT, SamplingParams
+from triton_models.errors import InvalidRequestError, PromptTooLongError
 
 
 class FinishReason(enum.StrEnum):
@@ -59,6 +60,41 @@ class Request:
     prompt_logprobs: int | None = None
 
 
+def check_request(request: Request, *, max_context: int, vocabulary: int) -> None:
+    """Refuse a request that the engine could never finish.
+
+    Raises:
+        PromptTooLongError: prompt and answer together exceed `max_context` tokens.
+        InvalidRequestError: an empty prompt, a token id outside the vocabulary, or `prompt_logprobs` out of
+            range.
+    """
+    sampling = request.sampling
+    length = len(request.prompt_ids)
+    if length == 0:
+        raise InvalidRequestError("the prompt has no tokens")
+    if length > max_context - 1:
+        raise PromptTooLongError(
+            f"the prompt has {length} tokens; the context is {max_context}, one for the answer"
+        )
+    if sampling.max_tokens is not None and length + sampling.max_tokens > max_context:
+        raise PromptTooLongError(
+            f"the prompt has {length} tokens and max_tokens is {sampling.max_tokens}:"
+            f" together {length + sampling.max_tokens}, and the context is {max_context}"
+        )
+    if not 0 <= (request.prompt_logprobs or 0) <= TOP_LOGPROBS_LIMIT:
+        raise InvalidRequestError(
+            f"prompt_logprobs must be 0 to {TOP_LOGPROBS_LIMIT}, not {request.prompt_logprobs}"
+        )
+    ids = {
+        "prompt": request.prompt_ids,
+        "stop_token_ids": sampling.stop_token_ids,
+        "logit_bias": sampling.logit_bias,
+    }
+    for name, values in ids.items():
+        if values and not (min(values) >= 0 and max(values) < vocabulary):
+            raise InvalidRequestError(f"{name} has an id outside the vocabulary of {vocabulary}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
     """Natural-log probabilities at one position, of the raw logits: `SamplingParams` are not applied."""
@@ -101,58 +137,48 @@ PRIORITY_S = 30.0
 """Seconds of waiting that are worth one level of priority."""
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """A request in the engine: its tokens, its KV blocks and its state.
+    """A request in the engine: its tokens, its KV blocks and its state."""
 
-    `arrival` numbers requests in the order they came; `arrived_at` is the time of arrival in monotonic
-    seconds; `max_tokens` is the request's, or else what its prompt leaves of the context.
-    """
+    request: Request
+    _: KW_ONLY
+    arrival: int
+    """Numbers requests in the order they came."""
+    arrived_at: float
+    """In monotonic seconds."""
+    max_tokens: int
+    """The request's, or else what its prompt leaves of the context."""
 
-    __slots__ = (
-        "arrival",
-        "arrived_at",
-        "blocks",
-        "cached_tokens",
-        "computed",
-        "in_flight",
-        "masked",
-        "max_length",
-        "max_tokens",
-        "rank",
-        "request",
-        "scheduled_at",
-        "scored",
-        "seed",
-        "slot",
-        "state",
-        "tokens",
-    )
+    state: SequenceState = SequenceState.WAITING
+    masked: bool = field(init=False)
+    rank: tuple[float, int] = field(init=False)
+    """Lower ranks run first. Waiting improves priority, yet the order of two sequences never changes."""
+    seed: int = field(init=False)
+    tokens: list[int] = field(init=False)
+    """The prompt, and the sampled tokens that are known."""
+    max_length: int = field(init=False)
+    computed: int = 0
+    """Tokens whose keys and values are in the cache once every step launched so far has run."""
+    in_flight: int = 0
+    """Tokens sampled by launched steps and not known to the host yet: 0 or 1 when a step is scheduled."""
+    blocks: list[int] = field(default_factory=list)
+    slot: int | None = None
+    """Row of the device's state tables, 0 to `max_running` - 1; None unless running."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that were found in the cache when it was first admitted."""
+    scored: int = 0
+    """Tokens of the prompt after its first whose log-probabilities were requested and reported."""
+    scheduled_at: float | None = None
 
-    def __init__(self, request: Request, *, arrival: int, arrived_at: float, max_tokens: int) -> None:
-        self.request = request
-        self.arrival = arrival
-        self.arrived_at = arrived_at
-        self.max_tokens = max_tokens
-        self.max_length = len(request.prompt_ids) + max_tokens
+    def __post_init__(self) -> None:
+        """Derive the rest."""
+        request = self.request
         self.masked = request.sampling.mask is not None
-        self.rank = (arrived_at + PRIORITY_S * request.priority, arrival)
-        """Lower ranks run first. Waiting improves priority, yet the order of two sequences never changes."""
-        seed = request.sampling.seed
-        self.seed = secrets.randbits(63) if seed is None else seed
+        self.rank = (self.arrived_at + PRIORITY_S * request.priority, self.arrival)
+        self.seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         self.tokens = list(request.prompt_ids)
-        self.computed = 0
-        """Tokens whose keys and values are in the cache once every step launched so far has run."""
-        self.in_flight = 0
-        """Tokens sampled by launched steps and not known to the host yet: 0 or 1 when a step is scheduled."""
-        self.blocks: list[int] = []
-        self.cached_tokens: int | None = None
-        """Tokens of the prompt that were found in the cache when it was first admitted."""
-        self.scored = 0
-        """Tokens of the prompt after its first whose log-probabilities were requested and reported."""
-        self.slot: int | None = None
-        """Row of the device's state tables, 0 to `max_running` - 1; None unless running."""
-        self.scheduled_at: float | None = None
-        self.state = SequenceState.WAITING
+        self.max_length = len(request.prompt_ids) + self.max_tokens
 
     @property
     def generated(self) -> int:

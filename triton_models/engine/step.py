@@ -1,38 +1,172 @@
-"""A step on the device, from its launch to its results."""
+"""A step's life: the work chosen for it, what the device does, and what comes back."""
 
-from triton_models.engine.batch import Batch
-from triton_models.engine.results import Sampled
-from triton_models.engine.runner import Begun, Launched, Runner
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from triton_models.engine.masks import MaskFault
+from triton_models.engine.sampler import SamplerOutputs
+from triton_models.engine.sequence import FinishReason, Sequence, SequenceState, TokenLogprobs
+from triton_models.engine.slots import Staged
+
+if TYPE_CHECKING:
+    from triton_models.engine.prompt_scoring import Scores
+
+NOT_FINITE = "the model's output is not finite"
 
 
-class Step:
-    """A scheduled step, launched as far as that does not take the results of the step before.
+# Not frozen: creating a frozen dataclass takes three times as long, and a step creates one per sequence.
+@dataclass(slots=True)
+class Chunk:
+    """`count` tokens of a sequence, from position `start` on, that are computed in a step.
 
-    Its sampling is left out if one of its token masks must first be told a token that is still in flight:
-    `sample` launches that. Steps are created, sampled and collected in the same order.
-
-    Args:
-        runner: computes it.
-        batch: its work; not empty.
-        began: when its scheduling began, in seconds of `time.perf_counter`.
+    `samples`: whether they include the sequence's newest token, so that the step samples the next one. This
+    is decided when the step is scheduled, since the sequence grows afterwards.
     """
 
-    def __init__(self, runner: Runner, batch: Batch, *, began: float) -> None:
-        self.batch = batch
-        self.began = began
-        self._runner = runner
-        # One or the other: what sampling needs (logits, above all) must not outlive it on the device.
-        self._state: Begun | Launched = runner.begin(batch)
-        if not batch.masks_wait:
-            self.sample()
-        batch.advance()
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
 
-    def sample(self) -> Launched:
-        """Launch the sampling, unless that is done already."""
-        if isinstance(self._state, Begun):
-            self._state = self._runner.sample(self._state)
-        return self._state
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence that are in the KV cache after the step."""
+        return self.start + self.count
 
-    def collect(self) -> list[Sampled]:
-        """Wait for the results."""
-        return self._runner.collect(self.sample())
+
+class StepState(Enum):
+    """SCHEDULED -> BEGUN -> SAMPLED -> COLLECTED; steps pass each of these in the order of scheduling."""
+
+    SCHEDULED = auto()
+    """The scheduler has chosen the work."""
+    BEGUN = auto()
+    """The forward pass is queued on the device, but not the sampling."""
+    SAMPLED = auto()
+    """All of it is queued on the device, which may still be computing it."""
+    COLLECTED = auto()
+    """The results are known."""
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One step. The scheduler fills in the work, and the runner the rest."""
+
+    decodes: list[Chunk] = field(default_factory=list)
+    prefills: list[Chunk] = field(default_factory=list)
+    new_blocks: list[int] = field(default_factory=list)
+    """Allocated for the step; they hold stale values."""
+    preemptions: int = 0
+    state: StepState = StepState.SCHEDULED
+    scheduled_at: float = 0.0
+    """When its scheduling began, in seconds of `time.perf_counter`."""
+
+    # From BEGUN on:
+    sampling: list[Sequence] = field(default_factory=list)
+    """The sequences that it samples for: the decodes', then those whose prompts end here."""
+    scores: "Scores | None" = None
+    """Log-probabilities of prompts, if any are requested."""
+
+    # Only while BEGUN: what sampling needs, above all the logits, must not outlive it on the device.
+    staged: Staged | None = None
+    logits: Tensor | None = None
+    """[S, vocabulary] of the rows that sample, and of padding rows behind them."""
+    captured: bool = False
+    """Whether a graph samples, too."""
+
+    # From SAMPLED on:
+    outputs: SamplerOutputs | None = None
+    mask_errors: dict[str, MaskFault] = field(default_factory=dict)
+    """By request."""
+    done: torch.cuda.Event | None = None
+    """None: the device has finished."""
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """Every chunk, decodes first."""
+        return self.decodes + self.prefills
+
+    @property
+    def masks_wait(self) -> bool:
+        """Whether a token mask must be told a token that is in flight before it can be asked for the next."""
+        return any(chunk.sequence.masked and chunk.sequence.in_flight for chunk in self.decodes)
+
+    def advance(self) -> None:
+        """Record that the step was launched: steps launched later find its keys and values."""
+        for chunk in self.decodes:
+            sequence = chunk.sequence
+            sequence.computed += 1
+            sequence.in_flight += 1
+        for chunk in self.prefills:
+            sequence = chunk.sequence
+            sequence.computed = chunk.start + chunk.count
+            if chunk.samples:
+                sequence.in_flight += 1
+                sequence.move_to(SequenceState.DECODE)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A sequence's next token, or why there is none; or log-probabilities of its prompt; or both."""
+
+    sequence: Sequence
+    token_id: int | None
+    """None: the step did not sample for it."""
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+    reason: FinishReason = FinishReason.ERROR
+    """The finish reason if there is an `error`."""
+    invalid: bool = False
+    """The model's output is not finite, so what it wrote to the KV cache cannot be trusted either."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """As in `TokenOutput`."""
+
+
+def sampled_tokens(
+    sampling: list[Sequence], outputs: SamplerOutputs, mask_errors: dict[str, MaskFault]
+) -> list[Sampled]:
+    """Match a step's outputs, which are on the host, with the sequences that it sampled for."""
+    tokens, finite, allowed = outputs.status.tolist()
+    logprobs = _logprobs(sampling, tokens, outputs)
+    results = []
+    for row, sequence in enumerate(sampling):
+        reason, error = mask_errors.get(sequence.request.request_id, (FinishReason.ERROR, None))
+        if error is None and not finite[row]:
+            error = NOT_FINITE
+        if error is None and not allowed[row]:
+            error = "no token is allowed here"
+        results.append(
+            Sampled(sequence, tokens[row], logprobs.get(row), error, reason, invalid=not finite[row])
+        )
+    return results
+
+
+def _logprobs(
+    sampling: list[Sequence], tokens: list[int], outputs: SamplerOutputs
+) -> dict[int, TokenLogprobs]:
+    """Return the log-probabilities of the rows that requested them."""
+    if outputs.logprobs is None or outputs.top_ids is None:
+        return {}
+    rows = [row for row, each in enumerate(sampling) if each.request.sampling.logprobs is not None]
+    found = {}
+    for row, values, ids in zip(rows, outputs.logprobs.tolist(), outputs.top_ids.tolist(), strict=True):
+        wanted = sampling[row].request.sampling.logprobs or 0
+        found[row] = token_logprobs(tokens[row], values, ids, wanted)
+    return found
+
+
+def token_logprobs(token_id: int, values: list[float], ids: list[int], wanted: int) -> TokenLogprobs:
+    """Return a token's log-probabilities.
+
+    Args:
+        token_id: the token.
+        values: its own log-probability, and those of the most likely tokens, best first.
+        ids: the ids of these most likely tokens.
+        wanted: how many of them are reported.
+    """
+    return TokenLogprobs(
+        id=token_id, logprob=values[0], top=tuple(zip(ids[:wanted], values[1 : wanted + 1], strict=True))
+    )

@@ -12,8 +12,8 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from triton_models.engine.engine import EngineStats, StepStats
 from triton_models.engine.sequence import FinishReason
-from triton_models.engine.stats import EngineStats, StepStats
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence as Tokens
 
-from triton_models.engine.batch import Batch, Chunk
 from triton_models.engine.sequence import Sequence
+from triton_models.engine.step import Chunk, Step
 
 BLOCK_SIZE = 4
 
@@ -21,11 +21,11 @@ class DictDevice:
         self.texts: dict[Sequence, list[int]] = {}
         """What each sequence's tokens are, those in flight included."""
 
-    def compute(self, batch: Batch) -> list[tuple[Sequence, int]]:
+    def compute(self, step: Step) -> list[tuple[Sequence, int]]:
         """Do a step; returns what it samples."""
-        cleared = set(batch.new_blocks)
+        cleared = set(step.new_blocks)
         self.cells = {cell: text for cell, text in self.cells.items() if cell[0] not in cleared}
-        for chunk in batch.chunks:
+        for chunk in step.chunks:
             text = self.texts[chunk.sequence]
             for position in range(chunk.start, chunk.end):
                 cell = self.cell(chunk, position)
@@ -33,7 +33,7 @@ class DictDevice:
                 assert cell not in self.cells
                 self.cells[cell] = tuple(text[: position + 1])
         sampled = []
-        for chunk in batch.chunks:
+        for chunk in step.chunks:
             text = self.texts[chunk.sequence]
             for position in range(chunk.end):
                 assert self.cells[self.cell(chunk, position)] == tuple(text[: position + 1])

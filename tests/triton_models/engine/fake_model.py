@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from triton_models.engine.engine import Engine
-from triton_models.engine.model import KVShape
-from triton_models.engine.operations import Operations, Rotary
+from triton_models.engine.linear import Linear
+from triton_models.engine.models import KVShape, Operations, Rotary
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request, TokenOutput
 
@@ -45,7 +45,7 @@ class FakeModel:
         self.gate.set()
         self.entered = threading.Event()
 
-    def pack(self, pack: Callable[[Tensor], Tensor]) -> None:
+    def convert(self, convert: Callable[[Linear], Linear]) -> None:
         """It has no matrices."""
 
     def forward(self, tokens: Tensor, operations: Operations) -> Tensor:

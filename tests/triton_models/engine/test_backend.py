@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from tests.triton_models.engine.fake_model import ids, request, run
-from triton_models.engine import processor_backend
+from triton_models.engine import backend
 from triton_models.engine.backend import PLAIN, choose_backend
 from triton_models.engine.engine import Engine
+from triton_models.engine.linear import PackedLinear, pack, why_not_packed
 from triton_models.engine.models.chatglm import ChatGLM, ChatGLMConfig
-from triton_models.engine.packed_weights import pack, why_not_packed
 from triton_models.engine.settings import EngineSettings
 
 CPU = torch.device("cpu")
@@ -30,13 +30,15 @@ def small_model() -> ChatGLM:
     model = ChatGLM(SHAPE, dtype=torch.float32, device=CPU)
     generator = torch.Generator().manual_seed(4)
     for layer in model.layers:
-        for tensor in (layer.qkv, layer.qkv_bias, layer.attention_out, layer.gate_up, layer.down):
-            assert tensor is not None
-            tensor.normal_(std=0.3, generator=generator)
+        assert layer.qkv.bias is not None
+        layer.qkv.weight.normal_(std=0.3, generator=generator)
+        layer.qkv.bias.normal_(std=0.3, generator=generator)
+        for matrix in (layer.attention_out, layer.gate_up, layer.down):
+            matrix.weight.normal_(std=0.3, generator=generator)
         layer.input_norm.fill_(1)
         layer.post_attention_norm.fill_(1)
     model.final_norm.fill_(1)
-    for tensor in (model.embedding, model.head):
+    for tensor in (model.embedding, model.head.weight):
         tensor.normal_(generator=generator)
     return model
 
@@ -53,8 +55,8 @@ def test_a_processor_multiplies_by_packed_matrices(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO):
         engine = Engine(model, EngineSettings())
     assert "packed matrices" in caplog.text
-    assert model.head.is_mkldnn
-    assert all(layer.down.is_mkldnn for layer in model.layers)
+    assert isinstance(model.head, PackedLinear)
+    assert all(isinstance(layer.down, PackedLinear) for layer in model.layers)
     assert answer(engine) == expected
     # Whoever computes with the model afterwards, by the plain operations or in another engine, still can.
     assert answer(Engine(model, EngineSettings(), backend=PLAIN)) == expected
@@ -64,16 +66,16 @@ def test_a_processor_multiplies_by_packed_matrices(caplog: pytest.LogCaptureFixt
 def test_where_they_cannot_be_packed_they_stay_and_the_log_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(processor_backend, "why_not_packed", lambda dtype: f"no {dtype} here")
+    monkeypatch.setattr(backend, "why_not_packed", lambda dtype: f"no {dtype} here")
     expected = answer(Engine(small_model(), EngineSettings(), backend=PLAIN))
     model = small_model()
     with caplog.at_level(logging.INFO):
         engine = Engine(model, EngineSettings())
     assert "matrices as they are (no torch.float32 here)" in caplog.text
-    assert not model.head.is_mkldnn
+    assert not isinstance(model.head, PackedLinear)
     assert answer(engine) == expected
 
 
 def test_other_devices_compute_plainly() -> None:
     assert choose_backend(torch.device("meta"), torch.float32) is PLAIN
-    assert choose_backend(CPU, torch.float32).pack is pack
+    assert choose_backend(CPU, torch.float32).convert is pack

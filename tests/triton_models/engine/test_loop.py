@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.triton_models.engine.fake_model import GREEDY, FakeModel, continuation, request
-from triton_models.engine.engine import Engine
+from triton_models.engine.engine import Engine, StepStats
 from triton_models.engine.loop import EngineLoop
 from triton_models.engine.sequence import FinishReason, TokenOutput
 from triton_models.engine.settings import EngineSettings
-from triton_models.engine.stats import StepStats
 from triton_models.errors import DuplicateRequestError, EngineStoppedError, PromptTooLongError, QueueFullError
 
 SETTINGS = EngineSettings(max_running=4, max_waiting=4, max_batched_tokens=16, block_size=4, kv_blocks=40)

@@ -11,10 +11,11 @@ from tests.triton_models.engine.fake_model import FakeModel, continuation, ids, 
 from tests.triton_models.engine.wild_mix import EvenTokens
 from triton_models.engine.backend import PLAIN
 from triton_models.engine.engine import Engine
-from triton_models.engine.runner import Begun, Launched, Runner
+from triton_models.engine.runner import Runner
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import FinishReason
 from triton_models.engine.settings import EngineSettings
+from triton_models.engine.step import Step
 
 OVERLAPPED = replace(PLAIN, overlap=True)
 SMALL = EngineSettings(max_running=4, max_waiting=8, max_batched_tokens=8, block_size=4, kv_blocks=16)
@@ -139,11 +140,11 @@ def test_a_sampling_that_cannot_be_launched_costs_the_step_before_it_nothing(
     engine.add(request("masked", (1, 2), SamplingParams(temperature=0.0, max_tokens=5, mask=AllowOne())))
     sample, calls = Runner.sample, []
 
-    def second_fails(runner: Runner, begun: Begun) -> Launched:
-        calls.append(begun)
+    def second_fails(runner: Runner, step: Step) -> None:
+        calls.append(step)
         if len(calls) == 2:
             raise RuntimeError("device is gone")
-        return sample(runner, begun)
+        sample(runner, step)
 
     monkeypatch.setattr(Runner, "sample", second_fails)
     assert engine.step() is not None

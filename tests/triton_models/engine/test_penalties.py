@@ -5,7 +5,7 @@ from tests.triton_models.engine.fake_model import request
 from triton_models.engine.penalties import GENERATED, IN_PROMPT, PenalisedRows, PenaltyTable, stage_penalties
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Sequence
-from triton_models.engine.staging import Staging
+from triton_models.engine.slots import Staging
 
 CPU = torch.device("cpu")
 

@@ -12,10 +12,10 @@ from tests.triton_models.engine.fake_model import FakeModel, continuation, ids, 
 from triton_models.engine import runner
 from triton_models.engine.backend import PLAIN
 from triton_models.engine.engine import Engine
-from triton_models.engine.operations import Operations
+from triton_models.engine.models import Operations
 from triton_models.engine.runner import Runner
 from triton_models.engine.sampling import SamplingParams
-from triton_models.engine.settings import Capacity, EngineSettings
+from triton_models.engine.settings import EngineSettings
 
 SMALL = EngineSettings(max_running=4, max_waiting=8, max_batched_tokens=8, block_size=4, kv_blocks=16)
 
@@ -46,7 +46,7 @@ def test_steps_make_the_models_device_the_current_one(monkeypatch: pytest.Monkey
 
 def captured(model: FakeModel) -> Runner:
     """Made as for graphs, and not captured."""
-    return Runner(model, replace(PLAIN, graphs=True), SMALL, Capacity(16, 64, ""))
+    return Runner(model, replace(PLAIN, graphs=True), SMALL, context=64)
 
 
 def test_nothing_of_a_runner_outlives_it() -> None:

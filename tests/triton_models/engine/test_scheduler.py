@@ -1,11 +1,15 @@
+from collections import Counter
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.triton_models.engine.fake_model import request
-from triton_models.engine.batch import Batch
-from triton_models.engine.block_manager import BlockManager
+from triton_models.engine.blocks import BlockManager
 from triton_models.engine.sampling import SamplingParams
-from triton_models.engine.scheduler import Scheduler
-from triton_models.engine.sequence import Sequence, SequenceState
+from triton_models.engine.scheduler import BurstAllowance, Scheduler, WaitingList, least_ends
+from triton_models.engine.sequence import PRIORITY_S, Sequence, SequenceState
+from triton_models.engine.step import Step
 
 BLOCKS, BLOCK_SIZE, MAX_RUNNING, BUDGET = 12, 4, 4, 10
 
@@ -24,7 +28,7 @@ def scheduler(
     return chosen, manager
 
 
-def compute(chosen: Scheduler, batch: Batch) -> list[Sequence]:
+def compute(chosen: Scheduler, batch: Step) -> list[Sequence]:
     """Do what the engine does with a batch; returns the sequences that finished."""
     finished = []
     batch.advance()
@@ -40,7 +44,7 @@ def compute(chosen: Scheduler, batch: Batch) -> list[Sequence]:
     return finished
 
 
-def step_until_preemption(chosen: Scheduler) -> Batch:
+def step_until_preemption(chosen: Scheduler) -> Step:
     for _ in range(50):
         batch = chosen.schedule()
         if batch.preemptions:
@@ -102,7 +106,7 @@ def test_removing_a_running_sequence_frees_its_blocks(state: SequenceState) -> N
     assert not chosen.running
 
 
-def names(batch: Batch) -> list[str]:
+def names(batch: Step) -> list[str]:
     return [chunk.sequence.request.request_id for chunk in batch.chunks]
 
 
@@ -162,3 +166,247 @@ def test_slots_are_the_lowest_free_and_come_back() -> None:
     chosen.remove(members[1])
     compute(chosen, chosen.schedule())
     assert [each.slot for each in members] == [0, None, 2, 1]
+
+
+def burst(chosen: Scheduler, count: int, *, prompt: int = 5, priority: int = 0) -> list[Sequence]:
+    several = [
+        sequence(f"burst{number}", prompt, 1, arrival=100 + number, priority=priority)
+        for number in range(count)
+    ]
+    for each in several:
+        chosen.add(each)
+    return several
+
+
+def decoding(
+    *, burst_steps: int, burst_tokens: int = BUDGET, count: int = 90, prompt: int = 2, priority: int = 0
+) -> Scheduler:
+    """A scheduler whose only sequence is in the middle of its answer; a step holds two prompts of 5."""
+    chosen, _ = scheduler(blocks=200, max_running=60, burst_steps=burst_steps, burst_tokens=burst_tokens)
+    chosen.add(sequence("decoding", prompt, count, priority=priority))
+    compute(chosen, chosen.schedule())
+    return chosen
+
+
+def pattern(chosen: Scheduler, steps: int) -> str:
+    """What the steps do: P prompts alone, M prompts beside decodes, D decodes alone."""
+    done = ""
+    for _ in range(steps):
+        batch = chosen.schedule()
+        done += "M" if batch.prefills and batch.decodes else "P" if batch.prefills else "D"
+        compute(chosen, batch)
+    return done
+
+
+def test_decodes_pause_for_a_burst_and_its_rest() -> None:
+    chosen = decoding(burst_steps=8)
+    burst(chosen, 7)
+    assert pattern(chosen, 6) == "PPPPDD"
+
+
+def test_without_burst_steps_every_decode_is_in_every_step() -> None:
+    chosen = decoding(burst_steps=0)
+    burst(chosen, 7)
+    assert pattern(chosen, 5) == "MMMMD"
+
+
+def test_no_more_steps_in_a_row_than_allowed() -> None:
+    chosen = decoding(burst_steps=2)
+    burst(chosen, 12)
+    assert pattern(chosen, 8) == "PPMPPMMD"
+
+
+def test_one_long_prompt_is_no_burst() -> None:
+    chosen = decoding(burst_steps=8)
+    burst(chosen, 1, prompt=40)
+    assert set(pattern(chosen, 4)) == {"M"}
+
+
+def test_a_more_important_answer_is_not_held_up() -> None:
+    chosen = decoding(burst_steps=8, priority=-1)
+    burst(chosen, 7)
+    assert set(pattern(chosen, 3)) == {"M"}
+
+
+def test_a_more_important_answer_is_not_held_up_beside_one_that_waited_longer() -> None:
+    chosen, _ = scheduler(blocks=200, max_running=60, burst_steps=8)
+    job = sequence("job", 2, 90, priority=5)
+    chat = sequence("chat", 2, 90, arrival=1)
+    job.rank, chat.rank = (0.0, 0), (1.0, 1)
+    for each in (job, chat):
+        chosen.add(each)
+    compute(chosen, chosen.schedule())
+    burst(chosen, 7, priority=5)
+    assert set(pattern(chosen, 3)) == {"M"}
+
+
+def test_prompts_that_cannot_be_admitted_hold_nothing_up() -> None:
+    chosen, _ = scheduler(blocks=200, max_running=1, burst_steps=8)
+    chosen.add(sequence("decoding", 2, 90))
+    compute(chosen, chosen.schedule())
+    burst(chosen, 7)
+    assert set(pattern(chosen, 3)) == {"D"}
+
+
+def tokens(chosen: Scheduler, steps: int) -> list[tuple[int, int]]:
+    """The tokens of prompts and of decodes in each step."""
+    done = []
+    for _ in range(steps):
+        batch = chosen.schedule()
+        done.append((sum(chunk.count for chunk in batch.prefills), len(batch.decodes)))
+        compute(chosen, batch)
+    return done
+
+
+def test_steps_are_larger_while_several_prompts_wait_that_fill_them() -> None:
+    chosen = decoding(burst_steps=0, burst_tokens=20)
+    burst(chosen, 7)
+    # Of its 35 tokens, those that are left after one large step would not fill another.
+    assert tokens(chosen, 4) == [(19, 1), (9, 1), (7, 1), (0, 1)]
+
+
+def test_decodes_pause_from_large_steps_too() -> None:
+    chosen = decoding(burst_steps=8, burst_tokens=20)
+    burst(chosen, 7)
+    assert tokens(chosen, 3) == [(20, 0), (15, 0), (0, 1)]
+
+
+def test_an_idle_engine_takes_large_steps() -> None:
+    chosen, _ = scheduler(blocks=200, max_running=60, burst_tokens=20)
+    burst(chosen, 4)
+    assert tokens(chosen, 1) == [(20, 0)]
+
+
+def test_one_long_prompt_makes_no_step_larger() -> None:
+    chosen = decoding(burst_steps=8, burst_tokens=20)
+    burst(chosen, 1, prompt=60)
+    assert tokens(chosen, 2) == [(BUDGET - 1, 1)] * 2
+
+
+def test_less_urgent_prompts_make_no_step_larger() -> None:
+    chosen = decoding(burst_steps=8, burst_tokens=20, priority=-1)
+    burst(chosen, 7)
+    assert tokens(chosen, 2) == [(BUDGET - 1, 1)] * 2
+
+
+@pytest.mark.parametrize(("tokens", "ends"), [(8, 2), (1024, 2), (2048, 4), (4096, 8)])
+def test_a_burst_is_of_short_prompts(tokens: int, ends: int) -> None:
+    assert least_ends(tokens) == ends
+
+
+@pytest.mark.parametrize("most", [1, 2, 8])
+def test_lasting_load_leaves_out_one_step_in_33(most: int) -> None:
+    allowance = BurstAllowance(most)
+    done: Counter[bool] = Counter()
+    until_used = 16 * most
+    for step in range(3300 + until_used):
+        left = allowance.left
+        if step >= until_used:
+            done[left] += 1
+        if left:
+            allowance.paused()
+        else:
+            allowance.resumed()
+    assert done[True] == pytest.approx(100, abs=most + 1)
+
+
+def test_what_was_used_comes_back() -> None:
+    allowance = BurstAllowance(2)
+
+    def used_at_once() -> int:
+        count = 0
+        while allowance.left:
+            allowance.paused()
+            count += 1
+        allowance.resumed()
+        return count
+
+    assert [used_at_once() for _ in range(6)] == [2, 2, 2, 2, 0, 0]
+    for _ in range(8 * 32):
+        allowance.resumed()
+    assert [used_at_once() for _ in range(6)] == [2, 2, 2, 2, 0, 0]
+
+
+def test_clients_that_ask_together_after_every_answer_can_pause_each_time() -> None:
+    # 128 prompts of 259 tokens take some 8 steps of 4,096; their answers of 256 tokens, as many steps.
+    allowance = BurstAllowance(4)
+    for _ in range(20):
+        for _ in range(2):
+            for _ in range(4):
+                assert allowance.left
+                allowance.paused()
+            allowance.resumed()
+        for _ in range(256):
+            allowance.resumed()
+
+
+def waiting_one(
+    arrival: int, *, priority: int = 0, deadline: float | None = None, arrived_at: float = 0.0
+) -> Sequence:
+    asks = request(f"r{arrival}", priority=priority, deadline=deadline)
+    return Sequence(asks, arrival=arrival, arrived_at=arrived_at, max_tokens=1)
+
+
+def drain(waiting: WaitingList) -> list[int]:
+    order = []
+    while (first := waiting.first()) is not None:
+        waiting.remove(first)
+        order.append(first.arrival)
+    return order
+
+
+@given(st.lists(st.integers(-2, 2), max_size=20), st.data())
+def test_order_is_priority_then_arrival_whatever_is_removed(
+    priorities: list[int], data: st.DataObject
+) -> None:
+    waiting = WaitingList()
+    all_of_them = [waiting_one(number, priority=priority) for number, priority in enumerate(priorities)]
+    for each in data.draw(st.permutations(all_of_them)):
+        waiting.add(each)
+    gone = data.draw(st.sets(st.integers(0, 19), max_size=5))
+    for arrival in gone:
+        if arrival < len(all_of_them):
+            waiting.remove(all_of_them[arrival])
+    kept = [each for each in all_of_them if each.arrival not in gone]
+    assert len(waiting) == len(kept)
+    assert drain(waiting) == [each.arrival for each in sorted(kept, key=lambda each: each.rank)]
+
+
+def test_a_preempted_sequence_is_first_of_its_priority_again() -> None:
+    waiting = WaitingList()
+    for each in (waiting_one(5), waiting_one(6), waiting_one(7, priority=-1)):
+        waiting.add(each)
+    waiting.add(waiting_one(2))
+    assert drain(waiting) == [7, 2, 5, 6]
+
+
+def test_who_waits_long_enough_overtakes_the_more_urgent_that_come_later() -> None:
+    waiting = WaitingList()
+    waiting.add(waiting_one(0, priority=2, arrived_at=100.0))
+    for arrival, arrived_at in enumerate((100.0, 100.0 + PRIORITY_S, 99.0 + 2 * PRIORITY_S), 1):
+        waiting.add(waiting_one(arrival, arrived_at=arrived_at))
+    waiting.add(waiting_one(4, arrived_at=101.0 + 2 * PRIORITY_S))
+    assert drain(waiting) == [1, 2, 3, 0, 4]
+
+
+def test_expired_names_exactly_those_whose_time_is_over() -> None:
+    waiting = WaitingList()
+    several = [
+        waiting_one(arrival, deadline=deadline) for arrival, deadline in enumerate([10.0, None, 5.0, 7.0])
+    ]
+    for each in several:
+        waiting.add(each)
+    assert waiting.expired(4.9) == []
+    assert [each.arrival for each in waiting.expired(7.0)] == [2, 3]
+    waiting.remove(several[2])
+    waiting.remove(several[3])
+    assert waiting.expired(9.9) == []
+    waiting.add(waiting_one(9, deadline=9.0))
+    assert [each.arrival for each in waiting.expired(10.0)] == [0, 9]
+
+
+def test_what_expired_is_named_until_it_is_removed() -> None:
+    waiting = WaitingList()
+    waiting.add(waiting_one(1, deadline=1.0))
+    assert [each.arrival for each in waiting.expired(2.0)] == [1]
+    assert [each.arrival for each in waiting.expired(2.0)] == [1]

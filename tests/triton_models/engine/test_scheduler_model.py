@@ -15,11 +15,11 @@ from hypothesis.stateful import (
 )
 
 from tests.triton_models.engine.dict_device import BLOCK_SIZE, DictDevice, next_token
-from triton_models.engine.batch import Batch
-from triton_models.engine.block_manager import PADDING_BLOCK, BlockManager
+from triton_models.engine.blocks import PADDING_BLOCK, BlockManager
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.scheduler import Scheduler
 from triton_models.engine.sequence import Request, Sequence, SequenceState
+from triton_models.engine.step import Step
 
 MAX_RUNNING, BUDGET, CONTEXT = 5, 6, 48
 
@@ -132,9 +132,9 @@ class SchedulerModel(RuleBasedStateMachine):
         self.scheduler.add(new)
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), spoilt=st.booleans())
-    def end(self, data: st.DataObject, *, spoilt: bool) -> None:
-        self.close(data.draw(st.sampled_from(self.open)), spoilt=spoilt)
+    @rule(data=st.data(), invalid=st.booleans())
+    def end(self, data: st.DataObject, *, invalid: bool) -> None:
+        self.close(data.draw(st.sampled_from(self.open)), invalid=invalid)
 
     @rule(now=st.integers(1, 9))
     def pass_deadlines(self, now: int) -> None:
@@ -144,14 +144,14 @@ class SchedulerModel(RuleBasedStateMachine):
         for each in expired:
             self.close(each)
 
-    def close(self, each: Sequence, *, spoilt: bool = False) -> None:
+    def close(self, each: Sequence, *, invalid: bool = False) -> None:
         held = list(each.blocks)
         self.seen["found"] += bool(each.cached_tokens)
-        self.scheduler.remove(each, spoilt=spoilt)
+        self.scheduler.remove(each, invalid=invalid)
         each.move_to(SequenceState.FINISHED)
         self.open.remove(each)
         assert (each.blocks, each.slot) == ([], None)
-        if spoilt:
+        if invalid:
             assert not set(held) & self.scheduler._prefixes._keys.keys()
 
     @rule(steps=st.integers(1, 20))
@@ -189,7 +189,7 @@ class SchedulerModel(RuleBasedStateMachine):
         batch.advance()
         return sampled
 
-    def check(self, batch: Batch, running: list[Sequence], decoding: list[Sequence]) -> None:
+    def check(self, batch: Step, running: list[Sequence], decoding: list[Sequence]) -> None:
         in_flight = any(each.in_flight for each in self.open)
         assert batch.chunks or in_flight or not self.open
         tokens = sum(chunk.count for chunk in batch.chunks)

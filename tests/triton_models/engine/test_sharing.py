@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.triton_models.engine.fake_model import GREEDY, POISON, FakeModel, continuation, ids, request, run
 from triton_models.engine.backend import PLAIN
 from triton_models.engine.engine import Engine
-from triton_models.engine.operations import Operations
+from triton_models.engine.models import Operations
 from triton_models.engine.sequence import FinishReason
 from triton_models.engine.settings import EngineSettings
 

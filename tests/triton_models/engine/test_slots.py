@@ -1,10 +1,11 @@
+from dataclasses import fields
+
 import torch
 
 from tests.triton_models.engine.fake_model import request
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Sequence
-from triton_models.engine.slots import SlotTable, stage_blocks, stage_sequences
-from triton_models.engine.staging import Staging
+from triton_models.engine.slots import SlotTable, Staged, Staging, stage_blocks, stage_sequences
 
 CPU = torch.device("cpu")
 
@@ -19,7 +20,10 @@ def load(table: SlotTable, loaded: list[tuple[Sequence, int]], entries: list[tup
     staging = Staging()
     stage_sequences(staging, loaded)
     stage_blocks(staging, entries)
-    table.load(staging.upload(CPU))
+    views = staging.upload(CPU)
+    empty = torch.empty(0, dtype=torch.int64)
+    names = [each.name for each in fields(Staged) if each.name != "views"]
+    table.load(Staged.of({name: views.get(name, empty) for name in names}))
 
 
 def test_a_loaded_sequence_has_its_whole_state_and_nothing_of_the_last_holder() -> None:

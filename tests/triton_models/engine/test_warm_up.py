@@ -10,8 +10,8 @@ from bench.engine import random_model
 from tests.triton_models.engine.fake_model import FakeModel, continuation, ids, request, run
 from tests.triton_models.engine.wild_mix import wild_mix
 from triton_models.engine.engine import Engine
+from triton_models.engine.models import Operations
 from triton_models.engine.models.chatglm import ChatGLMConfig
-from triton_models.engine.operations import Operations
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import FinishReason
 from triton_models.engine.settings import EngineSettings

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from tests.triton_models.serving.fakes import FakePbUtils, wait_until
+from triton_models.engine.engine import EngineStats
 from triton_models.engine.sequence import FinishReason
-from triton_models.engine.stats import EngineStats
 from triton_models.serving.metrics import PREFIX, EngineMetrics
 
 

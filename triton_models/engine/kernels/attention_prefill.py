@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_models.engine.models import ChunkRows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig:
@@ -21,16 +23,6 @@ class PrefillConfig:
     keys: int
     warps: int
     stages: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillRange:
-    """New tokens of one sequence: `count` rows of the step from row `start`, at positions from `offset`."""
-
-    table_row: int
-    start: int
-    offset: int
-    count: int
 
 
 def prefill_config(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
@@ -50,11 +42,11 @@ def queries_per_tile(query_heads: int, kv_heads: int, config: PrefillConfig) -> 
     return max(1, config.rows // (query_heads // kv_heads))
 
 
-def make_tiles(ranges: Iterable[PrefillRange], tile: int) -> list[tuple[int, int, int, int]]:
+def make_tiles(chunks: Iterable[ChunkRows], tile: int) -> list[tuple[int, int, int, int]]:
     """Divide the new tokens of a step among programs.
 
     Args:
-        ranges: the step's chunks.
+        chunks: the new tokens of each sequence.
         tile: most tokens in one tile, from `queries_per_tile`.
 
     Returns:
@@ -62,9 +54,9 @@ def make_tiles(ranges: Iterable[PrefillRange], tile: int) -> list[tuple[int, int
         Programs start in this order, so that short ones fill the gaps at the end.
     """
     tiles = [
-        (each.table_row, each.start + done, each.offset + done, min(tile, each.count - done))
-        for each in ranges
-        for done in range(0, each.count, tile)
+        (each.slot, row, each.offset + row - each.start, min(tile, each.end - row))
+        for each in chunks
+        for row in range(each.start, each.end, tile)
     ]
     return sorted(tiles, key=lambda each: -each[2])
 

@@ -1,1 +1,168 @@
-"""Our own forward passes, one module per model family."""
+"""The seam between a model and the engine: what a model offers, and what it is given in a step.
+
+Knows nothing of any particular model, nor of any device.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from triton_models.engine.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What the KV cache stores per token: keys and values, each of shape [layers, heads, head_dim]."""
+
+    layers: int
+    heads: int
+    head_dim: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Return the size of one token's keys and values."""
+        return 2 * self.layers * self.heads * self.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary position tables, each [positions, pairs] float32.
+
+    The first `2 * pairs` numbers of a head are rotated as interleaved pairs (0 with 1, 2 with 3, ...); the
+    rest is not rotated. After Su et al., "RoFormer" (arXiv 2104.09864), section 3.2.2.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """New tokens of one sequence: rows `start` to `end` - 1 of the step, from position `offset` on.
+
+    A sequence is named by its slot, the row of `StepLayout.tables` that lists its KV blocks.
+    """
+
+    slot: int
+    start: int
+    end: int
+    offset: int
+
+    @property
+    def length(self) -> int:
+        """Number of the sequence's tokens up to the end of the chunk."""
+        return self.offset + self.end - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLayout:
+    """Which of a step's T tokens belongs to which sequence: first D decodes, one token each; then chunks."""
+
+    tables: Tensor
+    """[slots, blocks] int32."""
+    slots: Tensor
+    """[T] int32, each token's sequence."""
+    positions: Tensor
+    """[T] int64, each token's position in its sequence; -1 in padding rows of steps with prompts."""
+    decode_lengths: Tensor
+    """[D] int32, tokens of each decoding sequence, including the new one; 0 in rows without a decode."""
+    longest_decode: int
+    """Upper bound of `decode_lengths`: it affects the cost, but not the results."""
+    chunks: tuple[ChunkRows, ...] = ()
+    tiles: Tensor | None = None
+    """[N, 4] int32, what `StepOperations.tiles` made of the chunks; None for a step without any."""
+
+
+class Operations(Protocol):
+    """What a model computes with. Unless a method says otherwise, it may overwrite the activations given.
+
+    T is the number of tokens in the step. All tensors but the weights of norms and the rotary tables have the
+    model's dtype.
+    """
+
+    @property
+    def positions(self) -> Tensor:
+        """[T] int64: each token's place in its own sequence."""
+        ...
+
+    def attend(self, layer: int, projected: Tensor, rotary: Rotary) -> Tensor:
+        """Rotate queries and keys, store keys and values; each token attends to its sequence up to itself.
+
+        Args:
+            layer: index of the layer.
+            projected: [T, query heads + 2 * KV heads, head_dim]: all query heads, then key heads, then value
+                heads. Consecutive query heads share a KV head.
+            rotary: the model's tables.
+
+        Returns:
+            [T, query heads * head_dim].
+        """
+        ...
+
+    def norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Return the RMSNorm of `hidden`, [T, width], computed in float32, without changing `hidden`.
+
+        `weight`: [width] float32; `epsilon` is added to the mean square.
+        """
+        ...
+
+    def linear(self, inputs: Tensor, matrix: Linear) -> Tensor:
+        """Return `matrix(inputs)`: [T, K] gives [T, N]."""
+        ...
+
+    def add_linear(self, hidden: Tensor, inputs: Tensor, matrix: Linear) -> Tensor:
+        """Return `hidden + matrix(inputs)`, for a matrix without bias: [T, N] and [T, K] give [T, N]."""
+        ...
+
+    def linear_swiglu(self, inputs: Tensor, matrix: Linear) -> Tensor:
+        """Return silu(first half) * second half of `matrix(inputs)`; no bias: [T, K] gives [T, N / 2]."""
+        ...
+
+
+class CausalModel(Protocol):
+    """A decoder over token ids. Only its attention (`Operations.attend`) tells sequences apart."""
+
+    vocab_size: int
+    """Width of the logits."""
+    max_positions: int
+    """Length of the longest sequence."""
+    kv_shape: KVShape
+    """What the KV cache stores per token."""
+    query_heads: int
+    """Query heads of each layer; a multiple of the KV heads."""
+    dtype: torch.dtype
+    """The dtype of weights, activations and KV cache."""
+    device: torch.device
+    """The device that holds the weights."""
+
+    def convert(self, convert: Callable[[Linear], Linear]) -> None:
+        """Replace each `Linear` by `convert` of it, one at a time."""
+        ...
+
+    def forward(self, tokens: Tensor, operations: Operations) -> Tensor:
+        """Compute the new tokens as far as later ones need them: all keys and values.
+
+        What only the logits of the same token need is left to `logits`: most of a prompt's tokens get none.
+
+        Args:
+            tokens: [T] int64, the new tokens of every sequence of the step, one after the other.
+            operations: know each token's sequence and position.
+
+        Returns:
+            [T, width] hidden states, for `logits`.
+        """
+        ...
+
+    def logits(self, hidden: Tensor, operations: Operations) -> Tensor:
+        """Compute the next-token logits for some of a step's tokens, without attending.
+
+        Args:
+            hidden: [S, width], rows of the result of `forward`; may be overwritten.
+            operations: those of `forward`.
+
+        Returns:
+            [S, vocab_size] logits, a tensor that the caller may change.
+        """
+        ...

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from triton_models.engine.model import KVShape
-from triton_models.engine.operations import Operations, Rotary
+from triton_models.engine.linear import Linear
+from triton_models.engine.models import KVShape, Operations, Rotary
 
 ROPE_BASE = 10_000.0
 
@@ -62,12 +62,11 @@ class LayerWeights:
     """
 
     input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    attention_out: Tensor
+    qkv: Linear
+    attention_out: Linear
     post_attention_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Linear
+    down: Linear
 
 
 class ChatGLM:
@@ -78,11 +77,19 @@ class ChatGLM:
 
     def __init__(self, config: ChatGLMConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
-        self._dtype = dtype
-        self._device = device
+        # From the padded vocabulary the original code samples, too.
+        self.vocab_size = config.padded_vocab_size
+        self.max_positions = config.seq_length
+        self.kv_shape = KVShape(config.num_layers, config.multi_query_group_num, config.kv_channels)
+        self.query_heads = config.num_attention_heads
+        self.dtype = dtype
+        self.device = device
 
         def weights(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
+
+        def matrix(rows: int, columns: int, *, bias: bool = False) -> Linear:
+            return Linear(weights(rows, columns), weights(rows) if bias else None)
 
         def norm() -> Tensor:
             return torch.empty(config.hidden_size, dtype=torch.float32, device=device)
@@ -92,68 +99,37 @@ class ChatGLM:
         self.layers = [
             LayerWeights(
                 input_norm=norm(),
-                qkv=weights(qkv_width, config.hidden_size),
-                qkv_bias=weights(qkv_width) if config.add_qkv_bias else None,
-                attention_out=weights(config.hidden_size, config.query_width),
+                qkv=matrix(qkv_width, config.hidden_size, bias=config.add_qkv_bias),
+                attention_out=matrix(config.hidden_size, config.query_width),
                 post_attention_norm=norm(),
-                gate_up=weights(2 * config.ffn_hidden_size, config.hidden_size),
-                down=weights(config.hidden_size, config.ffn_hidden_size),
+                gate_up=matrix(2 * config.ffn_hidden_size, config.hidden_size),
+                down=matrix(config.hidden_size, config.ffn_hidden_size),
             )
             for _ in range(config.num_layers)
         ]
         self.final_norm = norm()
-        self.head = weights(config.padded_vocab_size, config.hidden_size)
+        self.head = matrix(config.padded_vocab_size, config.hidden_size)
         self._rotary = _rotary_table(config, device)
 
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits: the padded vocabulary, from which the original code also samples."""
-        return self.config.padded_vocab_size
-
-    @property
-    def max_positions(self) -> int:
-        """Length of the longest sequence."""
-        return self.config.seq_length
-
-    @property
-    def kv_shape(self) -> KVShape:
-        """What the KV cache stores per token."""
-        return KVShape(self.config.num_layers, self.config.multi_query_group_num, self.config.kv_channels)
-
-    @property
-    def query_heads(self) -> int:
-        """Query heads of each layer."""
-        return self.config.num_attention_heads
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of weights, activations and KV cache."""
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device that holds the weights."""
-        return self._device
-
-    def pack(self, pack: Callable[[Tensor], Tensor]) -> None:
-        """See `CausalModel`."""
+    def convert(self, convert: Callable[[Linear], Linear]) -> None:
+        """Replace each matrix by `convert` of it, one at a time."""
         for index, layer in enumerate(self.layers):
             self.layers[index] = replace(
                 layer,
-                qkv=pack(layer.qkv),
-                attention_out=pack(layer.attention_out),
-                gate_up=pack(layer.gate_up),
-                down=pack(layer.down),
+                qkv=convert(layer.qkv),
+                attention_out=convert(layer.attention_out),
+                gate_up=convert(layer.gate_up),
+                down=convert(layer.down),
             )
-        self.head = pack(self.head)
+        self.head = convert(self.head)
 
     def forward(self, tokens: Tensor, operations: Operations) -> Tensor:
-        """See `CausalModel`."""
+        """Compute all layers, but of the last one only the attention."""
         epsilon = self.config.layernorm_epsilon
         hidden = embedding(tokens, self.embedding)
         for index, layer in enumerate(self.layers):
             normed = operations.norm(hidden, layer.input_norm, epsilon)
-            projected = operations.linear(normed, layer.qkv, layer.qkv_bias)
+            projected = operations.linear(normed, layer.qkv)
             heads = projected.view(len(tokens), -1, self.config.kv_channels)
             attended = operations.attend(index, heads, self._rotary)
             hidden = operations.add_linear(hidden, attended, layer.attention_out)
@@ -162,7 +138,7 @@ class ChatGLM:
         return hidden
 
     def logits(self, hidden: Tensor, operations: Operations) -> Tensor:
-        """See `CausalModel`: the last layer's feed-forward part, the final norm and the head."""
+        """Compute the last layer's feed-forward part, the final norm and the head."""
         hidden = self._feed_forward(self.layers[-1], hidden, operations)
         normed = operations.norm(hidden, self.final_norm, self.config.layernorm_epsilon)
         return operations.linear(normed, self.head)

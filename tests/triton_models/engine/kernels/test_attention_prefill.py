@@ -8,12 +8,12 @@ from torch import Tensor
 from tests.triton_models.engine.kernels.paged import PagedCase, Shape, assert_close
 from triton_models.engine.kernels.attention_prefill import (
     PrefillConfig,
-    PrefillRange,
     make_tiles,
     prefill_attention,
     prefill_config,
     queries_per_tile,
 )
+from triton_models.engine.models import ChunkRows
 
 SMALL = PrefillConfig(rows=16, keys=16, warps=4, stages=2)
 
@@ -22,13 +22,13 @@ def prefill(
     case: PagedCase, queries: list[Tensor], offsets: list[int], config: PrefillConfig = SMALL
 ) -> list[Tensor]:
     """Attend every sequence's queries in one launch, rows of the step in the sequences' order."""
-    ranges, start = [], 0
+    chunks, start = [], 0
     for row, part, offset in zip(case.table_rows, queries, offsets, strict=True):
-        ranges.append(PrefillRange(table_row=row, start=start, offset=offset, count=len(part)))
+        chunks.append(ChunkRows(row, start, start + len(part), offset))
         start += len(part)
     shape = case.shape
     tile = queries_per_tile(shape.query_heads, shape.kv_heads, config)
-    tiles = torch.tensor(make_tiles(ranges, tile), dtype=torch.int32, device=case.device)
+    tiles = torch.tensor(make_tiles(chunks, tile), dtype=torch.int32, device=case.device)
     # As the engine has them: the first heads of a wider product.
     projected = torch.cat(queries).repeat(1, 2, 1)
     out = torch.full((start, shape.query_heads, shape.head_dim), torch.nan).to(projected)
@@ -95,11 +95,11 @@ def test_rows_that_no_tile_names_are_left_alone(device: torch.device) -> None:
 
 
 def test_tiles_cover_every_query_once_and_start_with_the_longest_past() -> None:
-    ranges = [
-        PrefillRange(table_row=4, start=1, offset=0, count=9),
-        PrefillRange(table_row=2, start=10, offset=30, count=5),
+    chunks = [
+        ChunkRows(slot=4, start=1, end=10, offset=0),
+        ChunkRows(slot=2, start=10, end=15, offset=30),
     ]
-    tiles = make_tiles(ranges, 4)
+    tiles = make_tiles(chunks, 4)
     assert tiles == [(2, 14, 34, 1), (2, 10, 30, 4), (4, 9, 8, 1), (4, 5, 4, 4), (4, 1, 0, 4)]
 
 

@@ -3,8 +3,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from triton_models.engine.kernels.linear import MAX_ROWS, linear, linear_swiglu, new_arrivals
-from triton_models.engine.kernels.tilings import Tiling, tiling_for
+from triton_models.engine.kernels.linear import (
+    MAX_ROWS,
+    Tiling,
+    linear,
+    linear_swiglu,
+    new_arrivals,
+    tiling_for,
+)
 
 ERRORS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Of a result rounded once, as a share of its norm."""
@@ -120,3 +126,16 @@ def test_default_tiling_is_used(device: torch.device) -> None:
     assert torch.equal(
         linear(x, weight, arrivals=arrivals), linear(x, weight, arrivals=arrivals, tiling=chosen)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("outputs", "keys"), [(4608, 4096), (4096, 13696), (288, 96), (65024, 4096), (16, 8)]
+)
+def test_tiling_covers_any_shape(dtype: torch.dtype, outputs: int, keys: int, device: torch.device) -> None:
+    chosen = tiling_for(outputs, keys, gated=False, dtype=dtype)
+    tiles = -(-outputs // chosen.block_n)
+    assert chosen.splits == 1 or tiles <= len(new_arrivals(device))
+    assert chosen.block_n >= 16
+    assert chosen.block_k >= 16
+    assert chosen.splits <= -(-keys // chosen.block_k)

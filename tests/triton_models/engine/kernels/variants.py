@@ -13,8 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from triton_models.engine.kernels import attention_decode, attention_prefill, rotate_store
-from triton_models.engine.kernels.decode_plan import DecodeWorkspace
+from triton_models.engine.kernels import attention_decode, attention_prefill, elementwise
+from triton_models.engine.kernels.attention_decode import DecodeWorkspace
 
 SHAPE = {"query_heads": 6, "kv_heads": 2, "head_dim": 16}
 HEADS = 10
@@ -53,9 +53,7 @@ def launch(rows: int, width: int, *, misaligned: bool, splits: int) -> None:
     tiles = integers(4 * rows, misaligned=misaligned).view(rows, 4)
     attention_prefill.prefill_attention(queries, cache, cache, tables, tiles, out)
     angles = torch.zeros(64, 4)
-    rotate_store.rotate_store(
-        projected, angles, angles, numbers, tables, numbers, cache, cache, query_heads=6
-    )
+    elementwise.rotate_store(projected, angles, angles, numbers, tables, numbers, cache, cache, query_heads=6)
 
 
 def main() -> None:
@@ -63,7 +61,7 @@ def main() -> None:
     seen: dict[str, set[str]] = {}
     spy(attention_decode, "_decode", seen)
     spy(attention_prefill, "_prefill", seen)
-    spy(rotate_store, "_rotate_store", seen)
+    spy(elementwise, "_rotate_store", seen)
     for rows in (1, 2, 16, 33):
         for width in (1, 5, 16, 32):
             for misaligned in (False, True):

@@ -2,8 +2,9 @@
 
 import torch
 
+from triton_models.engine.models import Rotary
 from triton_models.engine.models.chatglm import ChatGLM
-from triton_models.engine.operations import PlainMath, Rotary, rotate_in_place, rotation, split_heads
+from triton_models.engine.ops_torch import PlainMath, rotate_in_place, rotation, split_heads
 
 
 def whole_pass(model: ChatGLM, tokens: list[int]) -> torch.Tensor:

@@ -1,11 +1,49 @@
-"""Rotary position embedding and the KV cache's new entries, in one launch."""
+"""What a layer computes token by token, in one launch each: RMSNorm, rotation and storing, SwiGLU."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+_NUMBERS_PER_WARP = 512
+_SWIGLU_BLOCK = 1024
+_SWIGLU_WARPS = 4
+
 _HEADS = 16
-"""Heads per program."""
+"""Heads per program of `rotate_store`."""
+
+
+def norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMSNorm of each row (Zhang and Sennrich, 2019), computed in float32.
+
+    A row's result depends on that row alone. Compiled once for each dtype and width.
+
+    Args:
+        hidden: [T, H], contiguous, float32, float16 or bfloat16.
+        weight: [H] float32.
+        eps: added to the mean square.
+
+    Returns:
+        [T, H] in the dtype of `hidden`.
+    """
+    rows, width = hidden.shape
+    normed = torch.empty_like(hidden)
+    block = triton.next_power_of_2(width)
+    warps = max(1, min(16, block // _NUMBERS_PER_WARP))
+    _norm[(rows,)](hidden, weight, normed, eps, WIDTH=width, BLOCK=block, num_warps=warps)
+    return normed
+
+
+@triton.jit
+def _norm(hidden, weight, normed, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    here = tl.program_id(0).to(tl.int64) * WIDTH + columns
+    row = tl.load(hidden + here, mask=inside, other=0.0).to(tl.float32)
+    factors = tl.load(weight + columns, mask=inside, other=0.0)
+    scale = tl.rsqrt(tl.sum(row * row) / WIDTH + eps)
+    scaled = row * scale * factors
+    tl.store(normed + here, scaled.to(normed.dtype.element_ty), mask=inside)
 
 
 def rotate_store(
@@ -114,3 +152,44 @@ def _rotate_store(
     value_heads = key_heads - KV_HEADS
     is_value = (value_heads >= 0) & (value_heads < KV_HEADS)
     tl.store(values + (place + value_heads) * HEAD_DIM + dims, plain, mask=is_value)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Return silu(first half) * second half of each row (Shazeer, "GLU Variants Improve Transformer", 2020).
+
+    silu is rounded to the dtype before the product, as in the plain forward pass.
+
+    Compiled once for each dtype and width.
+
+    Args:
+        gate_up: [T, 2 * F], contiguous, float32, float16 or bfloat16.
+
+    Returns:
+        [T, F] in the same dtype.
+    """
+    rows, both = gate_up.shape
+    width = both // 2
+    gated = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    _swiglu[rows, triton.cdiv(width, _SWIGLU_BLOCK)](
+        gate_up, gated, WIDTH=width, BLOCK=_SWIGLU_BLOCK, num_warps=_SWIGLU_WARPS
+    )
+    return gated
+
+
+@triton.jit
+def silu_times(gate, up):
+    """Return silu(gate) * up; silu and the product are rounded to the dtype that both have."""
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(up.dtype)
+    return (silu.to(tl.float32) * up.to(tl.float32)).to(up.dtype)
+
+
+@triton.jit
+def _swiglu(gate_up, gated, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    here = gate_up + row * (2 * WIDTH) + columns
+    gate = tl.load(here, mask=inside, other=0.0)
+    up = tl.load(here + WIDTH, mask=inside, other=0.0)
+    tl.store(gated + row * WIDTH + columns, silu_times(gate, up), mask=inside)

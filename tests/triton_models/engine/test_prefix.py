@@ -3,11 +3,11 @@ from collections.abc import Sequence as Tokens
 
 import pytest
 
-from triton_models.engine.batch import Batch
-from triton_models.engine.block_manager import BlockManager
+from triton_models.engine.blocks import BlockManager
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.scheduler import Scheduler
 from triton_models.engine.sequence import Request, Sequence, SequenceState
+from triton_models.engine.step import Step
 
 SIZE = 4
 
@@ -44,7 +44,7 @@ class Table:
         self.scheduler.add(sequence)
         return sequence
 
-    def step(self) -> Batch:
+    def step(self) -> Step:
         batch = self.scheduler.schedule()
         batch.advance()
         for chunk in batch.chunks:
@@ -54,8 +54,8 @@ class Table:
                     self.end(chunk.sequence)
         return batch
 
-    def end(self, sequence: Sequence, *, spoilt: bool = False) -> None:
-        self.scheduler.remove(sequence, spoilt=spoilt)
+    def end(self, sequence: Sequence, *, invalid: bool = False) -> None:
+        self.scheduler.remove(sequence, invalid=invalid)
         sequence.move_to(SequenceState.FINISHED)
 
     def finish(self, sequence: Sequence) -> None:
@@ -63,7 +63,7 @@ class Table:
             self.step()
 
 
-def work(batch: Batch) -> dict[str, tuple[int, int]]:
+def work(batch: Step) -> dict[str, tuple[int, int]]:
     """Start and end of what each sequence computes of its prompt."""
     return {chunk.sequence.request.request_id: (chunk.start, chunk.end) for chunk in batch.prefills}
 
@@ -269,13 +269,13 @@ def test_who_goes_on_alone_after_the_other_has_gone() -> None:
 
 
 @pytest.mark.parametrize("culprit", ["writer", "finder"])
-def test_what_was_spoilt_is_found_by_nobody(culprit: str) -> None:
+def test_what_was_invalid_is_found_by_nobody(culprit: str) -> None:
     table = Table()
     writer = table.add(range(9), count=12)
     finder = table.add([*range(8), 50, 51, 52, 53, 54], count=12)
     table.finish(table.add([7] * 9))
     other = writer if culprit == "finder" else finder
-    table.end(writer if culprit == "writer" else finder, spoilt=True)
+    table.end(writer if culprit == "writer" else finder, invalid=True)
     table.finish(other)
     for prompt, found in ((range(9), 0), ([*range(8), 50, 51, 52, 53, 54], 8), ([7] * 9, 8)):
         each = table.add(prompt)
@@ -284,14 +284,14 @@ def test_what_was_spoilt_is_found_by_nobody(culprit: str) -> None:
     assert table.blocks.used == 0
 
 
-def test_what_was_spoilt_is_found_by_nobody_though_its_writer_was_preempted() -> None:
+def test_what_was_invalid_is_found_by_nobody_though_its_writer_was_preempted() -> None:
     table = Table(blocks=9)
     winner = table.add([7] * 11, count=20, priority=-1)
     victim = table.add(range(8), count=20)
     table.step()
     while victim.state is not SequenceState.WAITING:
         table.step()
-    table.end(victim, spoilt=True)
+    table.end(victim, invalid=True)
     table.finish(winner)
     again = table.add(range(9))
     table.finish(again)

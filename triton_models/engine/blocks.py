@@ -1,7 +1,12 @@
-"""Allocates KV blocks and counts their holders. Knows nothing of their contents."""
+"""The KV cache in blocks: who holds which, and the tensors that hold their keys and values."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from triton_models.engine.models import KVShape
 
 PADDING_BLOCK = 0
 """Never allocated: block tables are padded with it.
@@ -27,7 +32,7 @@ class BlockManager:
         self.blocks = blocks
         self.block_size = block_size
         self.on_eviction: Callable[[int], None] = _ignore
-        # A stack: the block freed last is the most likely to be still in a processor cache.
+        # A stack: the block freed last is the most likely to be still in a CPU cache.
         self._free = list(range(blocks, PADDING_BLOCK, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Oldest first."""
@@ -65,7 +70,7 @@ class BlockManager:
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` available blocks, each with one holder."""
         if count > self.available:
-            raise RuntimeError(f"{count} KV blocks were asked for and {self.available} are available")
+            raise RuntimeError(f"{count} KV blocks were requested and {self.available} are available")
         taken = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for block in taken:
             self._references[block] = 1
@@ -118,3 +123,41 @@ def _not_held(block: int) -> RuntimeError:
 
 def _ignore(block: int) -> None:
     """Do nothing: the default of `on_eviction`."""
+
+
+class KVCache:
+    """`keys` and `values`: [layers, blocks + 1, block_size, KV heads, head_dim]; block 0 pads block tables.
+
+    The contents of a block are undefined until it is cleared. A CPU's memory is only taken when blocks are
+    first written, a GPU's at once.
+    """
+
+    def __init__(
+        self, shape: KVShape, *, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.block_size = block_size
+        self._shape = shape
+        self._like = torch.empty(0, dtype=dtype, device=device)
+        self.allocate(blocks)
+
+    def allocate(self, blocks: int) -> None:
+        """Replace the tensors by new ones for `blocks` blocks."""
+        shape = self._shape
+        size = (shape.layers, blocks + 1, self.block_size, shape.heads, shape.head_dim)
+        self.keys = self._like.new_empty(size)
+        self.values = self._like.new_empty(size)
+        self.reset()
+
+    def clear(self, blocks: Tensor) -> None:
+        """Zero `blocks` ([N] int64) when they are allocated.
+
+        Attention reads whole blocks and masks positions beyond a sequence's end, but a NaN left there by an
+        earlier sequence would survive multiplication by a weight of zero.
+        """
+        self.keys.index_fill_(1, blocks, 0)
+        self.values.index_fill_(1, blocks, 0)
+
+    def reset(self) -> None:
+        """Zero the padding block, which a failed step may have written to; others are cleared before use."""
+        self.keys[:, PADDING_BLOCK] = 0
+        self.values[:, PADDING_BLOCK] = 0

@@ -3,7 +3,7 @@
 import struct
 from collections import defaultdict
 
-from triton_models.engine.block_manager import PADDING_BLOCK, BlockManager
+from triton_models.engine.blocks import PADDING_BLOCK, BlockManager
 from triton_models.engine.sequence import Sequence
 
 
@@ -99,7 +99,7 @@ class PrefixCache:
         """Forget a sequence that stops running; its registered blocks stay."""
         self._registered.pop(sequence, None)
 
-    def spoil(self, sequence: Sequence) -> None:
+    def invalidate(self, sequence: Sequence) -> None:
         """Forget every block of a sequence, and every block that other sequences computed after these.
 
         Blocks that it found, not computed, are suspect too: their writer may have ended before its results

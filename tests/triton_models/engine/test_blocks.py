@@ -1,6 +1,6 @@
 import pytest
 
-from triton_models.engine.block_manager import PADDING_BLOCK, BlockManager
+from triton_models.engine.blocks import PADDING_BLOCK, BlockManager
 
 
 def test_blocks_are_handed_out_once_and_never_the_padding() -> None:
@@ -9,7 +9,7 @@ def test_blocks_are_handed_out_once_and_never_the_padding() -> None:
     assert sorted(taken) == [1, 2, 3, 4, 5]
     assert PADDING_BLOCK not in taken
     assert (manager.used, manager.free) == (5, 0)
-    with pytest.raises(RuntimeError, match="1 KV blocks were asked for and 0 are available"):
+    with pytest.raises(RuntimeError, match="1 KV blocks were requested and 0 are available"):
         manager.allocate(1)
 
 

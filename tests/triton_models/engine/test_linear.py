@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from triton_models.engine import packed_weights
-from triton_models.engine.packed_weights import add_packed_linear, pack, packed_linear, why_not_packed
+from triton_models.engine import linear
+from triton_models.engine.linear import Linear, PackedLinear, pack, why_not_packed
 
 DTYPES = [
     pytest.param(
@@ -22,21 +22,21 @@ def test_products_of_any_shape_are_those_of_the_plain_matrix(
     weight, bias = torch.randn(width, inner).to(dtype), torch.randn(width).to(dtype)
     inputs, hidden = torch.randn(rows, inner).to(dtype), torch.randn(rows, width).to(dtype)
     product = inputs.double() @ weight.double().T
-    packed = pack(weight)
-    assert packed.shape == weight.shape
+    packed, biased = PackedLinear(Linear(weight)), PackedLinear(Linear(weight, bias))
+    assert packed.weight.shape == weight.shape
     # One rounding, and that of sums in float32.
     tolerance = {"rtol": torch.finfo(dtype).eps, "atol": 1e-3}
     for given, expected in (
-        (packed_linear(inputs, packed), product),
-        (packed_linear(inputs, packed, bias), product + bias),
-        (add_packed_linear(hidden, inputs, packed), product + hidden),
+        (packed(inputs), product),
+        (biased(inputs), product + bias),
+        (packed.add(hidden, inputs), product + hidden),
     ):
         assert given.dtype == dtype
         torch.testing.assert_close(given.double(), expected, **tolerance)
 
 
 def test_what_is_packed_stays_so() -> None:
-    packed = pack(torch.ones(4, 4))
+    packed = pack(Linear(torch.ones(4, 4)))
     assert pack(packed) is packed
 
 
@@ -51,10 +51,10 @@ def test_a_build_without_such_products_is_told(monkeypatch: pytest.MonkeyPatch, 
     def fail() -> None:
         raise fault
 
-    monkeypatch.setattr(packed_weights, "_mkldnn", fail)
+    monkeypatch.setattr(linear, "_mkldnn", fail)
     assert why_not_packed(torch.float32) == str(fault).splitlines()[0]
 
 
 def test_wrong_products_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_weights, "add_packed_linear", lambda hidden, inputs, weight: hidden)
+    monkeypatch.setattr(PackedLinear, "add", lambda self, hidden, inputs: hidden)
     assert why_not_packed(torch.float32) == "its products are wrong here"

@@ -3,18 +3,17 @@ import random
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import linear, silu
 
-from triton_models.engine.attention import PlainOperations
-from triton_models.engine.kv_cache import KVCache
-from triton_models.engine.layout import ChunkRows, StepLayout
-from triton_models.engine.model import KVShape
-from triton_models.engine.operations import Rotary
-from triton_models.engine.processor_operations import ProcessorOperations
+from triton_models.engine.blocks import KVCache
+from triton_models.engine.linear import Linear, pack, why_not_packed
+from triton_models.engine.models import ChunkRows, KVShape, Rotary, StepLayout
+from triton_models.engine.ops_torch import PlainMath, TorchOperations, rotate_in_place, rotation
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 8, 4
 
 UNROTATED = Rotary(torch.ones(64, 2), torch.zeros(64, 2))
-"""Every angle is zero; what rotation does is seen by the models' own tests."""
+"""Every angle is zero."""
 
 
 def naive(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -72,11 +71,11 @@ def attend(
         ]
     )
     expected = torch.cat([each.expected[start:end] for each, start, end in parts]).flatten(1)
-    for make in (PlainOperations, ProcessorOperations):
-        # The same keys and values are stored twice.
-        attended = make(cache, layout).attend(layer, projected.clone(), UNROTATED)
-        assert attended.shape == expected.shape
-        assert (attended - expected).abs().max() < 1e-5
+    operations = TorchOperations(None, cache, 0)
+    operations.begin(layout)
+    attended = operations.attend(layer, projected, UNROTATED)
+    assert attended.shape == expected.shape
+    assert (attended - expected).abs().max() < 1e-5
 
 
 @pytest.fixture
@@ -130,3 +129,82 @@ def test_reset_makes_padding_clean_again(cache: KVCache) -> None:
     long, short = PagedSequence(9, [1, 2, 3]), PagedSequence(1, [4])
     attend(cache, 0, [], [(long, 0, 8)])
     attend(cache, 0, [(long, 8), (short, 0)], [])
+
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def assert_close(given: Tensor, expected: Tensor) -> None:
+    assert given.dtype == expected.dtype
+    torch.testing.assert_close(given, expected, rtol=2 * torch.finfo(given.dtype).eps, atol=1e-6)
+
+
+@dtypes
+def test_queries_and_stored_keys_are_rotated_by_their_positions(dtype: torch.dtype) -> None:
+    """Three sequences that decode at positions of their own, against the differentiable rotation."""
+    torch.manual_seed(0)
+    pairs, slots = 2, torch.arange(3, dtype=torch.int32)
+    angles = torch.rand(10, pairs) * 6
+    rotary, positions = Rotary(angles.cos(), angles.sin()), torch.tensor([0, 5, 9])
+    layout = StepLayout(
+        tables=torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]], dtype=torch.int32),
+        slots=slots,
+        positions=positions,
+        decode_lengths=(positions + 1).int(),
+        longest_decode=10,
+    )
+    shape = KVShape(layers=1, heads=KV_HEADS, head_dim=HEAD_DIM)
+    projected = torch.randn(3, HEADS + 2 * KV_HEADS, HEAD_DIM).to(dtype)
+    rotated = projected.clone()
+    rotate_in_place(rotated[:, :-KV_HEADS], *rotation(rotary, positions))
+    results = []
+    for heads, turned in ((projected, rotary), (rotated, UNROTATED)):
+        cache = KVCache(shape, blocks=9, block_size=BLOCK_SIZE, dtype=dtype, device=torch.device("cpu"))
+        cache.clear(torch.arange(1, 10))
+        operations = TorchOperations(None, cache, 0)
+        operations.begin(layout)
+        results.append((operations.attend(0, heads.clone(), turned), cache))
+    (attended, cache), (expected, expected_cache) = results
+    torch.testing.assert_close(attended, expected)
+    assert_close(cache.keys, expected_cache.keys)
+    assert_close(cache.values, expected_cache.values)
+    assert cache.keys[:, 1:].any()
+
+
+@dtypes
+@pytest.mark.parametrize("size", [1e-4, 1.0, 300.0])
+def test_norm(dtype: torch.dtype, size: float, cache: KVCache) -> None:
+    torch.manual_seed(1)
+    hidden, weight = (size * torch.randn(5, 24)).to(dtype), torch.randn(24)
+    kept = hidden.clone()
+    given = TorchOperations(None, cache, 0).norm(hidden, weight, 1e-5)
+    assert_close(given, PlainMath().norm(hidden, weight, 1e-5))
+    assert torch.equal(hidden, kept)
+
+
+def test_the_norm_of_nothing_is_nothing(cache: KVCache) -> None:
+    assert not TorchOperations(None, cache, 0).norm(torch.zeros(2, 24), torch.ones(24), 1e-5).any()
+
+
+@dtypes
+@pytest.mark.parametrize("packed", [True, False])
+def test_products_with_packed_and_plain_matrices(dtype: torch.dtype, *, packed: bool) -> None:
+    if packed and (obstacle := why_not_packed(dtype)):
+        pytest.skip(obstacle)
+    torch.manual_seed(2)
+    hidden, inputs = torch.randn(5, 24).to(dtype), torch.randn(5, 40).to(dtype)
+    weight, wide, bias = (torch.randn(shape).to(dtype) for shape in ((24, 40), (48, 40), (24,)))
+    operations = PlainMath()
+
+    def made(weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return pack(Linear(weight, bias)) if packed else Linear(weight, bias)
+
+    gate, up = linear(inputs, wide).chunk(2, dim=-1)
+    # Plain torch rounds what is added twice, and what is gated three times.
+    tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 16 * torch.finfo(dtype).eps}
+    for given, expected in (
+        (operations.linear(inputs, made(weight, bias)), linear(inputs, weight, bias)),
+        (operations.add_linear(hidden, inputs, made(weight)), hidden + linear(inputs, weight)),
+        (operations.linear_swiglu(inputs, made(wide)), silu(gate) * up),
+    ):
+        torch.testing.assert_close(given, expected, **tolerance)

@@ -3,11 +3,9 @@ import torch
 from torch import Tensor
 
 from tests.triton_models.engine.uncaptured import do_again
-from triton_models.engine.captured_steps import CapturedPrompts, decode_sizes, prompt_sizes
-from triton_models.engine.device_step import DeviceStep
-from triton_models.engine.layout import StepLayout
+from triton_models.engine.graphs import CapturedSteps, DeviceStep, decode_sizes, prompt_sizes
+from triton_models.engine.models import StepLayout
 from triton_models.engine.slots import SlotTable
-from triton_models.engine.step_inputs import StepInputs
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 24, 128, 500, 512])
@@ -42,36 +40,44 @@ class Seen(DeviceStep):
     """Keeps what it is given."""
 
     def __init__(self) -> None:
+        self.slots = SlotTable(SPARE, 4, torch.device("cpu"))
+        self.longest = 64
         self.layouts: list[StepLayout] = []
+
+    def decode(self, slots: Tensor, longest: int) -> Tensor:
+        return torch.zeros(len(slots), 1)
+
+    def finish(self, slots: Tensor, logits: Tensor) -> Tensor:
+        return torch.zeros(3, len(slots))
 
     def forward(self, tokens: Tensor, layout: StepLayout) -> Tensor:
         self.layouts.append(layout)
         return tokens[:, None].float()
 
 
-def inputs(*, decodes: int, chunk: int, size: int) -> StepInputs:
+def inputs(*, decodes: int, chunk: int, size: int) -> tuple[Tensor, StepLayout]:
     """A step of some decodes and one chunk in a tile for each token, filled up to a captured size."""
     real = decodes + chunk
     padding = size - real
-    return StepInputs(
-        tokens=torch.tensor([9] * real + [0] * padding),
+    layout = StepLayout(
+        tables=torch.empty(0),
         slots=torch.tensor([1] * real + [SPARE] * padding, dtype=torch.int32),
         positions=torch.tensor([5] * real + [-1] * padding),
         decode_lengths=torch.full((decodes,), 6, dtype=torch.int32),
+        longest_decode=6,
         tiles=torch.full((chunk, 4), 3, dtype=torch.int32),
-        rows=torch.arange(decodes),
     )
+    return torch.tensor([9] * real + [0] * padding), layout
 
 
 def test_a_captured_step_sees_nothing_of_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     do_again(monkeypatch)
     step = Seen()
-    captured = CapturedPrompts(
-        step, SlotTable(SPARE, 4, torch.device("cpu")), longest=64, largest=96, most_tiles=sum_of
-    )
-    captured.capture(None)
-    captured.forward(inputs(decodes=5, chunk=80, size=96))
-    hidden = captured.forward(inputs(decodes=2, chunk=20, size=32))
+    captured = CapturedSteps(step, largest=96, most_tiles=sum_of)
+    captured.capture()
+    step.layouts.clear()
+    captured.forward(*inputs(decodes=5, chunk=80, size=96))
+    hidden = captured.forward(*inputs(decodes=2, chunk=20, size=32))
     assert hidden[:, 0].tolist() == [9] * 22 + [0] * 10
     before, layout = step.layouts
     assert (before.decode_lengths.data_ptr(), len(before.slots)) == (layout.decode_lengths.data_ptr(), 96)

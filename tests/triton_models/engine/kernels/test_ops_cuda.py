@@ -1,0 +1,164 @@
+"""The engine on its kernels: the same answers as in plain torch, and as the original code's."""
+
+import gc
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.triton_models.engine.fake_model import ids, request, run
+from tests.triton_models.engine.uncaptured import do_again
+from triton_models.checkpoint import load_model
+from triton_models.engine import engine, ops_cuda
+from triton_models.engine.backend import PLAIN, Backend, cuda_backend
+from triton_models.engine.blocks import KVCache
+from triton_models.engine.capacity import Capacity, choose_capacity
+from triton_models.engine.engine import Engine
+from triton_models.engine.graphs import CapturedSteps, DeviceStep
+from triton_models.engine.kernels import linear
+from triton_models.engine.kernels.linear import Tiling
+from triton_models.engine.models import CausalModel, ChunkRows, KVShape, StepLayout
+from triton_models.engine.ops_cuda import CudaOperations
+from triton_models.engine.runner import Runner
+from triton_models.engine.sampling import SamplingParams
+from triton_models.engine.settings import EngineSettings
+from triton_models.engine.slots import SlotTable
+
+GOLDEN = Path(__file__).parents[3] / "golden"
+SMALL = EngineSettings(max_running=4, max_batched_tokens=40, kv_blocks=24)
+
+
+@pytest.fixture
+def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """Where there is no device to capture graphs, their work is done again instead of replayed.
+
+    And products have large tiles there: the time of the compiler's interpreter goes with their number.
+    """
+    if device.type != "cuda":
+        do_again(monkeypatch)
+        large = Tiling(block_n=128, block_k=64, splits=2, warps=4, stages=3)
+        monkeypatch.setattr(linear, "tiling_for", lambda *_shape, **_options: large)
+    return cuda_backend(torch.float32)
+
+
+def test_greedy_answers_are_the_original_codes(kernels: Backend, device: torch.device) -> None:
+    cases = json.loads((GOLDEN / "chatglm3" / "golden.json").read_text(encoding="utf-8"))["cases"]
+    case = min(cases, key=lambda case: len(case["input_ids"]))
+    made = Engine(load_model(GOLDEN / "chatglm3", torch.float32, device), SMALL, backend=kernels)
+    made.add(request("a", case["input_ids"], SamplingParams(temperature=0.0, max_tokens=2)))
+    assert ids(run(made)["a"]) == case["greedy_ids"][:2]
+
+
+def test_sampled_answers_are_the_plain_ones(kernels: Backend, device: torch.device) -> None:
+    model = load_model(GOLDEN / "chatglm3", torch.float32, device)
+    requests = [
+        request("plain", (5, 6, 7), SamplingParams(temperature=0.8, seed=1, max_tokens=2)),
+        request("cut", (8, 9), SamplingParams(temperature=1.0, top_p=0.8, top_k=9, seed=2, max_tokens=2)),
+        request("greedy", (4, *range(50)), SamplingParams(temperature=0.0, max_tokens=2)),
+        request("told", (3, 1), SamplingParams(temperature=1.0, logprobs=2, seed=3, max_tokens=2)),
+    ]
+    answers = []
+    for backend in (PLAIN, kernels):
+        made = Engine(model, SMALL, backend=backend)
+        for each in requests:
+            made.add(each)
+        answers.append({key: ids(outputs) for key, outputs in run(made).items()})
+    assert answers[0] == answers[1]
+
+
+def test_the_profile_run_leaves_no_trace_in_answers(
+    kernels: Backend, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It uses the tables and workspaces that will serve, but not the cache."""
+    cached: list[int] = []
+
+    def after_a_profile_run(
+        settings: EngineSettings, model: CausalModel, run_largest: Callable[[], int]
+    ) -> Capacity:
+        monkeypatch.setattr(KVCache, "allocate", allocate)
+        assert run_largest() == 3 + 2 * 3
+        return choose_capacity(settings, model)
+
+    own = KVCache.allocate
+
+    def allocate(cache: KVCache, blocks: int) -> None:
+        cached.append(blocks)
+        own(cache, blocks)
+
+    model = load_model(GOLDEN / "chatglm3", torch.float32, device)
+    sampling = SamplingParams(temperature=0.8, seed=1, max_tokens=4)
+    answers = []
+    for choose in (choose_capacity, after_a_profile_run):
+        monkeypatch.setattr(engine, "choose_capacity", choose)
+        made = Engine(model, SMALL, backend=kernels)
+        made.add(request("a", (5, 6, 7), sampling), request("b", range(30), sampling))
+        answers.append({key: ids(outputs) for key, outputs in run(made).items()})
+    assert answers[0] == answers[1]
+    assert cached == [24]
+
+
+def test_the_largest_steps_run_in_one_block_and_leave_nothing(kernels: Backend, device: torch.device) -> None:
+    model = load_model(GOLDEN / "chatglm3", torch.float32, device)
+    made = Runner(model, kernels, SMALL, context=64)
+    # Prompts of 16, 32 and 40 rows; decodes of 1, 2 and 4, each computed and sampled.
+    assert made.run_largest() == 3 + 2 * 3
+    cache = weakref.ref(made._cache)
+    gc.disable()
+    try:
+        del made
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("query_heads", "kv_heads"), [(32, 2), (32, 32), (4, 2)])
+@pytest.mark.parametrize("lengths", [[160], [100, 60], [1] * 40 + [120]], ids=["one", "two", "many"])
+def test_every_step_of_prompts_has_room_among_the_captured(
+    device: torch.device, dtype: torch.dtype, query_heads: int, kv_heads: int, lengths: list[int]
+) -> None:
+    model = SimpleNamespace(
+        kv_shape=KVShape(layers=1, heads=kv_heads, head_dim=128),
+        query_heads=query_heads,
+        dtype=dtype,
+        device=device,
+    )
+    operations = CudaOperations(model, None, rows=1)
+    chunks, row = [], 0
+    for slot, length in enumerate(lengths):
+        chunks.append(ChunkRows(slot=slot, start=row, end=row + length, offset=0))
+        row += length
+    step = DeviceStep(model, PLAIN, operations, SlotTable(64, 4, device), longest=512)
+    prompts = CapturedSteps(step, largest=160, most_tiles=operations.most_tiles)
+    assert prompts.size_for(row, len(operations.tiles(chunks))) == 160
+
+
+@pytest.mark.parametrize(("decodes", "tile"), [(4, 128), (300, 64)])
+def test_the_kernel_gets_the_plan_of_its_step(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, decodes: int, tile: int
+) -> None:
+    tiles: list[int] = []
+    monkeypatch.setattr(ops_cuda, "rotate_store", lambda *_, **__: None)
+    monkeypatch.setattr(ops_cuda, "decode_attention", lambda *_, config, **__: tiles.append(config.tile))
+    monkeypatch.setattr(ops_cuda, "_sm_count", lambda _: 132)
+    model = SimpleNamespace(
+        kv_shape=KVShape(layers=1, heads=2, head_dim=128), query_heads=4, dtype=torch.bfloat16, device=device
+    )
+    cache = SimpleNamespace(keys=[None], values=[None])
+    positions = torch.zeros(decodes, dtype=torch.int64, device=device)
+    layout = StepLayout(
+        tables=positions.int()[:, None],
+        slots=positions.int(),
+        positions=positions,
+        decode_lengths=positions.int() + 1,
+        longest_decode=4096,
+    )
+    projected = torch.zeros(decodes, 8, 128, dtype=torch.bfloat16, device=device)
+    operations = CudaOperations(model, cache, rows=decodes)
+    operations.begin(layout)
+    operations.attend(0, projected, SimpleNamespace(cos=None, sin=None))
+    assert tiles == [tile]

@@ -1,0 +1,215 @@
+"""A step's operations in plain torch, for any device: paged attention, norms and products.
+
+On a CPU, each call of a torch operator costs as much as a small product, so there are few calls: a rotation
+is one product of complex numbers, and a norm combines its operations as far as possible.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+
+from triton_models.engine.blocks import KVCache
+from triton_models.engine.linear import Linear
+from triton_models.engine.models import CausalModel, ChunkRows, Rotary, StepLayout
+
+
+class PlainMath:
+    """The `Operations` but for the attention: for any device, and differentiable."""
+
+    def norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Return the RMSNorm of [T, width], computed in float32."""
+        return rms_norm(hidden.float(), weight.shape, weight, epsilon).to(hidden.dtype)
+
+    def linear(self, inputs: Tensor, matrix: Linear) -> Tensor:
+        """Return `matrix(inputs)`."""
+        return matrix(inputs)
+
+    def add_linear(self, hidden: Tensor, inputs: Tensor, matrix: Linear) -> Tensor:
+        """Return `hidden + matrix(inputs)`."""
+        return matrix.add(hidden, inputs)
+
+    def linear_swiglu(self, inputs: Tensor, matrix: Linear) -> Tensor:
+        """Return silu(first half) * second half of `matrix(inputs)`."""
+        gate, up = matrix(inputs).chunk(2, dim=-1)
+        return silu(gate) * up
+
+
+class TorchOperations(PlainMath):
+    """`StepOperations` over the flattened tokens of a step.
+
+    What all layers share (rotations, masks, block tables) is built once per step. Query heads that share a KV
+    head form one SDPA batch, so keys and values are never repeated in memory.
+    """
+
+    def __init__(self, model: CausalModel, cache: KVCache, rows: int) -> None:  # noqa: ARG002 - kernels need all
+        self._cache = cache
+
+    def begin(self, layout: StepLayout) -> None:
+        """Build what the layers of a step share."""
+        self._layout = layout
+        self.positions = layout.positions
+        size = self._cache.block_size
+        blocks = layout.tables[layout.slots, layout.positions // size].long()
+        self._places = blocks * size + layout.positions % size
+        self._turns: Tensor | None = None
+        self._decodes = len(layout.decode_lengths)
+        if self._decodes:
+            width = -(-layout.longest_decode // size)
+            self._decode_blocks = layout.tables[layout.slots[: self._decodes], :width].long()
+            self._decode_mask = self._build_decode_mask()
+        self._chunks = [
+            (
+                chunk,
+                layout.tables[chunk.slot, : -(-chunk.length // size)].long(),
+                self._build_chunk_mask(chunk),
+            )
+            for chunk in layout.chunks
+        ]
+
+    def tiles(self, chunks: Sequence[ChunkRows]) -> list[tuple[int, int, int, int]]:  # noqa: ARG002 - it has none
+        """Return [], since chunks are not divided."""
+        return []
+
+    def most_tiles(self, rows: int, chunks: int) -> int:  # noqa: ARG002 - it has none
+        """Return 0, since chunks are not divided."""
+        return 0
+
+    def reset(self) -> None:
+        """Do nothing: steps share no state."""
+
+    def norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Return the RMSNorm of [T, width], computed in float32."""
+        if hidden.device.type != "cpu":
+            return super().norm(hidden, weight, epsilon)
+        numbers = hidden.float()
+        length: Tensor = torch.linalg.vector_norm(numbers, dim=-1, keepdim=True)
+        # The mean square is the squared length over the width.
+        scale = torch.addcmul(_scalar(epsilon), length, length, value=1 / hidden.shape[-1]).rsqrt_()
+        return (numbers * scale).mul_(weight).to(hidden.dtype)
+
+    def attend(self, layer: int, projected: Tensor, rotary: Rotary) -> Tensor:
+        """Rotate, store and attend; see `Operations` for the shapes."""
+        cached_keys, cached_values = self._cache.keys[layer], self._cache.values[layer]
+        kv_heads = cached_keys.shape[2]
+        # Queries and keys stand side by side, so one rotation serves both.
+        self._rotate(projected[:, :-kv_heads], rotary)
+        queries, keys, values = split_heads(projected, kv_heads)
+        cached_keys.flatten(0, 1).index_copy_(0, self._places, keys)
+        cached_values.flatten(0, 1).index_copy_(0, self._places, values)
+        parts = []
+        if self._decodes:
+            parts.append(self._decode(queries[: self._decodes], cached_keys, cached_values))
+        for chunk, blocks, mask in self._chunks:
+            rows = queries[chunk.start : chunk.end]
+            past = cached_keys.index_select(0, blocks), cached_values.index_select(0, blocks)
+            parts.append(_prefill(rows, chunk.length, mask, *past))
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return attended.flatten(1)
+
+    def _rotate(self, heads: Tensor, rotary: Rotary) -> None:
+        """Rotate each pair of numbers in place, as one complex number."""
+        if self._turns is None:
+            self._turns = torch.complex(*rotation(rotary, self.positions))
+        count = self._turns.shape[-1]
+        pairs = heads[..., : 2 * count].view(*heads.shape[:-1], count, 2)
+        numbers = pairs.float()
+        torch.view_as_complex(numbers).mul_(self._turns)
+        if numbers is not pairs:
+            pairs.copy_(numbers)
+
+    def _decode(self, queries: Tensor, cached_keys: Tensor, cached_values: Tensor) -> Tensor:
+        """Attend with one token per sequence, all sequences at once, over padded copies of their blocks."""
+        rows, heads, head_dim = queries.shape
+        kv_heads = cached_keys.shape[2]
+        shape = (rows, -1, kv_heads, head_dim)
+        blocks = self._decode_blocks.flatten()
+        keys = cached_keys.index_select(0, blocks).view(shape).transpose(1, 2)
+        values = cached_values.index_select(0, blocks).view(shape).transpose(1, 2)
+        # The query heads that share a KV head form SDPA's query axis: [D, KV heads, shared, head_dim].
+        grouped = queries.reshape(rows, kv_heads, heads // kv_heads, head_dim)
+        return scaled_dot_product_attention(grouped, keys, values, attn_mask=self._decode_mask).reshape(
+            queries.shape
+        )
+
+    def _build_decode_mask(self) -> Tensor:
+        """Return the additive mask [D, 1, 1, padded length]."""
+        lengths = self._layout.decode_lengths
+        padded = self._decode_blocks.shape[1] * self._cache.block_size
+        beyond = torch.arange(padded, device=lengths.device) >= lengths[:, None]
+        return self._additive(beyond)[:, None, None, :]
+
+    def _build_chunk_mask(self, chunk: ChunkRows) -> Tensor | None:
+        """Return the additive mask [new tokens, tokens so far]; None if plain causal attention suffices."""
+        if chunk.offset == 0:
+            return None
+        device = self.positions.device
+        positions = torch.arange(chunk.offset, chunk.length, device=device)
+        return self._additive(torch.arange(chunk.length, device=device) > positions[:, None])
+
+    def _additive(self, hidden: Tensor) -> Tensor:
+        mask = torch.zeros(hidden.shape, dtype=self._cache.keys.dtype, device=hidden.device)
+        return mask.masked_fill_(hidden, -torch.inf)
+
+
+def _prefill(queries: Tensor, length: int, mask: Tensor | None, keys: Tensor, values: Tensor) -> Tensor:
+    """Attend causally with the new tokens of one sequence to all of its tokens.
+
+    Args:
+        queries: [new tokens, heads, head_dim].
+        length: number of tokens in the sequence, including the new ones.
+        mask: additive, [new tokens, length]; None for causal.
+        keys: [blocks, block_size, KV heads, head_dim], copied from the sequence's blocks.
+        values: the same shape as `keys`.
+
+    Returns:
+        [new tokens, heads, head_dim].
+    """
+    count, heads, head_dim = queries.shape
+    kv_heads = keys.shape[2]
+    shared = heads // kv_heads
+
+    def expand(cached: Tensor) -> Tensor:
+        flat = cached.flatten(0, 1)[:length]
+        return flat.transpose(0, 1)[:, None].expand(kv_heads, shared, length, head_dim)
+
+    # The batch is the KV heads, each with the query heads it serves: [KV heads, shared, tokens, head_dim].
+    grouped = queries.reshape(count, kv_heads, shared, head_dim).permute(1, 2, 0, 3)
+    attended = scaled_dot_product_attention(
+        grouped, expand(keys), expand(values), attn_mask=mask, is_causal=mask is None
+    )
+    return attended.permute(2, 0, 1, 3).reshape(queries.shape)
+
+
+def rotate_in_place(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate the first `2 * pairs` numbers of each head in place, in float32; differentiable.
+
+    Args:
+        heads: [T, heads, head_dim], changed.
+        cos: [T, 1, pairs] float32, of each token's position.
+        sin: likewise.
+    """
+    rotary = heads[..., : 2 * cos.shape[-1]]
+    even, odd = rotary[..., 0::2].float(), rotary[..., 1::2].float()
+    rotated_even, rotated_odd = even * cos - odd * sin, odd * cos + even * sin
+    rotary[..., 0::2] = rotated_even.to(heads.dtype)
+    rotary[..., 1::2] = rotated_odd.to(heads.dtype)
+
+
+def rotation(rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of `positions` ([T]), each [T, 1, pairs]."""
+    return rotary.cos[positions, None, :], rotary.sin[positions, None, :]
+
+
+def split_heads(projected: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views of the queries, keys and values in `projected`."""
+    queries = projected.shape[1] - 2 * kv_heads
+    parts: list[Tensor] = list(torch.split(projected, [queries, kv_heads, kv_heads], dim=1))
+    return parts[0], parts[1], parts[2]
+
+
+@cache
+def _scalar(number: float) -> Tensor:
+    return torch.tensor(number)
