@@ -5,7 +5,7 @@ from torch import Tensor
 from triton_models.engine.backend import Backend, StepOperations
 from triton_models.engine.layout import StepLayout
 from triton_models.engine.model import CausalModel
-from triton_models.engine.sampling_rows import plain_inputs
+from triton_models.engine.sampler import plain_inputs
 from triton_models.engine.slots import SlotTable
 
 

@@ -6,7 +6,6 @@ from torch import Tensor
 from triton_models.engine.backend import Backend
 from triton_models.engine.kernel_operations import KernelSteps
 from triton_models.engine.kernels.sampling import choose
-from triton_models.engine.kernels.truncation import Truncation
 from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, sample
 
 
@@ -23,17 +22,4 @@ def kernel_backend(dtype: torch.dtype) -> Backend:
 
 
 def _sample(logits: Tensor, inputs: SamplerInputs) -> SamplerOutputs:
-    return sample(logits, inputs, _choose)
-
-
-def _choose(logits: Tensor, inputs: SamplerInputs) -> Tensor:
-    truncation = None
-    if inputs.truncated.numel():
-        truncation = Truncation(inputs.truncated, inputs.top_k, inputs.top_p, inputs.min_p)
-    return choose(
-        logits,
-        temperatures=inputs.temperatures,
-        seeds=inputs.seeds,
-        counters=inputs.counters,
-        truncation=truncation,
-    )
+    return sample(logits, inputs, choose)

@@ -13,10 +13,12 @@ from triton_models.engine.captured_steps import CapturedSteps
 from triton_models.engine.device_step import DeviceStep
 from triton_models.engine.kv_cache import KVCache
 from triton_models.engine.layout import ChunkRows, StepLayout
-from triton_models.engine.masks import MaskFault, fill_mask
+from triton_models.engine.masks import MaskFault, fill_masks
 from triton_models.engine.model import CausalModel
 from triton_models.engine.penalties import PenaltyTable, stage_penalties
-from triton_models.engine.prompt_scoring import (
+from triton_models.engine.results import Sampled, sampled_tokens
+from triton_models.engine.sampler import SamplerOutputs, sampler_inputs, stage_sampling
+from triton_models.engine.scoring import (
     ScoredChunk,
     Scores,
     score,
@@ -24,10 +26,7 @@ from triton_models.engine.prompt_scoring import (
     stage_scores,
     with_scores,
 )
-from triton_models.engine.results import Sampled, sampled_tokens
-from triton_models.engine.sampler import MASK_BITS, SamplerOutputs
-from triton_models.engine.sampling_rows import sampler_inputs, stage_sampling
-from triton_models.engine.sequence import Sequence, SequenceState
+from triton_models.engine.sequence import Sequence
 from triton_models.engine.settings import Capacity, EngineSettings
 from triton_models.engine.slots import SlotTable, slot_of, stage_blocks, stage_sequences
 from triton_models.engine.staging import Staging, upload
@@ -258,21 +257,9 @@ class Runner:
         return score(scored, views, hidden, lambda rows: self._step.logits(rows, layout))
 
     def _fill_masks(self, sampling: list[Sequence]) -> tuple[Tensor | None, dict[str, MaskFault]]:
-        """Ask every token mask; returns their words on the device, and errors by request.
-
-        Those of sequences that have ended since the step was begun are not asked: their tokens are dropped.
-        """
-        errors: dict[str, MaskFault] = {}
-        masked = [each for each in sampling if each.masked]
-        if not masked:
-            return None, errors
-        words = torch.zeros((len(masked), -(-self._model.vocab_size // MASK_BITS)), dtype=torch.int32)
-        for row, sequence in zip(words, masked, strict=True):
-            if sequence.state is SequenceState.FINISHED:
-                continue
-            if (error := fill_mask(sequence, row)) is not None:
-                errors[sequence.request.request_id] = error
-        return upload(words, self._model.device), errors
+        """Fill every token mask; returns their words on the device, and errors by request."""
+        words, errors = fill_masks([each for each in sampling if each.masked], self._model.vocab_size)
+        return None if words is None else upload(words, self._model.device), errors
 
     def _send_back(
         self,
