@@ -52,7 +52,9 @@ def row_keys(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> 
     """
     # The seed is mixed by itself first; otherwise neighbouring seeds would share their numbers, shifted.
     mixed = _mix(_mix(seeds.astype(np.uint64)) + positions.astype(np.uint64) * np.uint64(GAMMA))
-    return np.stack([mixed & np.uint64(2**32 - 1), mixed >> np.uint64(32)], axis=1).astype(np.uint32)
+    keys = np.empty((len(mixed), 2), dtype=np.uint32)
+    keys[:, 0], keys[:, 1] = mixed & np.uint64(2**32 - 1), mixed >> np.uint64(32)
+    return keys
 
 
 def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

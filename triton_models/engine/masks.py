@@ -1,17 +1,15 @@
 """Calls token masks, which are foreign code: a fault in one fails only its own request."""
 
 import logging
-import os
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from triton_models.engine.sampler import MASK_BITS
-from triton_models.engine.sampling import TokenMask
+from triton_models.engine.sampling import BatchedMask, TokenMask
 from triton_models.engine.sequence import FinishReason, Sequence, SequenceState
 from triton_models.errors import TokenMaskError
 from triton_models.foreign import panics_are_errors
@@ -24,13 +22,9 @@ MaskFault = tuple[FinishReason, str]
 _MASK = "a token mask"
 _FAULT = "the request's token mask failed"
 
-_HELPERS = min(max((os.cpu_count() or 1) - 1, 1), 7)
-"""Threads that fill masks beside the engine's own: a mask that computes without the interpreter's lock, as a
-grammar's does, then takes a core of its own."""
-
 
 def fill_masks(masked: list[Sequence], vocabulary: int) -> tuple[Tensor | None, dict[str, MaskFault]]:
-    """Let the mask of each sequence write its allowed tokens, several at the same time.
+    """Let the mask of each sequence write its allowed tokens; masks of a kind that can, all at once.
 
     Masks of sequences that have ended are not called, and allow nothing: their tokens are dropped.
 
@@ -39,38 +33,43 @@ def fill_masks(masked: list[Sequence], vocabulary: int) -> tuple[Tensor | None, 
     """
     if not masked:
         return None, {}
-    words = torch.zeros((len(masked), -(-vocabulary // MASK_BITS)), dtype=torch.int32)
-    work = deque(
-        (sequence, row)
-        for sequence, row in zip(masked, words, strict=True)
-        if sequence.state is not SequenceState.FINISHED
-    )
+    # NumPy's, since torch clears this in several threads and waits for them, for tens of milliseconds on a
+    # busy machine.
+    words = torch.from_numpy(np.zeros((len(masked), -(-vocabulary // MASK_BITS)), dtype=np.int32))
+    kinds: dict[type, list[tuple[Sequence, Tensor]]] = defaultdict(list)
+    for sequence, row in zip(masked, words, strict=True):
+        if sequence.state is not SequenceState.FINISHED:
+            kinds[type(sequence.request.sampling.mask)].append((sequence, row))
     faults: dict[str, MaskFault] = {}
-
-    def fill() -> None:
-        # Masks write in place, to tensors that may have been created in inference mode, which is per thread.
-        with torch.inference_mode():
-            while work:
-                try:
-                    sequence, row = work.popleft()
-                except IndexError:  # another thread has taken the last one
-                    return
-                if (fault := fill_mask(sequence, row)) is not None:
-                    faults[sequence.request.request_id] = fault
-
-    # This thread starts at once and waits only for masks that others have started: one mask needs no other
-    # thread, and a few quick ones cost no change of threads.
-    helpers = [_pool().submit(fill) for _ in range(min(_HELPERS, len(work) - 1))]
-    fill()
-    for helper in helpers:
-        if not helper.cancel():
-            helper.result()
+    for entries in kinds.values():
+        for sequence, fault in _fill_together(entries) if len(entries) > 1 else _fill_each(entries):
+            if fault is not None:
+                faults[sequence.request.request_id] = fault
     return words, faults
 
 
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_HELPERS, thread_name_prefix="mask")
+def _fill_each(entries: list[tuple[Sequence, Tensor]]) -> list[tuple[Sequence, MaskFault | None]]:
+    return [(sequence, fill_mask(sequence, row)) for sequence, row in entries]
+
+
+def _fill_together(entries: list[tuple[Sequence, Tensor]]) -> list[tuple[Sequence, MaskFault | None]]:
+    """Fill masks of one kind in one call, if it can, else one after the other."""
+    masks = [sequence.request.sampling.mask for sequence, _ in entries]
+    if not isinstance(masks[0], BatchedMask):
+        return _fill_each(entries)
+    try:
+        with panics_are_errors(_MASK):
+            errors = masks[0].fill_all(masks, [row for _, row in entries])
+    except Exception:
+        # One by one, the culprit shows, and fails alone.
+        log.exception("%d token masks failed together", len(entries))
+        for _, row in entries:
+            row.zero_()
+        return _fill_each(entries)
+    return [
+        (sequence, None if error is None else (FinishReason.MASK, str(error)))
+        for (sequence, _), error in zip(entries, errors, strict=True)
+    ]
 
 
 def fill_mask(sequence: Sequence, words: Tensor) -> MaskFault | None:

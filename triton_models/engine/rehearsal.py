@@ -10,8 +10,8 @@ from triton_models.engine.backend import Backend
 from triton_models.engine.captured_steps import LARGEST_PROMPTS
 from triton_models.engine.memory import GIB, free_bytes
 from triton_models.engine.model import CausalModel
-from triton_models.engine.scoring import SLICE_ROWS
 from triton_models.engine.runner import Runner, current
+from triton_models.engine.scoring import SLICE_ROWS
 from triton_models.engine.settings import Capacity, EngineSettings
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from triton_models.engine import rehearsal
 from triton_models.engine.backend import PLAIN, choose_backend
 from triton_models.engine.engine import Engine
 from triton_models.engine.memory import free_bytes
-from triton_models.engine.scoring import SLICE_ROWS
 from triton_models.engine.rehearsal import Rehearsed, memory_beside_cache, needed_bytes
 from triton_models.engine.runner import Runner
+from triton_models.engine.scoring import SLICE_ROWS
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.warm_up import warm_up
 
