@@ -53,7 +53,7 @@ def choose(logits: Tensor, inputs: SamplerInputs) -> Tensor:
 
     floors, last_ids = empty(rows, dtype=torch.float32), empty(rows, dtype=torch.int32)
     if inputs.truncated:
-        find_limits(logits, inputs.temperatures, inputs.top_k, inputs.top_p, inputs.min_p, floors, last_ids)
+        find_limits(logits, inputs, floors, last_ids)
     peaks, places = empty(rows, blocks, dtype=torch.float32), empty(rows, blocks, dtype=torch.int32)
     results, winners = empty(rows, blocks, dtype=torch.float32), empty(rows, blocks, dtype=torch.int32)
     finite = empty(rows, blocks, dtype=torch.int32)

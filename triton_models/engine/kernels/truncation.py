@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_models.engine.sampler import SamplerInputs
 from triton_models.engine.sampling import GREEDY_BELOW
 
 _BLOCK = 4096
@@ -34,15 +35,7 @@ _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """Low bits that are always 0 in a float32 converted from this dtype."""
 
 
-def find_limits(
-    logits: Tensor,
-    temperatures: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    floors: Tensor,
-    last_ids: Tensor,
-) -> None:
+def find_limits(logits: Tensor, inputs: SamplerInputs, floors: Tensor, last_ids: Tensor) -> None:
     """Find the tokens that each row keeps, as `draw.kept` defines them.
 
     They are those with a logit above the row's floor, or equal to it and with an id up to the row's last.
@@ -51,20 +44,17 @@ def find_limits(
 
     Args:
         logits: [S, V], contiguous, float32, float16 or bfloat16.
-        temperatures: [S] float32; greedy rows are left out.
-        top_k: [S] int64; 0 keeps all.
-        top_p: [S] float64; 1 keeps all.
-        min_p: [S] float64; 0 keeps all.
+        inputs: the rows' rules; greedy rows are left out.
         floors: [S] float32, written.
         last_ids: [S] int32, written.
     """
     rows, vocabulary = logits.shape
     _find_limits[(rows,)](
         logits,
-        temperatures,
-        top_k,
-        top_p,
-        min_p,
+        inputs.temperatures,
+        inputs.top_k,
+        inputs.top_p,
+        inputs.min_p,
         floors,
         last_ids,
         VOCABULARY=vocabulary,
