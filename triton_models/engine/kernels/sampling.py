@@ -99,9 +99,9 @@ def exponentials(seed, counter, ids):
     numbers = (numbers ^ (numbers >> 16)) * _FIRST_ID_MULTIPLIER
     numbers = ((numbers ^ (numbers >> 13)) + (state >> 32).to(tl.uint32)) * _SECOND_ID_MULTIPLIER
     u = ((numbers ^ (numbers >> 16)).to(tl.float32) + 0.5) * _UNIT
-    # -log(1 - u): a small u, which 1 - u would round away, by the first terms of its series.
-    series = u * (1.0 + u * (1.0 / 2 + u * (1.0 / 3 + u * (1.0 / 4 + u * (1.0 / 5)))))
-    return tl.where(u < 1.0 / 16, series, -tl.log(1.0 - u))
+    rest = 1.0 - u
+    # -log(1 - u): what `rest` has rounded away, which is all of a tiny u, is added to its logarithm.
+    return (u - (1.0 - rest)) - tl.log(rest)
 
 
 @triton.jit
