@@ -14,11 +14,11 @@ import click
 import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+from wire.tokenizing import Tokenizing, encode_tokenizing
 
 from gateway.dialects.chatglm import ChatGLMDialect
 from wire import names
 from wire.strings import pack_strings
-from wire.tokenizing import Tokenizing, encode_tokenizing
 
 _BURSTS = (1, 2, 4, 8)
 _WITHIN_S = 1.5e-3

@@ -141,7 +141,7 @@ def time_rows(shape: Shape, operands: Operands, results: Results) -> None:
 
 
 def time_sampling(shape: Shape, results: Results) -> None:
-    """Print the microseconds of the plain sampler and of ours, and how many draws differ between them."""
+    """Print the microseconds of sampling, and how many draws differ from those of the sampler for CPUs."""
     table = []
     for limits in LIMITS:
         constants = _TRUNCATION_CONSTANTS if limits != "all tokens" else _TRUNCATION_CONSTANTS[:1]
@@ -149,17 +149,17 @@ def time_sampling(shape: Shape, results: Results) -> None:
             for dtype in {shape.dtype, torch.float32}:
                 case = Rows.make(shape, rows, limits, dtype)
                 name = f"{limits}, {rows}, {str(dtype).removeprefix('torch.')}"
-                row = [name, guarded(results, f"plain {name}", partial(case.time, shape.device, plain=True))]
+                row = [name]
                 for block, warps in constants:
                     truncation._BLOCK, truncation._WARPS = block, warps  # noqa: SLF001 - to find the best
                     label = f"{name} {block}/{warps}"
-                    row.append(guarded(results, label, partial(case.time, shape.device, plain=False)))
-                row += [""] * (1 + len(_TRUNCATION_CONSTANTS) - len(row) + 1)
+                    row.append(guarded(results, label, partial(case.time, shape.device)))
+                row += [""] * (1 + len(_TRUNCATION_CONSTANTS) - len(row))
                 row.append(guarded(results, f"differing {name}", case.differing))
                 table.append(row)
     print_table(
         "sampling, us",
-        ["limits, rows", "plain", *(f"{block}/{warps}" for block, warps in _TRUNCATION_CONSTANTS), "differ"],
+        ["limits, rows", *(f"{block}/{warps}" for block, warps in _TRUNCATION_CONSTANTS), "differ"],
         table,
     )
 

@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from triton_models.engine import processor_sampling
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.linear import Linear, pack, why_not_packed
 from triton_models.engine.models import CausalModel, ChunkRows, Operations, StepLayout
@@ -92,7 +91,6 @@ def cpu_backend(dtype: torch.dtype) -> Backend:
     matrices = "packed matrices" if obstacle is None else f"matrices as they are ({obstacle})"
     return replace(
         PLAIN,
-        sample=lambda logits, inputs: sample(logits, inputs, processor_sampling.choose),
         reason=f"torch operations for the CPU, {matrices}, {dtype}",
         convert=pack if obstacle is None else None,
     )
@@ -102,24 +100,11 @@ def cuda_backend(dtype: torch.dtype) -> Backend:
     """Return the backend for a GPU: our own kernels, captured steps, host and device working in parallel."""
     # These need the package triton, which not every build of torch installs, and nobody needs without a GPU.
     from triton_models.engine.kernels.sampling import choose  # noqa: PLC0415
-    from triton_models.engine.kernels.truncation import Truncation  # noqa: PLC0415
     from triton_models.engine.ops_cuda import CudaOperations  # noqa: PLC0415
-
-    def choose_token(logits: Tensor, inputs: SamplerInputs) -> Tensor:
-        truncation = None
-        if inputs.truncated.numel():
-            truncation = Truncation(inputs.truncated, inputs.top_k, inputs.top_p, inputs.min_p)
-        return choose(
-            logits,
-            temperatures=inputs.temperatures,
-            seeds=inputs.seeds,
-            counters=inputs.counters,
-            truncation=truncation,
-        )
 
     return Backend(
         operations=CudaOperations,
-        sample=lambda logits, inputs: sample(logits, inputs, choose_token),
+        sample=lambda logits, inputs: sample(logits, inputs, choose),
         clears_blocks=False,
         graphs=True,
         overlap=True,

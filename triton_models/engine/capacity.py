@@ -10,7 +10,7 @@ import torch
 
 from triton_models.engine.graphs import LARGEST_PROMPTS
 from triton_models.engine.models import CausalModel
-from triton_models.engine.prompt_scoring import SLICE_ROWS
+from triton_models.engine.scoring import SLICE_ROWS
 from triton_models.engine.settings import EngineSettings
 from triton_models.errors import SettingsError
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from triton_models.engine.backend import Backend, StepOperations
 from triton_models.engine.models import CausalModel, StepLayout
-from triton_models.engine.sampling_rows import plain_inputs
+from triton_models.engine.sampler import plain_inputs
 from triton_models.engine.slots import SlotTable
 
 log = logging.getLogger(__name__)

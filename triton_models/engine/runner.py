@@ -12,13 +12,12 @@ from torch import Tensor
 from triton_models.engine.backend import Backend
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.graphs import CapturedSteps, DeviceStep
-from triton_models.engine.masks import MaskFault, fill_mask
+from triton_models.engine.masks import MaskFault, fill_masks
 from triton_models.engine.models import CausalModel, ChunkRows, StepLayout
 from triton_models.engine.penalties import PenaltyTable, stage_penalties
-from triton_models.engine.prompt_scoring import score, scored_chunks, stage_scores, with_scores
-from triton_models.engine.sampler import MASK_BITS, SamplerOutputs
-from triton_models.engine.sampling_rows import sampler_inputs, stage_sampling
-from triton_models.engine.sequence import Sequence, SequenceState
+from triton_models.engine.sampler import SamplerOutputs, sampler_inputs, stage_sampling
+from triton_models.engine.scoring import score, scored_chunks, stage_scores, with_scores
+from triton_models.engine.sequence import Sequence
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.slots import (
     SlotTable,
@@ -235,21 +234,9 @@ class Runner:
         return captured.forward(tokens, layout) if captured else self._step.forward(tokens, layout)
 
     def _fill_masks(self, sampling: list[Sequence]) -> tuple[Tensor | None, dict[str, MaskFault]]:
-        """Ask every token mask; returns their words on the device, and errors by request.
-
-        Those of sequences that have ended since the step was begun are not asked: their tokens are dropped.
-        """
-        errors: dict[str, MaskFault] = {}
-        masked = [each for each in sampling if each.masked]
-        if not masked:
-            return None, errors
-        words = torch.zeros((len(masked), -(-self._model.vocab_size // MASK_BITS)), dtype=torch.int32)
-        for row, sequence in zip(words, masked, strict=True):
-            if sequence.state is SequenceState.FINISHED:
-                continue
-            if (error := fill_mask(sequence, row)) is not None:
-                errors[sequence.request.request_id] = error
-        return upload(words, self._model.device), errors
+        """Fill every token mask; returns their words on the device, and errors by request."""
+        words, errors = fill_masks([each for each in sampling if each.masked], self._model.vocab_size)
+        return None if words is None else upload(words, self._model.device), errors
 
     def _send_back(self, step: Step, outputs: SamplerOutputs | None) -> None:
         """Start copying the results to the host."""

@@ -1,39 +1,41 @@
-"""From logits to tokens: each row by its own rules, on the device that holds the logits.
+"""From logits to tokens: each row by its own rules.
 
 In order: log-probabilities of the raw logits; penalties (repetition, frequency, presence); biases; bans and
 masks; temperature; min_p, top_k, top_p; the draw. Divergence 12 says where vLLM's order differs.
 
-No row's result depends on another's: each operation works along the vocabulary only. None waits for the
-device: rows are chosen by indices from the host, never by boolean masks, whose number of rows the host would
-have to fetch first, and the requests tell which features a step uses. The operations that remain
-(`index_put_`, `where`, `topk`, `cumsum`, `searchsorted` and the like) only launch kernels.
+No row's result depends on another's: each operation works along the vocabulary only. All but the last stage
+run on the device that holds the logits and never wait for it: rows are chosen by indices from the host, never
+by boolean masks, whose number of rows the host would have to fetch first, and the requests tell which
+features a step uses. The last stage is a `Chooser`: kernels on a GPU, NumPy and torch on a CPU.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from triton_models.engine.penalties import PenalisedRows
-from triton_models.engine.random_numbers import uniform
+from triton_models.engine.draw import Limits, draw, row_keys
+from triton_models.engine.penalties import PenalisedRows, PenaltyTable
 from triton_models.engine.sampling import GREEDY_BELOW
-from triton_models.engine.truncation import truncate
+from triton_models.engine.sequence import Sequence
+from triton_models.engine.slots import SlotTable, Staging, slot_of
 
 MASK_BITS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerInputs:
-    """The rules of S rows, as tensors. Row numbers are int64, and index the S rows.
+    """The rules of S rows, as tensors on the logits' device. Row numbers are int64, and index the S rows.
 
     `temperatures`: [S] float32, greedy below `GREEDY_BELOW`. `seeds`, `counters`: [S] int64, for random
-    numbers. `random`: whether any row is not greedy. `truncated`: rows whose top_k ([S] int64, 0 keeps
-    all), top_p or min_p ([S] float64) remove tokens. `penalties`: the rows with penalties; None if there are
-    none. `bias_*`: what is added to single logits ([B] float64). `banned_*`: single logits that are removed.
-    `masked_rows`, `mask_words`: rows with a set of allowed tokens, as [M] and [M, ceil(vocab / 32)] int32.
-    `logprob_rows`: rows whose log-probabilities are reported, with those of the `top_logprobs` most likely
-    tokens each.
+    numbers. `top_k`: [S] int64; `top_p`, `min_p`: [S] float64; see `draw.kept`. `random`: whether any row is
+    not greedy; `truncated`: whether any of these has a top_k, top_p or min_p. The rest is None where no row
+    has it: `penalties`; `bias`, the rows, ids and values ([B] float64) that are added to single logits;
+    `banned`, the rows and ids of single logits that are removed; `masks`, the rows with a set of allowed
+    tokens, and the sets as [M, ceil(vocab / 32)] int32; `logprob_rows`, the rows whose log-probabilities are
+    reported, with those of the `top_logprobs` most likely tokens each.
     """
 
     temperatures: Tensor
@@ -42,64 +44,19 @@ class SamplerInputs:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    random: bool
-    truncated: Tensor
-    penalties: PenalisedRows | None
-    bias_rows: Tensor
-    bias_ids: Tensor
-    bias_values: Tensor
-    banned_rows: Tensor
-    banned_ids: Tensor
-    masked_rows: Tensor
-    mask_words: Tensor | None
-    logprob_rows: Tensor
-    top_logprobs: int
-
-    @classmethod
-    def unconstrained(
-        cls,
-        *,
-        temperatures: Tensor,
-        seeds: Tensor,
-        counters: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        random: bool,
-        truncated: Tensor,
-    ) -> "SamplerInputs":
-        """Return the rules of rows whose logits stay as they are, without log-probabilities."""
-        none = truncated[:0]
-        return cls(
-            temperatures=temperatures,
-            seeds=seeds,
-            counters=counters,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            random=random,
-            truncated=truncated,
-            penalties=None,
-            bias_rows=none,
-            bias_ids=none,
-            bias_values=none,
-            banned_rows=none,
-            banned_ids=none,
-            masked_rows=none,
-            mask_words=None,
-            logprob_rows=none,
-            top_logprobs=0,
-        )
+    random: bool = True
+    truncated: bool = False
+    penalties: PenalisedRows | None = None
+    bias: tuple[Tensor, Tensor, Tensor] | None = None
+    banned: tuple[Tensor, Tensor] | None = None
+    masks: tuple[Tensor, Tensor] | None = None
+    logprob_rows: Tensor | None = None
+    top_logprobs: int = 0
 
     @property
     def constrained(self) -> bool:
         """Whether any row's logits are changed before a token is chosen."""
-        return (
-            self.penalties is not None
-            or self.bias_rows.numel() > 0
-            or self.banned_rows.numel() > 0
-            or self.mask_words is not None
-        )
+        return any(each is not None for each in (self.penalties, self.bias, self.banned, self.masks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +79,79 @@ class SamplerOutputs:
         )
 
 
+def stage_sampling(staging: Staging, sampling: list[Sequence]) -> None:
+    """Stage what a step's rows need in addition to what their slots hold; for most rows, nothing."""
+    penalised: list[int] = []
+    bias: list[tuple[int, int, float]] = []
+    banned: list[tuple[int, int]] = []
+    masked: list[int] = []
+    logprobs: list[int] = []
+    for row, sequence in enumerate(sampling):
+        params = sequence.request.sampling
+        if params.plain:
+            continue
+        if params.penalised:
+            penalised.append(row)
+        bias += [(row, id_, value) for id_, value in params.logit_bias.items()]
+        if sequence.length - len(sequence.request.prompt_ids) < params.min_tokens:
+            banned += [(row, id_) for id_ in params.stop_token_ids]
+        if params.mask is not None:
+            masked.append(row)
+        if params.logprobs is not None:
+            logprobs.append(row)
+    staging.integers("sampling_slots", [slot_of(sequence) for sequence in sampling])
+    staging.integers("penalised", penalised)
+    staging.integers("bias_rows", [row for row, _, _ in bias])
+    staging.integers("bias_ids", [id_ for _, id_, _ in bias])
+    staging.floats("bias_values", [value for _, _, value in bias])
+    staging.integers("banned_rows", [row for row, _ in banned])
+    staging.integers("banned_ids", [id_ for _, id_ in banned])
+    staging.integers("masked_rows", masked)
+    staging.integers("logprob_rows", logprobs)
+
+
+def sampler_inputs(
+    views: dict[str, Tensor],
+    slots: SlotTable,
+    penalties: PenaltyTable,
+    mask_words: Tensor | None,
+    sampling: list[Sequence],
+) -> SamplerInputs:
+    """Build a step's sampler inputs from what was uploaded and what the slots hold."""
+    rows, penalised, logprobs = views["sampling_slots"], views["penalised"], views["logprob_rows"]
+    bias = views["bias_rows"], views["bias_ids"], views["bias_values"]
+    banned = views["banned_rows"], views["banned_ids"]
+    params = [each.request.sampling for each in sampling]
+    return SamplerInputs(
+        temperatures=slots.temperatures[rows],
+        seeds=slots.seeds[rows],
+        counters=slots.drawn[rows],
+        top_k=slots.top_k[rows],
+        top_p=slots.top_p[rows],
+        min_p=slots.min_p[rows],
+        random=any(not each.greedy for each in params),
+        truncated=any(each.truncated and not each.greedy for each in params),
+        penalties=PenalisedRows(penalties, penalised, rows[penalised]) if penalised.numel() else None,
+        bias=bias if bias[0].numel() else None,
+        banned=banned if banned[0].numel() else None,
+        masks=None if mask_words is None else (views["masked_rows"], mask_words),
+        logprob_rows=logprobs if logprobs.numel() else None,
+        top_logprobs=max((each.logprobs or 0 for each in params), default=0),
+    )
+
+
+def plain_inputs(slots: SlotTable, rows: Tensor) -> SamplerInputs:
+    """Return the sampler's inputs for `rows`, [S] int64 slots of plain requests (`SamplingParams.plain`)."""
+    return SamplerInputs(
+        temperatures=slots.temperatures[rows],
+        seeds=slots.seeds[rows],
+        counters=slots.drawn[rows],
+        top_k=slots.top_k[rows],
+        top_p=slots.top_p[rows],
+        min_p=slots.min_p[rows],
+    )
+
+
 Chooser = Callable[[Tensor, SamplerInputs], Tensor]
 """Chooses tokens from logits after penalties, biases and masks: temperature, truncation and the draw remain.
 
@@ -130,13 +160,28 @@ Takes [S, vocab] logits of any float dtype, which it may change, and returns a `
 
 
 def choose(logits: Tensor, inputs: SamplerInputs) -> Tensor:
-    """Choose in plain torch; a `Chooser`."""
-    logits = logits.float()
-    finite = torch.isfinite(logits).all(dim=-1)
-    best, tokens = logits.max(dim=-1)
+    """Choose on the CPU, row by row, looking only at the few tokens that matter in most rows; a `Chooser`.
+
+    Operators over all rows at once would spend their time in temporary memory, and sort whole rows although a
+    trained model leaves a hundred tokens to choose from. Logits of another device are copied to the host.
+    """
+    rows = logits.float().cpu().numpy()
+    tokens = rows.argmax(axis=-1)
+    finite = np.isfinite(rows).all(axis=-1)
+    peaks = rows[np.arange(len(rows)), tokens]
     if inputs.random:
-        tokens = torch.where(inputs.temperatures < GREEDY_BELOW, tokens, _draw(logits, inputs))
-    return torch.stack([tokens, finite.long(), (best > -torch.inf).long()])
+        keys = row_keys(inputs.seeds.cpu().numpy(), inputs.counters.cpu().numpy())
+        temperatures = inputs.temperatures.cpu().numpy()
+        limits = (inputs.top_k.tolist(), inputs.top_p.tolist(), inputs.min_p.tolist())
+        # Differences of huge logits, divided by a tiny temperature, become -inf.
+        with np.errstate(over="ignore"):
+            for row in np.flatnonzero((temperatures >= GREEDY_BELOW) & np.isfinite(peaks)):
+                # With the largest logit shifted to 0, no temperature can make an exponential overflow.
+                scaled = rows[row] - peaks[row]
+                scaled *= np.float32(1) / temperatures[row]
+                tokens[row] = draw(scaled, Limits(*(each[row] for each in limits)), keys[row])
+    status = np.stack([tokens, finite, peaks > -np.inf]).astype(np.int64, copy=False)
+    return torch.from_numpy(status).to(logits.device)
 
 
 def sample(logits: Tensor, inputs: SamplerInputs, choose: Chooser = choose) -> SamplerOutputs:
@@ -150,9 +195,9 @@ def sample(logits: Tensor, inputs: SamplerInputs, choose: Chooser = choose) -> S
     Returns:
         What was chosen. If a row's logits are not finite, or no token is allowed, its token is meaningless.
     """
-    wants_logprobs = inputs.logprob_rows.numel() > 0
+    reported = inputs.logprob_rows
     # The raw distribution: taken before anything below changes the logits.
-    raw = logits[inputs.logprob_rows].float().log_softmax(dim=-1) if wants_logprobs else None
+    raw = None if reported is None else logits[reported].float().log_softmax(dim=-1)
     if inputs.constrained:
         logits = logits.float()
         finite = torch.isfinite(logits).all(dim=-1)
@@ -164,7 +209,7 @@ def sample(logits: Tensor, inputs: SamplerInputs, choose: Chooser = choose) -> S
     if raw is None:
         return SamplerOutputs(status, None, None)
     top, top_ids = raw.topk(inputs.top_logprobs, dim=-1)
-    sampled = raw.gather(1, status[0, inputs.logprob_rows, None])
+    sampled = raw.gather(1, status[0, reported, None])
     return SamplerOutputs(status, torch.cat([sampled, top], dim=1), top_ids)
 
 
@@ -172,30 +217,13 @@ def _apply_constraints(logits: Tensor, inputs: SamplerInputs) -> None:
     """Apply penalties, add biases, and remove tokens that are banned or not allowed, in place."""
     if inputs.penalties is not None:
         inputs.penalties.apply(logits)
-    if inputs.bias_rows.numel():
-        logits.index_put_((inputs.bias_rows, inputs.bias_ids), inputs.bias_values.float(), accumulate=True)
-    if inputs.banned_rows.numel():
-        logits[inputs.banned_rows, inputs.banned_ids] = -torch.inf
-    if inputs.mask_words is not None:
+    if inputs.bias is not None:
+        rows, ids, values = inputs.bias
+        logits.index_put_((rows, ids), values.float(), accumulate=True)
+    if inputs.banned is not None:
+        logits[inputs.banned] = -torch.inf
+    if inputs.masks is not None:
+        rows, words = inputs.masks
         bits = torch.arange(MASK_BITS, dtype=torch.int32, device=logits.device)
-        allowed = ((inputs.mask_words[..., None] >> bits) & 1).flatten(1)[:, : logits.shape[1]].bool()
-        logits[inputs.masked_rows] = logits[inputs.masked_rows].masked_fill(~allowed, -torch.inf)
-
-
-def _draw(logits: Tensor, inputs: SamplerInputs) -> Tensor:
-    """Draw from [S, vocab] logits; returns [S] ids, which are meaningless for greedy rows.
-
-    Inverting the cumulative distribution in vocabulary order needs no sorting, and with sums in float64 the
-    choice is the same however a device orders its additions.
-    """
-    # With the largest logit shifted to 0, no temperature can make an exponential overflow.
-    temperatures = inputs.temperatures.clamp(min=GREEDY_BELOW)[:, None]
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
-    if inputs.truncated.numel():
-        rows = inputs.truncated
-        scaled[rows] = truncate(scaled[rows], inputs.top_k[rows], inputs.top_p[rows], inputs.min_p[rows])
-    cumulative = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    targets = uniform(inputs.seeds, inputs.counters)[:, None] * cumulative[:, -1:]
-    # The first id whose sum exceeds the target: never one of probability 0, which leaves the sum as it was.
-    drawn = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
-    return drawn.clamp_(max=logits.shape[1] - 1)  # A row of NaN finds none; its token is not used.
+        allowed = ((words[..., None] >> bits) & 1).flatten(1)[:, : logits.shape[1]].bool()
+        logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)

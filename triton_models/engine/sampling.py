@@ -1,14 +1,14 @@
 """A request's sampling parameters."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from triton_models.errors import InvalidRequestError
+from triton_models.errors import InvalidRequestError, TokenMaskError
 
 TOP_LOGPROBS_LIMIT = 20
 
@@ -51,6 +51,19 @@ class TokenMask(Protocol):
 
     def accept(self, token_id: int) -> None:
         """Continue after `token_id`, which was sampled."""
+        ...
+
+
+@runtime_checkable
+class BatchedMask(TokenMask, Protocol):
+    """A token mask of a kind that fills many at once: in parallel, and without holding Python's lock."""
+
+    @classmethod
+    def fill_all(cls, masks: Sequence[Any], rows: Sequence[Tensor]) -> Sequence[TokenMaskError | None]:
+        """Do the work of `fill` for each of `masks`, all of this kind; return the error of each.
+
+        Any exception means that it is unknown which mask failed: `fill` is then called for each.
+        """
         ...
 
 

@@ -13,7 +13,7 @@ from triton_models.engine.sequence import FinishReason, Sequence, SequenceState,
 from triton_models.engine.slots import Staged
 
 if TYPE_CHECKING:
-    from triton_models.engine.prompt_scoring import Scores
+    from triton_models.engine.scoring import Scores
 
 NOT_FINITE = "the model's output is not finite"
 

@@ -6,12 +6,14 @@ model chooses. Of the special ids, only those that end an answer are allowed, wh
 in grammars of kind `tool_calls` the one that begins a segment.
 """
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Final, Protocol, TypeVar
 
 import llguidance
@@ -55,6 +57,7 @@ MiB would overflow, which ends the process. Memory is only used as deep as the r
 
 _LIBRARY = "llguidance"
 _WORD_BITS = 32
+_TOO_FEW_CPUS = 2
 
 T = TypeVar("T")
 
@@ -128,16 +131,20 @@ class CompiledGrammar:
         """Count a token of an answer; it does no harm if threads occasionally count two as one."""
         self._tokens += 1
 
+    def note_failure(self) -> None:
+        """Use this grammar for no further answer: the fault may be in the shared state."""
+        self._failed = True
+
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
-        """If the block fails, use this grammar for no further answer: the fault may be in the shared state.
+        """Note a failure of the block.
 
         Every exception counts, including panics, which do not derive from `Exception`.
         """
         try:
             yield
         except BaseException:
-            self._failed = True
+            self.note_failure()
             raise
 
 
@@ -148,8 +155,8 @@ class GrammarMask:
         self, grammar: CompiledGrammar, matcher: llguidance.LLMatcher, allowed: NDArray[np.int32]
     ) -> None:
         self._grammar = grammar
-        self._matcher = matcher
-        self._allowed = allowed
+        self.matcher = matcher
+        self.allowed = allowed
 
     def fill(self, words: Words) -> None:
         """Write to `words` a set bit for each token that may come next, and clear the others.
@@ -162,11 +169,30 @@ class GrammarMask:
     def fill_row(self, row: NDArray[np.int32]) -> None:
         """Like `fill`, with an array."""
         with self._grammar.noting_failure():
-            row = row[: len(self._allowed)]
-            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            row &= self._allowed
-            if self._matcher.is_error() or not row.any():
-                raise self._error("the answer cannot go on by its grammar")
+            row = row[: len(self.allowed)]
+            self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            row &= self.allowed
+            if self.matcher.is_error() or not row.any():
+                raise self.filling_error()
+
+    @classmethod
+    def fill_all(cls, masks: Sequence["GrammarMask"], rows: Sequence[Words]) -> list[TokenMaskError | None]:
+        """Fill the words of all masks in one call; return the error of each, or None."""
+        allowed = np.stack([mask.allowed for mask in masks])
+        words = np.zeros_like(allowed)
+        if (executor := _executor()) is not None:
+            matchers = [(mask.matcher, place) for place, mask in enumerate(masks)]
+            executor.unsafe_compute_mask_ptr(matchers, words.ctypes.data, words.strides[0], len(words))
+        else:
+            for mask, row in zip(masks, words, strict=True):
+                mask.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        words &= allowed
+        errors: list[TokenMaskError | None] = []
+        for mask, target, found, some in zip(masks, rows, words, words.any(axis=1).tolist(), strict=True):
+            target.numpy()[: len(found)] = found
+            failed = mask.matcher.is_error() or not some
+            errors.append(mask.filling_error() if failed else None)
+        return errors
 
     def accept(self, token_id: int) -> None:
         """Continue after `token_id`.
@@ -176,11 +202,25 @@ class GrammarMask:
         """
         with self._grammar.noting_failure():
             self._grammar.note_token()
-            if not self._matcher.consume_token(token_id):
+            if not self.matcher.consume_token(token_id):
                 raise self._error("the answer has left its grammar")
 
+    def filling_error(self) -> TokenMaskError:
+        """Return why there is no mask at this position."""
+        self._grammar.note_failure()
+        return self._error("the answer cannot go on by its grammar")
+
     def _error(self, what: str) -> TokenMaskError:
-        return TokenMaskError(f"{what}: {about_mask(self._matcher.get_error())}")
+        return TokenMaskError(f"{what}: {about_mask(self.matcher.get_error())}")
+
+
+@cache
+def _executor() -> llguidance.LLExecutor | None:
+    """Return the threads that fill masks: 80 % of the CPUs, llguidance's choice; None if that is one thread.
+
+    The caller's own thread is as fast as one other, and need not wait until that has a CPU.
+    """
+    return llguidance.LLExecutor() if (os.cpu_count() or 1) > _TOO_FEW_CPUS else None
 
 
 class Grammars:

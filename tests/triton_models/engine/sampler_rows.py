@@ -9,20 +9,16 @@ import torch
 from torch import Tensor
 
 from triton_models.engine.penalties import GENERATED, IN_PROMPT, PenalisedRows, PenaltyTable
-from triton_models.engine.sampler import Chooser, SamplerInputs, SamplerOutputs, choose, sample
+from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, sample
 
 VOCABULARY = 40
 
 
 def inputs(rows: list[dict[str, Any]]) -> SamplerInputs:
-    truncated = [
-        row
-        for row, each in enumerate(rows)
-        if each.get("top_k", 0) > 0 or each.get("top_p", 1.0) < 1 or each.get("min_p", 0.0) > 0
-    ]
     bias = [(row, key, value) for row, each in enumerate(rows) for key, value in each.get("bias", {}).items()]
     banned = [(row, key) for row, each in enumerate(rows) for key in each.get("banned", ())]
     masked = [row for row, each in enumerate(rows) if "allowed" in each]
+    reported = [row for row, each in enumerate(rows) if "logprobs" in each]
     words = torch.zeros((len(masked), -(-VOCABULARY // 32)), dtype=torch.int32)
     for place, row in enumerate(masked):
         for key in rows[row]["allowed"]:
@@ -42,31 +38,33 @@ def inputs(rows: list[dict[str, Any]]) -> SamplerInputs:
         top_p=floats([each.get("top_p", 1.0) for each in rows]),
         min_p=floats([each.get("min_p", 0.0) for each in rows]),
         random=any(each.get("temperature") for each in rows),
-        truncated=integers(truncated),
+        truncated=any(
+            each.get("top_k", 0) > 0 or each.get("top_p", 1.0) < 1 or each.get("min_p", 0.0) > 0
+            for each in rows
+        ),
         penalties=penalties(rows),
-        bias_rows=integers([row for row, _, _ in bias]),
-        bias_ids=integers([key for _, key, _ in bias]),
-        bias_values=floats([value for _, _, value in bias]),
-        banned_rows=integers([row for row, _ in banned]),
-        banned_ids=integers([key for _, key in banned]),
-        masked_rows=integers(masked),
-        mask_words=words if masked else None,
-        logprob_rows=integers([row for row, each in enumerate(rows) if "logprobs" in each]),
+        bias=(
+            integers([row for row, _, _ in bias]),
+            integers([key for _, key, _ in bias]),
+            floats([value for _, _, value in bias]),
+        )
+        if bias
+        else None,
+        banned=(integers([row for row, _ in banned]), integers([key for _, key in banned]))
+        if banned
+        else None,
+        masks=(integers(masked), words) if masked else None,
+        logprob_rows=integers(reported) if reported else None,
         top_logprobs=max((each.get("logprobs", 0) for each in rows), default=0),
     )
 
 
-class Sampler:
-    """Samples for such rows with one make of the last part."""
+def run(logits: Tensor, *rows: dict[str, Any]) -> SamplerOutputs:
+    return sample(logits.clone(), inputs(list(rows)))
 
-    def __init__(self, choose: Chooser = choose) -> None:
-        self._choose = choose
 
-    def run(self, logits: Tensor, *rows: dict[str, Any]) -> SamplerOutputs:
-        return sample(logits.clone(), inputs(list(rows)), self._choose)
-
-    def tokens(self, logits: Tensor, *rows: dict[str, Any]) -> list[int]:
-        return self.run(logits, *rows).status[0].tolist()
+def tokens(logits: Tensor, *rows: dict[str, Any]) -> list[int]:
+    return run(logits, *rows).status[0].tolist()
 
 
 def some_logits(rows: int = 1, seed: int = 0) -> Tensor:
@@ -148,6 +146,8 @@ def on_meta(value: Any) -> Any:
     """Copy inputs to the device "meta", with all the tensors in them."""
     if isinstance(value, Tensor):
         return value.to("meta")
+    if isinstance(value, tuple):
+        return tuple(on_meta(each) for each in value)
     if isinstance(value, PenaltyTable):
         moved = PenaltyTable(*value.seen.shape, torch.device("meta"))
         assert vars(moved).keys() == vars(value).keys()

@@ -20,7 +20,7 @@ from triton_models.engine.capacity import (
 )
 from triton_models.engine.engine import Engine
 from triton_models.engine.models import KVShape
-from triton_models.engine.prompt_scoring import SLICE_ROWS
+from triton_models.engine.scoring import SLICE_ROWS
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.warm_up import warm_up
 from triton_models.errors import SettingsError

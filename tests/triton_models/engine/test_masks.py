@@ -1,12 +1,15 @@
 import logging
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
 from tests.triton_models.engine.fake_model import FakeModel, request, run
 from triton_models.engine.engine import Engine
+from triton_models.engine.masks import fill_masks
 from triton_models.engine.sampling import SamplingParams
-from triton_models.engine.sequence import FinishReason
+from triton_models.engine.sequence import FinishReason, Sequence, SequenceState
 from triton_models.engine.settings import EngineSettings
 from triton_models.errors import TokenMaskError
 
@@ -63,3 +66,95 @@ def test_whatever_a_mask_raises_is_its_own_requests_error(
     logged = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert bool(logged) is not isinstance(error, TokenMaskError)
     assert engine.stats().failed_steps == 0
+
+
+class Together(Failing):
+    """Allows only its own token; many can be filled in one call, of which the calls are counted."""
+
+    calls: ClassVar[list[int]] = []
+    """Number of masks of each call."""
+
+    def __init__(self, token: int, error: BaseException | None = None) -> None:
+        super().__init__(error or TokenMaskError(""), at="fill", after=0 if error else 10**6)
+        self.token = token
+
+    def fill(self, words: torch.Tensor) -> None:
+        self._count("fill")
+        words[self.token // 32] |= 1 << self.token % 32
+
+    @classmethod
+    def fill_all(cls, masks: list["Together"], rows: list[torch.Tensor]) -> list[TokenMaskError | None]:
+        cls.calls.append(len(masks))
+        errors: list[TokenMaskError | None] = []
+        for mask, row in zip(masks, rows, strict=True):
+            try:
+                mask.fill(row)
+            except TokenMaskError as error:
+                errors.append(error)
+            else:
+                errors.append(None)
+        return errors
+
+
+def masked(count: int, *, broken: BaseException | None = None) -> list[Sequence]:
+    """Running sequences with masks that are filled together, of which the second may be broken."""
+    Together.calls.clear()
+    return [
+        Sequence(
+            request(str(number), [1], SamplingParams(mask=Together(number, broken if number == 1 else None))),
+            arrival=0,
+            arrived_at=0.0,
+            max_tokens=8,
+        )
+        for number in range(count)
+    ]
+
+
+def allowed(words: torch.Tensor) -> list[list[int]]:
+    bits = np.unpackbits(words.numpy().view(np.uint8), axis=1, bitorder="little")
+    return [np.flatnonzero(row).tolist() for row in bits]
+
+
+def test_masks_of_one_kind_are_filled_in_one_call() -> None:
+    words, faults = fill_masks(masked(60), 60)
+    assert words.shape == (60, 2)
+    assert allowed(words) == [[number] for number in range(60)]
+    assert Together.calls == [60]
+    assert not faults
+
+
+def test_one_mask_needs_no_call_for_many() -> None:
+    words, _ = fill_masks(masked(1), 60)
+    assert allowed(words) == [[0]]
+    assert not Together.calls
+
+
+def test_without_masks_there_is_nothing() -> None:
+    assert fill_masks([], 60) == (None, {})
+
+
+def test_masks_of_ended_requests_are_not_called() -> None:
+    sequences = masked(3)
+    sequences[0].move_to(SequenceState.FINISHED)
+    words, _ = fill_masks(sequences, 60)
+    assert allowed(words) == [[], [1], [2]]
+    assert Together.calls == [2]
+
+
+@pytest.mark.parametrize(
+    ("broken", "fault"),
+    [
+        (TokenMaskError("stuck"), (FinishReason.MASK, "stuck")),
+        # Nobody knows then whose it was, until each is called for itself.
+        (ZeroDivisionError("secret"), (FinishReason.ERROR, "the request's token mask failed")),
+        (Panic("secret"), (FinishReason.ERROR, "the request's token mask failed")),
+    ],
+)
+def test_a_mask_that_fails_among_others_fails_alone(
+    broken: BaseException, fault: tuple[FinishReason, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.CRITICAL):
+        words, faults = fill_masks(masked(4, broken=broken), 60)
+    assert faults == {"1": fault}
+    assert [row for number, row in enumerate(allowed(words)) if number != 1] == [[0], [2], [3]]
+    assert Together.calls == [4]

@@ -9,22 +9,17 @@ from torch import Tensor
 
 from tests.triton_models.engine.sampler_rows import (
     VOCABULARY,
-    Sampler,
     chi_square_holds,
     distribution,
     inputs,
     on_meta,
+    run,
     some_logits,
+    tokens,
 )
-from triton_models.engine import processor_sampling
-from triton_models.engine.sampler import choose, sample
+from triton_models.engine.sampler import SamplerInputs, sample
 
 DRAWS = 20_000
-
-
-@pytest.fixture(scope="module", params=[choose, processor_sampling.choose], ids=["plain", "processor"])
-def sampler(request: pytest.FixtureRequest) -> Sampler:
-    return Sampler(request.param)
 
 
 HISTORY = {"prompt": [2, 3, 5, 8], "answer": [3, 3, 13, 21, 21, 21]}
@@ -64,23 +59,19 @@ HISTORY = {"prompt": [2, 3, 5, 8], "answer": [3, 3, 13, 21, 21, 21]}
         {"presence": 1.0, "allowed": [*range(2, 30)], "top_p": 0.8, **HISTORY},
     ],
 )
-def test_draws_follow_the_distribution(sampler: Sampler, row: dict[str, Any]) -> None:
+def test_draws_follow_the_distribution(row: dict[str, Any]) -> None:
     row = {"temperature": 1.0, "seed": 11, **row}
     logits = some_logits()
-    chosen = sampler.tokens(logits.repeat(DRAWS, 1), *({**row, "counter": number} for number in range(DRAWS)))
+    chosen = tokens(logits.repeat(DRAWS, 1), *({**row, "counter": number} for number in range(DRAWS)))
     counts = torch.bincount(torch.tensor(chosen), minlength=VOCABULARY).tolist()
     assert chi_square_holds(counts, distribution(logits[0].tolist(), row))
 
 
 @pytest.mark.parametrize("row", [{"repetition": 1.4, **HISTORY}, {"frequency": 0.9, **HISTORY}])
-def test_the_distribution_test_sees_a_penalty_that_is_not_there(
-    sampler: Sampler, row: dict[str, Any]
-) -> None:
+def test_the_distribution_test_sees_a_penalty_that_is_not_there(row: dict[str, Any]) -> None:
     logits = some_logits()
     plain = {"temperature": 1.0, "seed": 11}
-    chosen = sampler.tokens(
-        logits.repeat(DRAWS, 1), *({**plain, "counter": number} for number in range(DRAWS))
-    )
+    chosen = tokens(logits.repeat(DRAWS, 1), *({**plain, "counter": number} for number in range(DRAWS)))
     counts = torch.bincount(torch.tensor(chosen), minlength=VOCABULARY).tolist()
     assert not chi_square_holds(counts, distribution(logits[0].tolist(), {**plain, **row}))
 
@@ -109,12 +100,12 @@ ROWS = st.fixed_dictionaries(
 
 
 @given(st.lists(ROWS, min_size=2, max_size=8), st.integers(0, 100))
-def test_a_row_gets_the_same_in_any_company(sampler: Sampler, rows: list[dict[str, Any]], seed: int) -> None:
+def test_a_row_gets_the_same_in_any_company(rows: list[dict[str, Any]], seed: int) -> None:
     logits = some_logits(len(rows), seed)
-    together = sampler.run(logits, *rows)
+    together = run(logits, *rows)
     place = 0
     for number, row in enumerate(rows):
-        alone = sampler.run(logits[number : number + 1], row)
+        alone = run(logits[number : number + 1], row)
         assert together.status[:, number].tolist() == alone.status[:, 0].tolist()
         if "logprobs" not in row:
             continue
@@ -125,50 +116,38 @@ def test_a_row_gets_the_same_in_any_company(sampler: Sampler, rows: list[dict[st
         place += 1
 
 
-def test_greedy_takes_the_largest_and_the_first_of_equals(sampler: Sampler) -> None:
+def test_greedy_takes_the_largest_and_the_first_of_equals() -> None:
     logits = torch.zeros(2, VOCABULARY)
     logits[0, [9, 3]] = 5.0
     logits[1, 17] = 1.0
-    assert sampler.tokens(logits, {}, {}) == [3, 17]
+    assert tokens(logits, {}, {}) == [3, 17]
 
 
 @pytest.mark.parametrize("row", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-4}])
-def test_what_leaves_one_token_draws_it(sampler: Sampler, row: dict[str, Any]) -> None:
+def test_what_leaves_one_token_draws_it(row: dict[str, Any]) -> None:
     logits = some_logits(50)
     rows = [{"temperature": 2.0, "seed": number, **row} for number in range(50)]
-    assert sampler.tokens(logits, *rows) == logits.argmax(dim=-1).tolist()
-
-
-@pytest.mark.parametrize(("number", "token"), [(0.0, 2), (1 - 2.0**-48, 37)])
-def test_the_ends_of_the_random_numbers_never_draw_what_has_no_probability(
-    sampler: Sampler, monkeypatch: pytest.MonkeyPatch, number: float, token: int
-) -> None:
-    def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-        return torch.full(seeds.shape, number, dtype=torch.float64)
-
-    monkeypatch.setattr("triton_models.engine.sampler.uniform", uniform)
-    monkeypatch.setattr("triton_models.engine.processor_sampling.uniform", uniform)
-    assert sampler.tokens(some_logits(), {"temperature": 1.0, "banned": [0, 1, 38, 39]}) == [token]
+    assert tokens(logits, *rows) == logits.argmax(dim=-1).tolist()
 
 
 @pytest.mark.parametrize("row", [{"top_k": 3}, {"top_p": 2.5 / 2000}])
-def test_of_equals_the_first_ids_are_kept(sampler: Sampler, row: dict[str, Any]) -> None:
+def test_of_equals_the_first_ids_are_kept(row: dict[str, Any]) -> None:
     rows = [{"temperature": 1.0, "seed": number, **row} for number in range(60)]
-    assert set(sampler.tokens(torch.zeros(60, 2000), *rows)) == {0, 1, 2}
+    assert set(tokens(torch.zeros(60, 2000), *rows)) == {0, 1, 2}
 
 
-def test_extreme_logits_and_temperatures_stay_numbers(sampler: Sampler) -> None:
+def test_extreme_logits_and_temperatures_stay_numbers() -> None:
     logits = some_logits(3) * 1e30
     rows = [{"temperature": each} for each in (1e-5, 1.0, 2.0)]
-    outputs = sampler.run(logits, *rows)
+    outputs = run(logits, *rows)
     assert outputs.status[0].tolist() == logits.argmax(dim=-1).tolist()
     assert outputs.status[1:].all()
 
 
-def test_bias_bans_and_masks_decide(sampler: Sampler) -> None:
+def test_bias_bans_and_masks_decide() -> None:
     logits = some_logits(4)
     best = logits.argmax(dim=-1).tolist()
-    chosen = sampler.tokens(
+    chosen = tokens(
         logits,
         {"bias": {5: 100.0}},
         {"banned": [best[1]]},
@@ -181,11 +160,11 @@ def test_bias_bans_and_masks_decide(sampler: Sampler) -> None:
     assert chosen[3] != best[3]
 
 
-def test_log_probabilities_are_those_of_the_raw_logits(sampler: Sampler) -> None:
+def test_log_probabilities_are_those_of_the_raw_logits() -> None:
     logits = some_logits(2)
     expected = logits.double().log_softmax(dim=-1)
     row = {"temperature": 0.2, "top_k": 3, "bias": {7: 50.0}, "logprobs": 20, "frequency": 2.0, "answer": [7]}
-    outputs = sampler.run(logits, {}, row)
+    outputs = run(logits, {}, row)
     assert outputs.logprobs is not None
     assert outputs.top_ids is not None
     assert outputs.status[0, 1] == 7
@@ -196,24 +175,24 @@ def test_log_probabilities_are_those_of_the_raw_logits(sampler: Sampler) -> None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_not_finite_is_marked_and_touches_no_other(sampler: Sampler, bad: float) -> None:
+def test_a_row_that_is_not_finite_is_marked_and_touches_no_other(bad: float) -> None:
     logits = some_logits(3)
-    expected = sampler.tokens(logits, *({"temperature": 1.0, "seed": number} for number in range(3)))
+    expected = tokens(logits, *({"temperature": 1.0, "seed": number} for number in range(3)))
     logits[1, 20] = bad
-    outputs = sampler.run(logits, *({"temperature": 1.0, "seed": number} for number in range(3)))
+    outputs = run(logits, *({"temperature": 1.0, "seed": number} for number in range(3)))
     assert outputs.status[1].tolist() == [1, 0, 1]
     assert outputs.status[0, [0, 2]].tolist() == [expected[0], expected[2]]
 
 
-def test_a_row_without_an_allowed_token_is_marked(sampler: Sampler) -> None:
-    outputs = sampler.run(some_logits(2), {"allowed": []}, {"temperature": 1.0, "allowed": [1]})
+def test_a_row_without_an_allowed_token_is_marked() -> None:
+    outputs = run(some_logits(2), {"allowed": []}, {"temperature": 1.0, "allowed": [1]})
     assert outputs.status[2].tolist() == [0, 1]
     assert outputs.status[0, 1] == 1
 
 
-def test_half_precision_logits_are_sampled_in_single(sampler: Sampler) -> None:
+def test_half_precision_logits_are_sampled_in_single() -> None:
     logits = some_logits(1).half()
-    outputs = sampler.run(logits, {"logprobs": 1})
+    outputs = run(logits, {"logprobs": 1})
     assert outputs.logprobs is not None
     assert outputs.logprobs.dtype == torch.float32
     assert outputs.logprobs[0, 1].item() == pytest.approx(
@@ -221,14 +200,17 @@ def test_half_precision_logits_are_sampled_in_single(sampler: Sampler) -> None:
     )
 
 
-def test_nothing_waits_for_the_device() -> None:
+def test_nothing_before_the_last_stage_waits_for_the_device() -> None:
     # Tensors of the device "meta" have no values: an operation that needs one on the host fails.
+    def choose_there(logits: Tensor, inputs: SamplerInputs) -> Tensor:
+        return torch.empty((3, len(logits)), dtype=torch.int64, device=logits.device)
+
     rows = [
         {"temperature": 1.0, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "allowed": [1, 2], "logprobs": 3},
         {"repetition": 1.1, "frequency": 1.0, **HISTORY, "bias": {5: 1.0}, "banned": [4], "logprobs": 20},
     ]
     made = on_meta(inputs(rows))
-    outputs = sample(torch.empty((2, VOCABULARY), device="meta"), made)
+    outputs = sample(torch.empty((2, VOCABULARY), device="meta"), made, choose_there)
     assert made.penalties is not None
     made.penalties.count(outputs.status[0])
     assert outputs.status.device.type == "meta"

@@ -13,7 +13,7 @@ import pytest
 from tests.triton_models.text.walks import Walker, Words
 from triton_models.errors import InvalidGrammarError, LibraryPanicError, TokenMaskError
 from triton_models.text import grammars
-from triton_models.text.grammars import CACHED, STACK_BYTES, CompiledGrammar, on_deep_stack
+from triton_models.text.grammars import CACHED, STACK_BYTES, CompiledGrammar, GrammarMask, on_deep_stack
 from triton_models.text.tokenizers import Tokenizer
 from wire.grammar import Grammar
 
@@ -173,6 +173,44 @@ def test_no_other_special_id_is_ever_allowed(walker: Walker) -> None:
     allowed = set(walker.allowed(mask))
     assert allowed & special == walker.format.stop_ids
     assert len(allowed) > tokenizer.size / 2
+
+
+@pytest.mark.parametrize("threads", [None, 2], ids=["one thread", "several"])
+def test_masks_filled_at_once_are_those_filled_one_by_one(
+    walker: Walker, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = None if threads is None else llguidance.LLExecutor(num_threads=threads)
+    monkeypatch.setattr(grammars, "_executor", lambda: executor)
+    size = walker.tokenizer.size
+    masks = []
+    for length in range(40):
+        mask = walker.grammars.compile(Grammar("regex", f"[a-z]{{{2 + length % 5}}}[0-9]+")).mask()
+        for _ in range(length % 4):
+            mask.accept(walker.allowed(mask)[0])
+        masks.append(mask)
+    rows = [Words(size) for _ in masks]
+    assert GrammarMask.fill_all(masks, rows) == [None] * 40
+    for mask, row in zip(masks, rows, strict=True):
+        alone = Words(size)
+        mask.fill(alone)
+        assert np.array_equal(row.row, alone.row)
+
+
+@pytest.mark.parametrize("threads", [None, 2], ids=["one thread", "several"])
+def test_of_masks_filled_at_once_only_the_broken_one_fails(
+    walker: Walker, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = None if threads is None else llguidance.LLExecutor(num_threads=threads)
+    monkeypatch.setattr(grammars, "_executor", lambda: executor)
+    compiled = walker.grammars.compile(Grammar("regex", "[a-z]{2}[0-9]"))
+    masks = [compiled.mask() for _ in range(3)]
+    (digit,) = walker.tokenizer.encode("7")[-1:]
+    with pytest.raises(TokenMaskError):
+        masks[1].accept(digit)
+    first, second, third = GrammarMask.fill_all(masks, [Words(walker.tokenizer.size) for _ in masks])
+    assert (first, third) == (None, None)
+    assert str(second).startswith("the answer cannot go on by its grammar")
+    assert compiled.spent
 
 
 @pytest.mark.parametrize(

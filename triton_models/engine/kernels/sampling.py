@@ -1,10 +1,10 @@
 """From logits to tokens in two launches, or three where rows are truncated; nothing is sorted.
 
-The rules are those of `triton_models.engine.sampler`: the lowest id among the most likely, or the first id in
-vocabulary order whose cumulative probability exceeds a random number. Weights are float32; their sums are
-float64 and added in a fixed order, so a row's token depends only on its own logits and parameters. The plain
-sampler rounds probabilities differently, so the two can differ where the random number is that close to the
-boundary between two tokens.
+The rules are those of `triton_models.engine.sampler`: the lowest id among the most likely, or the winner of
+the race that `triton_models.engine.draw` defines, with the same random numbers. Each part of a row has a
+winner of its own, so one pass over the logits is enough, and a row's token depends only on its own logits and
+parameters. Logarithms and exponentials are rounded differently than on the CPU, so the token can differ
+where two tokens are within about 1e-6 of each other.
 """
 
 import torch
@@ -12,39 +12,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_models.engine.kernels.drawing import (
-    COLDEST,
-    first_over,
-    inverse,
-    load_usable,
-    uniform,
-    weights_beside,
-)
-from triton_models.engine.kernels.truncation import Truncation, draw_truncated
+from triton_models.engine import draw
+from triton_models.engine.kernels.truncation import find_limits, inverse, load_usable, weights_beside
+from triton_models.engine.sampler import SamplerInputs
+from triton_models.engine.sampling import GREEDY_BELOW
 
 _BLOCK = 4096
-"""Logits per program: so many that a row has few blocks, whose sums one program can go through."""
+"""Logits per program: so many that a row has few blocks, whose winners one program can compare."""
+
+_GREEDY_BELOW: tl.constexpr = tl.constexpr(GREEDY_BELOW)
+_GAMMA: tl.constexpr = tl.constexpr(draw.GAMMA)
+_FIRST_MULTIPLIER: tl.constexpr = tl.constexpr(draw.MULTIPLIERS[0])
+_SECOND_MULTIPLIER: tl.constexpr = tl.constexpr(draw.MULTIPLIERS[1])
+_ID_STEP: tl.constexpr = tl.constexpr(draw.ID_STEP)
+_FIRST_ID_MULTIPLIER: tl.constexpr = tl.constexpr(draw.ID_MULTIPLIERS[0])
+_SECOND_ID_MULTIPLIER: tl.constexpr = tl.constexpr(draw.ID_MULTIPLIERS[1])
+_UNIT: tl.constexpr = tl.constexpr(draw.UNIT)
 
 
-def choose(
-    logits: Tensor,
-    *,
-    temperatures: Tensor,
-    seeds: Tensor,
-    counters: Tensor,
-    truncation: Truncation | None = None,
-) -> Tensor:
-    """Choose a token per row.
+def choose(logits: Tensor, inputs: SamplerInputs) -> Tensor:
+    """Choose a token per row; a `Chooser`.
 
     Compiled once for each dtype of the logits and size of the vocabulary, provided that the address of
-    `logits` is a multiple of 16 and `counters` always have the same dtype.
+    `logits` is a multiple of 16 and `inputs.counters` always have the same dtype.
 
     Args:
-        logits: [S, V], contiguous, of any float dtype; -inf removes a token.
-        temperatures: [S] float32; below `GREEDY_BELOW` a row takes its most likely token.
-        seeds: [S] int64.
-        counters: [S] int64 or int32, not negative; each is an independent draw of its row's seed.
-        truncation: the rows with limits; None: there are none.
+        logits: [S, V], contiguous, float32, float16 or bfloat16; -inf removes a token.
+        inputs: the rows' rules; `counters` may be int32, too, and must not be negative.
 
     Returns:
         [3, S] int64, as `SamplerOutputs.status`: token ids, whether all logits are finite (a caller that
@@ -53,106 +47,142 @@ def choose(
     """
     rows, vocabulary = logits.shape
     blocks = triton.cdiv(vocabulary, _BLOCK)
-    device = logits.device
-    status = torch.empty((3, rows), dtype=torch.int64, device=device)
-    peaks = torch.empty((rows, blocks), dtype=torch.float32, device=device)
-    sums = torch.empty((rows, blocks), dtype=torch.float64, device=device)
-    places = torch.empty((rows, blocks), dtype=torch.int32, device=device)
-    finite = torch.empty((rows, blocks), dtype=torch.int32, device=device)
-    _summarise[rows, blocks](
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    floors, last_ids = empty(rows, dtype=torch.float32), empty(rows, dtype=torch.int32)
+    if inputs.truncated:
+        find_limits(logits, inputs, floors, last_ids)
+    peaks, places = empty(rows, blocks, dtype=torch.float32), empty(rows, blocks, dtype=torch.int32)
+    results, winners = empty(rows, blocks, dtype=torch.float32), empty(rows, blocks, dtype=torch.int32)
+    finite = empty(rows, blocks, dtype=torch.int32)
+    _race[rows, blocks](
         logits,
-        temperatures,
+        inputs.temperatures,
+        inputs.seeds,
+        inputs.counters,
+        floors,
+        last_ids,
+        int(inputs.truncated),
         peaks,
-        sums,
         places,
+        results,
+        winners,
         finite,
         VOCABULARY=vocabulary,
         BLOCK=_BLOCK,
         num_warps=8,
     )
+    status = empty(3, rows, dtype=torch.int64)
     _choose[(rows,)](
-        logits,
-        temperatures,
-        seeds,
-        counters,
+        inputs.temperatures,
         peaks,
-        sums,
         places,
+        results,
+        winners,
         finite,
         status,
         rows,
-        VOCABULARY=vocabulary,
-        BLOCK=_BLOCK,
         BLOCKS=blocks,
         BLOCKS_PADDED=triton.next_power_of_2(blocks),
-        num_warps=8,
+        num_warps=1,
     )
-    if truncation is not None:
-        draw_truncated(logits, temperatures, seeds, counters, peaks, truncation, status[0])
     return status
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperatures"])
-def _summarise(
-    logits, temperatures, peaks, sums, places, finite, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr
+@triton.jit
+def exponentials(seed, counter, ids):
+    """Return the numbers of `draw.exponentials`, from the same bits."""
+    state = _mix(_mix(seed.to(tl.uint64, bitcast=True)) + counter.to(tl.uint64) * _GAMMA)
+    numbers = ids.to(tl.uint32) * _ID_STEP + state.to(tl.uint32)
+    numbers = (numbers ^ (numbers >> 16)) * _FIRST_ID_MULTIPLIER
+    numbers = ((numbers ^ (numbers >> 13)) + (state >> 32).to(tl.uint32)) * _SECOND_ID_MULTIPLIER
+    u = ((numbers ^ (numbers >> 16)).to(tl.float32) + 0.5) * _UNIT
+    rest = 1.0 - u
+    # -log(1 - u): what `rest` has rounded away, which is all of a tiny u, is added to its logarithm.
+    return (u - (1.0 - rest)) - tl.log(rest)
+
+
+@triton.jit
+def _mix(state):
+    state = state + _GAMMA
+    state = (state ^ (state >> 30)) * _FIRST_MULTIPLIER
+    state = (state ^ (state >> 27)) * _SECOND_MULTIPLIER
+    return state ^ (state >> 31)
+
+
+@triton.jit(
+    do_not_specialize=["limited"], do_not_specialize_on_alignment=["temperatures", "seeds", "counters"]
+)
+def _race(
+    logits,
+    temperatures,
+    seeds,
+    counters,
+    floors,
+    last_ids,
+    limited,
+    peaks,
+    places,
+    results,
+    winners,
+    finite,
+    VOCABULARY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Find a block's largest logit, the lowest id that has it, the sum of weights, and if all are finite."""
+    """Find a block's largest logit, the lowest id that has it, its winner, and if all logits are finite."""
     row = tl.program_id(0)
     block = tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     values = load_usable(logits + row.to(tl.int64) * VOCABULARY, ids, VOCABULARY)
     peak, place = tl.max(values, 0, return_indices=True)
-    weights = weights_beside(values, peak, inverse(tl.load(temperatures + row)))
     usable = (values > float("-inf")) | (ids >= VOCABULARY)
     here = row * tl.num_programs(1) + block
     tl.store(peaks + here, peak)
-    tl.store(sums + here, tl.sum(weights.to(tl.float64), 0))
     tl.store(places + here, block * BLOCK + place)
     tl.store(finite + here, tl.min(usable.to(tl.int32), 0))
+    temperature = tl.load(temperatures + row)
+    if temperature >= _GREEDY_BELOW:
+        if limited != 0:
+            floor = tl.load(floors + row)
+            kept = (values > floor) | ((values == floor) & (ids <= tl.load(last_ids + row)))
+            values = tl.where(kept, values, float("-inf"))
+        weights = weights_beside(values, peak, inverse(temperature))
+        race = weights / exponentials(tl.load(seeds + row), tl.load(counters + row), ids)
+        result, winner = tl.max(race, 0, return_indices=True)
+        tl.store(results + here, result)
+        tl.store(winners + here, block * BLOCK + winner)
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["temperatures", "seeds", "counters"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["temperatures"])
 def _choose(
-    logits,
     temperatures,
-    seeds,
-    counters,
     peaks,
-    sums,
     places,
+    results,
+    winners,
     finite,
     status,
     rows,
-    VOCABULARY: tl.constexpr,
-    BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
 ):
-    """Choose a row's token from the summaries of its blocks, reading only the block that holds the token."""
+    """Choose a row's token from those of its blocks."""
     row = tl.program_id(0)
     blocks = tl.arange(0, BLOCKS_PADDED)
     listed = blocks < BLOCKS
     there = row * BLOCKS + blocks
     block_peaks = tl.load(peaks + there, mask=listed, other=float("-inf"))
-    peak = tl.max(block_peaks, 0)
-    firsts = tl.load(places + there, mask=listed, other=VOCABULARY)
-    token = tl.min(tl.where(block_peaks == peak, firsts, VOCABULARY), 0)
+    peak, chosen = tl.max(block_peaks, 0, return_indices=True)
+    token = tl.load(places + row * BLOCKS + chosen)
     temperature = tl.load(temperatures + row)
-    if temperature >= COLDEST:
-        coldness = inverse(temperature)
-        scales = weights_beside(block_peaks.to(tl.float64), peak.to(tl.float64), coldness.to(tl.float64))
-        weights = tl.load(sums + there, mask=listed, other=0.0) * scales
-        reached = tl.cumsum(weights, 0)
-        target = uniform(tl.load(seeds + row), tl.load(counters + row)) * tl.max(reached, 0)
-        chosen = first_over(weights, target, blocks)
-        here = blocks == chosen
-        scale = tl.sum(tl.where(here, scales, 0.0), 0)
-        left = (target - tl.sum(tl.where(here, reached - weights, 0.0), 0)) / tl.where(scale > 0, scale, 1.0)
-        block_peak = tl.max(tl.where(here, block_peaks, float("-inf")), 0)
-        ids = chosen * BLOCK + tl.arange(0, BLOCK)
-        values = load_usable(logits + row.to(tl.int64) * VOCABULARY, ids, VOCABULARY)
-        token = first_over(weights_beside(values, block_peak, coldness), left, ids)
-    tl.store(status + row, tl.minimum(token, VOCABULARY - 1).to(tl.int64))
+    if temperature >= _GREEDY_BELOW:
+        race = tl.load(results + there, mask=listed, other=0.0)
+        race *= weights_beside(block_peaks, peak, inverse(temperature))
+        _, chosen = tl.max(race, 0, return_indices=True)
+        token = tl.load(winners + row * BLOCKS + chosen)
+    tl.store(status + row, token.to(tl.int64))
     all_finite = tl.min(tl.load(finite + there, mask=listed, other=1), 0)
     tl.store(status + rows + row, all_finite.to(tl.int64))
     tl.store(status + 2 * rows + row, (peak > float("-inf")).to(tl.int64))

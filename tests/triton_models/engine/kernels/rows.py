@@ -3,11 +3,12 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from triton_models.engine.draw import exponentials, row_keys
 from triton_models.engine.kernels.sampling import choose
-from triton_models.engine.kernels.truncation import Truncation
 from triton_models.engine.sampler import SamplerInputs, sample
 
 
@@ -25,61 +26,27 @@ class Row:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
-@dataclass(frozen=True)
-class Columns:
-    """What the rows ask for, as tensors over all of them."""
-
-    temperatures: Tensor
-    seeds: Tensor
-    counters: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    truncated: Tensor
-
-
-def columns(rows: list[Row], device: torch.device) -> Columns:
-    return Columns(
+def columns(rows: list[Row], device: torch.device) -> SamplerInputs:
+    return SamplerInputs(
         temperatures=torch.tensor([row.temperature for row in rows], dtype=torch.float32, device=device),
         seeds=torch.tensor([row.seed for row in rows], device=device),
         counters=torch.tensor([row.counter for row in rows], device=device),
         top_k=torch.tensor([row.top_k for row in rows], device=device),
         top_p=torch.tensor([row.top_p for row in rows], dtype=torch.float64, device=device),
         min_p=torch.tensor([row.min_p for row in rows], dtype=torch.float64, device=device),
-        truncated=torch.tensor(
-            [number for number, row in enumerate(rows) if row.truncated], dtype=torch.int64, device=device
-        ),
+        random=any(row.temperature > 0 for row in rows),
+        truncated=any(row.truncated for row in rows),
     )
 
 
-def chosen(logits: Tensor, rows: list[Row], *, padding: int = 0) -> Tensor:
-    """Return the status of the kernels; `padding`: entries of the truncated rows' list that mean nothing."""
-    asked = columns(rows, logits.device)
-    listed = torch.cat([asked.truncated, asked.truncated.new_full((padding,), -1)])
-    truncation = Truncation(rows=listed, top_k=asked.top_k, top_p=asked.top_p, min_p=asked.min_p)
-    return choose(
-        logits,
-        temperatures=asked.temperatures,
-        seeds=asked.seeds,
-        counters=asked.counters,
-        truncation=truncation if len(listed) else None,
-    )
+def chosen(logits: Tensor, rows: list[Row]) -> Tensor:
+    """Return the status of the kernels."""
+    return choose(logits, columns(rows, logits.device))
 
 
 def plainly(logits: Tensor, rows: list[Row]) -> Tensor:
-    """Return the status of the plain sampler."""
-    asked = columns(rows, logits.device)
-    inputs = SamplerInputs.unconstrained(
-        temperatures=asked.temperatures,
-        seeds=asked.seeds,
-        counters=asked.counters,
-        top_k=asked.top_k,
-        top_p=asked.top_p,
-        min_p=asked.min_p,
-        random=any(row.temperature > 0 for row in rows),
-        truncated=asked.truncated,
-    )
-    return sample(logits.clone(), inputs).status
+    """Return the status of the sampler for CPUs."""
+    return sample(logits.clone(), columns(rows, logits.device)).status
 
 
 def kept(logits: list[float], row: Row) -> dict[int, float]:
@@ -100,12 +67,9 @@ def kept(logits: list[float], row: Row) -> dict[int, float]:
     return {token: weight / before for token, weight in nucleus.items()}
 
 
-def drawn(logits: list[float], row: Row, number: float) -> int:
-    """Return the kept token that a random number in [0, 1) falls on, in vocabulary order."""
-    before = 0.0
-    probabilities = sorted(kept(logits, row).items())
-    for token, probability in probabilities:
-        before += probability
-        if probability > 0 and before > number:
-            return token
-    return probabilities[-1][0]
+def drawn(logits: list[float], row: Row) -> int:
+    """Return the kept token that wins the race, computed in float64."""
+    (key,) = row_keys(np.array([row.seed]), np.array([row.counter]))
+    probabilities = kept(logits, row)
+    numbers = exponentials(key, np.array(list(probabilities), dtype=np.uint32)).astype(np.float64)
+    return list(probabilities)[(np.array(list(probabilities.values())) / numbers).argmax()]

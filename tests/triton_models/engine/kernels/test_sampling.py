@@ -1,11 +1,17 @@
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from tests.triton_models.engine.kernels.rows import Row, chosen, plainly
+from tests.triton_models.engine.kernels.rows import Row, chosen, columns, plainly
+from triton_models.engine import draw
 from triton_models.engine.kernels import sampling
+from triton_models.engine.kernels.sampling import exponentials
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 VOCABULARY = 700
@@ -65,7 +71,7 @@ def test_row_that_allows_nothing_says_so(device: torch.device) -> None:
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, VOCABULARY - 1])
-def test_what_is_not_finite_spoils_its_row_alone(poison: float, place: int, device: torch.device) -> None:
+def test_what_is_not_finite_fails_its_row_alone(poison: float, place: int, device: torch.device) -> None:
     logits = random(4, device=device)
     rows = [Row(), Row(temperature=1.0, seed=1), Row(temperature=1.0, seed=2), Row(temperature=0.7, seed=3)]
     sound = chosen(logits, rows)
@@ -112,10 +118,31 @@ def test_hot_and_cold_temperatures_stay_within_the_vocabulary(device: torch.devi
 
 def test_counters_may_be_narrow(device: torch.device) -> None:
     logits = random(8, device=device)
-    arguments = {
-        "temperatures": torch.ones(8, device=device),
-        "seeds": torch.arange(8, device=device),
-    }
-    wide = sampling.choose(logits, counters=torch.arange(8, device=device), **arguments)
-    narrow = sampling.choose(logits, counters=torch.arange(8, device=device).int(), **arguments)
-    assert torch.equal(wide, narrow)
+    wide = columns([Row(temperature=1.0, seed=number, counter=number) for number in range(8)], device)
+    narrow = replace(wide, counters=wide.counters.int())
+    assert torch.equal(sampling.choose(logits, wide), sampling.choose(logits, narrow))
+
+
+@triton.jit
+def _exponentials(seeds, counters, numbers, COUNT: tl.constexpr):
+    row = tl.program_id(0)
+    here = tl.arange(0, COUNT)
+    values = exponentials(tl.load(seeds + row), tl.load(counters + row), here)
+    tl.store(numbers + row * COUNT + here, values)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_random_numbers_are_the_same_as_on_a_cpu(dtype: torch.dtype, device: torch.device) -> None:
+    seeds = torch.tensor([0, -1, 2**63 - 1, -(2**63), 5, 5], device=device)
+    counters = torch.tensor([0, 1, 2**31 - 1, 3, 0, 1], device=device)
+    count = 2**16
+    numbers = torch.empty((len(seeds), count), dtype=torch.float32, device=device)
+
+    _exponentials[len(seeds),](seeds, counters.to(dtype), numbers, COUNT=count)
+
+    keys = draw.row_keys(seeds.cpu().numpy(), counters.cpu().numpy())
+    ids = np.arange(count, dtype=np.uint32)
+    expected = torch.from_numpy(np.stack([draw.exponentials(key, ids) for key in keys]))
+    # Other bits of any number would differ by far more than the rounding of logarithms.
+    assert torch.allclose(numbers.cpu(), expected, rtol=3e-6, atol=0)
+    assert (numbers > 0).all()

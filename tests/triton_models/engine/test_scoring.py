@@ -23,7 +23,7 @@ from tests.triton_models.engine.fake_model import (
 from triton_models.engine.backend import PLAIN
 from triton_models.engine.engine import Engine
 from triton_models.engine.models import Operations
-from triton_models.engine.prompt_scoring import SLICE_ROWS
+from triton_models.engine.scoring import SLICE_ROWS
 from triton_models.engine.sequence import FinishReason, Request, TokenLogprobs, TokenOutput
 from triton_models.engine.settings import EngineSettings
 from triton_models.errors import InvalidRequestError

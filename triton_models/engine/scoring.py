@@ -79,10 +79,10 @@ def scored_chunks(step: Step, rows: tuple[ChunkRows, ...]) -> list[ScoredChunk]:
 def stage_scores(staging: Staging, chunks: list[ScoredChunk]) -> None:
     """Stage the scoring rows and the tokens they score."""
     staging.integers(
-        "judging_rows", [row for each in chunks for row in range(each.row, each.row + each.count)]
+        "scoring_rows", [row for each in chunks for row in range(each.row, each.row + each.count)]
     )
     staging.integers(
-        "judged_tokens",
+        "scored_tokens",
         [token for each in chunks for token in each.sequence.tokens[each.first : each.first + each.count]],
     )
 
@@ -99,11 +99,11 @@ def score(
         logits: turns [S, width] into logits [S, vocabulary] of any float dtype.
     """
     top = max(each.top for each in chunks)
-    rows, tokens = views["judging_rows"], views["judged_tokens"]
+    rows, tokens = views["scoring_rows"], views["scored_tokens"]
     filling = (0, -len(rows) % SLICE_ROWS)
     slices = [
-        _score_slice(hidden[some], judged, top, logits)
-        for some, judged in zip(
+        _score_slice(hidden[some], scored, top, logits)
+        for some, scored in zip(
             torch.split(pad(rows, filling), SLICE_ROWS),
             torch.split(pad(tokens, filling), SLICE_ROWS),
             strict=True,
@@ -154,7 +154,8 @@ def with_scores(results: list[Sampled], scores: Scores) -> list[Sampled]:
     return list(by_sequence.values())
 
 
-def _ranked(told: TokenLogprobs, at_least_as_likely: int) -> TokenLogprobs:
+def _ranked(logprobs: TokenLogprobs, at_least_as_likely: int) -> TokenLogprobs:
     """Add the rank. Equally likely tokens rank in the order of `top`, so no two there share a rank."""
-    places = [token_id for token_id, _ in told.top]
-    return replace(told, rank=places.index(told.id) + 1 if told.id in places else at_least_as_likely)
+    places = [token_id for token_id, _ in logprobs.top]
+    rank = places.index(logprobs.id) + 1 if logprobs.id in places else at_least_as_likely
+    return replace(logprobs, rank=rank)
