@@ -187,7 +187,7 @@ class Delivery:
         self._sender = sender
         self._on_first_token = on_first_token
         self._on_lost = on_lost
-        self._silence_s = max(0.0, heartbeat_s - 2 * _KEEP_ALIVE_S)
+        self._silence_s = max(heartbeat_s / 2, heartbeat_s - 2 * _KEEP_ALIVE_S)
         self._kept_alive_at = 0.0
         self._queue: queue.SimpleQueue[Sequence[TokenOutput] | Callable[[], None] | None] = (
             queue.SimpleQueue()
@@ -289,7 +289,8 @@ class Delivery:
                 self._flush(channel)
         for choice, request in gained.items():
             if choice.ended:
-                self._sender.post(request, partial(request.end, choice))
+                lost = request.channel is not None and request.channel.lost
+                self._sender.post(request, partial(request.end, choice, lost=lost))
 
     def _fill(self, request: OpenRequest, choice: Choice, now: float) -> DeltaChannel | None:
         """Put what a choice has gained into the next frame of its channel, and return that, if both exist."""

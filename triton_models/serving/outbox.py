@@ -221,7 +221,7 @@ class Sender:
         self.pulse = Pulse()
         self._orphaned = orphaned
         # The next look may come late by that much, but the client must get its heartbeat in time.
-        self._silence_s = max(0.0, heartbeat_s - POLL_PERIOD_S - 0.05)
+        self._silence_s = max(heartbeat_s / 2, heartbeat_s - POLL_PERIOD_S - 0.05)
         self._queue: queue.SimpleQueue[tuple[Call, Callable[[], object]] | None] = queue.SimpleQueue()
         self._watched: deque[Call] = deque()
         """Looked at in turn, from left to right and round again."""
