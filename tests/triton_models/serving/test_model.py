@@ -14,6 +14,7 @@ import pytest
 
 from tests.triton_models.serving.conftest import Served
 from tests.triton_models.serving.fakes import wait_until
+from triton_models.serving import intake
 from wire.meta import Meta, decode_meta
 from wire.refusal import parse_refusal
 
@@ -91,7 +92,6 @@ def pb_utils() -> types.ModuleType:
 @pytest.fixture
 def model(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return the model as Triton would have it after `initialize`."""
-    intake = importlib.import_module("triton_models.serving.intake")
     utils = pb_utils()
     monkeypatch.setitem(sys.modules, utils.__name__, utils)
     module = importlib.import_module("triton_models.serving.model")
@@ -159,14 +159,12 @@ def test_inputs_that_are_not_one_string_each_are_refused_alone(model: Any, given
     [('{"traceparent":"a"}', '{"traceparent":"a"}'), ("", '{"traceparent":"forwarded"}'), (None, '{"traceparent":"forwarded"}')],
 )
 def test_a_trace_goes_on_below_tritons_span_or_below_its_callers(tritons: Any, used: str) -> None:
-    intake = importlib.import_module("triton_models.serving.intake")
     request = Request(inputs(b"{}") | {"context": tritons}, ResponseSender())
     arrival = intake.read_arrival(request, pb_utils=pb_utils(), traced=True)
     assert arrival.responder.trace_context == used
 
 
 def test_nothing_is_asked_about_a_trace_if_there_is_no_tracing() -> None:
-    intake = importlib.import_module("triton_models.serving.intake")
     request = Request(inputs(b"{}"), ResponseSender())
     assert intake.read_arrival(request, pb_utils=pb_utils(), traced=False).responder.trace_context is None
     assert not request.asked_for_trace
