@@ -79,9 +79,7 @@ class StreamClient:
                 if tensors:
                     yield tensors["response"].decode(), decode_meta(tensors["meta"])
 
-    def call(
-        self, model: str, prompt: str = "", history: list[Any] | None = None, **sampling: Any
-    ) -> "Call":
+    def call(self, model: str, prompt: str = "", history: list[Any] | None = None, **sampling: Any) -> "Call":
         """Send one request; what `sampling` holds says of which kind it is."""
         turns = "" if history is None else json.dumps(history)
         return Call(self.send(infer_request(model, prompt, turns, json.dumps(sampling))))

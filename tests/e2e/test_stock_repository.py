@@ -111,8 +111,8 @@ def test_a_lost_channel_ends_what_is_on_it(stock: StockServer, client: StreamCli
     ]
     assert all(next(own)[1].accepted is not None for own in owns)
     channel.close()
-    with pytest.raises(RuntimeError, match="tritongate:channel_lost:"):
-        for own in owns:
+    for own in owns[-50:]:  # the first ones may have ended before
+        with pytest.raises(RuntimeError, match="tritongate:channel_lost:"):
             list(own)
     wait_until(lambda: stock.gauge("tritongate_engine_requests_running") == 0)
     with pytest.raises(RuntimeError, match="tritongate:channel_lost:"):

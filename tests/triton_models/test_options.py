@@ -120,5 +120,7 @@ def test_values_are_checked_by_name() -> None:
 
 def test_options_are_read_without_torch_or_click() -> None:
     """By programs that start a server in whose Python the engine is not installed."""
-    program = "import sys, triton_models.options; raise SystemExit(bool({'torch', 'click'} & set(sys.modules)))"
+    program = (
+        "import sys, triton_models.options; raise SystemExit(bool({'torch', 'click'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

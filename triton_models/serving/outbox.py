@@ -62,6 +62,15 @@ _REFUSALS: Final[tuple[tuple[type[Exception], RefusalCode], ...]] = (
 )
 """The first matching class decides; anything else is an internal error."""
 
+_STATUSES: Final = {
+    RefusalCode.INVALID_REQUEST: "INVALID_ARG",
+    RefusalCode.INVALID_GRAMMAR: "INVALID_ARG",
+    RefusalCode.CONTEXT_LENGTH_EXCEEDED: "INVALID_ARG",
+    RefusalCode.CANCELLED: "CANCELLED",
+    RefusalCode.INTERNAL: "INTERNAL",
+}
+"""Triton's status for each code; of the others, UNAVAILABLE."""
+
 
 def refusal(error: Exception) -> tuple[RefusalCode, str]:
     """Return the code and the message for a client whose request failed with `error`."""
@@ -114,7 +123,8 @@ class TritonResponder:
     def refuse(self, code: RefusalCode, message: str) -> None:
         """Send an error with the status that fits `code`, as the final response."""
         try:
-            error = self._pb_utils.TritonError(refusal_text(code, message), self._status(code))
+            kind = self._pb_utils.TritonError
+            error = kind(refusal_text(code, message), getattr(kind, _STATUSES.get(code, "UNAVAILABLE")))
             self._respond(self._pb_utils.InferenceResponse(error=error), final=True)
         except Exception:
             # The boundary to Triton: the caller serves other requests too, and must continue with them.
@@ -123,22 +133,6 @@ class TritonResponder:
     def cancelled(self) -> bool:
         """Ask Triton, which takes some 50 microseconds."""
         return bool(self._sender.is_cancelled())
-
-    def _status(self, code: RefusalCode) -> Any:
-        error = self._pb_utils.TritonError
-        match code:
-            case (
-                RefusalCode.INVALID_REQUEST
-                | RefusalCode.INVALID_GRAMMAR
-                | RefusalCode.CONTEXT_LENGTH_EXCEEDED
-            ):
-                return error.INVALID_ARG
-            case RefusalCode.CANCELLED:
-                return error.CANCELLED
-            case RefusalCode.INTERNAL:
-                return error.INTERNAL
-            case _:
-                return error.UNAVAILABLE
 
     def _send(self, text: bytes, document: bytes, *, final: bool) -> None:
         tensors = [self._tensor(names.RESPONSE, text), self._tensor(names.META, document)]

@@ -10,8 +10,8 @@ from tests.triton_models.serving.conftest import GOLDEN, parameters
 from tests.triton_models.serving.fakes import FakePbUtils
 from triton_models.engine.settings import EngineSettings
 from triton_models.errors import CheckpointError
-from triton_models.serving.service import build_service, choose_dtype, engine_settings
 from triton_models.serving.chat_text import load_text
+from triton_models.serving.service import build_service, choose_dtype, engine_settings
 
 
 def test_the_processor_computes_in_float32_unless_asked() -> None:

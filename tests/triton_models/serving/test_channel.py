@@ -11,7 +11,8 @@ from tests.triton_models.serving.fakes import FakePbUtils, FakeResponder, wait_u
 from triton_models.engine.sequence import TokenOutput
 from triton_models.errors import ChannelLostError, InvalidRequestError, QueueFullError
 from triton_models.serving import channel as module
-from triton_models.serving.channel import Channels, DeltaChannel
+from triton_models.serving.channel import Delivery, DeltaChannel
+from triton_models.serving.outbox import Sender
 from wire.channel import Frame
 from wire.meta import Meta
 from wire.refusal import RefusalCode
@@ -248,7 +249,9 @@ def test_whatever_fails_in_the_delivery_it_goes_on(served: Served, monkeypatch: 
     assert own.metas[-1].delivered.deltas == len(channel.deltas(0)) > 0
 
 
-def test_a_delivery_that_has_ended_is_no_sign_of_life(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_delivery_that_has_ended_is_no_sign_of_life(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not even by what no guard catches: whoever watches the model has it loaded anew."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
 
@@ -268,26 +271,33 @@ def test_channels_are_bounded_and_one_of_an_id_at_a_time(monkeypatch: pytest.Mon
         return DeltaChannel(channel_id, FakeResponder(), lambda _: None)
 
     monkeypatch.setattr(module, "OPEN_LIMIT", 2)
-    channels = Channels()
+    sender = Sender(heartbeat_s=2)
+    delivery = Delivery(
+        lambda _: None, sender, on_first_token=lambda *_: None, on_lost=lambda _: None, heartbeat_s=2
+    )
+    delivery.start()
     first = new("a")
-    channels.add(first)
+    delivery.open(first)
     with pytest.raises(InvalidRequestError):
-        channels.add(new("a"))
-    assert channels.find("a") is first
-    channels.add(new("b"))
+        delivery.open(new("a"))
+    assert delivery.find("a") is first
+    delivery.open(new("b"))
     with pytest.raises(QueueFullError):
-        channels.add(new("c"))
-    channels.remove(first)
+        delivery.open(new("c"))
+    delivery.close(first)
+    wait_until(lambda: first.lost)
     with pytest.raises(ChannelLostError):
-        channels.find("a")
-    channels.add(new("c"))
+        delivery.find("a")
+    delivery.open(new("c"))
+    delivery.stop()
 
 
 def test_a_channel_whose_first_frame_fails_is_not_open(served: Served) -> None:
     broken = FakeResponder(on_send=fail)
     served.send(b'{"open_channel":"c"}', responder=broken).wait()
     assert broken.refusal[0] is RefusalCode.INTERNAL
-    assert served.service._channels.all() == []
+    with pytest.raises(ChannelLostError):
+        served.service._delivery.find("c")
 
 
 def test_a_second_channel_of_an_id_is_refused_and_the_first_goes_on(served: Served) -> None:

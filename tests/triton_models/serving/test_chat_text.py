@@ -85,10 +85,14 @@ def test_an_answer_that_has_started_is_in_its_ids(text: ChatText, first_line: st
 
 
 def test_text_has_the_ids_of_a_raw_prompt_with_its_prefix(text: ChatText) -> None:
-    with_prefix, bare = (text.tokenize(Tokenize(tokenize="text", prefix=prefix), " a👋", []) for prefix in (True, False))
+    with_prefix, bare = (
+        text.tokenize(Tokenize(tokenize="text", prefix=prefix), " a👋", []) for prefix in (True, False)
+    )
     assert with_prefix.ids == text.prompt_ids(Generation(raw=True), " a👋", [])
     assert with_prefix.ids[2:] == bare.ids == text.tokenizer.encode(" a👋")
-    assert text.detokenize(Detokenize(detokenize=bare.ids), text.tokenizer.size)[0] == text.tokenizer.decode(bare.ids)
+    assert text.detokenize(Detokenize(detokenize=bare.ids), text.tokenizer.size)[0] == text.tokenizer.decode(
+        bare.ids
+    )
     with pytest.raises(ModelError, match="history"):
         text.tokenize(Tokenize(tokenize="text"), "a", [Turn("user", "b")])
 

@@ -10,8 +10,8 @@ import pytest
 from tests.triton_models.serving.conftest import Served
 from tests.triton_models.serving.fakes import TIMEOUT_S, FakeResponder, wait_until
 from triton_models.errors import InvalidGrammarError, QueueFullError
-from triton_models.serving.chat_text import ChatText
 from triton_models.serving import intake as module
+from triton_models.serving.chat_text import ChatText
 from triton_models.serving.intake import (
     COMPILERS,
     GRAMMARS_WAITING,
@@ -134,11 +134,11 @@ def test_nothing_is_compiled_for_who_gave_up() -> None:
 
 def test_who_gives_up_leaves_the_list_at_once() -> None:
     compiler, prepared = Compiler(), dict[str, Any]()
-    preparing = Preparing(
-        compiler, lambda request, _inputs, future: prepared.update({request.key: future})
-    )
+    preparing = Preparing(compiler, lambda request, _inputs, future: prepared.update({request.key: future}))
     busy = [opened(f"busy{number}", held=True, pattern=f"busy{number}") for number in range(COMPILERS)]
-    waiting = [opened(f"{number}", held=True, pattern=f"{number}") for number in range(GRAMMARS_WAITING - COMPILERS)]
+    waiting = [
+        opened(f"{number}", held=True, pattern=f"{number}") for number in range(GRAMMARS_WAITING - COMPILERS)
+    ]
     for request in [*busy, *waiting]:
         preparing.prepare(request, "")
     wait_until(lambda: len(compiler.asked) == COMPILERS)

@@ -105,7 +105,9 @@ def test_special_tokens_of_ids_are_in_their_text_where_asked_for(served: Served,
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("length", [255, 256, 257, 511])
 def test_no_response_tells_of_more_than_256_tokens(served: Served, length: int, streamed: bool) -> None:
-    answer = ask(served, "", prompt_token_ids=[300] * length, prompt_logprobs=0, streamed=streamed, max_tokens=1)
+    answer = ask(
+        served, "", prompt_token_ids=[300] * length, prompt_logprobs=0, streamed=streamed, max_tokens=1
+    )
     accepted, *reports, last = answer.metas
     sent = [len(meta.prompt_logprobs) for meta in reports]
     assert (sum(sent), len(sent)) == (length, 1 + (length > 256))

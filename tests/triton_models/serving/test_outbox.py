@@ -80,7 +80,9 @@ def test_every_refusal_is_a_final_error_with_a_status(code: RefusalCode) -> None
 
 def test_a_refusal_that_cannot_be_sent_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
     """The sender refuses what it could not send: an error out of that must not end it."""
-    TritonResponder(ResponseSender(RuntimeError("no shared memory")), PB_UTILS).refuse(RefusalCode.INTERNAL, "why")
+    TritonResponder(ResponseSender(RuntimeError("no shared memory")), PB_UTILS).refuse(
+        RefusalCode.INTERNAL, "why"
+    )
     assert "could not be sent" in caplog.text
 
 

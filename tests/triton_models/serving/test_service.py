@@ -33,9 +33,7 @@ def test_accepted_comes_first_and_the_final_response_last(served: Served) -> Non
 
 
 def test_a_request_that_is_not_streamed_gets_its_answer_with_its_end(served: Served) -> None:
-    asked: dict[str, Any] = {
-        "max_tokens": 30, "temperature": 0, "return_token_ids": True, "ignore_eos": True
-    }
+    asked: dict[str, Any] = {"max_tokens": 30, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
     streamed = served.ask(**asked, streamed=True).wait()
     whole = served.ask(**asked).wait()
     assert [meta for meta in whole.metas if meta.tokens] == [whole.metas[-1]]

@@ -22,7 +22,10 @@ def stub(then: str, config: str = "{}", limit_s: float = 1.0) -> subprocess.Pope
     code = STUB.format(then=then, config=config, limit_s=limit_s)
     return subprocess.Popen(
         [sys.executable, "-c", code],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
