@@ -228,12 +228,13 @@ class Delivery:
         gained: dict[Choice, OpenRequest] = {}
         for each in posted:
             if callable(each):
+                self._send(gained)  # a channel is closed behind the steps that came before
+                gained = {}
                 self._do(each)
             else:
                 for output in each or ():
                     self._take(output, gained)
-        if gained:
-            self._send(gained)
+        self._send(gained)
         now = time.monotonic()
         if now - self._kept_alive_at >= _KEEP_ALIVE_S:
             self._kept_alive_at = now
