@@ -27,7 +27,6 @@ class StockServer:
     http: str
     metrics: str
     process: psutil.Process
-    stub: psutil.Process
     shared_memory_prefix: str
 
     def gauge(self, name: str, **labels: str) -> float:
@@ -57,9 +56,8 @@ def stock_server(repository: Path, temporary: Path) -> Iterator[StockServer]:
         wait_until(lambda: process.poll() is not None or _ready(http), START_S)
         assert process.poll() is None, "tritonserver did not start"
         tree += tree[0].children(recursive=True)
-        (stub,) = [each for each in tree[1:] if "stub" in each.name()]
         local = "127.0.0.1:{}".format
-        yield StockServer(local(grpc), local(http), local(metrics), tree[0], stub, prefix)
+        yield StockServer(local(grpc), local(http), local(metrics), tree[0], prefix)
     finally:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -125,9 +125,11 @@ class Call:
         self.responses.cancel()
 
 
-def infer_request(model: str, prompt: str, history: str, sampling: str) -> pb.ModelInferRequest:
+def infer_request(
+    model: str, prompt: str, history: str, sampling: str, *, version: str = ""
+) -> pb.ModelInferRequest:
     """Return a request with these tensors."""
-    request = pb.ModelInferRequest(model_name=model)
+    request = pb.ModelInferRequest(model_name=model, model_version=version)
     for name, value in {"prompt": prompt, "history": history, "sampling": sampling}.items():
         request.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
         request.raw_input_contents.append(pack_strings([value.encode()]))

@@ -248,11 +248,11 @@ class Delivery:
             return  # its answer ended at a stop string while this step ran
         request, choice = found
         try:
-            if output.time_to_first_token is not None:
-                choice.first_token = output.queue_seconds or 0.0, output.time_to_first_token
+            first = output.time_to_first_token
+            if first is not None:
+                choice.first_token = output.queue_seconds or 0.0, first
                 self._on_first_token(*choice.first_token)
-            first = output.time_to_first_token is not None
-            if choice.report is not None and (output.prompt_logprobs or first):
+            if choice.report is not None and (output.prompt_logprobs or first is not None):
                 self._sender.post(request, partial(request.tell_prompt, choice, output.prompt_logprobs))
             if choice.take(output):
                 gained[choice] = request
