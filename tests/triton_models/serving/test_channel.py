@@ -163,6 +163,25 @@ def test_a_frame_that_cannot_be_sent_loses_the_channel(served: Served) -> None:
     wait_until(lambda: served.busy() == 0)
 
 
+def test_ends_that_are_slow_to_send_do_not_delay_the_frames_of_others(serve: Callable[..., Served]) -> None:
+    """Hundreds of answers may end in one step."""
+    served = serve(slow=True)
+    channel = open_channel(served)
+    goes_on = served.ask(max_tokens=LONG, **GREEDY, **on(0))
+    ends = served.ask(max_tokens=3, **GREEDY)
+    frames: list[int] = []
+
+    def wait_for_frames() -> None:
+        if len(ends.responses) > 0:  # not `accepted`, but the end
+            frames.append(len(channel.deltas(0)))
+            wait_until(lambda: len(channel.deltas(0)) > frames[0] + 5)
+
+    ends.on_send = wait_for_frames
+    assert ends.wait().refusal is None
+    assert frames
+    goes_on.gone = True
+
+
 def test_a_hang_up_of_the_request_itself_ends_it(serve: Callable[..., Served], pb_utils: FakePbUtils) -> None:
     served = serve(slow=True)
     channel = open_channel(served)
