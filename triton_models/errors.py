@@ -7,8 +7,6 @@ ModelError
 ├── EnvironmentPackError             a Python environment that cannot be packed for Triton
 ├── InvalidGrammarError              a grammar that is broken, too large, or cannot be enforced
 ├── TextError                        a text or conversation that the tokenizer or chat format cannot express
-├── ClientInputError                 an input of the request/response entry that cannot be read
-├── StreamRefusedError               `M-stream` refused a request of `M`, or is not there
 ├── SettingsError                    the engine cannot be built with these settings
 ├── WarmUpError                      the engine fails on the warm-up's requests
 ├── TokenMaskError                   a request's token mask failed; only that request fails
@@ -59,19 +57,6 @@ class InvalidGrammarError(ModelError):
 
 class TextError(ModelError):
     """A text that is not Unicode, or a conversation that the chat format cannot express."""
-
-
-class ClientInputError(ModelError):
-    """An input of a request to entry `M` that violates its contract; the message names it."""
-
-
-class StreamRefusedError(ModelError):
-    """The stream entry refused a request or did not answer; `code` (see wire.refusal) says why."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(f"{code}: {message}")
-        self.code = code
-        self.message = message
 
 
 class SettingsError(ModelError):

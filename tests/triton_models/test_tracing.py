@@ -1,4 +1,4 @@
-from triton_models.entries import ModelEntry, stream_config
+from triton_models.entries import ModelEntry, entry_config
 from triton_models.tracing import trace_arguments
 
 
@@ -14,6 +14,7 @@ def test_only_what_comes_with_a_parent_is_traced() -> None:
 
 
 def test_the_engines_entry_knows_where_its_spans_go() -> None:
-    config = stream_config(ModelEntry(name="m", checkpoint="c", trace_endpoint="http://c/v1/traces"))
+    options = {"trace_endpoint": "http://c/v1/traces"}
+    config = entry_config(ModelEntry(name="m", checkpoint="c", options=options))
     assert config.parameters["trace_endpoint"].string_value == "http://c/v1/traces"
-    assert "trace_endpoint" not in stream_config(ModelEntry(name="m", checkpoint="c")).parameters
+    assert "trace_endpoint" not in entry_config(ModelEntry(name="m", checkpoint="c")).parameters

@@ -1,14 +1,24 @@
 """The engine's requests for one generation: one for each choice."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request
 from triton_models.errors import PromptTooLongError
 from triton_models.text.grammars import CompiledGrammar
-from wire.sampling import Generation
+from wire.request import Generation
+from wire.sampling import Sampling
 
 _SEEDS = 2**64
+
+_SHARED = {field.name for field in fields(SamplingParams)} & set(Sampling.__struct_fields__) - {
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "stop_token_ids",
+}
+"""What the engine takes as the client gave it."""
 
 
 def engine_requests(
@@ -39,24 +49,17 @@ def engine_requests(
         InvalidRequestError: a sampling parameter out of range, or parameters that contradict each other.
     """
     prompt = tuple(prompt_ids)
+    shared = {name: getattr(generation, name) for name in _SHARED}
     return [
         Request(
             request_id=key,
             prompt_ids=prompt,
             sampling=SamplingParams(
-                temperature=generation.temperature,
-                top_p=generation.top_p,
-                top_k=generation.top_k,
-                min_p=generation.min_p,
-                repetition_penalty=generation.repetition_penalty,
-                presence_penalty=generation.presence_penalty,
-                frequency_penalty=generation.frequency_penalty,
+                **shared,
                 seed=None if generation.seed is None else _wrapped(generation.seed + index),
                 max_tokens=None if max_tokens is None else max(1, max_tokens),
                 min_tokens=_least(generation, max_tokens),
                 stop_token_ids=stop_ids,
-                logit_bias=generation.logit_bias,
-                logprobs=generation.logprobs,
                 mask=None if grammar is None else grammar.mask(),
             ),
             priority=generation.priority,
