@@ -1,0 +1,253 @@
+"""The options of a model: each is declared once, here, and everything else is derived from `OPTIONS`.
+
+An entry's parameters in `config.pbtxt` (`read_parameters`), what `entries.py` writes there, the flags and
+environment variables of the programs that write entries, and the table in wire/README.md. Imports neither
+torch nor click, since those programs must run without the engine.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from triton_models.errors import EntryError
+
+Value = int | float | str
+Options = Mapping[str, Any]
+"""Values by option name: those that were set, each of its option's kind."""
+
+_VERSION: Final = "{version}"
+
+TRITONS_OWN: Final = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
+"""Parameters that Triton's Python backend reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One option of the engine or of its entry."""
+
+    name: str
+    """In `config.pbtxt`; `flag` is derived from it."""
+    kind: type[int] | type[float] | type[str]
+    help: str
+    """One sentence for people who set it, with the unit."""
+    default: str
+    """What applies if it is not set, in words or as the value itself."""
+    gpu: Value | None = None
+    """The value that applies on a GPU if it is not set, where that differs."""
+    least: float | None = None
+    """The smallest value; with `least_open`, values must be over it."""
+    least_open: bool = False
+    most: float | None = None
+    """The largest value."""
+    choices: tuple[str, ...] = ()
+    """The only values, if there are any here."""
+
+    @property
+    def flag(self) -> str:
+        """The command-line flag, such as `--max-context`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def default_text(self) -> str:
+        """What applies if it is not set, on a GPU too, for help texts and tables."""
+        return self.default if self.gpu is None else f"{self.default}; {self.gpu} on a GPU"
+
+    @property
+    def range_text(self) -> str:
+        """Which values it takes, in words; empty: any."""
+        if self.choices:
+            return " or ".join((", ".join(self.choices[:-1]), self.choices[-1]))
+        limits = []
+        if self.least is not None:
+            limits.append(f"{'over' if self.least_open else 'at least'} {self.least:,g}")
+        if self.most is not None:
+            limits.append(f"at most {self.most:,g}")
+        return " and ".join(limits)
+
+    def parse(self, text: str) -> Value:
+        """Return the value that `text` stands for.
+
+        Raises:
+            ValueError: it is no number, out of range or not among the choices; the message names the option.
+        """
+        try:
+            value: Value = self.kind(text)
+        except ValueError:
+            what = "a whole number" if self.kind is int else "a number"
+            raise ValueError(f"{self.name}: {text!r} is not {what}") from None
+        self.check(value)
+        return value
+
+    def check(self, value: Value) -> None:
+        """Check a value.
+
+        Raises:
+            ValueError: it is out of range or not among the choices; the message names the option.
+        """
+        if isinstance(value, str):
+            fits = not self.choices or value in self.choices
+        else:
+            low = self.least is None or (value > self.least if self.least_open else value >= self.least)
+            fits = low and (self.most is None or value <= self.most)  # nan does not fit any limit
+        if not fits:
+            raise ValueError(f"{self.name} must be {self.range_text}, not {value}")
+
+
+OPTIONS: Final = (
+    Option(
+        name="format",
+        kind=str,
+        help="The chat format, where the checkpoint's files and name do not tell.",
+        default="found in the checkpoint",
+        choices=("chatglm2", "chatglm3", "glm4"),
+    ),
+    Option(
+        name="dtype",
+        kind=str,
+        help="The type of weights and KV cache.",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    ),
+    Option(
+        name="max_context",
+        kind=int,
+        help="Tokens of prompt and answer together.",
+        default="the model's own",
+        least=2,
+    ),
+    Option(
+        name="kv_memory_gib",
+        kind=float,
+        help="Memory for the KV cache, in GiB.",
+        default="a share of what is free",
+        least=0,
+        least_open=True,
+        most=2**20,
+    ),
+    Option(
+        name="max_running",
+        kind=int,
+        help="Sequences in one step of the engine.",
+        default="128",
+        gpu=512,
+        least=1,
+    ),
+    Option(
+        name="max_waiting",
+        kind=int,
+        help="Requests in the engine's waiting list; more are refused.",
+        default="512",
+        least=0,
+    ),
+    # A GPU computes many tokens in the time it takes to read the weights once. With four times as many prompt
+    # tokens in a step, each takes 7 % less time, but the decodes in it stall four times as long
+    # (bench/LOG.md): worth it only while many prompts wait.
+    Option(
+        name="max_batched_tokens",
+        kind=int,
+        help="Tokens in one step of the engine, of prompts and answers together.",
+        default="1024",
+        least=1,
+    ),
+    Option(
+        name="burst_tokens",
+        kind=int,
+        help="Tokens in one step of the engine while enough prompts wait to fill it.",
+        default="max_batched_tokens",
+        gpu=4096,
+        least=1,
+    ),
+    Option(
+        name="burst_steps",
+        kind=int,
+        help="Consecutive steps that may leave out running answers for a burst of prompts.",
+        default="0",
+        gpu=4,
+        least=0,
+    ),
+    Option(
+        name="heartbeat_s",
+        kind=float,
+        help="Seconds of silence after which a running request gets a heartbeat.",
+        default="2",
+        least=0,
+        least_open=True,
+        most=10,
+    ),
+    Option(
+        name="trace_endpoint",
+        kind=str,
+        help="URL of an OTLP/HTTP collector for the spans of traced requests.",
+        default="no spans",
+    ),
+)
+"""Every option, in the order of help texts and tables."""
+
+_BY_NAME: Final = {option.name: option for option in OPTIONS}
+
+
+def check_options(options: Options) -> None:
+    """Check values by name.
+
+    Raises:
+        ValueError: there is no such option, or a value does not fit; the message names the option.
+    """
+    for name, value in options.items():
+        if name not in _BY_NAME:
+            raise ValueError(f"{name!r} is no option; known: {', '.join(_BY_NAME)}")
+        _BY_NAME[name].check(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryParameters:
+    """What an entry is configured to serve."""
+
+    model: str
+    """The served model's name, which is the entry's."""
+    checkpoint: Path
+    device: str
+    """`cpu` or `cuda:N`: where the entry's instance_group put this instance."""
+    version: int
+    """The entry's version: the name of the folder that holds `model.py`."""
+    options: Options
+    """The options that are set."""
+
+
+def read_parameters(args: Mapping[str, str]) -> EntryParameters:
+    """Read what Triton passes to `initialize`.
+
+    A relative `checkpoint` is relative to the entry's own folder. `{version}` in it stands for the version
+    that is loaded, so that each version of an entry can have a checkpoint of its own.
+
+    Raises:
+        EntryError: an unknown parameter, a value of the wrong type or out of range, or no checkpoint.
+    """
+    declared = json.loads(args["model_config"]).get("parameters", {})
+    texts = {key: value["string_value"] for key, value in declared.items() if key not in TRITONS_OWN}
+    checkpoint = texts.pop("checkpoint", "")
+    options: dict[str, Value] = {}
+    for name, text in texts.items():
+        if name not in _BY_NAME:
+            known = ", ".join(("checkpoint", *_BY_NAME))
+            raise EntryError(f"config.pbtxt has an unknown parameter {name!r}; known: {known}")
+        if not text:
+            continue
+        try:
+            options[name] = _BY_NAME[name].parse(text)
+        except ValueError as error:
+            raise EntryError(f"config.pbtxt, parameter {error}") from None
+    if not checkpoint:
+        raise EntryError("config.pbtxt needs the parameter 'checkpoint': the directory of the model")
+    version = args["model_version"]
+    path = Path(args["model_repository"]) / checkpoint.replace(_VERSION, version)
+    on_gpu = args["model_instance_kind"] == "GPU"
+    return EntryParameters(
+        model=args["model_name"],
+        checkpoint=Path(os.path.normpath(path)),
+        version=int(version),
+        device=f"cuda:{args['model_instance_device_id']}" if on_gpu else "cpu",
+        options=options,
+    )
