@@ -1,12 +1,14 @@
 """`python -m triton_models.embedded`: the embedded Triton as a process; events on stdout, logs on stderr."""
 
 import asyncio
+import importlib.util
 import logging
 import os
 import signal
 import sys
 import tempfile
 import threading
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,7 @@ async def _serve(
         EmbeddedError: the server could not be started; the message ends with the path of its log, if there is
             one.
     """
+    _spare_numpy()
     # Not earlier: these import packages whose absence `find_installation` reports with a clear message.
     from triton_models.embedded.server import Ports, TritonServer  # noqa: PLC0415
     from triton_models.embedded.supervisor import Supervisor  # noqa: PLC0415
@@ -138,6 +141,18 @@ async def _serve(
         raise EmbeddedError(f"{error} (log: {run.log})" if keep_log else str(error)) from error
     finally:
         run.remove(keep_log=keep_log)
+
+
+def _spare_numpy() -> None:
+    """Have `tritonclient.grpc` be its generated messages alone, which saves this process 20 MB and 0.2 s.
+
+    The rest of it, a client that nothing here uses, imports numpy.
+    """
+    package = types.ModuleType("tritonclient.grpc")
+    spec = importlib.util.find_spec("tritonclient")
+    folders = spec.submodule_search_locations if spec is not None else None
+    package.__path__ = [f"{folder}/grpc" for folder in folders or ()]
+    sys.modules[package.__name__] = package
 
 
 if __name__ == "__main__":
