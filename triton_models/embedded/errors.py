@@ -24,7 +24,14 @@ class PlatformError(EmbeddedError):
 
 
 class ServerError(EmbeddedError):
-    """The server's port is in use, its process did not become live, or is no longer live."""
+    """The server's port is in use, its process did not become live, or is no longer live.
+
+    `crashed`: a signal ended it, and not its own decision.
+    """
+
+    def __init__(self, message: str, *, crashed: bool = False) -> None:
+        super().__init__(message)
+        self.crashed = crashed
 
 
 class LoadError(EmbeddedError):

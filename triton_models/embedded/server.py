@@ -200,27 +200,18 @@ class TritonServer:
                     raise
         raise AssertionError
 
-    def alive(self) -> bool:
-        """Whether the process runs, which does not mean that it answers."""
-        return self._warden is not None and self._warden.poll() is None
-
-    @property
-    def crashed(self) -> bool:
-        """Whether a signal ended it, and not its own decision."""
+    def end(self) -> ServerError | None:
+        """Return how the process ended; None while it runs, which does not mean that it answers."""
         status = None if self._warden is None else self._warden.poll()
-        return status is not None and (status < 0 or status > SIGNAL_STATUS)
-
-    def end_reason(self) -> str:
-        """Describe how a server that is no longer alive ended."""
-        status = None if self._warden is None else self._warden.returncode
-        if status is not None and status < 0:
-            return f"the warden of tritonserver was killed by signal {-status}"
-        if status is not None and status > SIGNAL_STATUS:
-            number = status - SIGNAL_STATUS
+        if status is None:
+            return None
+        if status < 0:
+            return ServerError(f"the warden of tritonserver was killed by signal {-status}", crashed=True)
+        if (number := status - SIGNAL_STATUS) > 0:
             uncaught = self.log.uncaught if number == signal.SIGABRT else None
             why = f": uncaught {uncaught}" if uncaught else ""
-            return f"tritonserver was killed by signal {number}{why}"
-        return f"tritonserver ended with status {status}: {self.log.complaint}"
+            return ServerError(f"tritonserver was killed by signal {number}{why}", crashed=True)
+        return ServerError(f"tritonserver ended with status {status}: {self.log.complaint}")
 
     def stubs(self, entry: str) -> set[int]:
         """Return the living stub processes of a repository entry."""
@@ -230,30 +221,20 @@ class TritonServer:
         """Whether this stub process of a repository entry still runs; costs less than looking for all."""
         return self._is_stub(command_line(pid), entry)
 
-    def kill_stubs(self, entry: str) -> set[int]:
-        """Kill the stub processes of a repository entry, and return them; they end a little later."""
-        found = self.stubs(entry)
-        kill(*found)
-        return found
+    def kill_stubs(self, entry: str) -> None:
+        """Kill the stub processes of a repository entry."""
+        kill(self.stubs(entry))
 
     def stop(self) -> None:
-        """Stop the server and all that belongs to it, including running streams, within seven seconds."""
-        if self._warden is not None:
-            self._warden.terminate()
-            self._finish(self._warden, GRACE_S + _CLEANING_S)
-
-    def kill(self) -> None:
-        """Kill a server that hangs, or clean up after one that died, with all that belongs to it."""
-        if self._warden is not None:
-            self.run.kill_processes()
-            self._finish(self._warden, _CLEANING_S)
-
-    def _finish(self, process: subprocess.Popen[bytes], timeout_s: float) -> None:
+        """Stop the server, if it runs, and remove all that belongs to it, within seven seconds."""
+        if self._warden is None:
+            return
+        self._warden.terminate()
         try:
-            process.wait(timeout_s)
+            self._warden.wait(GRACE_S + _CLEANING_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            self._warden.kill()
+            self._warden.wait()
         # A warden that ended normally leaves nothing to do here; one that was killed does.
         self.run.kill_processes()
         self.run.remove_leftovers()
@@ -292,14 +273,14 @@ class TritonServer:
         deadline = time.monotonic() + _START_TIMEOUT_S
         # gRPC waits longer and longer before it tries to connect again.
         while not (_listens(self._ports.grpc) and await client.live(timeout_s=1.0)):
-            if not self.alive():
-                raise ServerError(self.end_reason())
+            if (end := self.end()) is not None:
+                raise end
             if time.monotonic() > deadline:
                 raise ServerError(f"tritonserver is not live after {_START_TIMEOUT_S:.0f} s")
             await asyncio.sleep(_START_INTERVAL_S)
         # If ours could not bind the port, what answers there is another process's server.
-        if not self.alive():
-            raise ServerError(self.end_reason())
+        if (end := self.end()) is not None:
+            raise end
 
     def _command(self) -> list[str]:
         return [

@@ -13,7 +13,7 @@ from typing import Never
 from triton_models.embedded.client import TritonClient
 from triton_models.embedded.errors import CallError, EmbeddedError, LoadError, ServerError
 from triton_models.embedded.server import ServerLog, TritonServer
-from triton_models.embedded.warden import environments, exited
+from triton_models.embedded.warden import environments
 from wire.events import Event, Loading, ModelDown, ModelUp, Ready, ServerDown, ServerUp, Starting
 
 logger = logging.getLogger(__name__)
@@ -38,9 +38,6 @@ _FIRST_CLAIM_S = 0.1
 """How soon after the request to load the server's `python_env_*` folder is there."""
 _ABSENT_LIMIT = 10
 """Checks in a row, one per second, that find no process of a model being loaded."""
-_EXIT_INTERVAL_S = 0.02
-_EXIT_CHECKS = 250
-"""Of a killed process: five seconds in all, since much memory takes a while to be freed."""
 _EARLY_CRASHES = 2
 """Most crashes before everything is ready that are answered by another start."""
 _FIRST_ATTEMPTS = 3
@@ -126,63 +123,54 @@ class Supervisor:
             LoadError: a model could not be loaded at the first start.
         """
         self._emit(Starting(str(self._server.log.path)))
-        backoff = Backoff()
-        early_crashes = 0
+        backoff, down, early_crashes = Backoff(), False, 0
         try:
-            client = await self._server.start()
             while True:
-                reason = await self._live(client)
-                crashed = self._server.crashed
-                early_crashes += crashed
-                self._server.kill()
-                if not self._ready and not (crashed and early_crashes <= _EARLY_CRASHES):
-                    raise ServerError(reason)
-                client = await self._restart(reason, backoff)
+                try:
+                    client = await self._server.start()
+                    if down:
+                        self._emit(ServerUp())
+                    await self._live(client)
+                except ServerError as error:
+                    self._server.stop()
+                    early_crashes += error.crashed
+                    if not self._ready and not (error.crashed and early_crashes <= _EARLY_CRASHES):
+                        raise
+                    down, pause = True, backoff.failed()
+                    logger.warning("tritonserver is down: %s", error)
+                    self._emit(ServerDown(str(error), pause))
+                    await asyncio.sleep(pause)
         finally:
             self._server.stop()
 
-    async def _restart(self, reason: str, backoff: Backoff) -> TritonClient:
-        while True:
-            pause = backoff.failed()
-            logger.warning("tritonserver is down: %s", reason)
-            self._emit(ServerDown(reason, pause))
-            await asyncio.sleep(pause)
-            try:
-                client = await self._server.start()
-            except ServerError as error:
-                if not self._ready:
-                    raise
-                reason = str(error)
-                continue
-            self._emit(ServerUp())
-            return client
-
-    async def _live(self, client: TritonClient) -> str:
-        """Watch one life of the server; return the reason why it ended.
+    async def _live(self, client: TritonClient) -> Never:
+        """Watch one life of the server.
 
         Raises:
+            ServerError: it ended, or hangs, or only a new one can help a model.
             LoadError: a model could not be loaded at the first start.
         """
-        ended: EmbeddedError | None = None
+        end: Exception = ServerError("tritonserver was not watched")
         try:
             async with contextlib.aclosing(client), asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch_server(client))
                 for model in self._models:
                     tasks.create_task(self._keep(client, model))
-        except* EmbeddedError as errors:
-            ended = next(error for error in errors.exceptions if isinstance(error, EmbeddedError))
+        except* Exception as errors:
+            end = errors.exceptions[0]
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise asyncio.CancelledError  # a group of tasks forgets that for an error of theirs
-        if isinstance(ended, LoadError):
-            raise ended
-        return str(ended)
+        if not isinstance(end, EmbeddedError):
+            logger.error("watching failed", exc_info=end)
+            raise ServerError(f"watching failed: {end!r}")
+        raise end
 
     async def _watch_server(self, client: TritonClient) -> Never:
         """Raise a ServerError when the server has died or hangs."""
         misses = 0
         while True:
-            if not self._server.alive():
-                raise ServerError(self._server.end_reason())
+            if (end := self._server.end()) is not None:
+                raise end
             misses = 0 if await client.live(_CALL_TIMEOUT_S) else misses + 1
             if misses >= _LIVE_MISSES:
                 raise ServerError("tritonserver does not answer")
@@ -197,31 +185,23 @@ class Supervisor:
             ServerError: only a new server can help.
         """
         model.state = ModelState.LOADING
-        try:
-            while True:
-                try:
-                    await self._load(client, model)
-                    fault = await self._watch(client, model)
-                except CallError as error:
-                    fault = str(error)
-                    if not error.by_server:
-                        # A dying server makes calls fail before its death is noticed: not the model's fault.
-                        await asyncio.sleep(_SERVER_DEATH_S)
-                    model.deaths += fault == _DIED_LOADING
-                    again = fault == _DIED_LOADING and model.deaths < _FIRST_ATTEMPTS
-                    if not self._ready and not again:
-                        raise LoadError(f"{model.name}: {fault}") from error
-                logger.warning("%s is down: %s", model.name, fault)
-                model.state = ModelState.DOWN
-                self._emit(ModelDown(model.name, fault))
-                await self._clear(client, model)
-                await asyncio.sleep(model.backoff.failed())
-        except EmbeddedError:
-            raise
-        except Exception as error:
-            # The other tasks would be cancelled without a word otherwise.
-            logger.exception("watching %s", model.name)
-            raise ServerError(f"watching {model.name} failed: {error!r}") from error
+        while True:
+            try:
+                await self._load(client, model)
+                fault = await self._watch(client, model)
+            except CallError as error:
+                fault = str(error)
+                if not error.by_server:
+                    # A dying server makes calls fail before its death is noticed: not the model's fault.
+                    await asyncio.sleep(_SERVER_DEATH_S)
+                model.deaths += fault == _DIED_LOADING
+                if not self._ready and (fault != _DIED_LOADING or model.deaths == _FIRST_ATTEMPTS):
+                    raise LoadError(f"{model.name}: {fault}") from error
+            logger.warning("%s is down: %s", model.name, fault)
+            model.state = ModelState.DOWN
+            self._emit(ModelDown(model.name, fault))
+            await self._clear(client, model)
+            await asyncio.sleep(model.backoff.failed())
 
     async def _load(self, client: TritonClient, model: _Model) -> None:
         """Load the model, and wait until its engine has answered a probe.
@@ -316,11 +296,7 @@ class Supervisor:
         stops. But it holds no memory any more, and a load creates a new instance.
         """
         # A stuck stub would delay its own unloading, and keep its memory beside the new stub's.
-        killed = self._server.kill_stubs(model.name) | model.stubs
-        for _ in range(_EXIT_CHECKS):
-            if all(map(exited, killed)):
-                break
-            await asyncio.sleep(_EXIT_INTERVAL_S)
+        self._server.kill_stubs(model.name)
         try:
             await client.unload(model.name, _CALL_TIMEOUT_S)
         except CallError as error:

@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 GRACE_S = 3.5
@@ -31,6 +32,7 @@ _TICK_S = 1.0
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's mount point; Boost's regions are files there
 _ENVIRONMENTS = Path("/tmp")  # noqa: S108 - fixed in the Python backend, whatever TMPDIR says
+_KILL_ROUNDS = 4
 _KILL_S = 5.0
 _KILL_INTERVAL_S = 0.02
 
@@ -81,7 +83,6 @@ class RunDirectory:
                     stale.kill_processes()
                     stale.remove_leftovers()
                     stale.remove()
-                    stale._release()
             run = cls(parent / os.urandom(4).hex())
             run.path.mkdir(mode=0o700)
             run._acquire()
@@ -104,15 +105,10 @@ class RunDirectory:
 
     def kill_processes(self) -> None:
         """Kill the processes of this folder, except this process, and wait until they are gone."""
-        killed: set[int] = set()
-        deadline = time.monotonic() + _KILL_S
-        while time.monotonic() < deadline:
-            remaining = self.processes()  # anew: the server may have started another stub
-            if not remaining and all(map(exited, killed)):
+        for _ in range(_KILL_ROUNDS):  # repeated: the server may have started another stub
+            if not (remaining := self.processes()):
                 return
-            killed |= remaining.keys()
-            kill(*remaining)
-            time.sleep(_KILL_INTERVAL_S)
+            kill(remaining)
 
     def claim_environment(self, before: set[str]) -> None:
         """Record as the server's the `python_env_*` folder that was not there `before` its first load.
@@ -143,18 +139,11 @@ class RunDirectory:
 
     def _acquire(self) -> bool:
         """Try to take the lock; False while its owner lives. The kernel releases it when that ends."""
-        try:
+        with contextlib.suppress(OSError):
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._release()
-            return False
-        return True
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+            return True
+        return False
 
 
 def environments() -> set[str]:
@@ -182,20 +171,23 @@ def command_line(pid: int) -> list[str]:
         return []
 
 
-def exited(pid: int) -> bool:
-    """Whether there is no such process any more, or only its exit status: its memory and files are freed."""
+def kill(pids: Iterable[int]) -> None:
+    """Kill processes, and wait until their memory and files are freed, for five seconds at most."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + _KILL_S
+    while not all(map(_exited, pids)) and time.monotonic() < deadline:
+        time.sleep(_KILL_INTERVAL_S)
+
+
+def _exited(pid: int) -> bool:
+    """Whether there is no such process any more, or only its exit status."""
     try:
         status = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return True
     return status.rpartition(b")")[2].split()[0] in {b"Z", b"X"}
-
-
-def kill(*pids: int) -> None:
-    """Kill these processes, as far as they still exist."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def main(arguments: list[str]) -> int:
