@@ -1,15 +1,14 @@
 """Tensors to engine requests and back: the implementation behind every repository entry's `model.py`.
 
-The threads of a stream entry, and what each may do:
+The threads, and what each may do:
 
-* Triton's thread calls `execute`, which only reads tensors and passes them on; it never waits;
+* Triton's thread calls `execute`, which only reads tensors and passes them on; it neither waits nor sends;
+* the intake thread decodes requests, renders and tokenizes prompts, and queues them in the engine;
 * grammar threads compile the grammars of requests that have one;
-* the intake thread renders and tokenises prompts, and queues them in the engine;
+* the tokenizing thread answers requests to count tokens;
 * the engine's thread runs steps; it never sends (a send costs as much as a token);
-* the step-delivery thread takes each step's outputs: it turns those of delta channels into text and sends
-  their frames, and passes the others on to the sender threads;
-* sender threads turn tokens into text and send it on the requests' own streams, joining what piled up
-  meanwhile;
-* the monitor thread watches for cancels and keeps silent streams alive with heartbeats;
-* the metrics thread is the only one that touches Triton's custom metrics.
+* the delivery thread turns each step's outputs into text, and sends the frames of delta channels;
+* the sender thread sends everything else, watches for clients that left, and keeps silent calls alive;
+* the metrics thread is the only one that touches Triton's custom metrics;
+* the watchdog ends the process with its server.
 """

@@ -1,40 +1,54 @@
-"""Delta channels: the deltas of many generations in one response per engine step.
+"""Delta channels: the deltas of many streamed answers in one response per engine step.
 
 A Triton response costs the same whether it holds one delta or hundreds, here and in the gateway. The frames
-are defined in `wire.channel`.
+are defined in `wire.channel`. One thread, `Delivery`, turns each step's outputs into text and sends the
+frames; the ends of answers it leaves to the `Sender`, for the requests' own calls. A channel's own end is
+sent there, too, once `Delivery` has sent its last frame.
 """
 
+import logging
+import queue
 import threading
 import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Final
 
 import msgspec
 
+from triton_models.engine.sequence import TokenOutput
 from triton_models.errors import ChannelLostError, InvalidRequestError, QueueFullError
-from triton_models.serving.responder import Responder
+from triton_models.serving.outbox import Call, Pulse, Responder, Sender
+from triton_models.serving.request import Choice, OpenRequest
 from wire.channel import Frame
+from wire.meta import encode_meta
 from wire.refusal import RefusalCode
 
-OPEN_LIMIT = 256
-"""Most channels open at once. A gateway process has one; `Monitor` checks each for a hang-up periodically."""
+log = logging.getLogger(__name__)
+
+OPEN_LIMIT: Final = 256
+"""Most channels open at once. A gateway process has one; each is asked about like a request."""
+
+_KEEP_ALIVE_S: Final = 0.1
+"""How often the channels are looked at for one that needs a heartbeat."""
 
 
-class DeltaChannel:
-    """One client's open channel. One thread calls `add` and `flush`; any thread may call the rest.
+class DeltaChannel(Call):
+    """One client's open channel. Only `Delivery` sends frames; the intake and the sender call the rest.
 
     Attributes:
-        lost: true once nothing more is sent; its generations end with an error, each on its own stream.
+        lost: true once no more frames are sent; its requests end with an error, each on its own call.
     """
 
-    def __init__(self, channel_id: str, responder: Responder) -> None:
-        self.key = channel_id
-        self.lock = threading.Lock()
+    def __init__(
+        self, channel_id: str, responder: Responder, on_gone: Callable[["DeltaChannel"], object]
+    ) -> None:
+        super().__init__(channel_id, responder)
         self.lost = False
-        self._responder = responder
+        self._on_gone = on_gone
         self._streams: dict[int, str] = {}
         self._sent = 0
         """Number of frames sent, which is the next frame's number."""
-        self._last_sent = 0.0
-        self._sending_since: float | None = None
         self._begin_frame()
 
     @property
@@ -45,34 +59,33 @@ class DeltaChannel:
     @property
     def requests(self) -> set[str]:
         """The keys of the requests whose deltas are sent here."""
-        return set(self._streams.values())
-
-    def open(self) -> None:
-        """Send frame 0."""
-        with self.lock:
-            self._send(Frame(frame=0))
+        return set(self._streams.copy().values())
 
     def attach(self, streams: range, key: str) -> None:
-        """Reserve the numbers `streams` for the choices of the open request `key`.
+        """Reserve the numbers `streams` for the choices of the open request `key`; on the intake's thread.
 
         Raises:
             ChannelLostError: the channel is not open any more.
             InvalidRequestError: another open request has one of those numbers.
         """
-        with self.lock:
-            if self.lost:
-                raise _not_open(self.key)
-            for stream in streams:
-                if stream in self._streams:
-                    raise InvalidRequestError(f"stream {stream} of the channel is another open request's")
-            self._streams |= dict.fromkeys(streams, key)
+        for stream in streams:
+            if stream in self._streams:
+                raise InvalidRequestError(f"stream {stream} of the channel is another open request's")
+        self._streams |= dict.fromkeys(streams, key)
+        # Looked at last: whoever loses the channel sets `lost` first, and then cancels `requests`.
+        if self.lost:
+            self.detach(streams, key)
+            raise _not_open(self.key)
 
     def detach(self, streams: range, key: str) -> None:
         """Free the numbers that request `key` has reserved."""
-        with self.lock:
-            for stream in streams:
-                if self._streams.get(stream) == key:
-                    del self._streams[stream]
+        for stream in streams:
+            if self._streams.get(stream) == key:
+                del self._streams[stream]
+
+    def gone(self) -> None:
+        """Note that the client has left."""
+        self._on_gone(self)
 
     def add(self, stream: int, text: str, tokens: int, meta: bytes | None) -> None:
         """Put a delta into the next frame, which holds at most one delta of each stream."""
@@ -83,39 +96,19 @@ class DeltaChannel:
         self._texts.append(text)
 
     def flush(self) -> None:
-        """Send everything added as one frame; if the channel was lost meanwhile, drop the frame."""
-        with self.lock:
-            frame = Frame(
-                frame=self._sent,
-                streams=self._numbers,
-                tokens=self._tokens,
-                texts=self._texts,
-                metas=self._metas,
-            )
-            self._begin_frame()
-            if not self.lost:
-                self._send(frame)
-
-    def keep_alive(self, interval_s: float) -> None:
-        """Send a heartbeat if nothing was sent for `interval_s` seconds. The caller holds `lock`."""
-        if not self.lost and time.monotonic() - self._last_sent >= interval_s:
-            self._send(Frame(frame=self._sent))
-
-    def client_gone(self) -> bool:
-        """Return True if the client cancelled or hung up. The caller holds `lock`."""
-        return not self.lost and self._responder.cancelled()
-
-    def end(self, code: RefusalCode, message: str) -> None:
-        """Close the channel with a refusal, if it is open."""
-        with self.lock:
-            if not self.lost:
-                self.lost = True
-                self._responder.refuse(code, message)
-
-    def sending_s(self, now: float) -> float:
-        """Return for how many seconds a frame has been on its way to Triton; 0 if none is."""
-        since = self._sending_since
-        return 0.0 if since is None else now - since
+        """Send everything added as one frame, also if that is nothing; if the channel is lost, drop it."""
+        frame = Frame(
+            frame=self._sent,
+            streams=self._numbers,
+            tokens=self._tokens,
+            texts=self._texts,
+            metas=self._metas,
+        )
+        self._begin_frame()
+        if not self.lost:
+            self.last_sent = time.monotonic()
+            self.responder.send_frame(frame)
+            self._sent += 1
 
     def _begin_frame(self) -> None:
         self._numbers: list[int] = []
@@ -123,22 +116,14 @@ class DeltaChannel:
         self._texts: list[str] = []
         self._metas: dict[int, msgspec.Raw] = {}
 
-    def _send(self, frame: Frame) -> None:
-        self._last_sent = self._sending_since = time.monotonic()
-        try:
-            self._responder.send_frame(frame)
-            self._sent += 1
-        finally:
-            self._sending_since = None
-
 
 class Channels:
-    """The open channels, by id. Thread-safe."""
+    """The open channels, by id: opened and found on the intake's thread, removed on the delivery's."""
 
     def __init__(self) -> None:
         self._open: dict[str, DeltaChannel] = {}
 
-    def open(self, channel_id: str, responder: Responder) -> DeltaChannel:
+    def add(self, channel: DeltaChannel) -> None:
         """Open a channel.
 
         Raises:
@@ -147,15 +132,8 @@ class Channels:
         """
         if len(self._open) >= OPEN_LIMIT:
             raise QueueFullError(f"{len(self._open)} delta channels are open already")
-        channel = DeltaChannel(channel_id, responder)
-        if self._open.setdefault(channel_id, channel) is not channel:
+        if self._open.setdefault(channel.key, channel) is not channel:
             raise InvalidRequestError("a channel of this id is open already")
-        try:
-            channel.open()
-        except Exception:
-            self.remove(channel)
-            raise
-        return channel
 
     def find(self, channel_id: str) -> DeltaChannel:
         """Return an open channel.
@@ -176,6 +154,188 @@ class Channels:
         """Forget a channel that was lost."""
         if self._open.get(channel.key) is channel:
             del self._open[channel.key]
+
+
+class Delivery:
+    """Takes each engine step's outputs, and sends the frames of delta channels on a thread of its own.
+
+    The engine's thread hands over a list and continues. Both threads compete for the interpreter lock, so
+    little is done here per token.
+
+    Args:
+        channels: the open channels; those that are lost are removed.
+        find: returns the open request and the choice that have this key in the engine; None if it has ended.
+        sender: sends the ends of answers and channels.
+        on_first_token: called for each choice's first token, with seconds in the queue and since arrival.
+        on_lost: called with the keys of the requests of a channel that was lost.
+        heartbeat_s: longest silence on a channel.
+    """
+
+    def __init__(
+        self,
+        channels: Channels,
+        find: Callable[[str], tuple[OpenRequest, Choice] | None],
+        sender: Sender,
+        *,
+        on_first_token: Callable[[float, float], None],
+        on_lost: Callable[[Iterable[str]], None],
+        heartbeat_s: float,
+    ) -> None:
+        self.pulse = Pulse()
+        self._channels = channels
+        self._find = find
+        self._sender = sender
+        self._on_first_token = on_first_token
+        self._on_lost = on_lost
+        self._silence_s = max(0.0, heartbeat_s - 2 * _KEEP_ALIVE_S)
+        self._kept_alive_at = 0.0
+        self._queue: queue.SimpleQueue[Sequence[TokenOutput] | Callable[[], None] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name="delivery", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Send what is queued, close every channel, and join the thread."""
+        self._queue.put(self._close_all)
+        self._queue.put(None)
+        self._thread.join()
+
+    def post(self, outputs: Sequence[TokenOutput]) -> None:
+        """Queue a step's outputs; called by the engine's thread, never waits."""
+        self._queue.put(outputs)
+
+    def open(self, channel: DeltaChannel) -> None:
+        """Have the first frame of `channel` sent."""
+        self._queue.put(partial(self._flush, channel))
+
+    def close(self, channel: DeltaChannel) -> None:
+        """Have `channel` closed, whose client has left."""
+        self._queue.put(partial(self._lose, channel, RefusalCode.CANCELLED, "the channel was closed"))
+
+    def _run(self) -> None:
+        try:
+            stopping = False
+            while not stopping:
+                self.pulse.rest()
+                posted = self._next()
+                self.pulse.work()
+                stopping = None in posted
+                try:
+                    self._turn(posted)
+                except Exception:
+                    # The thread's outermost frame: whatever failed, everybody else's deltas still go out.
+                    log.exception("a step could not be delivered")
+        finally:
+            self.pulse.work()  # for good: a thread that has ended must not look healthy
+
+    def _next(self) -> list[Sequence[TokenOutput] | Callable[[], None] | None]:
+        """Wait for something to do, but no longer than until the channels are looked at again."""
+        posted = []
+        try:
+            posted.append(self._queue.get(timeout=_KEEP_ALIVE_S))
+            # Steps that piled up during a slow send are joined.
+            while not self._queue.empty():
+                posted.append(self._queue.get())
+        except queue.Empty:
+            pass
+        return posted
+
+    def _turn(self, posted: list[Sequence[TokenOutput] | Callable[[], None] | None]) -> None:
+        gained: dict[Choice, OpenRequest] = {}
+        for each in posted:
+            if callable(each):
+                self._do(each)
+            else:
+                for output in each or ():
+                    self._take(output, gained)
+        if gained:
+            self._send(gained)
+        now = time.monotonic()
+        if now - self._kept_alive_at >= _KEEP_ALIVE_S:
+            self._kept_alive_at = now
+            for channel in self._channels.all():
+                if now - channel.last_sent >= self._silence_s:
+                    self._flush(channel)
+
+    def _take(self, output: TokenOutput, gained: dict[Choice, OpenRequest]) -> None:
+        found = self._find(output.request_id)
+        if found is None:
+            return  # its answer ended at a stop string while this step ran
+        request, choice = found
+        try:
+            if output.time_to_first_token is not None:
+                choice.first_token = output.queue_seconds or 0.0, output.time_to_first_token
+                self._on_first_token(*choice.first_token)
+            first = output.time_to_first_token is not None
+            if choice.report is not None and (output.prompt_logprobs or first):
+                self._sender.post(request, partial(request.tell_prompt, choice, output.prompt_logprobs))
+            if choice.take(output):
+                gained[choice] = request
+        except Exception:
+            # Confined to one request: its failure must not fail the others on this thread.
+            log.exception("request %s: a token could not be delivered", request.key)
+            choice.fail()
+            gained[choice] = request
+
+    def _send(self, gained: dict[Choice, OpenRequest]) -> None:
+        """Send one frame to each channel, then have the last responses of choices that ended sent."""
+        now = time.monotonic()
+        for channel in {self._fill(request, choice, now) for choice, request in gained.items()}:
+            if channel is not None:
+                self._flush(channel)
+        for choice, request in gained.items():
+            if choice.ended:
+                self._sender.post(request, partial(request.end, choice))
+
+    def _fill(self, request: OpenRequest, choice: Choice, now: float) -> DeltaChannel | None:
+        """Put what a choice has gained into the next frame of its channel, and return that, if both exist."""
+        channel = request.channel
+        # A complete answer's remaining text goes with its last response.
+        if channel is None or channel.lost or request.closed or choice.complete or not choice.sendable:
+            return None
+        try:
+            text, tokens, meta = choice.next_delta()
+            document = None if meta is None else encode_meta(meta)
+        except Exception:
+            log.exception("request %s: a delta could not be delivered", request.key)  # as in `_take`
+            choice.fail()
+            return None
+        channel.add(request.streams.start + choice.index, text, tokens, document)
+        choice.deltas += 1
+        request.last_sent = now
+        return channel
+
+    def _do(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:
+            log.exception("a channel could not be opened or closed")  # confined to that channel
+
+    def _flush(self, channel: DeltaChannel) -> None:
+        self.pulse.work()
+        try:
+            channel.flush()
+        except Exception:
+            # Confined to one channel: the others' frames must still be sent.
+            log.exception("a frame of channel %s could not be sent", channel.key)
+            self._lose(channel, RefusalCode.INTERNAL, "a frame could not be sent")
+
+    def _lose(self, channel: DeltaChannel, code: RefusalCode, message: str) -> None:
+        """Send no more frames on a channel, cancel its requests, and have its own call ended."""
+        if channel.lost:
+            return
+        channel.lost = True
+        self._channels.remove(channel)
+        self._sender.refuse(channel, code, message)
+        self._on_lost(channel.requests)
+
+    def _close_all(self) -> None:
+        for channel in self._channels.all():
+            self._lose(channel, RefusalCode.SHUTTING_DOWN, "the model is being unloaded")
 
 
 def _not_open(channel_id: str) -> ChannelLostError:

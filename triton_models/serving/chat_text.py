@@ -3,15 +3,17 @@
 from dataclasses import dataclass
 
 from triton_models.directory import chat_template, detect_format
-from triton_models.errors import InvalidGrammarError, ModelError
-from triton_models.serving.parameters import EntryParameters
+from triton_models.errors import InvalidGrammarError, ModelError, TextError
+from triton_models.options import EntryParameters
 from triton_models.text.answer import AnswerStream
 from triton_models.text.formats import ChatFormat, chat_format
 from triton_models.text.grammars import CompiledGrammar, Grammars
 from triton_models.text.tokenizers import Tokenizer, load_tokenizer
 from triton_models.text.vocabulary import vocabulary_of
 from wire.history import Turn
-from wire.sampling import Generation
+from wire.limits import IDS_LIMIT
+from wire.meta import Tokenized
+from wire.request import Detokenize, Generation, Tokenize
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,43 @@ class ChatText:
             echoes=generation.echo and generation.prompt_token_ids is not None,
         )
 
+    def tokenize(self, request: Tokenize, prompt: str, history: list[Turn]) -> Tokenized:
+        """Return the ids of a text or a conversation.
+
+        Raises:
+            ModelError: the format cannot express it, there are too many ids, or text has a history.
+        """
+        if request.tokenize == "conversation":
+            ids = self.format.render_turns(
+                [*history, Turn(request.role, prompt)],
+                add_generation_prompt=request.add_generation_prompt,
+                answer_metadata=request.answer_metadata,
+            )
+        elif history:
+            raise ModelError("text excludes history")
+        else:
+            ids = self.format.render_text(prompt) if request.prefix else self.tokenizer.encode(prompt)
+        if len(ids) > IDS_LIMIT:
+            raise TextError(f"it comes to {len(ids)} tokens, and at most {IDS_LIMIT} are returned")
+        return Tokenized(ids=ids, strings=self._strings(ids) if request.strings else None)
+
+    def detokenize(self, request: Detokenize, vocabulary: int) -> tuple[str, Tokenized]:
+        """Return the text of ids of a model that has `vocabulary` ids.
+
+        Raises:
+            TextError: the model has no such id.
+        """
+        ids = request.detokenize
+        for at, token_id in enumerate(ids):
+            if token_id >= vocabulary:
+                raise TextError(f"id {token_id} at place {at}: the model has {vocabulary} ids")
+        strings = self._strings(ids) if request.strings else None
+        return self.tokenizer.decode(ids), Tokenized(strings=strings)
+
+    def _strings(self, ids: list[int]) -> list[str]:
+        display = self.tokenizer.display
+        return [display(token_id)[0] for token_id in ids]
+
     def _metadata(self, generation: Generation) -> str | None:
         """Return the answer's first line if the model is not to choose it; empty if it must be text."""
         grammar = generation.grammar
@@ -127,7 +166,7 @@ def load_text(parameters: EntryParameters) -> ChatText:
     Raises:
         ModelError: a file is missing or broken, or the format cannot be determined.
     """
-    name = parameters.format or detect_format(parameters.checkpoint)
+    name = parameters.options.get("format") or detect_format(parameters.checkpoint)
     tokenizer = load_tokenizer(parameters.checkpoint, name)
     template = chat_template(parameters.checkpoint)
     return ChatText.of(tokenizer, chat_format(name, tokenizer, template))

@@ -6,7 +6,7 @@ from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request
 from triton_models.errors import PromptTooLongError
 from triton_models.text.grammars import CompiledGrammar
-from wire.sampling import Generation
+from wire.request import Generation
 
 _SEEDS = 2**64
 

@@ -1,55 +1,83 @@
-"""A stream entry's work, without Triton: validate, queue, deliver and cancel requests, and report."""
+"""A model's work, without Triton: to take, queue, deliver and cancel requests; and how it is built."""
 
+import gc
 import itertools
 import logging
+import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
+import torch
 
+from triton_models.checkpoint import load_model, progress_bar
 from triton_models.engine.engine import Engine
 from triton_models.engine.loop import EngineLoop
 from triton_models.engine.sequence import FinishReason
+from triton_models.engine.settings import EngineSettings
+from triton_models.engine.stats import EngineStats
+from triton_models.engine.warm_up import warm_up
 from triton_models.errors import (
+    CheckpointError,
     EngineStoppedError,
+    EntryError,
+    InvalidRequestError,
     ModelError,
     PromptTooLongError,
+    QueueFullError,
 )
-from triton_models.serving.answer import Answer
-from triton_models.serving.channel import Channels, DeltaChannel
-from triton_models.serving.chat_text import ChatText
-from triton_models.serving.choice import Choice
-from triton_models.serving.delivery import Delivery
+from triton_models.options import OPTIONS, EntryParameters
+from triton_models.serving.channel import Channels, Delivery, DeltaChannel
+from triton_models.serving.chat_text import ChatText, load_text
 from triton_models.serving.engine_requests import engine_requests, new_tokens
-from triton_models.serving.inputs import Inputs
-from triton_models.serving.logprobs import PromptReport
-from triton_models.serving.metrics import EngineMetrics
-from triton_models.serving.monitor import Monitor
-from triton_models.serving.open_request import OpenRequest, Phase
-from triton_models.serving.preparing import Compiled, Preparing
-from triton_models.serving.process import process_name
-from triton_models.serving.refusals import refusal
-from triton_models.serving.responder import Responder
-from triton_models.serving.steps import StepDelivery
+from triton_models.serving.intake import Arrival, Compiled, Inputs, Intake, TextCall, Tokenizing
+from triton_models.serving.outbox import Call, Responder, Sender, refusal
+from triton_models.serving.report import EngineMetrics
+from triton_models.serving.request import Choice, OpenRequest, PromptReport
 from wire.history import decode_history
-from wire.meta import Accepted, Meta, ProbeReport
+from wire.meta import Accepted, Meta, ProbeReport, Tokenized
 from wire.refusal import RefusalCode
-from wire.sampling import Cancel, Generation, OpenChannel, Probe, decode_sampling
+from wire.request import (
+    Cancel,
+    Detokenize,
+    Generation,
+    OpenChannel,
+    Request,
+    Tokenize,
+    decode_request,
+)
 
 if TYPE_CHECKING:
-    from triton_models.serving.spans import ModelSpans
+    from triton_models.serving.spans import ModelSpans, OnEnd
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES_PER_TOKEN = 128
+MAX_BYTES_PER_TOKEN: Final = 128
 """More than the longest piece of any vocabulary: a longer prompt is refused without tokenizing it."""
 
+HEARTBEAT_S: Final = 2.0
+"""Longest silence of a running request, unless the option says otherwise."""
 
-class StreamService:
-    """Serves generations, delta channels, cancels and probes of one engine.
+_SWITCH_S: Final = 0.0005
+"""Seconds after which a running thread must offer the interpreter lock to others; set only with a GPU."""
 
-    `handle` never waits, so cancels, probes and channels are served however full the engine is.
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Service:
+    """Serves generations, delta channels, cancels, probes and requests to tokenize, with one engine.
+
+    Args:
+        engine: not running yet.
+        text: the model's tokenizer and chat format.
+        metrics: not started yet.
+        vocabulary: number of ids that the model has.
+        heartbeat_s: longest silence of a running request.
+        spans: sends spans of the requests that are traced.
+        orphaned: see `Sender`.
     """
 
     def __init__(
@@ -58,143 +86,199 @@ class StreamService:
         text: ChatText,
         metrics: EngineMetrics,
         *,
-        heartbeat_s: float,
+        vocabulary: int,
+        heartbeat_s: float = HEARTBEAT_S,
         spans: "ModelSpans | None" = None,
+        orphaned: Callable[[], bool] = lambda: False,
     ) -> None:
         settings = engine.settings
-        self._spans = spans
         self._text = text
         self._metrics = metrics
+        self._vocabulary = vocabulary
+        self._spans = spans
         self._max_context = engine.max_context
         # The engine limits its own queue exactly; this only keeps requests from piling up in front of it.
         self._max_open = 2 * (settings.max_running + settings.max_waiting)
         self._requests: dict[str, OpenRequest] = {}
         self._choices: dict[str, tuple[OpenRequest, Choice]] = {}
         """The choices that the engine may still be working on, by their keys."""
+        self._on_end: dict[str, OnEnd] = {}
+        """What creates the spans of a traced request at its end."""
         self._keys = itertools.count()
-        self._process = process_name()
         self._closing = threading.Event()
         self._channels = Channels()
-        self._delivery = StepDelivery(
+        self._sender = Sender(heartbeat_s=heartbeat_s, orphaned=orphaned)
+        self._delivery = Delivery(
+            self._channels,
             self._choices.get,
-            Delivery(on_end=self._on_end),
+            self._sender,
             on_first_token=metrics.first_token,
-            on_lost=self._lose,
+            on_lost=self._cancel_all,
+            heartbeat_s=heartbeat_s,
         )
         self._loop = EngineLoop(engine, on_outputs=self._delivery.post, on_step=metrics.step)
-        self._preparing = Preparing(text.compile_grammar, self._prepare)
-        self._monitor = Monitor(self._streams, self._on_gone, heartbeat_s)
+        self._intake = Intake(self._take, self._prepare, text.compile_grammar)
+        self._tokenizing = Tokenizing(self._tokenize, self._sender)
 
     def start(self) -> None:
         """Start every thread."""
         self._loop.start()
         self._delivery.start()
-        self._monitor.start()
-        self._metrics.start(self._loop)
+        self._sender.start()
+        self._tokenizing.start()
+        self._intake.start()
+        self._metrics.start(self)
 
     def close(self) -> None:
         """Refuse every request that still waits or runs, so that all are answered, and join every thread."""
         self._closing.set()
-        self._preparing.close()
+        self._intake.close()
+        self._tokenizing.close()
         self._loop.stop()
         self._delivery.stop()
-        self._monitor.stop()
-        for channel in self._channels.all():
-            channel.end(RefusalCode.SHUTTING_DOWN, "the model is being unloaded")
+        self._sender.stop()
         self._metrics.stop()
         if self._spans is not None:
             self._spans.close()
 
-    def handle(self, responder: Responder, inputs: Inputs) -> None:
-        """Accept one request; its responses follow through `responder`, from other threads."""
-        try:
-            sampling = decode_sampling(inputs.sampling)
-        except msgspec.MsgspecError as error:
-            responder.refuse(RefusalCode.INVALID_REQUEST, f"sampling: {error}")
-            return
-        match sampling:
-            case Probe() if not self._loop.alive:
-                # A report would look healthy; a refusal makes whoever monitors the model reload it.
-                responder.refuse(RefusalCode.INTERNAL, "the engine has stopped")
-            case Probe():
-                responder.send("", Meta(probe=self._report()), final=True)
-            case Cancel():
-                responder.send("", Meta(cancelled=self._cancel_by_id(sampling.cancel)), final=True)
-            case OpenChannel():
-                self._open_channel(sampling.open_channel, responder)
-            case Generation():
-                on_end = None if self._spans is None else self._spans.begin(responder.trace_context())
-                self._open(OpenRequest(f"{next(self._keys)}", sampling, responder, on_end), inputs)
+    def submit(self, batch: Sequence[Arrival]) -> None:
+        """Take requests; their responses follow through their responders, from other threads. Never waits."""
+        self._intake.submit(batch)
 
-    def _open(self, request: OpenRequest, inputs: Inputs) -> None:
-        if self._closing.is_set():
-            refused = RefusalCode.SHUTTING_DOWN, "the model is being unloaded"
-        elif len(self._requests) >= self._max_open:
-            refused = RefusalCode.QUEUE_FULL, f"{len(self._requests)} requests are open already"
-        else:
-            self._requests[request.key] = request
-            try:
-                self._preparing.submit(request, inputs)
-            except ModelError as error:
-                refused = refusal(error)
-                del self._requests[request.key]
-            else:
-                return
-        with request.lock:
-            request.refuse(*refused)
+    @property
+    def heartbeat(self) -> float:
+        """When requests could last get in, steps run and tokens leave, in monotonic seconds.
 
-    def _open_channel(self, channel_id: str, responder: Responder) -> None:
-        try:
-            if self._closing.is_set():
-                raise EngineStoppedError("the model is being unloaded")
-            self._channels.open(channel_id, responder)
-        except ModelError as error:
-            responder.refuse(*refusal(error))
-
-    def _lose(self, channel: DeltaChannel) -> None:
-        """Close a channel whose client is gone, and cancel its generations, which report it as lost."""
-        self._channels.remove(channel)
-        channel.end(RefusalCode.CANCELLED, "the channel was closed")
-        for key in channel.requests:
-            if (request := self._requests.get(key)) is not None:
-                self._cancel(request)
-
-    def _prepare(self, request: OpenRequest, inputs: Inputs, compiled: Compiled | None) -> None:
-        """Queue one request in the engine, or refuse it; runs on the intake thread."""
-        with request.lock:
-            try:
-                self._admit(request, inputs, compiled)
-            except Exception as error:  # noqa: BLE001 - confined to one request: only its client is told
-                request.refuse(*refusal(error))
-            refused = request.phase is Phase.CLOSED
-        if refused:
-            self._requests.pop(request.key, None)
-            request.detach()
-        for choice in request.choices if refused or request.cancelled else ():
-            # The engine may have the choice: sending `accepted` failed, or a cancel came just before.
-            self._loop.cancel(choice.key)
-            if refused:
-                self._choices.pop(choice.key, None)
-
-    def _admit(self, request: OpenRequest, inputs: Inputs, compiled: Compiled | None) -> None:
-        """Validate, tokenize, queue, accept. The caller holds the lock, so no response overtakes `accepted`.
-
-        Frames of a delta channel may overtake `accepted`: outputs go there as soon as the request is queued.
+        It grows old if a thread on this way has ended or is stuck, also in a response that Triton does not
+        take.
         """
-        generation = request.generation
-        if (given_up := request.given_up()) is not None:
-            request.refuse(*given_up)
-            return
+        now = time.monotonic()
+        pulses = (self._intake.pulse, self._delivery.pulse, self._sender.pulse)
+        return min(self._loop.heartbeat, now - max(pulse.age(now) for pulse in pulses))
+
+    def stats(self) -> EngineStats:
+        """Return the engine's current counts."""
+        return self._loop.stats()
+
+    def cancel(self, request: OpenRequest) -> None:
+        """End a request before the engine's next step."""
+        request.cancelled = True
+        self._intake.give_up(request)
+        for choice in request.choices:
+            self._loop.cancel(choice.key)
+
+    def choice_closed(self, choice: Choice) -> None:
+        """Forget a choice whose last response was sent."""
+        if self._choices.pop(choice.key, None) is None:
+            return  # it never got into the engine
+        # After a stop string, a failed delivery or another choice's error, the engine still computes it.
+        self._loop.cancel(choice.key)
+        reason = choice.finish or FinishReason.CANCELLED
+        self._metrics.finished(reason, choice.completion_tokens, choice.cached_tokens)
+
+    def request_closed(self, request: OpenRequest, code: RefusalCode | None) -> None:
+        """Forget a request whose final response was sent, wherever it stood."""
+        self._requests.pop(request.key, None)
+        for choice in request.choices:
+            self.choice_closed(choice)
+        if request.channel is not None:
+            request.channel.detach(request.streams, request.key)
+        if (on_end := self._on_end.pop(request.key, None)) is not None:
+            on_end(request, code)
+
+    def _take(self, arrival: Arrival) -> None:
+        """Answer one request or begin to prepare it; on the intake's thread."""
+        call = Call("request", arrival.responder)
+        try:
+            request, inputs = self._read(arrival)
+            call = self._call(request, inputs, arrival.responder)
+            match call:
+                case OpenRequest():
+                    self._open(call, inputs)
+                case TextCall():
+                    self._tokenizing.submit(call)
+                case DeltaChannel():
+                    self._channels.add(call)
+                    self._delivery.open(call)
+                    self._sender.watch(call)
+                case _:
+                    self._answer(call, request)
+        except Exception as error:  # noqa: BLE001 - confined to one request: only its client is told
+            self._sender.refuse(call, *refusal(error))
+
+    def _read(self, arrival: Arrival) -> tuple[Request, Inputs]:
         if self._closing.is_set():
             raise EngineStoppedError("the model is being unloaded")
+        if arrival.inputs is None:
+            raise InvalidRequestError("every input holds exactly one string")
+        try:
+            return decode_request(arrival.inputs.sampling), arrival.inputs
+        except ValueError as error:  # msgspec's errors, and bytes that are not UTF-8
+            raise InvalidRequestError(f"sampling: {error}") from error
+
+    def _call(self, request: Request, inputs: Inputs, responder: Responder) -> Call:
+        match request:
+            case Generation():
+                return OpenRequest(f"{next(self._keys)}", request, responder, self)
+            case Tokenize() | Detokenize():
+                return TextCall(request, inputs, responder)
+            case OpenChannel():
+                return DeltaChannel(request.open_channel, responder, self._delivery.close)
+            case _:
+                return Call("request", responder)
+
+    def _answer(self, call: Call, request: Request) -> None:
+        """Answer a probe or a cancel."""
+        if isinstance(request, Cancel):
+            meta = Meta(cancelled=self._cancel_by_id(request.cancel))
+        elif self._loop.alive:
+            meta = Meta(probe=self._report())
+        else:
+            # A report would look healthy; a refusal makes whoever monitors the model reload it.
+            self._sender.refuse(call, RefusalCode.INTERNAL, "the engine has stopped")
+            return
+        self._sender.post(call, partial(call.send, "", meta, final=True))
+
+    def _open(self, request: OpenRequest, inputs: Inputs) -> None:
+        """Register a generation and have it prepared. Whatever fails from here on, its end unregisters it."""
+        context = request.responder.trace_context
+        if self._spans is not None and (on_end := self._spans.begin(context)) is not None:
+            self._on_end[request.key] = on_end
+        if len(self._requests) >= self._max_open:
+            raise QueueFullError(f"{len(self._requests)} requests are open already")
+        self._requests[request.key] = request
+        self._sender.watch(request)
+        self._intake.begin(request, inputs)
+
+    def _prepare(self, request: OpenRequest, inputs: Inputs, compiled: Compiled | None) -> None:
+        """Queue one request in the engine, or refuse it; on the intake's thread."""
+        try:
+            if (given_up := request.given_up()) is not None:
+                self._sender.refuse(request, *given_up)
+                return
+            accepted = self._admit(request, inputs, compiled)
+            self._sender.post(request, partial(self._accept, request, accepted))
+        except Exception as error:  # noqa: BLE001 - confined to one request: only its client is told
+            self._sender.refuse(request, *refusal(error))
+        if request.cancelled:
+            self.cancel(request)  # it may have been cancelled before the engine had it
+
+    def _admit(self, request: OpenRequest, inputs: Inputs, compiled: Compiled | None) -> Accepted:
+        """Render, tokenize, check and queue a request. Frames of a delta channel may overtake `accepted`."""
+        if self._closing.is_set():
+            raise EngineStoppedError("the model is being unloaded")
+        generation = request.generation
         grammar = None if compiled is None else compiled.result()
         prompt_ids = self._prompt_ids(generation, inputs)
+        request.prompt_tokens = len(prompt_ids)
         if generation.channel is not None:
+            channel = self._channels.find(generation.channel.id)
             first = generation.channel.stream
-            request.attach(self._channels.find(generation.channel.id), range(first, first + generation.n))
-        choices = [self._choice(request, index, inputs, prompt_ids) for index in range(generation.n)]
-        request.expect(choices, len(prompt_ids))
-        asked = engine_requests(
+            streams = range(first, first + generation.n)
+            channel.attach(streams, request.key)
+            request.channel, request.streams = channel, streams
+        request.choices = [self._choice(request, index, inputs, prompt_ids) for index in range(generation.n)]
+        queued = engine_requests(
             generation,
             [choice.key for choice in request.choices],
             prompt_ids,
@@ -204,25 +288,35 @@ class StreamService:
             grammar=grammar,
         )
         self._choices.update((choice.key, (request, choice)) for choice in request.choices)
-        self._loop.add(*asked)
+        try:
+            self._loop.add(*queued)
+        except Exception:
+            for choice in request.choices:
+                del self._choices[choice.key]  # it does not count as one that has ended
+            raise
         request.queued = time.monotonic()
-        request.accept(
-            Accepted(
-                request_id=generation.request_id or request.key,
-                prompt_tokens=len(prompt_ids),
-                prompt_token_ids=prompt_ids if generation.return_token_ids else None,
-                process=self._process if generation.quiet else None,
-            )
+        return Accepted(
+            request_id=generation.request_id or request.key,
+            prompt_tokens=len(prompt_ids),
+            prompt_token_ids=prompt_ids if generation.return_token_ids else None,
         )
-        self._metrics.accepted(len(prompt_ids) * generation.n)
+
+    def _accept(self, request: OpenRequest, accepted: Accepted) -> None:
+        request.accept(accepted)
+        self._metrics.accepted(accepted.prompt_tokens * request.generation.n)
 
     def _choice(self, request: OpenRequest, index: int, inputs: Inputs, prompt_ids: list[int]) -> Choice:
         generation, text = request.generation, self._text
         stream = text.answer(generation)
-        echo = text.echo(generation, inputs.prompt.decode(), prompt_ids, stream)
-        report = PromptReport.asked(generation, text.tokenizer, prompt_ids)
-        answer = Answer(generation, text.tokenizer, stream, index, echo, prompt=report)
-        return Choice(f"{request.key}.{index}", index, answer)
+        return Choice(
+            f"{request.key}.{index}",
+            index,
+            generation,
+            text.tokenizer,
+            stream,
+            echo=text.echo(generation, inputs.prompt.decode(), prompt_ids, stream),
+            report=PromptReport.of(generation, text.tokenizer, prompt_ids),
+        )
 
     def _prompt_ids(self, generation: Generation, inputs: Inputs) -> list[int]:
         size = len(inputs.prompt) + len(inputs.history)
@@ -235,60 +329,122 @@ class StreamService:
             raise ModelError("prompt_token_ids excludes prompt and history")
         return self._text.prompt_ids(generation, prompt, history)
 
-    def _on_end(self, request: OpenRequest, choice: Choice) -> None:
-        """Forget a choice whose last response was sent, or a request that has ended; on a sender thread."""
-        if request.phase is not Phase.CLOSED:
-            self._forget(choice)
-            return
-        for each in request.choices:
-            self._forget(each)
-        self._requests.pop(request.key, None)
-        request.detach()
-
-    def _forget(self, choice: Choice) -> None:
-        if self._choices.pop(choice.key, None) is None:
-            return  # Another sender thread was first.
-        # After a stop string, a failed delivery or another choice's error, the engine still computes it.
-        self._loop.cancel(choice.key)
-        answer = choice.answer
-        reason = answer.finish or FinishReason.CANCELLED
-        self._metrics.finished(reason, answer.completion_tokens, answer.cached_tokens)
-
-    def _open_requests(self) -> list[OpenRequest]:
-        return list(self._requests.values())
-
-    def _streams(self) -> list[OpenRequest | DeltaChannel]:
-        return [*self._requests.values(), *self._channels.all()]
-
-    def _on_gone(self, stream: OpenRequest | DeltaChannel) -> None:
-        """Handle a client's hang-up; runs on the monitor's thread."""
-        if isinstance(stream, DeltaChannel):
-            self._lose(stream)
-        else:
-            self._cancel(stream)
-
-    def _cancel(self, request: OpenRequest) -> None:
-        request.cancelled = True
-        self._preparing.give_up(request)
-        for choice in request.choices:
-            self._loop.cancel(choice.key)
+    def _tokenize(self, call: TextCall) -> tuple[str, Tokenized]:
+        """Answer a request to tokenize; on the thread of `Tokenizing`."""
+        if isinstance(call.request, Detokenize):
+            return self._text.detokenize(call.request, self._vocabulary)
+        prompt, history = call.inputs.prompt.decode(), decode_history(call.inputs.history)
+        return "", self._text.tokenize(call.request, prompt, history)
 
     def _cancel_by_id(self, request_id: str) -> bool:
-        found = [each for each in self._open_requests() if each.generation.request_id == request_id]
+        found = [each for each in list(self._requests.values()) if each.generation.request_id == request_id]
         for request in found:
-            self._cancel(request)
+            self.cancel(request)
         return bool(found)
+
+    def _cancel_all(self, keys: Iterable[str]) -> None:
+        """Cancel the requests of a lost channel; on the delivery's thread."""
+        for key in keys:
+            if (request := self._requests.get(key)) is not None:
+                self.cancel(request)
 
     def _report(self) -> ProbeReport:
         stats = self._loop.stats()
-        now = time.monotonic()
-        # A response that Triton does not take blocks the thread that sends it; soon all would be blocked.
-        stuck_s = max((stream.sending_s(now) for stream in self._streams()), default=0.0)
         return ProbeReport(
-            heartbeat_age_s=round(max(now - self._loop.heartbeat, stuck_s), 3),
+            heartbeat_age_s=round(time.monotonic() - self.heartbeat, 3),
             running=stats.running,
             waiting=stats.waiting,
             format=self._text.format.name,
             max_context=self._max_context,
-            delta_channel=True,
         )
+
+
+def build_service(
+    parameters: EntryParameters, pb_utils: Any, *, orphaned: Callable[[], bool] = lambda: False
+) -> Service:
+    """Load the checkpoint and build the engine; nothing runs yet.
+
+    Raises:
+        ModelError: the checkpoint cannot be served as configured.
+    """
+    # Text first: it takes milliseconds, and so fails before gigabytes are read.
+    text = load_text(parameters)
+    text.grammars.prepare()  # or the first request with a grammar would wait for it
+    options = parameters.options
+    spans = make_spans(parameters)
+    device = torch.device(parameters.device)
+    dtype, reason = choose_dtype(options.get("dtype", "auto"), device)
+    log.info("%s: %s on %s: %s", parameters.model, dtype, device, reason)
+    with progress_bar(parameters.model) as progress:
+        model = load_model(parameters.checkpoint, dtype, device, progress)
+    if text.tokenizer.size > model.vocab_size:
+        raise CheckpointError(
+            f"{parameters.checkpoint}: the tokenizer has {text.tokenizer.size} ids and the weights have"
+            f" {model.vocab_size}: they do not belong together"
+        )
+    vocabulary = model.vocab_size
+    metrics = EngineMetrics(parameters.model, parameters.version, pb_utils)
+    engine = Engine(model, engine_settings(parameters, device))
+    if device.type == "cuda":
+        # Kernels are compiled and libraries loaded at their first use, which must not be a client's request.
+        warm_up(engine)
+        # A full garbage collection that visits torch's objects, which live forever, takes over 100 ms.
+        gc.collect()
+        gc.freeze()
+        # Nearly every torch call releases the interpreter lock. While another thread reads the requests of a
+        # burst, the engine's thread gets the lock back only after this interval: 5 ms by default, and a step
+        # takes 4 ms.
+        sys.setswitchinterval(_SWITCH_S)
+    return Service(
+        engine,
+        text,
+        metrics,
+        vocabulary=vocabulary,
+        heartbeat_s=options.get("heartbeat_s", HEARTBEAT_S),
+        spans=spans,
+        orphaned=orphaned,
+    )
+
+
+def make_spans(parameters: EntryParameters) -> "ModelSpans | None":
+    """Return the sender of the model's own spans; None if the entry does not ask for them.
+
+    Raises:
+        EntryError: the extra `tracing` is not installed.
+    """
+    endpoint = parameters.options.get("trace_endpoint")
+    if endpoint is None:
+        return None
+    try:
+        from triton_models.serving.spans import ModelSpans  # noqa: PLC0415 - needs an extra
+    except ModuleNotFoundError as error:
+        raise EntryError("trace_endpoint needs the extra `tracing`") from error
+    return ModelSpans(endpoint, parameters.model, parameters.version)
+
+
+def engine_settings(parameters: EntryParameters, device: torch.device) -> EngineSettings:
+    """Return the engine's settings: the entry's where it has them, else defaults that suit the device.
+
+    Raises:
+        SettingsError: values that contradict each other.
+    """
+    known = {field.name for field in fields(EngineSettings)}
+    values: dict[str, Any] = {}
+    for option in OPTIONS:
+        if option.name in known:
+            default = option.gpu if device.type == "cuda" else None
+            value = parameters.options.get(option.name, default)
+            if value is not None:
+                values[option.name] = value
+    return EngineSettings(**values)
+
+
+def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
+    """Return the dtype of weights and KV cache for the option's value, and why."""
+    if wanted != "auto":
+        return _DTYPES[wanted], "as set"
+    if device.type == "cpu":
+        return torch.float32, "few CPUs compute faster in 16 bits"
+    if torch.cuda.is_bf16_supported():
+        return torch.bfloat16, "half the memory, and the range of float32"
+    return torch.float16, "half the memory; this GPU has no bfloat16"

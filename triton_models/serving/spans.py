@@ -11,7 +11,7 @@ Imported only if an endpoint is set; needs the extra `tracing`.
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from opentelemetry import trace
@@ -19,14 +19,16 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from triton_models.serving.choice import Choice
-from triton_models.serving.open_request import OnEnd, OpenRequest
+from triton_models.serving.request import Choice, OpenRequest
 from wire.refusal import RefusalCode
 from wire.telemetry import Telemetry
 
 _SERVICE: Final = "tritongate-model"
 _INPUT: Final = "gen_ai.usage.input_tokens"
 _OUTPUT: Final = "gen_ai.usage.output_tokens"
+
+OnEnd = Callable[[OpenRequest, RefusalCode | None], None]
+"""Called at a request's end with the code of its refusal; None if it was answered."""
 
 _w3c = TraceContextTextMapPropagator()
 
@@ -73,8 +75,8 @@ class ModelSpans:
         span.set_attributes(
             {
                 _INPUT: request.prompt_tokens,
-                _OUTPUT: sum(choice.answer.completion_tokens for choice in choices),
-                "gen_ai.response.finish_reasons": [choice.answer.finish or "none" for choice in choices],
+                _OUTPUT: sum(choice.completion_tokens for choice in choices),
+                "gen_ai.response.finish_reasons": [choice.finish or "none" for choice in choices],
                 "tritongate.request_id": request.generation.request_id or request.key,
             }
         )
@@ -85,17 +87,16 @@ class ModelSpans:
 
 
 def _record_choice(spans: "_Spans", inside: Context, queued: float, choice: Choice) -> None:
-    answer = choice.answer
     end = spans.now if choice.closed_at is None else choice.closed_at
     which = {"tritongate.choice": choice.index}
     if choice.first_token is None:
         spans.end(spans.begin("no_token", inside, queued, which), end)
         return
-    begun, first = (queued + seconds for seconds in choice.first_token)
-    cached = {"tritongate.cached_tokens": answer.cached_tokens}
-    spans.end(spans.begin("queue", inside, queued, which), begun)
-    spans.end(spans.begin("prefill", inside, begun, which | cached), first)
-    made = {_OUTPUT: answer.completion_tokens}
+    started, first = (queued + seconds for seconds in choice.first_token)
+    cached = {"tritongate.cached_tokens": choice.cached_tokens}
+    spans.end(spans.begin("queue", inside, queued, which), started)
+    spans.end(spans.begin("prefill", inside, started, which | cached), first)
+    made = {_OUTPUT: choice.completion_tokens}
     spans.end(spans.begin("decode", inside, first, which | made), max(first, end))
 
 

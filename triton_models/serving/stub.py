@@ -1,71 +1,70 @@
-"""What every model does because it runs in a process of its own, Triton's stub: log, and end with the server.
+"""What a model does because it runs in a process of its own, Triton's stub: log, and end with the server.
 
 The stub itself does not notice when tritonserver is killed, and would keep its memory for ever. So a thread
 here watches the parent's process id. A parent-death signal would not do: it is tied to the server's thread
-that started the stub, which may end before the server. The watching thread can be stopped, too: a call into
-the shared memory of a dead server, such as `is_cancelled()`, can hold the interpreter lock for ever. Then a
-kernel timer, which the thread keeps resetting as long as it runs, ends the process.
+that started the stub, which may end before the server.
+
+The thread cannot watch while a call into the shared memory of a dead server holds the interpreter lock, for
+ever. Such a call is avoided (`Sender` looks at the parent first), not excluded. What is left is cleaned up
+from outside: under `tritongate up` by the warden, in a container with its process-id namespace. No timer of
+our own does it, because none can tell a process that is stuck from one that was stopped for a while.
 """
 
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 
 WATCH_INTERVAL_S = 0.5
 
-STUCK_S = 60
-"""A process that ran no Python code for this long serves nobody, whatever holds the interpreter lock."""
-
-UNASKED_S = 60.0
-"""How long a process that is initialized waits for a warm-up that is to follow at once."""
-
-INITIALIZED = "is initialized"
-ASKED = "has its first request"
+UNREQUESTED_LIMIT_S = 60.0
+"""How long a process that is initialized waits for a warm-up that is to follow at once. Triton (2.51) takes a
+process for dead that has not run for a second while it was starting, and then waits for its end. Nothing but
+the missing first request tells such a process from one that is wanted."""
 
 log = logging.getLogger(__name__)
 
 
 class Stub:
-    """Says in the log how far the process of an entry is, and knows when Triton has given it up.
-
-    Triton (2.51) takes a process for dead that has not run for a second while it was starting, and then waits
-    for its end. Nothing but the missing first request tells such a process from one that is wanted.
+    """Logs to stderr, which is the server's, and ends the process when the server is gone or has given it up.
 
     Args:
-        entry: the entry's name.
-        warmed_up: whether Triton's first request follows the start at once (`is_warmed_up`).
+        args: what Triton passed to `initialize`.
     """
 
-    def __init__(self, entry: str, *, warmed_up: bool) -> None:
-        self._entry = entry
-        self._warmed_up = warmed_up
-        self._asked = False
-        self._unasked_since: float | None = None
+    def __init__(self, args: Mapping[str, str]) -> None:
+        logging.basicConfig(
+            stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        )
+        self._parent = os.getppid()
+        self._warmed_up = is_warmed_up(args["model_config"])
+        self._awaits_request = False
+        threading.Thread(target=self._watch, name="parent-watchdog", daemon=True).start()
+
+    def orphaned(self) -> bool:
+        """Return whether the server is gone."""
+        return os.getppid() != self._parent
 
     def initialized(self) -> None:
-        """Called at the end of `initialize`: from now on it is Triton's turn."""
-        self._say(INITIALIZED)
-        if self._warmed_up:
-            self._unasked_since = time.monotonic()
+        """Note the end of `initialize`: from now on it is Triton's turn."""
+        self._awaits_request = self._warmed_up
 
-    def asked(self) -> None:
-        """Called by `execute`. With a warm-up, that is before the entry is ready."""
-        if not self._asked:
-            self._asked = True
-            self._unasked_since = None
-            self._say(ASKED)
+    def requested(self) -> None:
+        """Note a request. With a warm-up, the first one comes before the entry is ready."""
+        self._awaits_request = self._warmed_up = False
 
-    def given_up(self) -> bool:
-        """Return True if the first request is `UNASKED_S` late."""
-        since = self._unasked_since
-        return since is not None and time.monotonic() - since > UNASKED_S
-
-    def _say(self, what: str) -> None:
-        log.info("%s: process %d %s", self._entry, os.getpid(), what)
+    def _watch(self) -> None:
+        # Turns are counted, not seconds: a process that was stopped for a minute has not waited.
+        turns = 0
+        while not self.orphaned() and turns * WATCH_INTERVAL_S < UNREQUESTED_LIMIT_S:
+            turns = turns + 1 if self._awaits_request else 0
+            time.sleep(WATCH_INTERVAL_S)
+        if not self.orphaned():
+            log.critical("Triton has given this process up, and waits for its end")
+        os._exit(1)  # without clean-up, which may need the server
 
 
 def is_warmed_up(model_config: str) -> bool:
@@ -77,28 +76,3 @@ def is_warmed_up(model_config: str) -> bool:
     groups = declared.get("instance_group", [])
     instances = sum(group.get("count", 1) * max(1, len(group.get("gpus", []))) for group in groups)
     return bool(declared.get("model_warmup")) and instances == 1
-
-
-def start_stub(args: dict[str, str]) -> Stub:
-    """Log to stderr, which is the server's, and end without clean-up when the server is gone or gave this up.
-
-    Args:
-        args: what Triton passed to `initialize`.
-    """
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    parent = os.getppid()
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process without needing the interpreter
-    stub = Stub(args["model_name"], warmed_up=is_warmed_up(args["model_config"]))
-
-    def watch() -> None:
-        while os.getppid() == parent and not stub.given_up():
-            signal.alarm(STUCK_S)
-            time.sleep(WATCH_INTERVAL_S)
-        if stub.given_up():
-            log.critical("Triton has given this process up, and waits for its end")
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watchdog", daemon=True).start()
-    return stub

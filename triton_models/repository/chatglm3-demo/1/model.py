@@ -1,3 +1,3 @@
-from triton_models.serving.field import TritonPythonModel
+from triton_models.serving.model import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]

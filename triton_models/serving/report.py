@@ -28,11 +28,11 @@ _WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60
 
 
 class StatsSource(Protocol):
-    """The part of the engine's loop that metrics use."""
+    """The part of the service that metrics use."""
 
     @property
     def heartbeat(self) -> float:
-        """When the loop last ran, in monotonic seconds."""
+        """When tokens could last leave, in monotonic seconds."""
 
     def stats(self) -> EngineStats:
         """Return the current counts."""
@@ -151,7 +151,7 @@ class _Families:
                 "requests_waiting": "Requests in the waiting list",
                 "kv_blocks_used": "KV blocks in use",
                 "kv_blocks": "KV blocks in all",
-                "heartbeat_timestamp_seconds": "Unix time of the engine's last turn; frozen: dead or stuck",
+                "heartbeat_timestamp_seconds": "Unix time when tokens could last leave; frozen: dead or stuck",
             }.items()
         }
         self.histograms = {

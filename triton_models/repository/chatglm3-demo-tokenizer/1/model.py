@@ -1,3 +1,0 @@
-from triton_models.serving.tokenizer import TritonPythonModel
-
-__all__ = ["TritonPythonModel"]
