@@ -118,6 +118,7 @@ async def _serve(
     except OSError as error:
         raise PlatformError(f"no folder for temporary files: {error}") from error
     keep_log = False
+    arguments = trace_arguments(options["trace_endpoint"])
     try:
         if repository is None:
             device, reason = choose_device(device)
@@ -125,6 +126,8 @@ async def _serve(
             if not names:
                 emit(Notice(models.BUILT_IN_NOTICE))
             served = models.write_models(run.repository, names, device=device, options=options)
+            # They are complete. To ask for more, Triton would start another process before the model's.
+            arguments.append("--disable-auto-complete-config")
         else:
             served = models.find_models(repository)
         installation.link_backends(run.backends)
@@ -133,7 +136,7 @@ async def _serve(
             run,
             (repository or run.repository).resolve(),
             Ports(grpc=grpc_port, metrics=metrics_port),
-            arguments=trace_arguments(options["trace_endpoint"]),
+            arguments=arguments,
         )
         await Supervisor(server, served, emit).run()
     except EmbeddedError as error:

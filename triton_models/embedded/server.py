@@ -289,9 +289,6 @@ class TritonServer:
             f"--backend-directory={self.run.backends}",
             f"--backend-config=python,shm-region-prefix-name={self.run.shared_memory_prefix}",
             "--model-control-mode=explicit",
-            # The entries say all that there is to say; to ask a model for more, Triton starts a process of its
-            # own, which imports what the model's process then imports again.
-            "--disable-auto-complete-config",
             f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
             "--allow-http=false",
             f"--grpc-address={HOST}",

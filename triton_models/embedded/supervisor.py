@@ -1,7 +1,6 @@
 """Keeps one tritonserver and its models running until it is cancelled: one loop, in it one task a model."""
 
 import asyncio
-import contextlib
 import enum
 import logging
 import re
@@ -38,6 +37,7 @@ _FIRST_CLAIM_S = 0.1
 """How soon after the request to load the server's `python_env_*` folder is there."""
 _ABSENT_LIMIT = 10
 """Checks in a row, one per second, that find no process of a model being loaded."""
+_CANCEL_S = 1.0
 _EARLY_CRASHES = 2
 """Most crashes before everything is ready that are answered by another start."""
 _FIRST_ATTEMPTS = 3
@@ -143,27 +143,29 @@ class Supervisor:
         finally:
             self._server.stop()
 
-    async def _live(self, client: TritonClient) -> Never:
+    async def _live(self, client: TritonClient) -> None:
         """Watch one life of the server.
 
         Raises:
             ServerError: it ended, or hangs, or only a new one can help a model.
             LoadError: a model could not be loaded at the first start.
         """
-        end: Exception = ServerError("tritonserver was not watched")
+        tasks = [asyncio.create_task(self._keep(client, model)) for model in self._models]
+        tasks.append(asyncio.create_task(self._watch_server(client)))
         try:
-            async with contextlib.aclosing(client), asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._watch_server(client))
-                for model in self._models:
-                    tasks.create_task(self._keep(client, model))
-        except* Exception as errors:
-            end = errors.exceptions[0]
-        if (task := asyncio.current_task()) is not None and task.cancelling():
-            raise asyncio.CancelledError  # a group of tasks forgets that for an error of theirs
-        if not isinstance(end, EmbeddedError):
-            logger.error("watching failed", exc_info=end)
-            raise ServerError(f"watching failed: {end!r}")
-        raise end
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except EmbeddedError:
+            raise
+        except Exception as error:
+            logger.exception("watching failed")
+            raise ServerError(f"watching failed: {error!r}") from error
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=_CANCEL_S)
+            await client.aclose()
 
     async def _watch_server(self, client: TritonClient) -> Never:
         """Raise a ServerError when the server has died or hangs."""

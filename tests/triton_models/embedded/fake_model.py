@@ -19,17 +19,18 @@ import triton_python_backend_utils as pb_utils
 
 from triton_models.errors import CheckpointError
 from triton_models.serving import stub
+from triton_models.serving.stub import Stub
 from wire import names
 from wire.meta import Accepted, Meta, ProbeReport, Usage, encode_meta
 from wire.request import Cancel, Probe, decode_request
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-stub.UNASKED_S = 2.0
+stub.UNREQUESTED_LIMIT_S = 2.0
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        self.stub = stub.start_stub(args)
+        self.stub = Stub(args)
         parameters = json.loads(args["model_config"])["parameters"]
         self.checkpoint = Path(parameters["checkpoint"]["string_value"])
         self.loaded_at = time.time()
@@ -42,7 +43,7 @@ class TritonPythonModel:
         self.stub.initialized()
 
     def execute(self, requests: list[Any]) -> None:
-        self.stub.asked()
+        self.stub.requested()
         for request in requests:
             sender = request.get_response_sender()
             prompt, document = (_string(request, name) for name in (names.PROMPT, names.SAMPLING))
