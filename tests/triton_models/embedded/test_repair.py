@@ -1,9 +1,11 @@
 """The running server under everything that can die or be stuck. The tests share one server, in order."""
 
+import asyncio
+import contextlib
 import queue
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,20 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from tests.e2e.up_process import ABORTED, lives
-from triton_models.embedded.client import CallError, TritonClient
+from tests.triton_models.embedded.conftest import MODEL
+from triton_models.embedded.client import TritonClient
+from triton_models.embedded.errors import CallError
 from wire import events, names, strings
 
 pytestmark = pytest.mark.e2e
 
-ENTRY = names.stream_entry("fake")
 _BOUND_S = 60.0
+
+
+@contextlib.asynccontextmanager
+async def connected(shared: Any, key: str | None = None) -> AsyncIterator[TritonClient]:
+    async with contextlib.aclosing(TritonClient(shared.ready.grpc, key)) as client:
+        yield client
 
 
 def test_every_port_is_bound_to_loopback_only(shared: Any) -> None:
@@ -31,20 +40,26 @@ def test_every_port_is_bound_to_loopback_only(shared: Any) -> None:
         if connection.status == psutil.CONN_LISTEN
     ]
     ready = shared.ready
-    announced = {int(address.rpartition(":")[2]) for address in (ready.http, ready.grpc, ready.metrics)}
+    announced = {int(address.rpartition(":")[2]) for address in (ready.grpc, ready.metrics)}
     assert {address.port for address in listening} == announced
     assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
 
 
-def test_probe_and_generation(shared: Any) -> None:
-    with TritonClient(shared.ready.grpc) as client:
-        assert client.probe(ENTRY, _BOUND_S).heartbeat_age_s == 0
-        client.generate(ENTRY, _BOUND_S)
+async def test_without_the_key_models_can_be_asked_but_neither_listed_nor_unloaded(shared: Any) -> None:
+    assert shared.ready.models == [MODEL]
+    async with connected(shared) as client:
+        assert await client.live(_BOUND_S)
+        assert (await client.probe(MODEL, _BOUND_S)).heartbeat_age_s == 0
         with pytest.raises(CallError, match="unknown model"):
-            client.probe("no-such-entry", _BOUND_S)
+            await client.probe("no-such-entry", _BOUND_S)
+        for refused in (client.unload, client.unloaded):
+            with pytest.raises(CallError, match="restricted"):
+                await refused(MODEL, _BOUND_S)
+    async with connected(shared, shared.ready.repository_key) as client:
+        assert not await client.unloaded(MODEL, _BOUND_S)
 
 
-def test_a_stub_killed_under_load_is_replaced(shared: Any) -> None:
+async def test_a_stub_killed_under_load_is_replaced(shared: Any) -> None:
     with grpc.insecure_channel(shared.ready.grpc) as channel:
         streams = [_hanging_stream(channel) for _ in range(8)]
         for stream in streams:
@@ -52,20 +67,20 @@ def test_a_stub_killed_under_load_is_replaced(shared: Any) -> None:
         old, server = shared.find("triton_python_backend_stub"), shared.find("tritonserver")
         killed = time.monotonic()
         old.send_signal(signal.SIGKILL)
-        said = _await_repair(shared, server)
-        assert not said or (said[0].model == "fake" and ENTRY in said[0].reason)
+        said = await _await_repair(shared, server)
+        assert not said or said[0].model == MODEL
         assert time.monotonic() - killed < 45
         for stream in streams:
             stream.cancel()
     assert shared.find("triton_python_backend_stub").pid != old.pid
-    with TritonClient(shared.ready.grpc) as client:
-        client.generate(ENTRY, _BOUND_S)
+    async with connected(shared) as client:
+        await client.probe(MODEL, _BOUND_S)
 
 
-def test_a_stuck_engine_is_replaced(shared: Any) -> None:
+async def test_a_stuck_engine_is_replaced(shared: Any) -> None:
     stopped, server = shared.folder / "checkpoint" / "stopped", shared.find("tritonserver")
     stopped.touch()
-    down, *_ = _await_repair(shared, server)
+    down, *_ = await _await_repair(shared, server)
     stopped.unlink()
     assert "has not moved" in down.reason
 
@@ -81,32 +96,31 @@ def test_a_reload_that_fails_is_tried_again(shared: Any) -> None:
     shared.wait_for(events.ModelUp)
 
 
-def test_a_process_that_triton_gave_up_is_replaced(shared: Any) -> None:
+async def test_a_process_that_triton_gave_up_is_replaced(shared: Any) -> None:
     checkpoint, server = shared.folder / "checkpoint", shared.find("tritonserver")
     (checkpoint / "slow").touch()
     shared.find("triton_python_backend_stub").kill()
     process = _await_loading(checkpoint)
     process.suspend()  # as on a machine that is busy with something else
-    time.sleep(4)
+    await asyncio.sleep(4)
     process.resume()
     (checkpoint / "slow").unlink()
-    said = _await_repair(shared, server)
-    assert not said or said[-1].reason.endswith("Triton gave its process up while that was starting")
+    said = await _await_repair(shared, server)
+    assert not said or said[-1].reason.startswith("its process died while loading")
     assert not lives(process)
 
 
-def test_an_entry_that_somebody_unloaded_is_left_alone(shared: Any) -> None:
-    with TritonClient(shared.ready.grpc) as client:
-        client.unload(ENTRY, _BOUND_S)
+async def test_a_model_that_somebody_unloaded_is_left_alone(shared: Any) -> None:
+    async with connected(shared, shared.ready.repository_key) as client:
+        await client.unload(MODEL, _BOUND_S)
         with pytest.raises(queue.Empty):
             shared.wait_for(events.ModelDown, timeout_s=4)
-        call = client.load(ENTRY)
-        assert call.wait(30)
-        client.generate(ENTRY, _BOUND_S)
+        await client.load(MODEL)
+        await client.probe(MODEL, _BOUND_S)
 
 
-@pytest.mark.parametrize("victim", ["tritonserver", "warden"])
-def test_a_killed_server_or_warden_is_replaced_on_the_same_ports(shared: Any, victim: str) -> None:
+@pytest.mark.parametrize("victim", ["tritonserver", "warden.py"])
+async def test_a_killed_server_or_warden_is_replaced_on_the_same_ports(shared: Any, victim: str) -> None:
     before = shared.living()
     killed = time.monotonic()
     shared.find(victim).kill()
@@ -114,8 +128,7 @@ def test_a_killed_server_or_warden_is_replaced_on_the_same_ports(shared: Any, vi
     assert "killed by signal 9" in down.reason
     shared.wait_for(events.ServerUp)
     assert time.monotonic() - killed < 45
-    with TritonClient(shared.ready.grpc) as client:
-        _await_generation(client)
+    await _await_probe(shared)
     assert not {process.pid for process in before} & {process.pid for process in shared.living()}
 
 
@@ -143,7 +156,7 @@ def test_sigterm_leaves_nothing(shared: Any) -> None:
     assert shared.process.returncode == 0
 
 
-def _await_repair(shared: Any, server: psutil.Process) -> list[events.ModelDown]:
+async def _await_repair(shared: Any, server: psutil.Process) -> list[events.ModelDown]:
     """Wait until a model whose process was killed is up again; return what was said of its being down.
 
     That may be nothing if `server` died of it, too (divergence 16), and only then.
@@ -160,23 +173,23 @@ def _await_repair(shared: Any, server: psutil.Process) -> list[events.ModelDown]
             assert event.reason == ABORTED
             assert not lives(server)
             shared.wait_for(events.ServerUp)
-            with TritonClient(shared.ready.grpc) as client:
-                _await_generation(client)
-            # The supervisor asks for a token of its own before it takes the entry to be up.
-            time.sleep(2)
+            await _await_probe(shared)
+            # The supervisor probes it, too, before it takes the model to be up.
+            await asyncio.sleep(2)
             return downs
 
 
-def _await_generation(client: TritonClient) -> None:
+async def _await_probe(shared: Any) -> None:
     deadline = time.monotonic() + 30
-    while True:
-        try:
-            client.generate(ENTRY, _BOUND_S)
-        except CallError:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        else:
-            return
+    async with connected(shared) as client:
+        while True:
+            try:
+                await client.probe(MODEL, _BOUND_S)
+            except CallError:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.2)
+            else:
+                return
 
 
 def _await_loading(checkpoint: Path) -> psutil.Process:
@@ -191,7 +204,7 @@ def _await_loading(checkpoint: Path) -> psutil.Process:
 
 
 def _hanging_stream(channel: grpc.Channel) -> Any:
-    request = pb.ModelInferRequest(model_name=ENTRY)
+    request = pb.ModelInferRequest(model_name=MODEL)
     for name, value in ((names.PROMPT, b"hang"), (names.HISTORY, b"[]"), (names.SAMPLING, b"{}")):
         request.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
         request.raw_input_contents.append(strings.pack_strings([value]))

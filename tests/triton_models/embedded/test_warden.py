@@ -40,13 +40,17 @@ def test_a_living_owner_is_left_alone_and_a_dead_ones_leftovers_are_removed(plac
     for run in (alive, dead):
         (places["shm"] / f"{run.shared_memory_prefix}1").touch()
     (places["shm"] / "other").touch()
-    orphan = subprocess.Popen([sys.executable, "-c", "input()", f"{dead.backends}/x"], stdin=subprocess.PIPE)
+    program = "print(flush=True); input()"
+    orphan = subprocess.Popen(
+        [sys.executable, "-c", program, f"{dead.backends}/x"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert orphan.stdout is not None
+    assert orphan.stdout.readline() == b"\n"
     owner_dies(dead)
 
     new = RunDirectory.create(places["tmp"])
     assert orphan.wait(10) == -9
-    assert orphan.stdin is not None
-    orphan.stdin.close()
+    orphan.communicate()
     assert {path.name for path in new.path.parent.iterdir()} == {alive.path.name, new.path.name}
     assert {path.name for path in places["shm"].iterdir()} == {f"{alive.shared_memory_prefix}1", "other"}
     assert [path.name for path in places["environments"].iterdir()] == ["python_env_other"]
