@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from triton_models.embedded.installation import find_installation
-from triton_models.embedded.server import Ports, TritonServer
+from triton_models.embedded.server import HOST, Ports, TritonServer
 from triton_models.embedded.warden import RunDirectory, environments
 from triton_models.environment import build_environment, pack_environment
 from wire.strings import unpack_strings
@@ -98,7 +98,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bare]:
     others = environments()
     try:
         asyncio.run(start(server))
-        with grpc.insecure_channel(server.grpc) as channel:
+        with grpc.insecure_channel(f"{HOST}:{server.ports.grpc}") as channel:
             yield Bare(repository, server, channel)
     finally:
         server.stop()

@@ -47,8 +47,8 @@ class TritonClient:
     async def live(self, timeout_s: float) -> bool:
         """Ask whether the server is live."""
         try:
-            return bool((await self._stub.ServerLive(pb.ServerLiveRequest(), timeout=timeout_s)).live)
-        except grpc.RpcError:
+            return bool((await self._call("ServerLive", pb.ServerLiveRequest(), timeout_s)).live)
+        except CallError:
             return False
 
     async def load(self, entry: str) -> None:

@@ -49,16 +49,13 @@ class Installation:
 
         The stub starts the first `python3` on PATH, so this interpreter's folder is put first.
         """
-        environment = dict(inherited)
-        environment["PATH"] = os.pathsep.join(
-            [str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)]
-        )
-        libraries = [str(folder) for folder in self.library_path]
-        if inherited.get("LD_LIBRARY_PATH"):
-            libraries.append(inherited["LD_LIBRARY_PATH"])
-        environment["LD_LIBRARY_PATH"] = os.pathsep.join(libraries)
-        environment["TMPDIR"] = str(temporary)
-        return environment
+        libraries = [str(folder) for folder in self.library_path] + [inherited.get("LD_LIBRARY_PATH", "")]
+        own = {
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)]),
+            "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
+            "TMPDIR": str(temporary),
+        }
+        return {**inherited, **own}
 
 
 def find_installation() -> Installation:
@@ -121,23 +118,16 @@ def _libpython_folder() -> tuple[Path, ...]:
     """
     library = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
     folder = Path(sysconfig.get_config_var("LIBDIR") or "/nowhere")
-    own = folder / library
-    if own.is_file():
-        _load(str(own))
-        return (folder,)
-    _load(library)
-    return ()
-
-
-def _load(library: str) -> None:
+    own = (folder / library).is_file()
     try:
-        ctypes.CDLL(library)
+        ctypes.CDLL(str(folder / library) if own else library)
     except OSError as error:
         raise PlatformError(
-            f"{Path(library).name}, which Triton's Python backend links, cannot be loaded ({error}): "
+            f"{library}, which Triton's Python backend links, cannot be loaded ({error}): "
             f"install the shared library of Python {platform.python_version()} "
             f"(Debian: libpython3.{sys.version_info.minor}; pyenv: --enable-shared)"
         ) from error
+    return (folder,) if own else ()
 
 
 def choose_device(asked: str) -> tuple[str, str]:

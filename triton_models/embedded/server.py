@@ -166,19 +166,10 @@ class TritonServer:
         """What the server requires for everything but inference and health, as KEY=VALUE."""
         self._installation = installation
         self._repository = repository
-        self._ports = asked
+        self.ports = asked
+        """Once it has started, those that it listens on."""
         self._arguments = arguments
         self._warden: subprocess.Popen[bytes] | None = None
-
-    @property
-    def grpc(self) -> str:
-        """Address of the gRPC endpoint as host:port, once started."""
-        return f"{HOST}:{self._ports.grpc}"
-
-    @property
-    def metrics(self) -> str:
-        """Address of the metrics endpoint as host:port, once started."""
-        return f"{HOST}:{self._ports.metrics}"
 
     async def start(self) -> TritonClient:
         """Start the process, wait until it is live and return a client of it.
@@ -189,14 +180,14 @@ class TritonServer:
             ServerError: a requested port is in use, it ended (the message has the last error in its log), or
                 it is not live after a minute.
         """
-        asked = self._ports
+        asked = self.ports
         for attempt in range(1, _PORT_ATTEMPTS + 1):
-            self._ports = asked.choose()
+            self.ports = asked.choose()
             try:
                 return await self._start()
             except ServerError:
                 # Another process can take a free port after we choose it and before the server binds it.
-                if self._ports == asked or attempt == _PORT_ATTEMPTS:
+                if self.ports == asked or attempt == _PORT_ATTEMPTS:
                     raise
         raise AssertionError
 
@@ -248,11 +239,9 @@ class TritonServer:
 
     async def _start(self) -> TritonClient:
         output = self.log.open()
+        warden_command = [sys.executable, "-I", "-S", warden.__file__, str(os.getpid()), str(self.run.path)]
         self._warden = subprocess.Popen(  # noqa: S603, ASYNC220 - our own command; returns at once
-            [
-                *(sys.executable, "-I", "-S", warden.__file__, str(os.getpid()), str(self.run.path)),
-                *self._command(),
-            ],
+            [*warden_command, *self._command()],
             env=self._installation.environment(os.environ, temporary=self.run.temporary),
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -260,7 +249,7 @@ class TritonServer:
             start_new_session=True,  # so that a terminal's Ctrl-C reaches us alone
         )
         os.close(output)
-        client = TritonClient(self.grpc, self.key)
+        client = TritonClient(f"{HOST}:{self.ports.grpc}", self.key)
         try:
             await self._wait_live(client)
         except BaseException:
@@ -271,15 +260,16 @@ class TritonServer:
 
     async def _wait_live(self, client: TritonClient) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_S
-        # gRPC waits longer and longer before it tries to connect again.
-        while not (_listens(self._ports.grpc) and await client.live(timeout_s=1.0)):
-            if (end := self.end()) is not None:
-                raise end
+        live = False
+        # The end is looked for last: what answers may be another process's server, on the port that ours could
+        # not bind.
+        while (end := self.end()) is None and not live:
             if time.monotonic() > deadline:
                 raise ServerError(f"tritonserver is not live after {_START_TIMEOUT_S:.0f} s")
             await asyncio.sleep(_START_INTERVAL_S)
-        # If ours could not bind the port, what answers there is another process's server.
-        if (end := self.end()) is not None:
+            # gRPC waits longer and longer before it tries to connect again.
+            live = _listens(self.ports.grpc) and await client.live(timeout_s=1.0)
+        if end is not None:
             raise end
 
     def _command(self) -> list[str]:
@@ -292,12 +282,12 @@ class TritonServer:
             f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
             "--allow-http=false",
             f"--grpc-address={HOST}",
-            f"--grpc-port={self._ports.grpc}",
+            f"--grpc-port={self.ports.grpc}",
             # tritonserver (2.51) takes the key from nowhere else, so whoever can list this machine's
             # processes can read it: it is a second fence behind the loopback address.
             f"--grpc-restricted-protocol={_RESTRICTED}:{self.key}",
             f"--metrics-address={HOST}",
-            f"--metrics-port={self._ports.metrics}",
+            f"--metrics-port={self.ports.metrics}",
             *self._arguments,
         ]
 

@@ -11,7 +11,7 @@ from typing import Never
 
 from triton_models.embedded.client import TritonClient
 from triton_models.embedded.errors import CallError, EmbeddedError, LoadError, ServerError
-from triton_models.embedded.server import ServerLog, TritonServer
+from triton_models.embedded.server import HOST, ServerLog, TritonServer
 from triton_models.embedded.warden import environments
 from wire.events import Event, Loading, ModelDown, ModelUp, Ready, ServerDown, ServerUp, Starting
 
@@ -70,18 +70,16 @@ class Backoff:
     """Pauses that double from 0.5 s up to 30 s, and start over after a minute without a failure."""
 
     def __init__(self) -> None:
-        self._next = _FIRST_PAUSE_S
+        self._pause = 0.0
         self._failed_at = -_STABLE_S
 
     def failed(self) -> float:
         """Record a failure; return the seconds to wait before the next attempt."""
         now = time.monotonic()
-        if now - self._failed_at >= _STABLE_S + self._next:
-            self._next = _FIRST_PAUSE_S
-        pause = self._next
+        calm = now - self._failed_at >= _STABLE_S + self._pause
+        self._pause = _FIRST_PAUSE_S if calm else min(2 * self._pause, _LONGEST_PAUSE_S)
         self._failed_at = now
-        self._next = min(2 * self._next, _LONGEST_PAUSE_S)
-        return pause
+        return self._pause
 
 
 @dataclass(slots=True)
@@ -222,9 +220,11 @@ class Supervisor:
         model.stubs = self._server.stubs(model.name)
         if not self._ready and all(each.state is ModelState.UP for each in self._models):
             self._ready = True
+            grpc, metrics = (
+                f"{HOST}:{port}" for port in (self._server.ports.grpc, self._server.ports.metrics)
+            )
             names = [each.name for each in self._models]
-            grpc, metrics, key = self._server.grpc, self._server.metrics, self._server.key
-            self._emit(Ready(grpc=grpc, metrics=metrics, repository_key=key, models=names))
+            self._emit(Ready(grpc=grpc, metrics=metrics, repository_key=self._server.key, models=names))
 
     async def _await_load(self, client: TritonClient, model: _Model) -> None:
         started = time.monotonic()

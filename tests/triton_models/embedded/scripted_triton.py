@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_models.embedded.errors import CallError, ServerError
-from triton_models.embedded.server import ServerLog
+from triton_models.embedded.server import Ports, ServerLog
 from triton_models.embedded.supervisor import ModelState, Supervisor
 from triton_models.embedded.warden import RunDirectory
 from wire.events import Event
@@ -19,7 +19,7 @@ WELL = ProbeReport(heartbeat_age_s=0.1, running=0, waiting=0, format="chatglm3",
 class Triton:
     """Server and client in one: a model that loads and answers, until told otherwise."""
 
-    grpc, metrics, key = "127.0.0.1:1", "127.0.0.1:2", "name=value"
+    ports, key = Ports(grpc=1, metrics=2), "name=value"
     _pids = itertools.count(1)
 
     def __init__(self, folder: Path) -> None:

@@ -142,7 +142,7 @@ async def test_a_port_that_was_taken_meanwhile_is_chosen_anew(
     tried: list[Ports] = []
 
     async def start(self: TritonServer) -> None:
-        tried.append(self._ports)
+        tried.append(self.ports)
         raise ServerError("tritonserver ended with status 1: failed to start GRPC service")
 
     monkeypatch.setattr(TritonServer, "_start", start)
