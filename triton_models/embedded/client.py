@@ -71,10 +71,12 @@ class TritonClient:
     async def unloaded(self, entry: str, timeout_s: float) -> bool:
         """Whether `entry` was unloaded on purpose or never loaded, or is being loaded or unloaded.
 
-        Raises:
-            CallError: Triton did not answer in time, or is gone.
+        False if Triton does not say so in time.
         """
-        index = await self._call("RepositoryIndex", pb.RepositoryIndexRequest(), timeout_s)
+        try:
+            index = await self._call("RepositoryIndex", pb.RepositoryIndexRequest(), timeout_s)
+        except CallError:
+            return False
         for model in index.models:
             if model.name == entry:
                 gone = model.state in {"", "UNAVAILABLE"} and model.reason in {"", "unloaded"}

@@ -261,7 +261,7 @@ class TritonServer:
     async def _wait_live(self, client: TritonClient) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_S
         live = False
-        # The end is looked for last: what answers may be another process, on the port that ours could not bind.
+        # The end is looked for last: another process may answer, on a port that ours could not bind.
         while (end := self.end()) is None and not live:
             if time.monotonic() > deadline:
                 raise ServerError(f"tritonserver is not live after {_START_TIMEOUT_S:.0f} s")

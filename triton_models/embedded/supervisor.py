@@ -220,10 +220,8 @@ class Supervisor:
         model.stubs = self._server.stubs(model.name)
         if not self._ready and all(each.state is ModelState.UP for each in self._models):
             self._ready = True
-            grpc, metrics = (
-                f"{HOST}:{port}" for port in (self._server.ports.grpc, self._server.ports.metrics)
-            )
-            names = [each.name for each in self._models]
+            ports, names = self._server.ports, [each.name for each in self._models]
+            grpc, metrics = f"{HOST}:{ports.grpc}", f"{HOST}:{ports.metrics}"
             self._emit(Ready(grpc=grpc, metrics=metrics, repository_key=self._server.key, models=names))
 
     async def _await_load(self, client: TritonClient, model: _Model) -> None:
@@ -258,8 +256,8 @@ class Supervisor:
             if fault is None:
                 misses = 0
                 model.state = ModelState.UP
-            elif await self._unloaded(client, model):
-                misses = 0
+            elif await client.unloaded(model.name, _CALL_TIMEOUT_S):
+                misses = 0  # a client of Triton's API unloaded it or is loading it
                 model.state = ModelState.UNLOADED
             else:
                 misses += 1
@@ -283,13 +281,6 @@ class Supervisor:
         if report.heartbeat_age_s > _LONGEST_HEARTBEAT_AGE_S:
             return f"its engine has not moved for {report.heartbeat_age_s:.0f} s", True
         return None, False
-
-    async def _unloaded(self, client: TritonClient, model: _Model) -> bool:
-        """Whether the model does not answer because a client of Triton's API unloaded or is loading it."""
-        try:
-            return await client.unloaded(model.name, _CALL_TIMEOUT_S)
-        except CallError:
-            return False
 
     async def _clear(self, client: TritonClient, model: _Model) -> None:
         """Unload a model that failed: loading does nothing while Triton considers it ready.

@@ -19,7 +19,7 @@ async def test_a_slow_connection_has_as_long_as_its_call(silent: socket.socket) 
     address = f"127.0.0.1:{silent.getsockname()[1]}"
     async with contextlib.aclosing(TritonClient(address)) as client:
         with pytest.raises(CallError) as caught:
-            await client.unloaded("any", 0.7)
+            await client.unload("any", 0.7)
     assert caught.value.timed_out
     assert not caught.value.by_server
 
@@ -29,6 +29,6 @@ async def test_a_server_that_is_gone_is_known_at_once(silent: socket.socket) -> 
     silent.close()
     async with contextlib.aclosing(TritonClient(address)) as client:
         with pytest.raises(CallError, match="refused") as caught:
-            await client.unloaded("any", 30)
+            await client.unload("any", 30)
     assert not caught.value.timed_out
     assert not caught.value.by_server
