@@ -37,7 +37,7 @@ _FIRST_CLAIM_S = 0.1
 """How soon after the request to load the server's `python_env_*` folder is there."""
 _ABSENT_LIMIT = 10
 """Checks in a row, one per second, that find no process of a model being loaded."""
-_CANCEL_S = 1.0
+_CANCEL_S = 0.2
 _EARLY_CRASHES = 2
 """Most crashes before everything is ready that are answered by another start."""
 _FIRST_ATTEMPTS = 3
@@ -160,9 +160,11 @@ class Supervisor:
             logger.exception("watching failed")
             raise ServerError(f"watching failed: {error!r}") from error
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks, timeout=_CANCEL_S)
+            running = set(tasks)
+            while running:  # repeated: a call that is cancelled may end with another error
+                for task in running:
+                    task.cancel()
+                _, running = await asyncio.wait(running, timeout=_CANCEL_S)
             await client.aclose()
 
     async def _watch_server(self, client: TritonClient) -> Never:
