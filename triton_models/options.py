@@ -62,9 +62,9 @@ class Option:
             return " or ".join((", ".join(self.choices[:-1]), self.choices[-1]))
         limits = []
         if self.least is not None:
-            limits.append(f"{'over' if self.least_open else 'at least'} {self.least:,g}")
+            limits.append(f"{'over' if self.least_open else 'at least'} {self.least:,.12g}")
         if self.most is not None:
-            limits.append(f"at most {self.most:,g}")
+            limits.append(f"at most {self.most:,.12g}")
         return " and ".join(limits)
 
     def parse(self, text: str) -> Value:

@@ -13,8 +13,7 @@ import psutil
 
 from bench.gpu.servers import READY_S, ServerError, answers
 from triton_models.embedded.ports import Ports, choose
-from triton_models.entries import ModelEntry, write_entries
-from wire import names
+from triton_models.entries import ModelEntry, write_entry
 from wire.events import Failed, Ready, decode_event
 
 MODEL = "glm"
@@ -39,8 +38,8 @@ class FaultyServer:
         Raises:
             ServerError: the server does not become ready.
         """
-        write_entries(self._repository, model=self._entry)
-        shutil.copy(_FAULTY, self._repository / names.stream_entry(MODEL) / "1" / "model.py")
+        write_entry(self._repository, model=self._entry)
+        shutil.copy(_FAULTY, self._repository / MODEL / "1" / "model.py")
         with self._stack:
             ready = self._start_triton()
             self._start_gateway(ready.grpc)
@@ -53,7 +52,7 @@ class FaultyServer:
 
     def stub(self) -> int | None:
         """Return the process id of the engine's stub; None while there is none."""
-        place = f"/{names.stream_entry(MODEL)}/"
+        place = f"/{MODEL}/"
         for each in self._supervisor.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 if place in " ".join(each.cmdline()):

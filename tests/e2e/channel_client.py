@@ -1,17 +1,15 @@
 """A plain gRPC client of delta channels, as anybody could write from wire/README.md."""
 
 import contextlib
-import json
 import threading
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from tritonclient.grpc import service_pb2 as pb
 
 from tests.e2e.stream_client import StreamClient
 from wire.channel import Frame, decode_frame
-from wire.strings import pack_strings, unpack_strings
+from wire.strings import unpack_strings
 
 
 @dataclass
@@ -56,12 +54,6 @@ class OpenedChannel:
 
 def open_channel(client: StreamClient, model: str, channel_id: str) -> OpenedChannel:
     """Open a channel and wait for its first frame."""
-    request = pb.ModelInferRequest(model_name=f"{model}-stream")
-    sampling = json.dumps({"open_channel": channel_id})
-    for name, value in (("prompt", ""), ("history", ""), ("sampling", sampling)):
-        request.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
-        request.raw_input_contents.append(pack_strings([value.encode()]))
-    request.parameters["priority"].uint64_param = 1
-    channel = OpenedChannel(client.send(request))
+    channel = OpenedChannel(client.call(model, open_channel=channel_id).responses)
     assert channel.opened.wait(60)
     return channel

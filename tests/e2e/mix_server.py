@@ -1,7 +1,6 @@
 """The server that the tests of the engine's limits share."""
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,7 @@ import httpx
 from tests.e2e.repository_server import RepositoryServer, gateway
 from tests.e2e.stream_client import StreamClient
 from tests.e2e.up_process import GOLDEN, metric
-from triton_models.entries import ModelEntry, write_entries
-from wire import names
+from triton_models.entries import ModelEntry, write_entry
 from wire.meta import ProbeReport
 
 GIB = 2**30
@@ -41,7 +39,7 @@ class Mix:
         return self.server.gauge("tritongate_engine_" + name, **labels)
 
     def probe(self, model: str) -> ProbeReport:
-        ((_, meta),) = self.triton.stream(model, queue_priority=1, probe=True)
+        ((_, meta),) = self.triton.stream(model, probe=True)
         return meta.probe
 
     def idle(self, model: str) -> bool:
@@ -65,11 +63,8 @@ def mix_server(repository: Path) -> Iterator[Mix]:
         # A prompt takes as many steps as half of its tokens.
         ("line", "chatglm3", {"max_running": RUNNING, "max_waiting": WAITING, "max_batched_tokens": RUNNING}),
     ):
-        entry = ModelEntry(name=name, checkpoint=str(GOLDEN / golden), dtype="float32", **limits)
-        write_entries(repository, model=entry)
-        # Nobody here calls these two; without them the server is there sooner.
-        shutil.rmtree(repository / name)
-        shutil.rmtree(repository / names.tokenizer_entry(name))
+        options = {"dtype": "float32", **limits}
+        write_entry(repository, model=ModelEntry(name=name, checkpoint=str(GOLDEN / golden), options=options))
     with (
         RepositoryServer(repository) as server,
         gateway(server.ready.grpc) as base_url,

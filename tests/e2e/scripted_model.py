@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-
 from triton_models.serving.responder import TritonResponder
+
 from wire import names
 from wire.meta import Accepted, Meta, ProbeReport, Usage
 from wire.refusal import RefusalCode

@@ -1,4 +1,4 @@
-"""A plain gRPC client of the stream and tokenizer entries, as anybody could write from wire/README.md."""
+"""A plain gRPC client of a model's entry, as anybody could write from wire/README.md."""
 
 import contextlib
 import json
@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from wire.meta import Meta, decode_meta
+from wire.meta import Meta, Tokenized, decode_meta
 from wire.strings import pack_strings, unpack_strings
 
 TIMEOUT_S = 100.0
@@ -61,15 +60,10 @@ class StreamClient:
         model: str,
         prompt: str = "",
         history: list[Any] | None = None,
-        *,
-        queue_priority: int = 2,
         **sampling: Any,
     ) -> Iterator[tuple[str, Meta]]:
-        """Yield (text, meta) per response; closing the generator cancels the call.
-
-        `queue_priority` is that of Triton's own queue; one in `sampling` is the engine's.
-        """
-        call = self.call(model, prompt, history, queue_priority=queue_priority, **sampling)
+        """Yield (text, meta) per response; closing the generator cancels the call."""
+        call = self.call(model, prompt, history, **sampling)
         with contextlib.closing(call):
             for message in call.responses:
                 if message.error_message:
@@ -85,38 +79,34 @@ class StreamClient:
                 if tensors:
                     yield tensors["response"].decode(), decode_meta(tensors["meta"])
 
-    def call(
-        self, model: str, prompt: str, history: list[Any] | None, *, queue_priority: int, **sampling: Any
-    ) -> "Call":
-        request = pb.ModelInferRequest(model_name=f"{model}-stream")
-        history_json = "" if history is None else json.dumps(history)
-        for name, value in {
-            "prompt": prompt,
-            "history": history_json,
-            "sampling": json.dumps(sampling),
-        }.items():
-            request.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
-            request.raw_input_contents.append(pack_strings([value.encode()]))
-        request.parameters["priority"].uint64_param = queue_priority
-        request.parameters["triton_enable_empty_final_response"].bool_param = True
-        return Call(self.send(request))
+    def call(self, model: str, prompt: str = "", history: list[Any] | None = None, **sampling: Any) -> "Call":
+        """Send one request; what `sampling` holds says of which kind it is."""
+        turns = "" if history is None else json.dumps(history)
+        return Call(self.send(infer_request(model, prompt, turns, json.dumps(sampling))))
 
     def send(self, request: pb.ModelInferRequest) -> Any:
         """Send one request on a stream of its own and return the call."""
         return self._stub.ModelStreamInfer(iter([request]), timeout=TIMEOUT_S)
 
-    def tokenize(self, model: str, **request: Any) -> tuple[list[int], list[int], str]:
-        """Return input_ids, attention_mask and text."""
-        infer = pb.ModelInferRequest(model_name=f"{model}-tokenizer")
-        infer.inputs.add(name="request", datatype="BYTES", shape=[1])
-        infer.raw_input_contents.append(pack_strings([json.dumps(request).encode()]))
-        answer = self._stub.ModelInfer(infer, timeout=TIMEOUT_S)
-        raw = {
-            output.name: content
-            for output, content in zip(answer.outputs, answer.raw_output_contents, strict=True)
-        }
-        ids, mask = (np.frombuffer(raw[name], np.int64).tolist() for name in ("input_ids", "attention_mask"))
-        return ids, mask, unpack_strings(raw["text"])[0].decode()
+    def tokenize(
+        self, model: str, text: str | None = None, *, messages: list[Any] | None = None, **request: Any
+    ) -> Tokenized:
+        """Have a text tokenized, or a conversation, of which the last message is the newest."""
+        if text is not None:
+            (answer,) = self.stream(model, text, tokenize="text", **request)
+        else:
+            *history, newest = messages or []
+            role = newest["role"]
+            (answer,) = self.stream(
+                model, newest["content"], history, tokenize="conversation", role=role, **request
+            )
+        assert answer[1].tokenized is not None
+        return answer[1].tokenized
+
+    def detokenize(self, model: str, ids: list[int], **request: Any) -> str:
+        """Return the text of `ids`."""
+        ((text, _),) = self.stream(model, detokenize=ids, **request)
+        return text
 
     def statistics(self, entry: str) -> tuple[int, int]:
         """Return Triton's (inference count, execution count) of an entry."""
@@ -133,3 +123,13 @@ class Call:
 
     def close(self) -> None:
         self.responses.cancel()
+
+
+def infer_request(model: str, prompt: str, history: str, sampling: str) -> pb.ModelInferRequest:
+    """Return a request with these tensors."""
+    request = pb.ModelInferRequest(model_name=model)
+    for name, value in {"prompt": prompt, "history": history, "sampling": sampling}.items():
+        request.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
+        request.raw_input_contents.append(pack_strings([value.encode()]))
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    return request

@@ -17,8 +17,7 @@ IDS = {"return_token_ids": True}
 
 def chat_ids(triton: StreamClient, model: str) -> list[int]:
     """Return the prompt's ids of a conversation that says 你好."""
-    ids, _, _ = triton.tokenize(model, messages=[{"role": "user", "content": "你好"}])
-    return ids
+    return triton.tokenize(model, messages=[{"role": "user", "content": "你好"}]).ids
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -28,7 +27,7 @@ def test_text_is_continued_behind_the_tokenizers_prefix(
     asked: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": 24, "extra_body": IDS}
     answer = sdk.completions.create(**asked, prompt="你好")
     (choice,) = answer.choices
-    text_ids, _, _ = triton.tokenize(model, text="你好")
+    text_ids = triton.tokenize(model, "你好").ids
     prefix = chat_ids(triton, model)[:2]
     assert choice.prompt_token_ids == prefix + text_ids
     assert answer.usage.prompt_tokens == 2 + len(text_ids)

@@ -59,7 +59,7 @@ def test_a_second_turn_sees_the_first(model: str, sdk: openai.OpenAI) -> None:
     assert second.choices[0].message.content != alone.choices[0].message.content
 
 
-def test_the_answer_is_what_the_stream_entry_says(sdk: openai.OpenAI, triton: StreamClient) -> None:
+def test_the_answer_is_what_the_entry_says(sdk: openai.OpenAI, triton: StreamClient) -> None:
     raw = triton.ask("chatglm3", "你好", temperature=0, max_tokens=30)
     answer = sdk.chat.completions.create(model="chatglm3", messages=HELLO, temperature=0, max_tokens=30)
     assert answer.choices[0].message.content == raw.text.strip()

@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.repository_server import RepositoryServer, gateway, is_ready
 from tests.e2e.stream_client import StreamClient
 from tests.e2e.up_process import GOLDEN, metric, wait_until
-from triton_models.entries import ModelEntry, write_entries
+from triton_models.entries import ModelEntry, write_entry
 from wire.meta import Meta
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -39,10 +39,8 @@ class Narrow:
 
 @pytest.fixture
 def narrow(tmp_path: Path) -> Iterator[Narrow]:
-    entry = ModelEntry(
-        name="glm", checkpoint=str(GOLDEN / "chatglm3"), max_running=RUNNING, max_waiting=WAITING
-    )
-    write_entries(tmp_path, model=entry)
+    options = {"max_running": RUNNING, "max_waiting": WAITING}
+    write_entry(tmp_path, model=ModelEntry(name="glm", checkpoint=str(GOLDEN / "chatglm3"), options=options))
     with RepositoryServer(tmp_path) as server, gateway(server.ready.grpc) as base_url:
         triton = StreamClient(server.ready.grpc)
         yield Narrow(base_url, triton)
@@ -90,7 +88,7 @@ class Feeders:
 def control(triton: StreamClient, **sampling: object) -> Meta:
     """Send a probe or a cancel ahead of everything, and hold that it is answered at once."""
     began = time.monotonic()
-    ((_, meta),) = triton.stream("glm", queue_priority=1, **sampling)
+    ((_, meta),) = triton.stream("glm", **sampling)
     assert time.monotonic() - began < AT_ONCE_S
     return meta
 

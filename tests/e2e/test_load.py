@@ -69,7 +69,7 @@ async def test_every_answer_is_what_it_is_alone(up: UpProcess) -> None:
 
 
 async def test_a_burst_is_batched_by_triton(up: UpProcess, triton: StreamClient) -> None:
-    before = triton.statistics("chatglm3-stream")
+    before = triton.statistics("chatglm3")
     asked = different(1) | {"max_tokens": 2}
     async with sdk(up) as client:
         # One by one they would come as slowly as this loop sends them, and each be executed by itself.
@@ -78,7 +78,7 @@ async def test_a_burst_is_batched_by_triton(up: UpProcess, triton: StreamClient)
             await until(lambda: in_flight(up) == CLIENTS)
         await asyncio.gather(*clients)
     inferences, executions = (
-        new - old for new, old in zip(triton.statistics("chatglm3-stream"), before, strict=True)
+        new - old for new, old in zip(triton.statistics("chatglm3"), before, strict=True)
     )
     assert inferences >= CLIENTS
     assert executions < inferences

@@ -1,73 +1,171 @@
-"""The committed repository on a tritonserver of anybody's: all entries loaded as it starts, no supervisor."""
+"""The committed repository on a tritonserver of anybody's, spoken to directly."""
 
-import contextlib
-import os
-import signal
-import subprocess
+import json
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
-import psutil
 import pytest
 
-from tests.e2e.field_client import ask_batched, conversation
-from tests.e2e.stream_client import StreamClient
+from tests.e2e.channel_client import open_channel
+from tests.e2e.stock_server import StockServer, stock_server
+from tests.e2e.stream_client import StreamClient, infer_request
 from tests.e2e.up_process import wait_until
-from tests.ports import free_ports
-from tests.tied import tied
-from triton_models.embedded.environments import EnvironmentClaim, remove_empty
-from triton_models.embedded.installation import find_installation
+from wire.meta import Meta
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 REPOSITORY = Path(__file__).parents[2] / "triton_models" / "repository"
-START_S = 100.0
+MODEL = "chatglm3-demo"
+GREEDY = {"temperature": 0, "ignore_eos": True}
+AT_ONCE_S = 10.0
+"""Far less than the wait behind a busy engine, far more than a busy machine needs."""
 
 
-@pytest.fixture
-def stock(tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """HTTP and gRPC addresses of the server, once it says that it is ready."""
-    found = find_installation()
-    found.link_backends(tmp_path / "backends")
-    http, grpc, metrics = free_ports(3)
-    prefix = f"tritongate_stock_{os.getpid()}_"
-    command = [found.server, f"--model-repository={REPOSITORY}", f"--backend-directory={tmp_path}/backends"]
-    command += [f"--backend-config=python,shm-region-prefix-name={prefix}", "--exit-timeout-secs=2"]
-    for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics)):
-        command += [f"--{name}-address=127.0.0.1", f"--{name}-port={port}"]
-    environments: set[str] = set()
-    with EnvironmentClaim(environments.update) as claim:
-        process = subprocess.Popen(tied(*command), env=found.environment(os.environ, temporary=tmp_path))
-        claim.wait(START_S)
-    tree = [psutil.Process(process.pid)]
-    try:
-        wait_until(lambda: process.poll() is not None or ready(http), START_S)
-        assert process.poll() is None, "tritonserver did not start"
-        tree += tree[0].children(recursive=True)
-        yield f"127.0.0.1:{http}", f"127.0.0.1:{grpc}"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        for each in tree:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
-        for region in Path("/dev/shm").glob(f"{prefix}*"):  # noqa: S108 - where they are
-            region.unlink(missing_ok=True)
-        remove_empty(environments)
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockServer]:
+    with stock_server(REPOSITORY, tmp_path_factory.mktemp("stock")) as server:
+        yield server
 
 
-def ready(port: int) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"http://127.0.0.1:{port}/v2/health/ready", timeout=5).status_code == 200
-    return False
-
-
-def test_it_starts_with_every_entry_and_answers_through_both(stock: tuple[str, str]) -> None:
-    http, grpc = stock
-    client = StreamClient(grpc)
-    assert client.ask("chatglm3-demo", "Who are you?", max_tokens=8).last.usage.completion_tokens > 0
+@pytest.fixture(scope="module")
+def client(stock: StockServer) -> Iterator[StreamClient]:
+    client = StreamClient(stock.grpc)
+    yield client
     client.close()
-    answer, history = ask_batched(f"http://{http}", "你好", model="chatglm3-demo")
-    assert conversation(history) == [("user", "你好"), ("assistant", answer)]
+
+
+def test_a_generation_comes_alike_whole_and_over_a_channel(client: StreamClient) -> None:
+    whole = client.ask(MODEL, "Who are you?", max_tokens=60, **GREEDY)
+    accepted, *heartbeats, last = whole.responses
+    assert accepted[1].accepted is not None
+    assert all(heartbeat == ("", Meta()) for heartbeat in heartbeats)
+    assert last[1].usage.completion_tokens == 60
+    channel = open_channel(client, MODEL, "stock")
+    where = {"id": "stock", "stream": 5}
+    own = client.ask(MODEL, "Who are you?", max_tokens=60, channel=where, **GREEDY)
+    wait_until(lambda: channel.frames[-1].frame >= own.last.delivered.frame)
+    assert channel.text(5) + own.text == whole.text
+    assert channel.deltas(5) == own.last.delivered.deltas > 5
+    assert [frame.frame for frame in channel.frames] == list(range(len(channel.frames)))
+    channel.close()
+
+
+def test_tokens_are_counted_by_the_same_entry(client: StreamClient) -> None:
+    accepted = client.ask(MODEL, "你好", max_tokens=1, return_token_ids=True).metas[0].accepted
+    conversation = [{"role": "user", "content": "你好"}]
+    assert client.tokenize(MODEL, messages=conversation).ids == accepted.prompt_token_ids
+    tokenized = client.tokenize(MODEL, "Who are you?", strings=True)
+    assert client.detokenize(MODEL, tokenized.ids) == "Who are you?"
+    assert len(tokenized.strings) == len(tokenized.ids)
+
+
+def test_a_full_engine_answers_probes_cancels_and_requests_to_tokenize(
+    stock: StockServer, client: StreamClient
+) -> None:
+    channel = open_channel(client, MODEL, "full")
+    owns = [
+        client.stream(
+            MODEL,
+            "Who are you?",
+            request_id=f"full {stream}",
+            max_tokens=400,
+            channel={"id": "full", "stream": stream},
+            **GREEDY,
+        )
+        for stream in range(200)
+    ]
+    assert all(next(own)[1].accepted is not None for own in owns)
+    started = time.monotonic()
+    ((_, probe),) = client.stream(MODEL, probe=True)
+    assert probe.probe.running + probe.probe.waiting > 100
+    assert probe.probe.heartbeat_age_s < AT_ONCE_S
+    assert client.tokenize(MODEL, "hello").ids
+    for stream in range(200):
+        ((_, meta),) = client.stream(MODEL, cancel=f"full {stream}")
+        assert meta.cancelled is True
+    assert time.monotonic() - started < 2 * AT_ONCE_S
+    for own in owns:
+        with pytest.raises(RuntimeError, match="tritongate:cancelled:"):
+            list(own)
+    wait_until(lambda: stock.gauge("tritongate_engine_requests_running") == 0)
+    channel.close()
+
+
+def test_a_hang_up_frees_the_engine(stock: StockServer, client: StreamClient) -> None:
+    owns = [client.stream(MODEL, "你好", max_tokens=450, **GREEDY) for _ in range(100)]
+    assert all(next(own)[1].accepted is not None for own in owns)
+    ended = stock.gauge("tritongate_engine_requests_total", finish_reason="cancelled")
+    for own in owns:
+        own.close()
+    wait_until(lambda: stock.gauge("tritongate_engine_requests_running") == 0)
+    assert stock.gauge("tritongate_engine_requests_total", finish_reason="cancelled") > ended
+
+
+def test_a_lost_channel_ends_what_is_on_it(stock: StockServer, client: StreamClient) -> None:
+    channel = open_channel(client, MODEL, "lost")
+    owns = [
+        client.stream(MODEL, "你好", max_tokens=450, channel={"id": "lost", "stream": stream}, **GREEDY)
+        for stream in range(100)
+    ]
+    assert all(next(own)[1].accepted is not None for own in owns)
+    channel.close()
+    for own in owns[-50:]:  # the first ones may have ended before
+        with pytest.raises(RuntimeError, match="tritongate:channel_lost:"):
+            list(own)
+    wait_until(lambda: stock.gauge("tritongate_engine_requests_running") == 0)
+    with pytest.raises(RuntimeError, match="tritongate:channel_lost:"):
+        list(client.stream(MODEL, "你好", channel={"id": "lost", "stream": 0}))
+
+
+def test_what_cannot_be_honoured_is_refused_by_name(client: StreamClient) -> None:
+    for sampling, words in (({"temperature": 3}, "temperature"), ({"priorty": 1}, "priorty")):
+        with pytest.raises(RuntimeError, match=f"tritongate:invalid_request: .*{words}"):
+            client.ask(MODEL, "hi", **sampling)
+    with pytest.raises(RuntimeError, match="tritongate:context_length_exceeded:"):
+        client.ask(MODEL, "x" * 2**20)
+
+
+def test_open_requests_leave_the_memory_shared_with_triton(stock: StockServer, client: StreamClient) -> None:
+    """Each has inputs of 1 MiB. Kept for as long as they are open, these would take 300 MiB.
+
+    2,048 of them have to fit the 1 GiB that a container usually has. (Triton's regions never shrink.)
+    """
+    before = stock.shared_memory_bytes()
+    channel = open_channel(client, MODEL, "memory")
+    calls = []
+    for stream in range(300):
+        where = {"id": "memory", "stream": stream}
+        sampling = json.dumps({"max_tokens": 400, "channel": where, **GREEDY})
+        calls.append(client.send(infer_request(MODEL, "你好", "", sampling + " " * 2**20)))
+        assert not next(iter(calls[-1])).error_message
+    assert stock.gauge("tritongate_engine_requests_running") > 50
+    assert stock.shared_memory_bytes() - before < 64 * 2**20
+    for call in calls:
+        call.cancel()
+    wait_until(lambda: stock.gauge("tritongate_engine_requests_running") == 0)
+    channel.close()
+
+
+def test_tokenizing_long_texts_does_not_hold_up_streams(client: StreamClient) -> None:
+    """The frames of 8 answers keep coming beside a flood of texts of 1 MB."""
+    channel = open_channel(client, MODEL, "beside")
+    over = threading.Event()
+
+    def flood() -> None:
+        while not over.is_set():
+            assert client.tokenize(MODEL, "The quick brown fox jumps. " * 40_000).ids
+
+    flooding = threading.Thread(target=flood)
+    flooding.start()
+    owns = [
+        client.stream(MODEL, "你好", max_tokens=300, channel={"id": "beside", "stream": stream}, **GREEDY)
+        for stream in range(8)
+    ]
+    for own in owns:
+        assert list(own)[-1][1].finish_reason == "length"
+    over.set()
+    flooding.join()
+    assert all(channel.deltas(stream) > 50 for stream in range(8))
+    channel.close()

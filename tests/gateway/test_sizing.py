@@ -12,7 +12,7 @@ from gateway.cli import main
 from gateway.sizing import GIB, Shape, SizingError, read_shape, size
 from triton_models.checkpoint import load_model, read_config
 from triton_models.engine import captured_steps, rehearsal, settings
-from triton_models.serving.build import _GPU_DEFAULTS
+from triton_models.options import OPTIONS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CHATGLM3_6B = Shape(
@@ -45,7 +45,8 @@ def test_sizes_are_the_models_own(name: str, dtype: torch.dtype) -> None:
 def test_figures_are_the_engines_own() -> None:
     assert settings.EngineSettings().block_size == sizing.BLOCK_TOKENS
     assert sizing.GPU_SHARE == settings.GPU_SHARE
-    assert _GPU_DEFAULTS["max_running"] == sizing.MAX_RUNNING
+    gpu_defaults = {option.name: option.gpu for option in OPTIONS}
+    assert gpu_defaults["max_running"] == sizing.MAX_RUNNING
     assert sizing.LOGITS_COPIES == rehearsal._LOGITS_COPIES
     assert sizing.GRAPH_BYTES == rehearsal._GRAPH_BYTES
     assert sizing.STEP_TOKENS == captured_steps.LARGEST_PROMPTS

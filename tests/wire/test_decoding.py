@@ -2,8 +2,7 @@ import msgspec
 import pytest
 
 from wire.history import decode_history
-from wire.sampling import decode_sampling
-from wire.tokenizing import decode_tokenizing
+from wire.request import decode_request
 
 DEEP = b"[" * 10_000 + b"]" * 10_000
 
@@ -12,12 +11,9 @@ DEEP = b"[" * 10_000 + b"]" * 10_000
     ("decode", "document"),
     [
         (decode_history, b'[{"role":"system","content":"","tools":[{"x":' + DEEP + b"}]}]"),
-        (decode_sampling, b'{"stop":' + DEEP + b"}"),
-        (decode_sampling, b'{"cancel":' + DEEP + b"}"),
-        (
-            decode_tokenizing,
-            b'{"messages":[{"role":"system","content":"","tools":[{"x":' + DEEP + b"}]}]}",
-        ),
+        (decode_request, b'{"stop":' + DEEP + b"}"),
+        (decode_request, b'{"cancel":' + DEEP + b"}"),
+        (decode_request, b'{"detokenize":' + DEEP + b"}"),
     ],
 )
 def test_nesting_without_end_is_the_documents_fault(decode: object, document: bytes) -> None:
@@ -29,8 +25,8 @@ def test_nesting_without_end_is_the_documents_fault(decode: object, document: by
     ("decode", "document"),
     [
         (decode_history, b'[{"role":"user","content":"\xff"}]'),
-        (decode_sampling, b'{"request_id":"\xff"}'),
-        (decode_tokenizing, b'{"text":"\xff"}'),
+        (decode_request, b'{"request_id":"\xff"}'),
+        (decode_request, b'{"tokenize":"\xff"}'),
     ],
 )
 def test_bytes_that_are_no_text_are_the_documents_fault(decode: object, document: bytes) -> None:
@@ -41,9 +37,9 @@ def test_bytes_that_are_no_text_are_the_documents_fault(decode: object, document
 @pytest.mark.parametrize(
     ("decode", "document"),
     [
-        (decode_sampling, b'{"deadline_ms":' + b"9" * 400 + b"}"),
-        (decode_sampling, b'{"prompt_token_ids":[9223372036854775808]}'),
-        (decode_tokenizing, b'{"ids":[9223372036854775808]}'),
+        (decode_request, b'{"deadline_ms":' + b"9" * 400 + b"}"),
+        (decode_request, b'{"prompt_token_ids":[9223372036854775808]}'),
+        (decode_request, b'{"detokenize":[9223372036854775808]}'),
     ],
 )
 def test_numbers_that_fit_no_tensor_are_the_documents_fault(decode: object, document: bytes) -> None:

@@ -7,13 +7,14 @@ from typing import get_args
 import msgspec
 import pytest
 
+from triton_models.options import OPTIONS
 from wire import names
 from wire.channel import Frame
 from wire.grammar import CallableTool, Grammar, GrammarKind, ToolCalls
 from wire.history import Turn
 from wire.meta import Meta
 from wire.refusal import RefusalCode
-from wire.sampling import Generation
+from wire.request import Detokenize, Generation, Tokenize
 
 CONTRACT = (Path(__file__).parents[2] / "wire" / "README.md").read_text(encoding="utf-8")
 
@@ -27,13 +28,23 @@ def table_after(words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "document"),
     [
-        ("`wire.sampling.Generation`", Generation),
+        ("`wire.request.Generation`", Generation),
+        ("`wire.request.Tokenize`", Tokenize),
+        ("`wire.request.Detokenize`", Detokenize),
         ("`wire.meta.Meta`", Meta),
         ("`wire.channel.Frame`", Frame),
     ],
 )
 def test_the_tables_list_every_key(words: str, document: type[msgspec.Struct]) -> None:
-    assert table_after(words) == list(document.__struct_fields__)
+    assert sorted(table_after(words)) == sorted(document.__struct_fields__)
+
+
+def test_the_options_are_listed_with_their_defaults() -> None:
+    rows = CONTRACT.split("`triton_models.options.OPTIONS`")[1].split("\n\n")[1].splitlines()[2:]
+    told = [tuple(cell.strip() for cell in row.strip("|").split("|")) for row in rows]
+    assert told == [
+        (f"`{option.name}`", option.default_text, option.range_text, option.help) for option in OPTIONS
+    ]
 
 
 def test_nested_documents_are_described_by_their_keys() -> None:

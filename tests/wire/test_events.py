@@ -10,7 +10,7 @@ EVERY = [
     events.Starting("/var/log/server.log"),
     events.Loading("m", 1.5, 0.25),
     events.Loading("m", 1.5),
-    events.Ready(grpc="127.0.0.1:1", http="127.0.0.1:2", metrics="127.0.0.1:3", models=["m"]),
+    events.Ready(grpc="127.0.0.1:1", metrics="127.0.0.1:3", repository_key="key=value", models=["m"]),
     events.ModelDown("m", "why"),
     events.ModelUp("m"),
     events.ServerDown("why", 0.5),

@@ -8,6 +8,7 @@ from wire.meta import (
     ProbeReport,
     PromptLogprob,
     Segment,
+    Tokenized,
     TokenLogprob,
     TopLogprob,
     Usage,
@@ -31,9 +32,8 @@ FULL = Meta(
     usage=Usage(prompt_tokens=3, completion_tokens=1, cached_tokens=2),
     delivered=Delivered(deltas=2, frame=9),
     cancelled=False,
-    probe=ProbeReport(
-        heartbeat_age_s=0.1, running=1, waiting=0, format="chatglm3", max_context=512, delta_channel=True
-    ),
+    probe=ProbeReport(heartbeat_age_s=0.1, running=1, waiting=0, format="chatglm3", max_context=512),
+    tokenized=Tokenized(ids=[1, 2], strings=["a", "b"]),
 )
 
 

@@ -117,45 +117,6 @@ class DeltaChannel(Call):
         self._metas: dict[int, msgspec.Raw] = {}
 
 
-class Channels:
-    """The open channels, by id: opened and found on the intake's thread, removed on the delivery's."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, DeltaChannel] = {}
-
-    def add(self, channel: DeltaChannel) -> None:
-        """Open a channel.
-
-        Raises:
-            InvalidRequestError: a channel with this id is open already.
-            QueueFullError: `OPEN_LIMIT` channels are open.
-        """
-        if len(self._open) >= OPEN_LIMIT:
-            raise QueueFullError(f"{len(self._open)} delta channels are open already")
-        if self._open.setdefault(channel.key, channel) is not channel:
-            raise InvalidRequestError("a channel of this id is open already")
-
-    def find(self, channel_id: str) -> DeltaChannel:
-        """Return an open channel.
-
-        Raises:
-            ChannelLostError: none with this id is open.
-        """
-        channel = self._open.get(channel_id)
-        if channel is None:
-            raise _not_open(channel_id)
-        return channel
-
-    def all(self) -> list[DeltaChannel]:
-        """Return all open channels."""
-        return list(self._open.values())
-
-    def remove(self, channel: DeltaChannel) -> None:
-        """Forget a channel that was lost."""
-        if self._open.get(channel.key) is channel:
-            del self._open[channel.key]
-
-
 class Delivery:
     """Takes each engine step's outputs, and sends the frames of delta channels on a thread of its own.
 
@@ -163,7 +124,6 @@ class Delivery:
     little is done here per token.
 
     Args:
-        channels: the open channels; those that are lost are removed.
         find: returns the open request and the choice that have this key in the engine; None if it has ended.
         sender: sends the ends of answers and channels.
         on_first_token: called for each choice's first token, with seconds in the queue and since arrival.
@@ -173,7 +133,6 @@ class Delivery:
 
     def __init__(
         self,
-        channels: Channels,
         find: Callable[[str], tuple[OpenRequest, Choice] | None],
         sender: Sender,
         *,
@@ -182,12 +141,13 @@ class Delivery:
         heartbeat_s: float,
     ) -> None:
         self.pulse = Pulse()
-        self._channels = channels
+        self._channels: dict[str, DeltaChannel] = {}
+        """The open ones, by id: added and found on the intake's thread, removed on this one's."""
         self._find = find
         self._sender = sender
         self._on_first_token = on_first_token
         self._on_lost = on_lost
-        self._silence_s = max(0.0, heartbeat_s - 2 * _KEEP_ALIVE_S)
+        self._silence_s = max(heartbeat_s / 2, heartbeat_s - 2 * _KEEP_ALIVE_S)
         self._kept_alive_at = 0.0
         self._queue: queue.SimpleQueue[Sequence[TokenOutput] | Callable[[], None] | None] = (
             queue.SimpleQueue()
@@ -209,8 +169,28 @@ class Delivery:
         self._queue.put(outputs)
 
     def open(self, channel: DeltaChannel) -> None:
-        """Have the first frame of `channel` sent."""
+        """Open a channel: have its first frame sent.
+
+        Raises:
+            InvalidRequestError: a channel with this id is open already.
+            QueueFullError: `OPEN_LIMIT` channels are open.
+        """
+        if len(self._channels) >= OPEN_LIMIT:
+            raise QueueFullError(f"{len(self._channels)} delta channels are open already")
+        if self._channels.setdefault(channel.key, channel) is not channel:
+            raise InvalidRequestError("a channel of this id is open already")
         self._queue.put(partial(self._flush, channel))
+
+    def find(self, channel_id: str) -> DeltaChannel:
+        """Return an open channel.
+
+        Raises:
+            ChannelLostError: none with this id is open.
+        """
+        channel = self._channels.get(channel_id)
+        if channel is None:
+            raise _not_open(channel_id)
+        return channel
 
     def close(self, channel: DeltaChannel) -> None:
         """Have `channel` closed, whose client has left."""
@@ -257,7 +237,7 @@ class Delivery:
         now = time.monotonic()
         if now - self._kept_alive_at >= _KEEP_ALIVE_S:
             self._kept_alive_at = now
-            for channel in self._channels.all():
+            for channel in list(self._channels.values()):
                 if now - channel.last_sent >= self._silence_s:
                     self._flush(channel)
 
@@ -289,7 +269,8 @@ class Delivery:
                 self._flush(channel)
         for choice, request in gained.items():
             if choice.ended:
-                self._sender.post(request, partial(request.end, choice))
+                lost = request.channel is not None and request.channel.lost
+                self._sender.post(request, partial(request.end, choice, lost=lost))
 
     def _fill(self, request: OpenRequest, choice: Choice, now: float) -> DeltaChannel | None:
         """Put what a choice has gained into the next frame of its channel, and return that, if both exist."""
@@ -329,12 +310,12 @@ class Delivery:
         if channel.lost:
             return
         channel.lost = True
-        self._channels.remove(channel)
+        self._channels.pop(channel.key, None)
         self._sender.refuse(channel, code, message)
         self._on_lost(channel.requests)
 
     def _close_all(self) -> None:
-        for channel in self._channels.all():
+        for channel in list(self._channels.values()):
             self._lose(channel, RefusalCode.SHUTTING_DOWN, "the model is being unloaded")
 
 

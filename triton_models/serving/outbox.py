@@ -62,6 +62,15 @@ _REFUSALS: Final[tuple[tuple[type[Exception], RefusalCode], ...]] = (
 )
 """The first matching class decides; anything else is an internal error."""
 
+_STATUSES: Final = {
+    RefusalCode.INVALID_REQUEST: "INVALID_ARG",
+    RefusalCode.INVALID_GRAMMAR: "INVALID_ARG",
+    RefusalCode.CONTEXT_LENGTH_EXCEEDED: "INVALID_ARG",
+    RefusalCode.CANCELLED: "CANCELLED",
+    RefusalCode.INTERNAL: "INTERNAL",
+}
+"""Triton's status for each code; of the others, UNAVAILABLE."""
+
 
 def refusal(error: Exception) -> tuple[RefusalCode, str]:
     """Return the code and the message for a client whose request failed with `error`."""
@@ -114,7 +123,8 @@ class TritonResponder:
     def refuse(self, code: RefusalCode, message: str) -> None:
         """Send an error with the status that fits `code`, as the final response."""
         try:
-            error = self._pb_utils.TritonError(refusal_text(code, message), self._status(code))
+            kind = self._pb_utils.TritonError
+            error = kind(refusal_text(code, message), getattr(kind, _STATUSES.get(code, "UNAVAILABLE")))
             self._respond(self._pb_utils.InferenceResponse(error=error), final=True)
         except Exception:
             # The boundary to Triton: the caller serves other requests too, and must continue with them.
@@ -123,22 +133,6 @@ class TritonResponder:
     def cancelled(self) -> bool:
         """Ask Triton, which takes some 50 microseconds."""
         return bool(self._sender.is_cancelled())
-
-    def _status(self, code: RefusalCode) -> Any:
-        error = self._pb_utils.TritonError
-        match code:
-            case (
-                RefusalCode.INVALID_REQUEST
-                | RefusalCode.INVALID_GRAMMAR
-                | RefusalCode.CONTEXT_LENGTH_EXCEEDED
-            ):
-                return error.INVALID_ARG
-            case RefusalCode.CANCELLED:
-                return error.CANCELLED
-            case RefusalCode.INTERNAL:
-                return error.INTERNAL
-            case _:
-                return error.UNAVAILABLE
 
     def _send(self, text: bytes, document: bytes, *, final: bool) -> None:
         tensors = [self._tensor(names.RESPONSE, text), self._tensor(names.META, document)]
@@ -221,7 +215,7 @@ class Sender:
         self.pulse = Pulse()
         self._orphaned = orphaned
         # The next look may come late by that much, but the client must get its heartbeat in time.
-        self._silence_s = max(0.0, heartbeat_s - POLL_PERIOD_S - 0.05)
+        self._silence_s = max(heartbeat_s / 2, heartbeat_s - POLL_PERIOD_S - 0.05)
         self._queue: queue.SimpleQueue[tuple[Call, Callable[[], object]] | None] = queue.SimpleQueue()
         self._watched: deque[Call] = deque()
         """Looked at in turn, from left to right and round again."""

@@ -9,7 +9,6 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 from triton_models.engine.sequence import FinishReason
@@ -22,9 +21,30 @@ FLUSH_INTERVAL_S = 0.25
 
 _OBSERVATIONS_LIMIT = 100_000
 
+_COUNTERS = {
+    "prompt_tokens_total": "Prompt tokens of accepted requests",
+    "generated_tokens_total": "Tokens sampled",
+    "prefix_hit_tokens_total": "Prompt tokens found in the prefix cache",
+    "preemptions_total": "Sequences that gave up their KV blocks and are computed again",
+    "failed_steps_total": "Engine steps that failed, and the requests in them with it",
+}
+_GAUGES = {
+    "requests_running": "Sequences holding KV blocks",
+    "requests_waiting": "Requests in the waiting list",
+    "kv_blocks_used": "KV blocks in use",
+    "kv_blocks": "KV blocks in all",
+    "heartbeat_timestamp_seconds": "Unix time when tokens could last leave; frozen: dead or stuck",
+}
+
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _STEP_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 4)
 _WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "batch_size": ("Sequences per engine step", _BATCH_BUCKETS),
+    "step_seconds": ("Seconds per engine step", _STEP_BUCKETS),
+    "queue_seconds": ("Seconds from receipt to the first step", _WAIT_BUCKETS),
+    "time_to_first_token_seconds": ("Seconds from receipt to the first token", _WAIT_BUCKETS),
+}
 
 
 class StatsSource(Protocol):
@@ -51,6 +71,10 @@ class EngineMetrics:
         """What the engine itself counts, as it was last written."""
         # Bounded: if Triton takes them too slowly, the oldest are dropped instead of filling the memory.
         self._observations: deque[tuple[str, float]] = deque(maxlen=_OBSERVATIONS_LIMIT)
+        self._families: list[Any] = []
+        """Kept, because Triton drops a family that nothing refers to."""
+        self._metrics: dict[str, Any] = {}
+        """Triton's objects by name, made and used by the writing thread alone."""
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -90,17 +114,17 @@ class EngineMetrics:
             self._counts[name] += amount
 
     def _run(self, source: StatsSource) -> None:
-        families = _Families(self._labels, self._pb_utils)
+        self._make()
         last = False
         while not last:
             last = self._stopping.wait(FLUSH_INTERVAL_S)
             try:
-                self._write(families, source, last=last)
+                self._write(source, last=last)
             except Exception:
                 # The thread's outermost frame: one failed call must not freeze every metric from then on.
                 log.exception("the engine's metrics could not be written")
 
-    def _write(self, families: "_Families", source: StatsSource, *, last: bool) -> None:
+    def _write(self, source: StatsSource, *, last: bool) -> None:
         stats = source.stats()
         with self._lock:
             counts, self._counts = self._counts, Counter()
@@ -108,73 +132,32 @@ class EngineMetrics:
         counts += totals - self._totals
         self._totals = totals
         for name, amount in counts.items():
-            families.counters[name].increment(amount)
+            self._metrics[name].increment(amount)
         while self._observations:
             name, value = self._observations.popleft()
-            families.histograms[name].observe(value)
-        gauges = {
-            "requests_running": stats.running,
-            "requests_waiting": stats.waiting,
-            "kv_blocks_used": stats.kv_blocks_used,
-            "kv_blocks": stats.kv_blocks,
-            "heartbeat_timestamp_seconds": time.time() - (time.monotonic() - source.heartbeat),
-        }
+            self._metrics[name].observe(value)
+        gauges = {name: getattr(stats, name.removeprefix("requests_"), 0) for name in _GAUGES}
+        gauges["heartbeat_timestamp_seconds"] = time.time() - (time.monotonic() - source.heartbeat)
         for name, value in gauges.items():
-            families.gauges[name].set(0 if last else value)
+            self._metrics[name].set(0 if last else value)
 
-
-class _Families:
-    """Triton's metric objects. Families are kept, because Triton drops a family that nothing refers to."""
-
-    def __init__(self, labels: dict[str, str], pb_utils: Any) -> None:
-        self._labels = labels
-        self._kinds = pb_utils.MetricFamily
-        self._kept: list[Any] = []
-        self.counters = {
-            name: self._counter(name, text)
-            for name, text in {
-                "prompt_tokens_total": "Prompt tokens of accepted requests",
-                "generated_tokens_total": "Tokens sampled",
-                "prefix_hit_tokens_total": "Prompt tokens found in the prefix cache",
-                "preemptions_total": "Sequences that gave up their KV blocks and are computed again",
-                "failed_steps_total": "Engine steps that failed, and the requests in them with it",
-            }.items()
-        }
-        requests = self._family("requests_total", "Requests ended, by reason", self._kinds.COUNTER)
+    def _make(self) -> None:
+        kinds = self._pb_utils.MetricFamily
+        for name, text in _COUNTERS.items():
+            self._metrics[name] = self._family(name, text, kinds.COUNTER).Metric(labels=self._labels)
+        requests = self._family("requests_total", "Requests ended, by reason", kinds.COUNTER)
         for reason in FinishReason:
             labels = self._labels | {"finish_reason": reason}
-            self.counters[f"requests_total:{reason}"] = requests.Metric(labels=labels)
-        self.gauges = {
-            name: self._gauge(name, text)
-            for name, text in {
-                "requests_running": "Sequences holding KV blocks",
-                "requests_waiting": "Requests in the waiting list",
-                "kv_blocks_used": "KV blocks in use",
-                "kv_blocks": "KV blocks in all",
-                "heartbeat_timestamp_seconds": "Unix time when tokens could last leave; frozen: dead or stuck",
-            }.items()
-        }
-        self.histograms = {
-            name: self._histogram(name, text, buckets)
-            for name, text, buckets in (
-                ("batch_size", "Sequences per engine step", _BATCH_BUCKETS),
-                ("step_seconds", "Seconds per engine step", _STEP_BUCKETS),
-                ("queue_seconds", "Seconds from receipt to the first step", _WAIT_BUCKETS),
-                ("time_to_first_token_seconds", "Seconds from receipt to the first token", _WAIT_BUCKETS),
+            self._metrics[f"requests_total:{reason}"] = requests.Metric(labels=labels)
+        for name, text in _GAUGES.items():
+            self._metrics[name] = self._family(name, text, kinds.GAUGE).Metric(labels=self._labels)
+        for name, (text, buckets) in _HISTOGRAMS.items():
+            family = self._family(name, text, kinds.HISTOGRAM)
+            self._metrics[name] = family.Metric(
+                labels=self._labels, buckets=[float(each) for each in buckets]
             )
-        }
 
     def _family(self, name: str, description: str, kind: Any) -> Any:
-        family = self._kinds(name=PREFIX + name, description=description, kind=kind)
-        self._kept.append(family)
+        family = self._pb_utils.MetricFamily(name=PREFIX + name, description=description, kind=kind)
+        self._families.append(family)
         return family
-
-    def _counter(self, name: str, text: str) -> Any:
-        return self._family(name, text, self._kinds.COUNTER).Metric(labels=self._labels)
-
-    def _gauge(self, name: str, text: str) -> Any:
-        return self._family(name, text, self._kinds.GAUGE).Metric(labels=self._labels)
-
-    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Any:
-        family = self._family(name, text, self._kinds.HISTOGRAM)
-        return family.Metric(labels=self._labels, buckets=[float(bound) for bound in buckets])

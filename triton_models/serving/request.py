@@ -339,15 +339,18 @@ class OpenRequest(Call):
             for part in choice.report.take(logprobs):
                 self.send("", wire.Meta(index=choice.index, prompt_logprobs=part))
 
-    def end(self, choice: Choice) -> None:
-        """Send the last response of a choice that has ended; the last of all is the final one."""
+    def end(self, choice: Choice, *, lost: bool) -> None:
+        """Send the last response of a choice that has ended; the last of all is the final one.
+
+        `lost`: whether the channel of its deltas was lost.
+        """
         if self.state is State.PREPARING:
-            self._early.append(partial(self.end, choice))
+            self._early.append(partial(self.end, choice, lost=lost))
             return
         if self.state is State.CLOSED or choice.closed_at is not None:
             return
         choice.closed_at = time.monotonic()
-        if self.channel is not None and self.channel.lost:
+        if lost:
             self.refuse(RefusalCode.CHANNEL_LOST, "the delta channel was lost under the request")
         elif not choice.complete:
             code, message = _REFUSALS[choice.finish or FinishReason.ERROR]

@@ -30,7 +30,7 @@ from triton_models.errors import (
     QueueFullError,
 )
 from triton_models.options import OPTIONS, EntryParameters
-from triton_models.serving.channel import Channels, Delivery, DeltaChannel
+from triton_models.serving.channel import Delivery, DeltaChannel
 from triton_models.serving.chat_text import ChatText, load_text
 from triton_models.serving.engine_requests import engine_requests, new_tokens
 from triton_models.serving.intake import Arrival, Compiled, Inputs, Intake, TextCall, Tokenizing
@@ -106,10 +106,8 @@ class Service:
         """What creates the spans of a traced request at its end."""
         self._keys = itertools.count()
         self._closing = threading.Event()
-        self._channels = Channels()
         self._sender = Sender(heartbeat_s=heartbeat_s, orphaned=orphaned)
         self._delivery = Delivery(
-            self._channels,
             self._choices.get,
             self._sender,
             on_first_token=metrics.first_token,
@@ -198,7 +196,6 @@ class Service:
                 case TextCall():
                     self._tokenizing.submit(call)
                 case DeltaChannel():
-                    self._channels.add(call)
                     self._delivery.open(call)
                     self._sender.watch(call)
                 case _:
@@ -272,7 +269,7 @@ class Service:
         prompt_ids = self._prompt_ids(generation, inputs)
         request.prompt_tokens = len(prompt_ids)
         if generation.channel is not None:
-            channel = self._channels.find(generation.channel.id)
+            channel = self._delivery.find(generation.channel.id)
             first = generation.channel.stream
             streams = range(first, first + generation.n)
             channel.attach(streams, request.key)

@@ -16,13 +16,13 @@ from tests.gateway.dialects.test_chatglm_tools import asked
 from tests.glm4_checkpoint import write_tokenizer
 from tests.triton_models.text.conftest import GOLDEN
 from triton_models.engine.sequence import FinishReason, TokenLogprobs, TokenOutput
-from triton_models.serving.answer import Answer
 from triton_models.serving.chat_text import ChatText
+from triton_models.serving.request import Choice
 from triton_models.text.formats import chat_format
 from triton_models.text.tokenizers import load_tokenizer
 from wire import meta as wire_meta
 from wire.calls import NOTATIONS
-from wire.sampling import Generation
+from wire.request import Generation
 
 FORMATS = ("chatglm3", "glm4")
 ROLE = "<|assistant|>"
@@ -58,7 +58,7 @@ def read(
 ) -> list[Event]:
     """Let the model's side make responses of `ids`, one up to each of `ends`; return the gateway's events."""
     wire = Generation(request_id="r", logprobs=0, stop=list(stop))
-    answer = Answer(wire, text.tokenizer, text.answer(wire), 0)
+    choice = Choice("r.0", 0, wire, text.tokenizer, text.answer(wire))
     report = ModelReport(heartbeat_age_s=0, chat_format=text.format.name, max_context=512)
     decoder = ChatGLMDialect().decoder(asked(logprobs=True, **parameters), report)
     events = decoder.decode(response(meta=ACCEPTED))[1:]
@@ -68,7 +68,7 @@ def read(
         for place in range(begin, end):
             reason = FinishReason.STOP if place == len(ids) else None
             logprobs = TokenLogprobs(id=sampled[place], logprob=-float(place), top=())
-            answer.take(
+            choice.take(
                 TokenOutput(
                     request_id="r",
                     prompt_tokens=7,
@@ -77,9 +77,9 @@ def read(
                     finish_reason=reason,
                 )
             )
-        ended = answer.complete
-        usage = wire_meta.Usage(prompt_tokens=7, completion_tokens=answer.completion_tokens)
-        told, meta = answer.next_response(usage if ended else None)
+        ended = choice.complete
+        usage = wire_meta.Usage(prompt_tokens=7, completion_tokens=choice.completion_tokens)
+        told, meta = choice.last_response(usage if ended else None)
         events += decoder.decode(response(told, wire_meta.encode_meta(meta)))
         if ended:
             break

@@ -1,5 +1,6 @@
 """A running service over the golden ChatGLM3 checkpoint."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,13 +14,14 @@ from triton_models.checkpoint import load_model
 from triton_models.engine.engine import Engine
 from triton_models.engine.models.chatglm import ChatGLM
 from triton_models.engine.settings import EngineSettings
+from triton_models.options import EntryParameters
 from triton_models.serving.chat_text import ChatText, load_text
-from triton_models.serving.inputs import Inputs
-from triton_models.serving.metrics import PREFIX, EngineMetrics
-from triton_models.serving.parameters import EntryParameters
-from triton_models.serving.service import StreamService
+from triton_models.serving.intake import Arrival, Inputs
+from triton_models.serving.report import PREFIX, EngineMetrics
+from triton_models.serving.service import Service
 from triton_models.serving.spans import ModelSpans
-from wire.sampling import Generation, encode_sampling
+from wire.meta import ProbeReport
+from wire.request import ChannelStream, Generation, OpenChannel, encode_request
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "chatglm3"
 
@@ -31,9 +33,13 @@ def model() -> ChatGLM:
     return load_model(GOLDEN, torch.float32, torch.device("cpu"))
 
 
+def parameters(checkpoint: Path = GOLDEN, device: str = "cpu", **options: Any) -> EntryParameters:
+    return EntryParameters(model="glm", checkpoint=checkpoint, device=device, version=1, options=options)
+
+
 @pytest.fixture(scope="session")
 def text() -> ChatText:
-    return load_text(EntryParameters(model="glm", checkpoint=GOLDEN, device="cpu"))
+    return load_text(parameters())
 
 
 @pytest.fixture
@@ -60,19 +66,46 @@ class Slow:
 class Served:
     """A service and the shortest way to ask it."""
 
-    def __init__(self, service: StreamService) -> None:
+    def __init__(self, service: Service) -> None:
         self.service = service
+        self._channels = itertools.count()
 
     def ask(
-        self, prompt: str = "你好", responder: FakeResponder | None = None, **sampling: Any
+        self,
+        prompt: str = "你好",
+        responder: FakeResponder | None = None,
+        *,
+        streamed: bool = False,
+        **sampling: Any,
     ) -> FakeResponder:
-        return self.send(encode_sampling(Generation(**sampling)), prompt, responder)
+        """Ask for a generation; if it is `streamed`, over a channel of its own."""
+        responder = responder or FakeResponder()
+        if streamed:
+            number = next(self._channels)
+            responder.channel = self.open_channel(f"channel {number}")
+            sampling["channel"] = ChannelStream(id=f"channel {number}", stream=0)
+        return self.send(encode_request(Generation(**sampling)), prompt, responder)
+
+    def open_channel(self, channel_id: str) -> FakeResponder:
+        channel = self.send(encode_request(OpenChannel(channel_id)))
+        wait_until(lambda: bool(channel.frames) or channel.ended.is_set())
+        return channel
+
+    def probe(self) -> ProbeReport:
+        report = self.send(b'{"probe":true}').wait().metas[0].probe
+        assert report is not None
+        return report
+
+    def busy(self) -> int:
+        """Return how many sequences run or wait."""
+        report = self.probe()
+        return report.running + report.waiting
 
     def send(
         self, sampling: bytes, prompt: str = "", responder: FakeResponder | None = None, history: bytes = b""
     ) -> FakeResponder:
         responder = responder or FakeResponder()
-        self.service.handle(responder, Inputs(prompt.encode(), history, sampling))
+        self.service.submit([Arrival(responder, Inputs(prompt.encode(), history, sampling))])
         return responder
 
 
@@ -84,7 +117,16 @@ def serve(model: ChatGLM, text: ChatText, pb_utils: FakePbUtils) -> Iterator[Cal
     def start(*, slow: bool = False, spans: ModelSpans | None = None, **settings: Any) -> Served:
         engine = Engine(Slow(model) if slow else model, EngineSettings(**settings))
         metrics = EngineMetrics("glm", 1, pb_utils)
-        services.append(StreamService(engine, text, metrics, heartbeat_s=HEARTBEAT_S, spans=spans))
+        services.append(
+            Service(
+                engine,
+                text,
+                metrics,
+                vocabulary=model.vocab_size,
+                heartbeat_s=HEARTBEAT_S,
+                spans=spans,
+            )
+        )
         services[-1].start()
         # The writing thread makes its metrics, of which this is the last one, whenever it comes to run.
         wait_until(lambda: bool(pb_utils.MetricFamily.made.get(PREFIX + "time_to_first_token_seconds")))

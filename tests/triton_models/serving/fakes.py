@@ -19,7 +19,9 @@ class FakeResponder:
 
     on_send: Callable[[], object] = lambda: None
     gone: bool = False
-    context: str | None = None
+    trace_context: str | None = None
+    channel: "FakeResponder | None" = None
+    """Where the deltas go, from stream 0 on, if the answer is streamed."""
     responses: list[tuple[str, Meta]] = field(default_factory=list)
     frames: list[Frame] = field(default_factory=list)
     refusal: tuple[RefusalCode, str] | None = None
@@ -43,10 +45,8 @@ class FakeResponder:
         self.ended.set()
 
     def cancelled(self) -> bool:
+        assert not self.ended.is_set(), "asking about an ended request crashes the server"
         return self.gone
-
-    def trace_context(self) -> str | None:
-        return self.context
 
     def wait(self) -> "FakeResponder":
         assert self.ended.wait(TIMEOUT_S), "no final response"
@@ -54,7 +54,8 @@ class FakeResponder:
 
     @property
     def text(self) -> str:
-        return "".join(text for text, _ in self.responses)
+        deltas = self.channel.deltas(0) if self.channel else []
+        return "".join([text for text, *_ in (*deltas, *self.responses)])
 
     @property
     def metas(self) -> list[Meta]:
@@ -73,7 +74,13 @@ class FakeResponder:
 
     @property
     def token_ids(self) -> list[int]:
-        return [token_id for meta in self.metas for token_id in meta.token_ids or []]
+        return [token_id for meta in self.details for token_id in meta.token_ids or []]
+
+    @property
+    def details(self) -> list[Meta]:
+        """The documents of its first choice, those of its deltas first."""
+        deltas = self.channel.deltas(0) if self.channel else []
+        return [*(meta for *_, meta in deltas if meta), *self.metas]
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -6,23 +6,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.triton_models.serving.conftest import GOLDEN
+from tests.triton_models.serving.conftest import GOLDEN, parameters
 from tests.triton_models.serving.fakes import FakePbUtils
 from triton_models.engine.settings import EngineSettings
-from triton_models.errors import CheckpointError, EntryError
-from triton_models.serving.build import build_service, choose_dtype, engine_settings
+from triton_models.errors import CheckpointError
 from triton_models.serving.chat_text import load_text
-from triton_models.serving.parameters import EntryParameters
+from triton_models.serving.service import build_service, choose_dtype, engine_settings
 
 
 def test_the_processor_computes_in_float32_unless_asked() -> None:
     assert choose_dtype("auto", torch.device("cpu"))[0] is torch.float32
     assert choose_dtype("bfloat16", torch.device("cpu"))[0] is torch.bfloat16
-
-
-def test_an_unknown_dtype_is_refused_by_name() -> None:
-    with pytest.raises(EntryError, match="int3"):
-        choose_dtype("int3", torch.device("cpu"))
 
 
 def test_a_tokenizer_of_another_model_is_noticed(tmp_path: Path) -> None:
@@ -34,25 +28,21 @@ def test_a_tokenizer_of_another_model_is_noticed(tmp_path: Path) -> None:
     for name in ("transformer.embedding.word_embeddings.weight", "transformer.output_layer.weight"):
         tensors[name] = tensors[name][:1000].clone()
     save_file(tensors, tmp_path / "model.safetensors")
-    parameters = EntryParameters(model="glm", checkpoint=tmp_path, device="cpu")
     with pytest.raises(CheckpointError, match="belong together"):
-        build_service(parameters, FakePbUtils())
+        build_service(parameters(tmp_path), FakePbUtils())
 
 
 def test_the_format_can_be_given_where_the_files_do_not_say(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.model"):
         shutil.copy(GOLDEN / name, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({}), encoding="utf-8")
-    parameters = EntryParameters(model="glm", checkpoint=tmp_path, device="cpu")
     with pytest.raises(CheckpointError, match="format"):
-        load_text(parameters)
-    chosen = EntryParameters(model="glm", checkpoint=tmp_path, device="cpu", format="chatglm2")
-    assert load_text(chosen).format.name == "chatglm2"
+        load_text(parameters(tmp_path))
+    assert load_text(parameters(tmp_path, format="chatglm2")).format.name == "chatglm2"
 
 
 def test_a_gpu_gets_larger_steps_unless_asked() -> None:
-    parameters = EntryParameters(model="glm", checkpoint=Path(), device="cuda:0", max_running=7)
-    on_gpu = engine_settings(parameters, torch.device("cuda:0"))
+    on_gpu = engine_settings(parameters(max_running=7), torch.device("cuda:0"))
     assert (on_gpu.max_running, on_gpu.max_batched_tokens) == (7, 1024)
     assert (on_gpu.burst_tokens, on_gpu.burst_steps) == (4096, 4)
-    assert engine_settings(parameters, torch.device("cpu")) == EngineSettings(max_running=7)
+    assert engine_settings(parameters(max_running=7), torch.device("cpu")) == EngineSettings(max_running=7)

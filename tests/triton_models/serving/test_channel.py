@@ -1,3 +1,5 @@
+"""Delta channels, through the whole service, and the thread that sends their frames."""
+
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -6,21 +8,22 @@ import pytest
 
 from tests.triton_models.serving.conftest import HEARTBEAT_S, Served, Slow
 from tests.triton_models.serving.fakes import FakePbUtils, FakeResponder, wait_until
+from triton_models.engine.sequence import TokenOutput
 from triton_models.errors import ChannelLostError, InvalidRequestError, QueueFullError
 from triton_models.serving import channel as module
-from triton_models.serving.channel import Channels, DeltaChannel
+from triton_models.serving.channel import Delivery, DeltaChannel
+from triton_models.serving.outbox import Sender
 from wire.channel import Frame
 from wire.meta import Meta
 from wire.refusal import RefusalCode
-from wire.sampling import ChannelStream, OpenChannel, encode_sampling
+from wire.request import ChannelStream
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 LONG = 400
 
 
-def open_channel(served: Served, channel_id: str = "c", **options: Any) -> FakeResponder:
-    channel = FakeResponder(**options)
-    return served.send(encode_sampling(OpenChannel(channel_id)), responder=channel)
+def open_channel(served: Served, channel_id: str = "c") -> FakeResponder:
+    return served.open_channel(channel_id)
 
 
 def on(stream: int, channel_id: str = "c") -> dict[str, Any]:
@@ -31,14 +34,12 @@ def whole_text(channel: FakeResponder, stream: int, own: FakeResponder) -> str:
     return "".join(text for text, _, _ in channel.deltas(stream)) + own.text
 
 
-def running(served: Served) -> int:
-    report = served.send(b'{"probe":true}').wait().metas[0].probe
-    return int(report.running + report.waiting)
+def fail() -> None:
+    raise OSError("the stream is gone")
 
 
 def test_an_open_channel_says_so_at_once(served: Served) -> None:
     assert open_channel(served).frames == [Frame(frame=0)]
-    assert served.send(b'{"probe":true}').wait().metas[0].probe.delta_channel
 
 
 def test_deltas_go_to_the_channel_and_the_rest_to_the_requests_own_stream(served: Served) -> None:
@@ -98,7 +99,7 @@ def test_steps_that_pile_up_behind_a_slow_send_are_joined(served: Served) -> Non
     channel.on_send = read_slowly
     own = served.ask(max_tokens=60, **GREEDY, **on(0))
     assert reading.wait(20)
-    wait_until(lambda: running(served) == 0)
+    wait_until(lambda: served.busy() == 0)
     assert not own.ended.is_set()
     released.set()
     own.wait()
@@ -115,7 +116,7 @@ def test_a_stop_string_ends_an_answer_on_a_channel_where_it_ends_a_plain_one(ser
     assert whole_text(channel, 0, own) == plain.text == full[: full.index(stop)]
     assert own.metas[-1].usage == plain.metas[-1].usage
     assert own.metas[-1].stop_reason == stop
-    wait_until(lambda: running(served) == 0)
+    wait_until(lambda: served.busy() == 0)
 
 
 def test_quiet_streams_beat_a_channel_and_a_request_that_waits(serve: Callable[..., Served]) -> None:
@@ -145,7 +146,7 @@ def test_a_lost_channel_ends_its_requests_and_no_others(
         assert own.wait().refusal[0] is RefusalCode.CHANNEL_LOST
     assert stays.wait().refusal is None
     assert stays.metas[-1].delivered.deltas == len(kept.deltas(0))
-    wait_until(lambda: running(served) == 0)
+    wait_until(lambda: served.busy() == 0)
     assert lost.ended.is_set()
     wait_until(lambda: pb_utils.metric("requests_total", finish_reason="cancelled").value == 4)
     assert served.ask(**on(0, "lost")).wait().refusal[0] is RefusalCode.CHANNEL_LOST
@@ -155,13 +156,11 @@ def test_a_lost_channel_ends_its_requests_and_no_others(
 def test_a_frame_that_cannot_be_sent_loses_the_channel(served: Served) -> None:
     channel = open_channel(served)
 
-    def fail() -> None:
-        raise OSError("the stream is gone")
-
     channel.on_send = fail
     assert served.ask(max_tokens=LONG, **GREEDY, **on(0)).wait().refusal[0] is RefusalCode.CHANNEL_LOST
+    assert channel.wait().refusal[0] is RefusalCode.INTERNAL
     assert served.ask(max_tokens=3, **GREEDY).wait().refusal is None
-    wait_until(lambda: running(served) == 0)
+    wait_until(lambda: served.busy() == 0)
 
 
 def test_a_hang_up_of_the_request_itself_ends_it(serve: Callable[..., Served], pb_utils: FakePbUtils) -> None:
@@ -207,45 +206,110 @@ def test_unloading_answers_a_channel_and_what_is_on_it(serve: Callable[..., Serv
     served.service.close()
     assert own.refusal[0] is RefusalCode.SHUTTING_DOWN
     assert channel.wait().refusal[0] is RefusalCode.SHUTTING_DOWN
-    assert open_channel(served).wait().refusal[0] is RefusalCode.SHUTTING_DOWN
 
 
 def test_a_frame_that_is_not_taken_shows_in_the_probe(served: Served) -> None:
     stuck = threading.Event()
     channel = open_channel(served)
     channel.on_send = lambda: bool(stuck.wait(20))
-    wait_until(lambda: served.send(b'{"probe":true}').wait().metas[0].probe.heartbeat_age_s > 2 * HEARTBEAT_S)
+    wait_until(lambda: served.probe().heartbeat_age_s > 2 * HEARTBEAT_S)
     stuck.set()
 
 
+def test_a_delta_that_cannot_be_made_ends_its_request_and_no_other(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = open_channel(served)
+
+    def fail_once(*_: object) -> bytes:
+        monkeypatch.undo()
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(module, "encode_meta", fail_once)
+    failed = served.ask(max_tokens=30, return_token_ids=True, **GREEDY, **on(0)).wait()
+    assert failed.refusal[0] is RefusalCode.INTERNAL
+    beside = served.ask(max_tokens=30, return_token_ids=True, **GREEDY, **on(1)).wait()
+    assert beside.metas[-1].delivered.deltas == len(channel.deltas(1)) > 0
+
+
+def test_whatever_fails_in_the_delivery_it_goes_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread once had no outermost guard: one exception silenced everybody, and nothing showed it."""
+
+    class Broken(TokenOutput):
+        """Fails where nothing is known of its request yet."""
+
+        @property
+        def request_id(self) -> str:
+            raise ZeroDivisionError
+
+    channel = open_channel(served)
+    broken = object.__new__(Broken)
+    served.service._delivery.post([broken])
+    own = served.ask(max_tokens=20, **GREEDY, **on(0)).wait()
+    assert own.metas[-1].delivered.deltas == len(channel.deltas(0)) > 0
+
+
+def test_a_delivery_that_has_ended_is_no_sign_of_life(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even by what no guard catches: whoever watches the model has it loaded anew."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    class End(BaseException):
+        pass
+
+    def end(*_: object) -> None:
+        raise End
+
+    monkeypatch.setattr(served.service._delivery, "_turn", end)
+    wait_until(lambda: served.probe().heartbeat_age_s > 2)
+    monkeypatch.undo()
+
+
 def test_channels_are_bounded_and_one_of_an_id_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def new(channel_id: str) -> DeltaChannel:
+        return DeltaChannel(channel_id, FakeResponder(), lambda _: None)
+
     monkeypatch.setattr(module, "OPEN_LIMIT", 2)
-    channels = Channels()
-    first = channels.open("a", FakeResponder())
+    sender = Sender(heartbeat_s=2)
+    delivery = Delivery(
+        lambda _: None, sender, on_first_token=lambda *_: None, on_lost=lambda _: None, heartbeat_s=2
+    )
+    delivery.start()
+    first = new("a")
+    delivery.open(first)
     with pytest.raises(InvalidRequestError):
-        channels.open("a", FakeResponder())
-    assert channels.find("a") is first
-    channels.open("b", FakeResponder())
+        delivery.open(new("a"))
+    assert delivery.find("a") is first
+    delivery.open(new("b"))
     with pytest.raises(QueueFullError):
-        channels.open("c", FakeResponder())
-    channels.remove(first)
+        delivery.open(new("c"))
+    delivery.close(first)
+    wait_until(lambda: first.lost)
     with pytest.raises(ChannelLostError):
-        channels.find("a")
-    channels.open("c", FakeResponder())
+        delivery.find("a")
+    delivery.open(new("c"))
+    delivery.stop()
 
 
-def test_a_channel_whose_first_frame_fails_is_not_open() -> None:
-    def fail() -> None:
-        raise OSError("gone")
+def test_a_channel_whose_first_frame_fails_is_not_open(served: Served) -> None:
+    broken = FakeResponder(on_send=fail)
+    served.send(b'{"open_channel":"c"}', responder=broken).wait()
+    assert broken.refusal[0] is RefusalCode.INTERNAL
+    with pytest.raises(ChannelLostError):
+        served.service._delivery.find("c")
 
-    channels = Channels()
-    with pytest.raises(OSError, match="gone"):
-        channels.open("a", FakeResponder(on_send=fail))
-    assert channels.all() == []
+
+def test_a_second_channel_of_an_id_is_refused_and_the_first_goes_on(served: Served) -> None:
+    channel = open_channel(served)
+    assert served.send(b'{"open_channel":"c"}').wait().refusal[0] is RefusalCode.INVALID_REQUEST
+    assert served.ask(max_tokens=2, **GREEDY, **on(0)).wait().refusal is None
+    assert not channel.ended.is_set()
 
 
 def test_nothing_is_attached_to_a_channel_that_was_lost() -> None:
-    channel = DeltaChannel("a", FakeResponder())
-    channel.end(RefusalCode.CANCELLED, "gone")
+    channel = DeltaChannel("a", FakeResponder(), lambda _: None)
+    channel.lost = True
     with pytest.raises(ChannelLostError):
-        channel.attach(1, "key")
+        channel.attach(range(1), "key")
+    assert channel.requests == set()

@@ -1,9 +1,13 @@
 import pytest
 
 from tests.triton_models.serving.conftest import Served
+from triton_models.errors import ModelError, TextError
+from triton_models.serving import chat_text as module
 from triton_models.serving.chat_text import ChatText
+from wire.grammar import Grammar
+from wire.history import Turn
 from wire.refusal import RefusalCode
-from wire.sampling import Generation
+from wire.request import Detokenize, Generation, Tokenize
 
 
 def test_a_raw_prompt_is_continued_outside_the_chat_format(served: Served) -> None:
@@ -58,3 +62,62 @@ def test_the_answer_ends_after_its_call(
     end = served.ask("hi", end_after_call_of=last, **asked).wait().metas[-1]
     assert (end.finish_reason, end.usage.completion_tokens) == (reason, tokens)
     assert end.stop_reason is None
+
+
+def test_a_conversation_has_the_ids_that_a_generation_has(text: ChatText) -> None:
+    turns = [Turn("system", "s", tools=[{"name": "f"}])]
+    rendered = text.tokenize(Tokenize(tokenize="conversation"), "你好", turns)
+    assert rendered.ids == text.prompt_ids(Generation(), "你好", turns)
+    assert rendered.strings is None
+    open_end = text.tokenize(Tokenize(tokenize="conversation", add_generation_prompt=False), "你好", turns)
+    assert open_end.ids == rendered.ids[:-1]
+    result = text.tokenize(Tokenize(tokenize="conversation", role="observation"), "3", turns)
+    assert result.ids == text.prompt_ids(Generation(role="observation"), "3", turns)
+
+
+@pytest.mark.parametrize("first_line", ["", "now"])
+def test_an_answer_that_has_started_is_in_its_ids(text: ChatText, first_line: str) -> None:
+    ids = text.tokenize(Tokenize(tokenize="conversation", answer_metadata=first_line), "a", []).ids
+    assert ids == text.prompt_ids(Generation(answer_metadata=first_line), "a", [])
+    if not first_line:
+        assert ids == text.prompt_ids(Generation(grammar=Grammar("json_object")), "a", [])
+    assert len(ids) > len(text.tokenize(Tokenize(tokenize="conversation"), "a", []).ids)
+
+
+def test_text_has_the_ids_of_a_raw_prompt_with_its_prefix(text: ChatText) -> None:
+    with_prefix, bare = (
+        text.tokenize(Tokenize(tokenize="text", prefix=prefix), " a👋", []) for prefix in (True, False)
+    )
+    assert with_prefix.ids == text.prompt_ids(Generation(raw=True), " a👋", [])
+    assert with_prefix.ids[2:] == bare.ids == text.tokenizer.encode(" a👋")
+    assert text.detokenize(Detokenize(detokenize=bare.ids), text.tokenizer.size)[0] == text.tokenizer.decode(
+        bare.ids
+    )
+    with pytest.raises(ModelError, match="history"):
+        text.tokenize(Tokenize(tokenize="text"), "a", [Turn("user", "b")])
+
+
+def test_each_id_is_shown_where_that_is_requested(text: ChatText) -> None:
+    tokenized = text.tokenize(Tokenize(tokenize="text", prefix=True, strings=True), "a👋", [])
+    assert tokenized.strings[:2] == ["[gMASK]", "sop"]
+    assert "".join(tokenized.strings[2:]).strip() == "a\\xf0\\x9f\\x91\\x8b"
+    _, shown = text.detokenize(Detokenize(detokenize=tokenized.ids, strings=True), text.tokenizer.size)
+    assert shown.strings == tokenized.strings
+    assert shown.ids is None
+
+
+def test_ids_that_the_model_does_not_have_are_refused(text: ChatText) -> None:
+    size = text.tokenizer.size
+    text.detokenize(Detokenize(detokenize=[size - 1]), size)
+    with pytest.raises(TextError, match="at place 1: the model has"):
+        text.detokenize(Detokenize(detokenize=[0, size]), size)
+
+
+def test_more_ids_than_any_context_has_are_not_returned(
+    text: ChatText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = len(text.tokenize(Tokenize(tokenize="text"), "a👋", []).ids)
+    monkeypatch.setattr(module, "IDS_LIMIT", count)
+    text.tokenize(Tokenize(tokenize="text"), "a👋", [])
+    with pytest.raises(TextError, match=f"{count + 2} tokens, and at most {count} are returned"):
+        text.tokenize(Tokenize(tokenize="text", prefix=True), "a👋", [])

@@ -13,12 +13,12 @@ import pytest
 from tests.triton_models.serving.conftest import Served
 from tests.triton_models.serving.fakes import wait_until
 from triton_models.errors import TokenMaskError
-from triton_models.serving import preparing
-from triton_models.serving.preparing import COMPILERS
+from triton_models.serving import intake
+from triton_models.serving.intake import COMPILERS
 from triton_models.text.grammars import CompiledGrammar, GrammarMask, Grammars
 from wire.grammar import Grammar
 from wire.refusal import RefusalCode
-from wire.sampling import Cancel, encode_sampling
+from wire.request import Cancel, encode_request
 
 SCHEMA = {
     "type": "object",
@@ -32,8 +32,8 @@ BY_REGEX = Grammar("regex", "[a-z]{3}[0-9]{2}")
 
 @pytest.mark.parametrize("seed", range(8))
 def test_every_answer_validates_at_the_highest_temperature(served: Served, seed: int) -> None:
-    streamed = served.ask(grammar=BY_SCHEMA, temperature=2, seed=seed, max_tokens=60).wait()
-    whole = served.ask(grammar=BY_SCHEMA, temperature=2, seed=seed, max_tokens=60, stream=False).wait()
+    streamed = served.ask(grammar=BY_SCHEMA, temperature=2, seed=seed, max_tokens=60, streamed=True).wait()
+    whole = served.ask(grammar=BY_SCHEMA, temperature=2, seed=seed, max_tokens=60).wait()
     assert streamed.text == whole.text
     assert whole.metas[-1].finish_reason == streamed.metas[-1].finish_reason
     if whole.metas[-1].finish_reason == "stop":
@@ -99,14 +99,14 @@ def test_who_waits_for_a_compiler_can_leave_and_the_queue_is_bounded(
         return compile_(self, *arguments, **options)
 
     monkeypatch.setattr(Grammars, "compile", slow)
-    monkeypatch.setattr(preparing, "WAITING", COMPILERS + 2)
+    monkeypatch.setattr(intake, "GRAMMARS_WAITING", COMPILERS + 2)
     busy = [served.ask(grammar=Grammar("regex", f"[a-z]{number}")) for number in range(COMPILERS)]
     cancelled = served.ask(grammar=BY_REGEX, request_id="leaves")
     late = served.ask(grammar=BY_SCHEMA, deadline_ms=1)
     full = served.ask(grammar=Grammar("regex", "more")).wait()
     assert full.refusal[0] is RefusalCode.QUEUE_FULL
     assert len(served.service._requests) == COMPILERS + 2
-    assert served.send(encode_sampling(Cancel("leaves"))).wait().metas[-1].cancelled
+    assert served.send(encode_request(Cancel("leaves"))).wait().metas[-1].cancelled
     assert cancelled.wait().refusal[0] is RefusalCode.CANCELLED
     wait_until(lambda: len(served.service._requests) == COMPILERS + 1)
     go.set()

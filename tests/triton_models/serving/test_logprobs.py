@@ -9,12 +9,11 @@ import pytest
 from tests.triton_models.serving.conftest import GOLDEN, Served
 from tests.triton_models.serving.fakes import FakeResponder
 from tests.triton_models.serving.told import told
-from triton_models.engine.sequence import FinishReason, TokenLogprobs, TokenOutput
-from triton_models.serving.answer import Answer
+from triton_models.engine.sequence import TokenLogprobs
 from triton_models.serving.chat_text import ChatText
-from triton_models.serving.logprobs import RESPONSE_TOKENS, PromptReport
-from wire.meta import PromptLogprob, encode_meta
-from wire.sampling import Generation
+from triton_models.serving.request import RESPONSE_TOKENS, PromptReport
+from wire.meta import Meta, PromptLogprob, encode_meta
+from wire.request import Generation
 
 PROMPT = (
     "请介绍一下你自己，然后讲一个关于山里的小狐狸的故事，越长越好。Please be brief. The question is this."
@@ -32,11 +31,11 @@ def ask(served: Served, prompt: str = PROMPT, **asked: Any) -> FakeResponder:
     return answer
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_each_choice_tells_the_whole_prompt(serve: Callable[..., Served], stream: bool) -> None:
+@pytest.mark.parametrize("streamed", [False, True])
+def test_each_choice_tells_the_whole_prompt(serve: Callable[..., Served], streamed: bool) -> None:
     served = serve(max_running=8, max_batched_tokens=16)
     ids = ask(served, return_token_ids=True).metas[0].accepted.prompt_token_ids
-    answer = ask(served, prompt_logprobs=2, n=2, stream=stream, echo=True)
+    answer = ask(served, prompt_logprobs=2, n=2, streamed=streamed, echo=True)
     for index in range(2):
         first, *others = reported(answer, index)
         assert (first.logprob, first.top) == (None, [])
@@ -45,7 +44,7 @@ def test_each_choice_tells_the_whole_prompt(serve: Callable[..., Served], stream
         assert {len(each.top) for each in others} == {2}
         assert b"".join(bytes(each.bytes) for each in (first, *others)).decode() == PROMPT
     assert answer.metas[-1].usage.cached_tokens == 0
-    plain = told(ask(served, stream=stream), 1)[0].text
+    plain = told(ask(served, streamed=streamed), 1)[0].text
     assert [choice.text for choice in told(answer, 2)] == [PROMPT + plain] * 2
 
 
@@ -59,12 +58,12 @@ def test_a_chats_last_token_is_told_as_the_original_code_had_it(served: Served) 
         assert each.top[0].logprob == each.logprob
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("eos", [False, True])
-def test_no_new_tokens_leave_the_prompt(served: Served, text: ChatText, stream: bool, eos: bool) -> None:
+def test_no_new_tokens_leave_the_prompt(served: Served, text: ChatText, streamed: bool, eos: bool) -> None:
     asked: dict[str, Any] = {"logit_bias": {text.tokenizer.eos_id: 100.0}, "ignore_eos": False} if eos else {}
     answer = ask(
-        served, max_tokens=0, echo=True, logprobs=1, prompt_logprobs=1, stream=stream,
+        served, max_tokens=0, echo=True, logprobs=1, prompt_logprobs=1, streamed=streamed,
         return_token_ids=True, **asked,
     )  # fmt: skip
     assert answer.text == PROMPT
@@ -103,34 +102,24 @@ def test_special_tokens_of_ids_are_in_their_text_where_asked_for(served: Served,
         assert b"".join(bytes(each.bytes) for each in reported(answer)).decode() == answer.text == prompt
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("length", [255, 256, 257, 511])
-def test_no_response_tells_of_more_than_256_tokens(served: Served, length: int, stream: bool) -> None:
-    answer = ask(served, "", prompt_token_ids=[300] * length, prompt_logprobs=0, stream=stream, max_tokens=1)
-    told = [len(meta.prompt_logprobs) for meta in answer.metas if meta.prompt_logprobs]
-    assert (sum(told), len(told)) == (length, 1 + (length > 256))
-    assert max(told) <= RESPONSE_TOKENS
-    first_token = next(place for place, meta in enumerate(answer.metas) if meta.tokens)
-    assert not any(meta.prompt_logprobs for meta in answer.metas[first_token + 1 :])
+def test_no_response_tells_of_more_than_256_tokens(served: Served, length: int, streamed: bool) -> None:
+    answer = ask(
+        served, "", prompt_token_ids=[300] * length, prompt_logprobs=0, streamed=streamed, max_tokens=1
+    )
+    accepted, *reports, last = answer.metas
+    sent = [len(meta.prompt_logprobs) for meta in reports]
+    assert (sum(sent), len(sent)) == (length, 1 + (length > 256))
+    assert max(sent) <= RESPONSE_TOKENS
+    assert accepted.prompt_logprobs is last.prompt_logprobs is None
     assert [meta.finish_reason for meta in answer.metas] == [None] * (len(answer.metas) - 1) + ["length"]
 
 
-def test_what_cannot_be_has_the_floor_and_the_end_comes_last(text: ChatText) -> None:
-    asked = Generation(prompt_logprobs=0)
-    report = PromptReport.asked(asked, text.tokenizer, [300] * 601)
-    answer = Answer(asked, text.tokenizer, text.answer(asked), 0, prompt=report)
+def test_what_cannot_be_has_the_floor(text: ChatText) -> None:
+    report = PromptReport.of(Generation(prompt_logprobs=0), text.tokenizer, [300] * 601)
+    assert report is not None
     scored = (TokenLogprobs(id=300, logprob=float("-inf"), top=()),) * 300
-    answer.take(TokenOutput(request_id="a", prompt_tokens=601, prompt_logprobs=scored))
-    end = FinishReason.LENGTH
-    answer.take(
-        TokenOutput(
-            request_id="a", prompt_tokens=601, prompt_logprobs=scored, token_id=301, finish_reason=end
-        )
-    )
-    parts = [meta for _, meta in answer.prompt_parts()]
-    assert [(len(meta.prompt_logprobs or ()), meta.tokens, meta.finish_reason) for meta in parts] == [
-        (256, 0, None)
-    ] * 2
-    assert b"-9999" in encode_meta(parts[1])
-    _, last = answer.next_response()
-    assert (len(last.prompt_logprobs or ()), last.tokens, last.finish_reason) == (89, 1, "length")
+    parts = list(report.take(scored)) + list(report.take(scored))
+    assert [len(part) for part in parts] == [256, 45, 256, 44]
+    assert b"-9999" in encode_meta(Meta(prompt_logprobs=parts[1]))

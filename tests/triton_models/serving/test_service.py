@@ -1,22 +1,19 @@
 import json
 import threading
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.triton_models.serving.conftest import Served
 from tests.triton_models.serving.fakes import FakePbUtils, FakeResponder, wait_until
-from triton_models.serving.process import is_running
+from triton_models.serving.intake import Arrival, Inputs, Intake
+from triton_models.serving.request import OpenRequest
 from wire.meta import Meta
 from wire.refusal import RefusalCode
 
 LONG = 400
-
-
-def probe(served: Served) -> dict[str, object]:
-    responder = served.send(b'{"probe":true}').wait()
-    report = responder.metas[0].probe
-    return {name: getattr(report, name) for name in report.__struct_fields__}
 
 
 def fail() -> None:
@@ -35,11 +32,10 @@ def test_accepted_comes_first_and_the_final_response_last(served: Served) -> Non
     assert sum(meta.tokens for meta in answer.metas) == 8
 
 
-def test_a_request_that_is_not_streamed_gets_its_answer_at_once(served: Served) -> None:
-    streamed = served.ask(max_tokens=30, temperature=0, return_token_ids=True, ignore_eos=True).wait()
-    whole = served.ask(
-        max_tokens=30, temperature=0, return_token_ids=True, ignore_eos=True, stream=False
-    ).wait()
+def test_a_request_that_is_not_streamed_gets_its_answer_with_its_end(served: Served) -> None:
+    asked: dict[str, Any] = {"max_tokens": 30, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+    streamed = served.ask(**asked, streamed=True).wait()
+    whole = served.ask(**asked).wait()
     assert [meta for meta in whole.metas if meta.tokens] == [whole.metas[-1]]
     assert whole.text == streamed.text
     assert whole.token_ids == streamed.token_ids
@@ -60,7 +56,7 @@ def test_a_stop_string_ends_the_answer_at_the_token_that_completed_it(served: Se
     slow_reader = FakeResponder(on_send=read_slowly)
     slow = served.ask(responder=slow_reader, max_tokens=60, temperature=0, ignore_eos=True, stop=[stop])
     reading.wait()  # for `accepted`: the engine has the request
-    wait_until(lambda: probe(served)["running"] == probe(served)["waiting"] == 0)
+    wait_until(lambda: (stats := served.service.stats()).running == stats.waiting == 0)
     released.set()
     slow.wait()
     for answer in (fast, slow):
@@ -127,55 +123,40 @@ def test_a_prompt_over_the_context_is_refused(served: Served) -> None:
 
 
 def test_bytes_that_are_no_text_are_refused(served: Served) -> None:
-    responder = FakeResponder()
-    served.service.handle(responder, type("Raw", (), {"prompt": b"\xff", "history": b"", "sampling": b""}))
-    assert responder.wait().refusal[0] is RefusalCode.INVALID_REQUEST
+    for inputs in (Inputs(b"\xff", b"", b""), Inputs(b"", b"", b'{"request_id":"\xff"}'), None):
+        responder = FakeResponder()
+        served.service.submit([Arrival(responder, inputs)])
+        assert responder.wait().refusal[0] is RefusalCode.INVALID_REQUEST
 
 
 def test_a_full_engine_refuses_and_still_answers_probes_and_cancels(serve: Callable[..., Served]) -> None:
     served = serve(slow=True, max_running=2, max_waiting=2)
     admitted = [served.ask(max_tokens=LONG, ignore_eos=True, request_id=f"r{n}") for n in range(4)]
-    wait_until(lambda: all(answer.metas for answer in admitted) and probe(served)["running"] == 2)
+    wait_until(lambda: all(answer.metas for answer in admitted) and served.probe().running == 2)
     refused = served.ask(max_tokens=LONG).wait()
     assert refused.refusal[0] is RefusalCode.QUEUE_FULL
-    report = probe(served)
-    assert report["running"] == 2
-    assert report["waiting"] == 2
-    assert report["format"] == "chatglm3"
-    assert report["max_context"] == 512
+    report = served.probe()
+    assert (report.running, report.waiting) == (2, 2)
+    assert (report.format, report.max_context) == ("chatglm3", 512)
     for number, each in enumerate(admitted):
         cancel = served.send(json.dumps({"cancel": f"r{number}"}).encode()).wait()
         assert cancel.metas[0].cancelled is True
         assert each.wait().refusal[0] is RefusalCode.CANCELLED
     unknown = served.send(b'{"cancel":"nobody"}').wait()
     assert unknown.metas[0].cancelled is False
-    wait_until(lambda: probe(served)["waiting"] == probe(served)["running"] == 0)
+    wait_until(lambda: served.probe().waiting == served.probe().running == 0)
 
 
 def test_a_client_that_left_frees_its_place(serve: Callable[..., Served], pb_utils: FakePbUtils) -> None:
     served = serve(slow=True, max_running=1)
     running, waiting = (served.ask(max_tokens=LONG, ignore_eos=True) for _ in range(2))
-    wait_until(lambda: probe(served)["waiting"] == 1)
+    wait_until(lambda: served.probe().waiting == 1)
     waiting.gone = running.gone = True
     for each in (waiting, running):
         assert each.wait().refusal[0] is RefusalCode.CANCELLED
-    wait_until(lambda: probe(served)["running"] == 0)
+    wait_until(lambda: served.probe().running == 0)
     wait_until(lambda: pb_utils.metric("requests_total", finish_reason="cancelled").value == 2)
     wait_until(lambda: pb_utils.metric("kv_blocks_used").value == 0)
-
-
-def test_a_quiet_request_hears_of_its_start_and_its_end_only(serve: Callable[..., Served]) -> None:
-    served = serve(max_running=1, slow=True)
-    busy = served.ask(max_tokens=LONG, ignore_eos=True)
-    beating = served.ask(max_tokens=8, ignore_eos=True, stream=False)
-    quiet = served.ask(max_tokens=8, ignore_eos=True, stream=False, quiet=True)
-    wait_until(lambda: len(beating.metas) > 3 and len(quiet.metas) > 0)
-    assert len(quiet.metas) == 1
-    assert is_running(quiet.metas[0].accepted.process)
-    assert beating.metas[0].accepted.process is None
-    busy.gone = True
-    assert len(quiet.wait().metas) == 2
-    assert quiet.metas[1].usage.completion_tokens == 8
 
 
 def test_a_request_that_waits_hears_heartbeats(serve: Callable[..., Served]) -> None:
@@ -205,7 +186,7 @@ def test_one_failing_reader_hurts_nobody_else(served: Served) -> None:
     assert broken.refusal[0] is RefusalCode.INTERNAL
     assert "gone" not in broken.refusal[1]
     assert fine.metas[-1].finish_reason == "length"
-    wait_until(lambda: probe(served)["running"] == 0)
+    wait_until(lambda: served.probe().running == 0)
 
 
 def test_a_request_whose_acceptance_cannot_be_sent_leaves_the_engine(
@@ -214,7 +195,7 @@ def test_a_request_whose_acceptance_cannot_be_sent_leaves_the_engine(
     served = serve(slow=True)
     broken = served.ask(responder=FakeResponder(on_send=fail), max_tokens=LONG, ignore_eos=True).wait()
     assert broken.refusal[0] is RefusalCode.INTERNAL
-    wait_until(lambda: probe(served)["running"] == probe(served)["waiting"] == 0)
+    wait_until(lambda: served.probe().running == served.probe().waiting == 0)
     served.service.close()
     assert len(pb_utils.metric("batch_size").observations) < LONG
     assert pb_utils.metric("prompt_tokens_total").value == 0
@@ -229,16 +210,17 @@ def test_a_final_response_that_cannot_be_sent_is_a_refusal(served: Served) -> No
         accepted.set()
 
     broken = FakeResponder(on_send=fail_after_acceptance)
-    served.ask(responder=broken, max_tokens=3, stream=False).wait()
+    served.ask(responder=broken, max_tokens=3).wait()
     assert broken.refusal[0] is RefusalCode.INTERNAL
 
 
 def test_an_engine_that_gave_up_refuses_probes(served: Served) -> None:
-    probe(served)
-    served.service.close()
+    served.probe()
+    served.service._loop.stop()
     refused = served.send(b'{"probe":true}').wait()
     assert refused.refusal[0] is RefusalCode.INTERNAL
     assert "stopped" in refused.refusal[1]
+    assert served.ask().wait().refusal[0] is RefusalCode.SHUTTING_DOWN
 
 
 def test_closing_answers_everything(serve: Callable[..., Served], pb_utils: FakePbUtils) -> None:
@@ -248,7 +230,6 @@ def test_closing_answers_everything(serve: Callable[..., Served], pb_utils: Fake
     served.service.close()
     for answer in answers:
         assert answer.wait().refusal[0] is RefusalCode.SHUTTING_DOWN
-    assert served.ask().wait().refusal[0] is RefusalCode.SHUTTING_DOWN
     assert pb_utils.metric("requests_total", finish_reason="shutdown").value == 3
 
 
@@ -294,11 +275,49 @@ def test_a_bound_on_all_tokens_that_leaves_no_room_is_refused(served: Served) ->
         assert words in refused[1]
 
 
-def test_a_response_that_is_not_taken_shows_in_the_probe(served: Served) -> None:
-    """As an engine that does not move: whoever watches has the model loaded anew."""
+def test_a_response_that_is_not_taken_is_no_sign_of_life(served: Served, pb_utils: FakePbUtils) -> None:
+    """Then nothing leaves, however the engine runs: the metric shows it that containers watch."""
     stuck = threading.Event()
     answer = served.ask(responder=FakeResponder(on_send=lambda: stuck.wait(20)), max_tokens=2)
-    wait_until(lambda: float(str(probe(served)["heartbeat_age_s"])) > 0.5)
+    wait_until(lambda: time.monotonic() - served.service.heartbeat > 1)
+    heartbeat = pb_utils.metric("heartbeat_timestamp_seconds")
+    wait_until(lambda: time.time() - heartbeat.value > 1)
     stuck.set()
     answer.wait()
-    wait_until(lambda: float(str(probe(served)["heartbeat_age_s"])) < 0.5)
+    wait_until(lambda: served.probe().heartbeat_age_s < 0.6)
+    wait_until(lambda: time.time() - heartbeat.value < 1)
+
+
+def test_a_request_that_fails_before_it_is_prepared_is_answered_once_and_forgotten(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception between registering a request and starting its work once left it open for ever."""
+
+    def fail_to_begin(*_: object) -> None:
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    monkeypatch.setattr(Intake, "begin", fail_to_begin)
+    answer = served.ask(max_tokens=2).wait()
+    assert answer.refusal[0] is RefusalCode.INTERNAL
+    assert "futures" not in answer.refusal[1]
+    monkeypatch.undo()
+    assert served.ask(max_tokens=2).wait().refusal is None
+    wait_until(lambda: not served.service._requests)
+    time.sleep(0.3)  # as long as it takes to ask about an open request: that would fail in the responder
+    assert answer.responses == []
+
+
+@pytest.mark.parametrize("owner_fails", [False, True])
+def test_an_end_that_fails_leaves_no_request_open(
+    served: Served, monkeypatch: pytest.MonkeyPatch, owner_fails: bool
+) -> None:
+    def fail_to_end(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    place = (served.service, "choice_closed") if owner_fails else (OpenRequest, "_usage")
+    with monkeypatch.context() as patched:
+        patched.setattr(*place, fail_to_end)
+        answer = served.ask(max_tokens=2).wait()
+        assert (answer.refusal is None) == owner_fails
+        wait_until(lambda: not served.service._requests)
+    assert served.ask(max_tokens=2).wait().refusal is None

@@ -8,7 +8,7 @@ from tests.triton_models.serving.conftest import Served
 from tests.triton_models.serving.told import told
 from triton_models.serving.chat_text import ChatText
 from wire.refusal import RefusalCode
-from wire.sampling import Generation
+from wire.request import Generation
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 
@@ -17,14 +17,14 @@ def ask(served: Served, prompt: str = "The question", **asked: Any) -> Any:
     return served.ask(prompt, **{**GREEDY, **asked}).wait()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_echo_puts_the_prompt_in_front_of_every_choice(served: Served, stream: bool) -> None:
+@pytest.mark.parametrize("streamed", [False, True])
+def test_echo_puts_the_prompt_in_front_of_every_choice(served: Served, streamed: bool) -> None:
     prompt = "  The question\n👋 "
-    plain = ask(served, prompt, raw=True, stream=stream, return_token_ids=True)
-    echoed = ask(served, prompt, raw=True, stream=stream, echo=True, n=2)
+    plain = ask(served, prompt, raw=True, streamed=streamed, return_token_ids=True)
+    echoed = ask(served, prompt, raw=True, streamed=streamed, echo=True, n=2)
     assert [choice.text for choice in told(echoed, 2)] == [prompt + plain.text] * 2
     ids = plain.metas[0].accepted.prompt_token_ids
-    by_ids = ask(served, "", raw=True, prompt_token_ids=ids, echo=True, stream=stream)
+    by_ids = ask(served, "", raw=True, prompt_token_ids=ids, echo=True, streamed=streamed)
     assert by_ids.text == prompt + plain.text
 
 
@@ -46,13 +46,13 @@ def test_a_conversation_has_no_echo(served: Served) -> None:
 
 
 @pytest.mark.parametrize("raw", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_shows_where_asked_for(served: Served, raw: bool, stream: bool) -> None:
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_stop_string_shows_where_asked_for(served: Served, raw: bool, streamed: bool) -> None:
     whole = ask(served, raw=raw).text
     stop = whole.strip()[3:6]
     end = whole.index(stop)
-    without = ask(served, raw=raw, stop=[stop], stream=stream)
-    included = ask(served, raw=raw, stop=[stop], stream=stream, include_stop=True)
+    without = ask(served, raw=raw, stop=[stop], streamed=streamed)
+    included = ask(served, raw=raw, stop=[stop], streamed=streamed, include_stop=True)
     assert without.text == whole[:end]
     assert included.text == whole[:end] + stop
     for answer in (without, included):
@@ -68,7 +68,7 @@ def test_a_stop_ids_text_shows_where_asked_for(served: Served) -> None:
     assert included.text.startswith(without.text)
     assert len(included.text) > len(without.text)
     shown = [
-        [each.id for meta in answer.metas for each in meta.logprobs or ()] for answer in (without, included)
+        [each.id for meta in answer.details for each in meta.logprobs or ()] for answer in (without, included)
     ]
     assert shown[1] == shown[0] + [stop]
 
@@ -78,7 +78,7 @@ def test_special_tokens_show_where_asked_for(served: Served, text: ChatText) -> 
     asked: dict[str, Any] = {"max_tokens": 3, "logit_bias": {opens: 100.0}}
     hidden, shown = (ask(served, **asked, show_special=show) for show in (False, True))
     assert hidden.text == ""
-    assert [segment.role for meta in hidden.metas for segment in meta.segments or ()] == ["assistant"] * 3
+    assert [segment.role for meta in hidden.details for segment in meta.segments or ()] == ["assistant"] * 3
     assert shown.text == "<|assistant|>" * 3
     assert not any(meta.segments for meta in shown.metas)
     stopped = ask(served, **asked, show_special=True, stop_token_ids=[opens])

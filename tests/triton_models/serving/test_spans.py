@@ -29,7 +29,7 @@ def test_an_answer_and_the_phases_of_each_choice(
 ) -> None:
     served = serve(spans=spans)
     answer = served.ask(
-        responder=FakeResponder(context=CONTEXT),
+        responder=FakeResponder(trace_context=CONTEXT),
         max_tokens=8,
         n=2,
         temperature=0,
@@ -64,14 +64,14 @@ def test_what_nobody_traces_has_no_spans(
 ) -> None:
     served = serve(spans=spans)
     for context in (None, "", "{}", json.dumps({"traceparent": "junk"})):
-        served.ask(responder=FakeResponder(context=context), max_tokens=2).wait()
+        served.ask(responder=FakeResponder(trace_context=context), max_tokens=2).wait()
     served.service.close()
     assert not collector.spans
 
 
 def test_a_refusal_has_its_code(serve: Callable[..., Served], spans: ModelSpans, collector: Receiver) -> None:
     served = serve(spans=spans)
-    refused = served.ask(responder=FakeResponder(context=CONTEXT), max_tokens=10**6).wait()
+    refused = served.ask(responder=FakeResponder(trace_context=CONTEXT), max_tokens=10**6).wait()
     served.service.close()
     (request,) = collector.spans
     assert (request.name, request.status) == ("generate", ERROR)
@@ -82,10 +82,10 @@ def test_a_cancel_in_decode_and_one_before_the_first_token(
     serve: Callable[..., Served], spans: ModelSpans, collector: Receiver
 ) -> None:
     served = serve(slow=True, max_running=1, spans=spans)
-    running = FakeResponder(context=CONTEXT)
-    served.ask(responder=running, max_tokens=400, ignore_eos=True)
-    wait_until(lambda: sum(meta.tokens or 0 for meta in running.metas) > 1)
-    waiting = served.ask(responder=FakeResponder(context=CONTEXT), max_tokens=400, ignore_eos=True)
+    running = FakeResponder(trace_context=CONTEXT)
+    served.ask(responder=running, max_tokens=400, ignore_eos=True, streamed=True)
+    wait_until(lambda: len(running.channel.deltas(0)) > 1)
+    waiting = served.ask(responder=FakeResponder(trace_context=CONTEXT), max_tokens=400, ignore_eos=True)
     wait_until(lambda: bool(waiting.responses))
     for each in (waiting, running):
         each.gone = True

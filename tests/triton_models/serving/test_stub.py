@@ -1,71 +1,88 @@
-import logging
-import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
-from triton_models.serving.stub import Stub, is_warmed_up
+from triton_models.serving.stub import is_warmed_up
 
 STUB = """
-import ctypes, subprocess, sys, time
+import subprocess, sys, time
 from triton_models.serving import stub
-stub.STUCK_S = 2
-stub.UNASKED_S = 1
-said = stub.start_stub({{"model_name": "m-stream", "model_config": '{config}'}})
-print("begun", file=sys.stderr, flush=True)
-time.sleep(5)  # longer than it may be stuck
-print("alive", flush=True)
+stub.UNREQUESTED_LIMIT_S = {limit_s}
+made = stub.Stub({{"model_config": '{config}'}})
+print("started", file=sys.stderr, flush=True)
 {then}
 """
-STUCK = "ctypes.PyDLL(None).sleep(60)  # unlike CDLL's, its calls keep the interpreter lock"
-
-
 WARMED_UP = '{"instance_group": [{"count": 1}], "model_warmup": [{}]}'
 
 
-def stub(then: str, config: str = "{}") -> subprocess.Popen[str]:
-    code = STUB.format(then=then, config=config)
+def stub(then: str, config: str = "{}", limit_s: float = 1.0) -> subprocess.Popen[str]:
+    code = STUB.format(then=then, config=config, limit_s=limit_s)
     return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-
-
-def test_a_process_that_is_stuck_with_the_interpreter_ends() -> None:
-    with stub(STUCK) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "alive\n"
-        assert process.wait(60) == -signal.SIGALRM
 
 
 def test_it_ends_with_its_server() -> None:
     # A server that starts a stub and is gone; the pipe stays open until the stub ends, too.
-    child = STUB.format(then="time.sleep(60)", config="{}")
+    child = STUB.format(then="time.sleep(60)", config="{}", limit_s=1)
     server = f"import subprocess as s, sys; p = s.Popen([sys.executable, '-c', {child!r}], stderr=s.PIPE)"
     command = [sys.executable, "-c", f"{server}; p.stderr.readline()"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
     assert done.stdout == ""
 
 
-def test_a_process_at_work_is_left_alone() -> None:
-    with stub("") as process:
-        assert process.wait(60) == 0
+def test_it_knows_when_its_server_is_gone() -> None:
+    with stub("print(made.orphaned())") as process:
+        assert process.stdout is not None
+        assert process.stdout.read() == "False\n"
 
 
 def test_a_process_whose_warm_up_never_comes_ends() -> None:
-    with stub("said.initialized()\ntime.sleep(60)", WARMED_UP) as process:
+    with stub("made.initialized()\ntime.sleep(60)", WARMED_UP) as process:
         assert process.stderr is not None
         assert "Triton has given this process up" in process.stderr.read()
         assert process.wait(60) == 1
 
 
 @pytest.mark.parametrize(
-    ("then", "config"), [("said.initialized(); said.asked()", WARMED_UP), ("said.initialized()", "{}")]
+    ("then", "config"),
+    [
+        ("made.initialized(); made.requested()", WARMED_UP),
+        ("made.requested(); made.initialized()", WARMED_UP),
+        ("made.initialized()", "{}"),
+        ("pass", WARMED_UP),
+    ],
 )
 def test_a_process_that_is_wanted_goes_on(then: str, config: str) -> None:
-    with stub(f"{then}\ntime.sleep(4)", config) as process:
+    with stub(f"{then}\ntime.sleep(3)", config) as process:
         assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("then", ["made.initialized()", "made.initialized(); made.requested()"])
+def test_a_process_that_was_stopped_for_longer_than_the_limit_goes_on(then: str) -> None:
+    """By SIGSTOP or a debugger: it has not waited meanwhile, and no timer of its own ends it."""
+    with stub(f"{then}\nsys.stdin.readline()", WARMED_UP, limit_s=2.5) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "started\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(4)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.7)
+        assert process.poll() is None
+        process.kill()
+
+
+def test_a_stopped_process_has_no_alarm() -> None:
+    with stub("import signal; print(signal.alarm(0))\ntime.sleep(1)\nprint(signal.alarm(0))") as process:
+        assert process.stdout is not None
+        assert process.stdout.read() == "0\n0\n"
 
 
 def test_only_a_single_instance_is_warmed_up_at_once() -> None:
@@ -73,13 +90,3 @@ def test_only_a_single_instance_is_warmed_up_at_once() -> None:
     assert not is_warmed_up('{"instance_group": [{"count": 1}]}')
     assert not is_warmed_up('{"instance_group": [{"count": 2}], "model_warmup": [{}]}')
     assert not is_warmed_up('{"instance_group": [{"count": 1, "gpus": [0, 1]}], "model_warmup": [{}]}')
-
-
-def test_it_says_once_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    said = Stub("m-stream", warmed_up=True)
-    said.initialized()
-    said.asked()
-    said.asked()
-    begin = f"m-stream: process {os.getpid()}"
-    assert caplog.messages == [f"{begin} is initialized", f"{begin} has its first request"]

@@ -31,6 +31,7 @@ def told(answer: FakeResponder, n: int, channel: FakeResponder | None = None, fi
     """Put an answer together; `channel` has the deltas of the choices as `first` and what follows."""
     answer.wait()
     assert answer.refusal is None, answer.refusal
+    channel = channel or answer.channel
     choices = [Told() for _ in range(n)]
     for index, choice in enumerate(choices):
         for text, tokens, meta in channel.deltas(first + index) if channel else ():

@@ -1,4 +1,4 @@
-"""Several answers to one request, through the whole service: plain, at once, and over a delta channel."""
+"""Requests for several answers, through the whole service: how they are answered, and how they end."""
 
 import itertools
 import threading
@@ -6,15 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.triton_models.serving.conftest import Served, Slow
 from tests.triton_models.serving.fakes import FakePbUtils, FakeResponder, wait_until
-from tests.triton_models.serving.test_channel import on, open_channel, running
+from tests.triton_models.serving.test_channel import on, open_channel
 from tests.triton_models.serving.told import logprobs, told
-from wire.meta import Meta, Usage
+from triton_models.engine.sequence import TokenLogprobs, TokenOutput
+from triton_models.serving.chat_text import ChatText
+from triton_models.serving.request import Choice
+from wire.meta import Meta, Usage, encode_meta
 from wire.refusal import RefusalCode
+from wire.request import Generation
 
 LONG = 400
 PROMPT = "请介绍一下你自己，然后讲一个关于山里的小狐狸的故事，越长越好。Please be brief."
@@ -64,7 +69,7 @@ numbers = itertools.count(0, 8)
     max_tokens=st.integers(1, 40),
     raw=st.booleans(),
 )
-def test_whole_streamed_and_over_a_channel_are_the_same(
+def test_whole_and_streamed_are_the_same(
     served: Served, n: int, alternatives: int | None, **asked: Any
 ) -> None:
     """Text, ids, log-probabilities, ends and usage; the cache aside, which an earlier one has filled."""
@@ -72,15 +77,13 @@ def test_whole_streamed_and_over_a_channel_are_the_same(
     channel_id = f"channel {first}"
     channel = open_channel(served, channel_id)
     asked |= {"n": n, "logprobs": alternatives, "return_token_ids": True}
-    whole = served.ask(**asked, stream=False).wait()
-    streamed = served.ask(**asked).wait()
+    whole = served.ask(**asked).wait()
     own = served.ask(**asked, **on(first, channel_id)).wait()
-    one, *others = told(whole, n), told(streamed, n), told(own, n, channel, first)
-    for other in others:
-        assert other == one
-        assert logprobs(other) == pytest.approx(logprobs(one), abs=1e-4)
+    one, other = told(whole, n), told(own, n, channel, first)
+    assert other == one
+    assert logprobs(other) == pytest.approx(logprobs(one), abs=1e-4)
     assert sum(meta != Meta() for meta in whole.metas) == 1 + n, "each choice comes whole"
-    usages = [each.metas[-1].usage for each in (whole, streamed, own)]
+    usages = [each.metas[-1].usage for each in (whole, own)]
     assert len({(usage.prompt_tokens, usage.completion_tokens) for usage in usages}) == 1
 
 
@@ -96,7 +99,7 @@ def test_a_stop_string_ends_one_choice_and_the_others_go_on(served: Served, chan
     assert first.end == ("stop", stop)
     assert [choice.text for choice in others] == full[1:]
     assert [choice.end for choice in others] == [("length", None)] * 2
-    wait_until(lambda: running(served) == 0)
+    wait_until(lambda: served.busy() == 0)
 
 
 def test_the_prompt_is_computed_once(served: Served, pb_utils: FakePbUtils) -> None:
@@ -117,16 +120,16 @@ def test_choices_take_a_place_each_and_are_admitted_together_or_not_at_all(
 ) -> None:
     served = serve(slow=True, max_running=2, max_waiting=2)
     first = served.ask(n=2, max_tokens=LONG, ignore_eos=True)
-    wait_until(lambda: running(served) == 2)
+    wait_until(lambda: served.busy() == 2)
     assert served.ask(n=3, max_tokens=LONG).wait().refusal[0] is RefusalCode.QUEUE_FULL
     second = served.ask(n=2, max_tokens=LONG, ignore_eos=True)
     wait_until(lambda: bool(second.metas))
-    assert running(served) == 4
+    assert served.busy() == 4
     code, message = served.ask(n=5).wait().refusal
     assert code is RefusalCode.INVALID_REQUEST, "it could never be admitted"
     assert "5 requests at once" in message
     first.gone = second.gone = True
-    wait_until(lambda: running(served) == 0)
+    wait_until(lambda: served.busy() == 0)
 
 
 def test_no_two_generations_share_a_number_on_a_channel(
@@ -158,6 +161,128 @@ def test_a_choice_ends_once_however_far_the_engine_is_ahead(served: Served) -> N
     released = threading.Event()
     reader = FakeResponder(on_send=lambda: bool(released.wait(20)))
     slow = served.ask(responder=reader, **asked, stop=["的"])
-    wait_until(lambda: bool(served.service._choices) and running(served) == 0)
+    wait_until(lambda: bool(served.service._choices) and served.service.stats().running == 0)
+    wait_until(lambda: served.service.stats().waiting == 0)
     released.set()
     assert told(slow, 3) == fast
+
+
+def end_by_cancel(served: Served, answer: FakeResponder) -> None:
+    assert served.send(b'{"cancel":"mine"}').wait().metas[0].cancelled
+
+
+def end_by_hang_up(served: Served, answer: FakeResponder) -> None:
+    answer.gone = True
+
+
+@pytest.mark.parametrize("end", [end_by_cancel, end_by_hang_up])
+@pytest.mark.parametrize("channelled", [False, True])
+def test_a_client_that_leaves_ends_every_choice(
+    serve: Callable[..., Served], pb_utils: FakePbUtils, end: Callable[..., None], channelled: bool
+) -> None:
+    served = serve(slow=True, max_running=3)  # one of the choices waits
+    channel = open_channel(served) if channelled else None
+    answer = served.ask(
+        n=4, max_tokens=LONG, ignore_eos=True, request_id="mine", **(on(0) if channelled else {})
+    )
+    wait_until(lambda: bool(channel.deltas(2)) if channel else bool(answer.metas))
+    end(served, answer)
+    assert answer.wait().refusal[0] is RefusalCode.CANCELLED
+    wait_until(lambda: served.busy() == 0)
+    wait_until(lambda: pb_utils.metric("requests_total", finish_reason="cancelled").value == 4)
+    assert served.service._choices == served.service._requests == {}
+    if channelled:
+        assert served.ask(n=4, max_tokens=2, **on(0)).wait().refusal is None, "its numbers are free again"
+
+
+def test_the_deadline_of_a_choice_that_waits_is_the_requests(serve: Callable[..., Served]) -> None:
+    served = serve(slow=True, max_running=1)
+    answer = served.ask(n=2, max_tokens=LONG, ignore_eos=True, deadline_ms=300).wait()
+    assert answer.refusal[0] is RefusalCode.DEADLINE_EXCEEDED
+    wait_until(lambda: served.busy() == 0)
+
+
+@pytest.mark.parametrize("channelled", [False, True])
+def test_an_error_of_one_choice_ends_the_request_and_leaves_nothing_of_the_others(
+    serve: Callable[..., Served],
+    pb_utils: FakePbUtils,
+    monkeypatch: pytest.MonkeyPatch,
+    channelled: bool,
+) -> None:
+    steps = itertools.count()
+
+    def spoil(self: Slow, *arguments: Any) -> torch.Tensor:
+        hidden = self._model.forward(*arguments)
+        if next(steps) == 5:
+            hidden[1] = torch.nan
+        return hidden
+
+    monkeypatch.setattr(Slow, "forward", spoil)
+    served = serve(slow=True)
+    if channelled:
+        open_channel(served)
+    where = on(0) if channelled else {}
+    failed = served.ask(n=3, max_tokens=LONG, ignore_eos=True, **where).wait()
+    assert failed.refusal[0] is RefusalCode.INTERNAL
+    wait_until(lambda: served.busy() == 0)
+    wait_until(lambda: pb_utils.metric("requests_total", finish_reason="cancelled").value == 2)
+    wait_until(lambda: pb_utils.metric("requests_total", finish_reason="error").value == 1)
+    assert served.service._choices == served.service._requests == {}
+    assert told(served.ask(n=3, max_tokens=3), 3)
+
+
+def test_a_reader_that_fails_under_one_choice_ends_all(serve: Callable[..., Served]) -> None:
+    sends = itertools.count()
+
+    def fail_later() -> None:
+        if next(sends) == 2:
+            raise OSError("the stream is gone")
+
+    served = serve(slow=True)
+    broken = served.ask(responder=FakeResponder(on_send=fail_later), n=4, max_tokens=LONG, ignore_eos=True)
+    assert broken.wait().refusal[0] is RefusalCode.INTERNAL
+    wait_until(lambda: served.busy() == 0)
+    assert served.service._choices == served.service._requests == {}
+
+
+def test_a_lost_channel_ends_every_choice_on_it(serve: Callable[..., Served]) -> None:
+    served = serve(slow=True)
+    channel = open_channel(served)
+    own = served.ask(n=3, max_tokens=LONG, ignore_eos=True, **on(0))
+    wait_until(lambda: bool(channel.deltas(2)))
+    channel.gone = True
+    assert own.wait().refusal[0] is RefusalCode.CHANNEL_LOST
+    wait_until(lambda: served.busy() == 0)
+
+
+def test_nothing_of_a_request_that_was_refused_goes_to_the_channel(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its numbers may be another's by then."""
+    served = serve(slow=True)
+    channel = open_channel(served)
+    served.ask(n=2, max_tokens=LONG, ignore_eos=True, **on(0))
+    wait_until(lambda: bool(channel.deltas(1)))
+    (request,) = served.service._requests.values()
+    choice = request.choices[1]
+    monkeypatch.setattr(served.service, "choice_closed", lambda _: None)  # so that the engine goes on
+    served.service._sender.refuse(request, RefusalCode.INTERNAL, "for this test")
+    for _ in range(2):
+        sampled, sent = choice.completion_tokens, len(channel.deltas(1))
+        wait_until(lambda sampled=sampled: choice.completion_tokens > sampled + 5)
+    assert choice.sendable
+    assert len(channel.deltas(1)) == sent
+
+
+def test_what_cannot_be_sampled_has_the_floor_for_its_log_probability(text: ChatText) -> None:
+    """JSON has no infinity."""
+    asked = Generation(request_id="r", logprobs=1)
+    choice = Choice("r", 0, asked, text.tokenizer, text.answer(asked))
+    impossible = float("-inf")
+    logprobs = TokenLogprobs(id=300, logprob=impossible, top=((300, impossible), (301, -1.5)))
+    choice.take(TokenOutput(request_id="r", prompt_tokens=3, token_id=300, logprobs=logprobs))
+    _, meta = choice.last_response()
+    (token,) = meta.logprobs or ()
+    assert token.logprob == -9999
+    assert [top.logprob for top in token.top] == [-9999, -1.5]
+    assert b"null" not in encode_meta(meta)

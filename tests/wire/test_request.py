@@ -4,15 +4,19 @@ import msgspec
 import pytest
 
 from wire.grammar import Grammar
-from wire.sampling import (
+from wire.request import (
     Cancel,
     ChannelStream,
+    Detokenize,
     Generation,
     OpenChannel,
     Probe,
-    decode_sampling,
-    encode_sampling,
+    Request,
+    Tokenize,
+    decode_request,
+    encode_request,
 )
+from wire.sampling import Sampling
 
 FULL = Generation(
     request_id="r",
@@ -46,32 +50,54 @@ FULL = Generation(
     return_token_ids=True,
     priority=-100,
     deadline_ms=1,
+    prompt_logprobs=20,
+    prompt_ranks=True,
 )
 
 
 def test_every_field_comes_back() -> None:
-    assert decode_sampling(encode_sampling(FULL)) == FULL
-    said = msgspec.json.decode(encode_sampling(FULL))
-    excluded = {"v", "stream", "quiet", "prompt_logprobs", "prompt_ranks"}
-    assert set(said) == {field.name for field in msgspec.structs.fields(Generation)} - excluded
-    whole = Generation(stream=False, prompt_logprobs=20, prompt_ranks=True)
-    assert decode_sampling(encode_sampling(whole)) == whole
-    assert encode_sampling(whole) == b'{"prompt_logprobs":20,"prompt_ranks":true,"stream":false}'
-    assert decode_sampling(b'{"stream":false,"quiet":true}') == Generation(stream=False, quiet=True)
+    assert decode_request(encode_request(FULL)) == FULL
+    document = msgspec.json.decode(encode_request(FULL))
+    assert set(document) == {field.name for field in msgspec.structs.fields(Generation)} - {"v"}
+
+
+def test_a_generation_is_sampled_as_its_sampling_says() -> None:
+    shared = {name: getattr(FULL, name) for name in Sampling.__struct_fields__}
+    assert Sampling(**shared) == msgspec.convert(shared, Sampling)
+    assert set(Sampling.__struct_fields__) < set(Generation.__struct_fields__)
 
 
 def test_nothing_is_a_generation_with_every_default() -> None:
-    assert decode_sampling(b"") == decode_sampling(b"{}") == Generation()
-    assert encode_sampling(Generation()) == b"{}"
+    assert decode_request(b"") == decode_request(b"{}") == Generation()
+    assert encode_request(Generation()) == b"{}"
 
 
-def test_cancels_and_probes_are_told_apart_by_their_keys() -> None:
-    assert decode_sampling(b'{"cancel":"r"}') == Cancel("r")
-    assert decode_sampling(b'{"probe":true,"v":1}') == Probe(probe=True)
-    assert decode_sampling(encode_sampling(Cancel("r"))) == Cancel("r")
-    assert decode_sampling(encode_sampling(Probe(probe=True))) == Probe(probe=True)
-    assert decode_sampling(b'{"open_channel":"c"}') == OpenChannel("c")
-    assert decode_sampling(encode_sampling(OpenChannel("c"))) == OpenChannel("c")
+@pytest.mark.parametrize(
+    ("document", "request_"),
+    [
+        (b'{"cancel":"r"}', Cancel("r")),
+        (b'{"probe":true,"v":1}', Probe(probe=True)),
+        (b'{"open_channel":"c"}', OpenChannel("c")),
+        (b'{"tokenize":"text"}', Tokenize(tokenize="text")),
+        (
+            b'{"tokenize":"text","prefix":true,"strings":true,"deadline_ms":5}',
+            Tokenize(tokenize="text", prefix=True, strings=True, deadline_ms=5),
+        ),
+        (
+            b'{"tokenize":"conversation","role":"observation","add_generation_prompt":false}',
+            Tokenize(tokenize="conversation", role="observation", add_generation_prompt=False),
+        ),
+        (
+            b'{"tokenize":"conversation","answer_metadata":"now"}',
+            Tokenize(tokenize="conversation", answer_metadata="now"),
+        ),
+        (b'{"detokenize":[]}', Detokenize(detokenize=[])),
+        (b'{"detokenize":[1,64790],"strings":true}', Detokenize(detokenize=[1, 64790], strings=True)),
+    ],
+)
+def test_the_other_kinds_are_distinguished_by_their_keys(document: bytes, request_: Request) -> None:
+    assert decode_request(document) == request_
+    assert decode_request(encode_request(request_)) == request_
 
 
 @pytest.mark.parametrize(
@@ -87,13 +113,21 @@ def test_cancels_and_probes_are_told_apart_by_their_keys() -> None:
         (b'{"channel":"c"}', "channel"),
         (b'{"channel":{"id":"c"}}', "stream"),
         (b'{"channel":{"id":"c","stream":-1}}', "stream"),
-        (b'{"channel":{"id":"c","stream":1},"stream":false}', "not streamed"),
-        (b'{"channel":{"id":"c","stream":1},"prompt_logprobs":0}', "exclude a channel"),
-        (b'{"prompt_ranks":true}', "not asked for"),
-        (b'{"quiet":true}', "not streamed"),
-        (b'{"quiet":true,"stream":false,"n":2}', "one answer"),
-        (b'{"quiet":true,"stream":false,"prompt_logprobs":0}', "without prompt_logprobs"),
+        (b'{"prompt_ranks":true}', "which are absent"),
         (b'{"channel":{"id":"c","stream":9223372036854775807},"n":2}', "int64"),
+        (b'{"stream":true}', "stream"),
+        (b'{"tokenize":"words"}', "tokenize"),
+        (b'{"tokenize":"text","detokenize":[1]}', "detokenize"),
+        (b'{"tokenize":"text","max_tokens":1}', "max_tokens"),
+        (b'{"tokenize":"text","role":"system"}', "belong to a conversation"),
+        (b'{"tokenize":"text","answer_metadata":""}', "belong to a conversation"),
+        (b'{"tokenize":"conversation","prefix":true}', "belongs to text"),
+        (
+            b'{"tokenize":"conversation","answer_metadata":"a","add_generation_prompt":false}',
+            "after which the answer",
+        ),
+        (b'{"detokenize":[-1]}', "detokenize"),
+        (b'{"detokenize":[1],"prefix":true}', "prefix"),
         (b'{"choices":2}', "choices"),
         (b'{"v":2}', r"\$\.v"),
         (b'{"logit_bias":{"x":1}}', "logit_bias"),
@@ -103,7 +137,7 @@ def test_cancels_and_probes_are_told_apart_by_their_keys() -> None:
 )
 def test_what_no_kind_knows_is_refused(document: bytes, where: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=where):
-        decode_sampling(document)
+        decode_request(document)
 
 
 @pytest.mark.parametrize(
@@ -150,13 +184,13 @@ def test_what_no_kind_knows_is_refused(document: bytes, where: str) -> None:
 )
 def test_ranges(field: str, inside: list[Any], outside: list[Any]) -> None:
     for value in inside:
-        decode_sampling(msgspec.json.encode({field: value}))
+        decode_request(msgspec.json.encode({field: value}))
     for value in outside:
         with pytest.raises(msgspec.ValidationError, match=field):
-            decode_sampling(msgspec.json.encode({field: value}))
+            decode_request(msgspec.json.encode({field: value}))
 
 
 @pytest.mark.parametrize("document", [b"{", b"{'seed': 1}", b'{"temperature": NaN}'])
 def test_what_is_not_json_is_refused(document: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
-        decode_sampling(document)
+        decode_request(document)

@@ -9,7 +9,7 @@ import pytest
 from tests.triton_models.serving.fakes import FakePbUtils, wait_until
 from triton_models.engine.sequence import FinishReason
 from triton_models.engine.stats import EngineStats
-from triton_models.serving.metrics import PREFIX, EngineMetrics
+from triton_models.serving.report import PREFIX, EngineMetrics
 
 
 @dataclass
