@@ -13,8 +13,7 @@ from typing import Any
 import click
 
 from triton_models.embedded.errors import OptionsError
-from triton_models.embedded.model_flags import model_flags
-from triton_models.embedded.models import ModelOptions, Served, write_models
+from triton_models.embedded.models import model_flags, write_models
 from triton_models.tracing import trace_arguments
 
 _SERVER = "tritonserver"
@@ -32,20 +31,18 @@ def main(  # noqa: D103 - the module's docstring is its help
     arguments: tuple[str, ...],
     **flags: Any,
 ) -> None:
-    options = ModelOptions(device=device, **flags)
     repository = Path(tempfile.mkdtemp(prefix="repository-"))
     try:
-        served = write_models(repository, models, options)
+        served = write_models(repository, models, device=device, options=flags)
     except OptionsError as error:
         raise click.ClickException(str(error)) from None
-    own = [*server_arguments(repository, served), *trace_arguments(options.trace_endpoint)]
+    own = [*server_arguments(repository, served), *trace_arguments(flags["trace_endpoint"])]
     os.execvp(_SERVER, [_SERVER, *own, *arguments])  # noqa: S606 - what we are for
 
 
-def server_arguments(repository: Path, served: list[Served]) -> list[str]:
+def server_arguments(repository: Path, served: list[str]) -> list[str]:
     """Return what tritonserver needs to know of the entries: where they are; to load them side by side."""
-    entries = sum(len(model.entries) for model in served)
-    return [f"--model-repository={repository}", f"--model-load-thread-count={entries + 1}"]
+    return [f"--model-repository={repository}", f"--model-load-thread-count={len(served) + 1}"]
 
 
 if __name__ == "__main__":

@@ -1,25 +1,23 @@
 """A packed environment on the real tritonserver: every place that `EXECUTION_ENV_PATH` can name."""
 
-import contextlib
+import asyncio
 import json
 import shutil
 import sys
-import threading
+import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
+import grpc
 import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
 
-from triton_models.embedded.client import CallError, TritonClient
-from triton_models.embedded.environments import EnvironmentClaim
 from triton_models.embedded.installation import find_installation
-from triton_models.embedded.log import ServerLog
-from triton_models.embedded.ports import Ports, choose
-from triton_models.embedded.rundir import RunDirectory
-from triton_models.embedded.server import TritonServer
+from triton_models.embedded.server import HOST, Ports, TritonServer
+from triton_models.embedded.warden import RunDirectory, environments
 from triton_models.environment import build_environment, pack_environment
+from wire.strings import unpack_strings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -59,15 +57,14 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pack_environment(folder / "environment", folder / "x.tar.gz").path
 
 
-@dataclass
 class Bare:
     """A tritonserver without models, and without a supervisor."""
 
-    repository: Path
-    client: TritonClient
-    http: str
-    unpacked: set[str]
-    """Triton's folder of what it unpacked, once there is one."""
+    def __init__(self, repository: Path, server: TritonServer, channel: grpc.Channel) -> None:
+        self.repository = repository
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        key, _, value = server.key.partition("=")
+        self._metadata = ((f"triton-grpc-protocol-{key}", value),)
 
     def add(self, name: str, place: str) -> None:
         (self.repository / name / "1").mkdir(parents=True)
@@ -75,36 +72,40 @@ class Bare:
         (self.repository / name / "1" / "model.py").write_text(MODEL)
 
     def load(self, name: str) -> None:
-        claim = contextlib.nullcontext() if self.unpacked else EnvironmentClaim(self.unpacked.update)
-        with claim:
-            assert self.client.load(name).wait(TIMEOUT_S)
+        request = pb.RepositoryModelLoadRequest(model_name=name)
+        self._stub.RepositoryModelLoad(request, timeout=TIMEOUT_S, metadata=self._metadata)
 
     def ask(self, name: str) -> dict[str, str]:
-        body = {"inputs": [{"name": "any", "shape": [1], "datatype": "INT32", "data": [1]}]}
-        answer = httpx.post(f"{self.http}/v2/models/{name}/infer", json=body, timeout=TIMEOUT_S)
-        seen: dict[str, str] = json.loads(answer.json()["outputs"][0]["data"][0])
+        request = pb.ModelInferRequest(model_name=name)
+        request.inputs.add(name="any", datatype="INT32", shape=[1])
+        request.raw_input_contents.append(b"\1\0\0\0")
+        (raw,) = self._stub.ModelInfer(request, timeout=TIMEOUT_S).raw_output_contents
+        seen: dict[str, str] = json.loads(unpack_strings(raw)[0])
         return seen
+
+
+async def start(server: TritonServer) -> None:
+    await (await server.start()).aclose()
 
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bare]:
     repository = tmp_path_factory.mktemp("repository")
-    run = RunDirectory.create()
+    run = RunDirectory.create(Path(tempfile.gettempdir()))
     installation = find_installation()
     installation.link_backends(run.backends)
-    log = ServerLog(run.log)
-    ports = choose(Ports())
-    server = TritonServer(installation, run, repository, ports, log)
-    unpacked: set[str] = set()
+    server = TritonServer(installation, run, repository, Ports())
+    others = environments()
     try:
-        with server.start(threading.Event()) as client:
-            yield Bare(repository, client, f"http://127.0.0.1:{ports.http}", unpacked)
+        asyncio.run(start(server))
+        with grpc.insecure_channel(f"{HOST}:{server.ports.grpc}") as channel:
+            yield Bare(repository, server, channel)
     finally:
         server.stop()
-        log.close()
         run.remove()
-        for name in unpacked:  # a server that is stopped early leaves it
-            shutil.rmtree(Path("/tmp") / name, ignore_errors=True)  # noqa: S108 - where Triton unpacks it
+        for name in environments() - others:  # a server that is stopped early leaves it
+            if any((Path("/tmp") / name).iterdir()):  # noqa: S108 - where Triton unpacks it
+                shutil.rmtree(Path("/tmp") / name, ignore_errors=True)  # noqa: S108
 
 
 def test_every_place_that_triton_documents(bare: Bare, archive: Path) -> None:
@@ -137,7 +138,7 @@ def test_entries_with_the_same_archive_share_what_was_unpacked(bare: Bare, archi
 
 def test_an_archive_that_is_not_there_is_the_loads_error(bare: Bare) -> None:
     bare.add("absent", "$$TRITON_MODEL_DIRECTORY/nowhere.tar.gz")
-    with pytest.raises(CallError, match=r"nowhere\.tar\.gz"):
+    with pytest.raises(grpc.RpcError, match=r"nowhere\.tar\.gz"):
         bare.load("absent")
 
 

@@ -45,11 +45,11 @@ class UpProcess:
     def __init__(self, *arguments: str, command: Path = TRITONGATE) -> None:
         self.port, http, grpc, metrics = free_ports(4)
         self.base_url = f"http://127.0.0.1:{self.port}"
-        self.triton_http = f"http://127.0.0.1:{http}"
-        self.triton_grpc = f"127.0.0.1:{grpc}"
+        self.kserve_http = f"http://127.0.0.1:{http}"
+        self.kserve_grpc = f"127.0.0.1:{grpc}"
         self.triton_metrics = f"http://127.0.0.1:{metrics}/metrics"
-        ports = {"--port": self.port, "--triton-http-port": http, "--triton-grpc-port": grpc}
-        ports["--triton-metrics-port"] = metrics
+        ports = {"--port": self.port, "--kserve-http-port": http, "--kserve-grpc-port": grpc}
+        ports["--metrics-port"] = metrics
         flags = [text for name, port in ports.items() for text in (name, str(port))]
         self._known: dict[int, psutil.Process] = {}
         self.output = ""
@@ -108,6 +108,20 @@ class UpProcess:
 
     def server(self) -> psutil.Process:
         return self.find("bin/tritonserver")
+
+    @property
+    def triton_grpc(self) -> str:
+        """Address of the private Triton, for what needs no key."""
+        return "127.0.0.1:" + self._server_flag("--grpc-port")
+
+    @property
+    def repository_key(self) -> str:
+        """What the private Triton requires for everything else, as KEY=VALUE."""
+        return self._server_flag("--grpc-restricted-protocol").partition(":")[2]
+
+    def _server_flag(self, name: str) -> str:
+        (found,) = [word for word in command_of(self.server()) if word.startswith(f"{name}=")]
+        return found.partition("=")[2]
 
     def supervisor(self) -> psutil.Process:
         return self.find("", "-m", "triton_models.embedded")

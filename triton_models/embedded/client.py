@@ -1,18 +1,17 @@
-"""The part of Triton's protocol that loading and watching need, over one synchronous channel."""
+"""The part of Triton's protocol that loading and watching need, over one channel."""
 
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import grpc
+import grpc.aio
 import msgspec
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from triton_models.embedded.errors import LoadError
-from wire import history, names, strings
+from triton_models.embedded.errors import CallError
+from wire import names, strings
 from wire.meta import Meta, ProbeReport, decode_meta
-from wire.sampling import Generation, Probe, encode_sampling
+from wire.request import Probe, encode_request
 
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # proxies set in the environment are not for 127.0.0.1
@@ -24,178 +23,104 @@ _OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 5_000),
 )
 
-
 _CONNECTION_LOST = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 
 
-class CallError(LoadError):
-    """Triton answered a call with an error, or not in time."""
-
-    def __init__(self, message: str, *, timed_out: bool = False, by_server: bool = False) -> None:
-        super().__init__(message, by_server=by_server)
-        self.timed_out = timed_out
-
-
-@dataclass(frozen=True, slots=True)
-class EntryState:
-    """An entry in the repository's index."""
-
-    state: str
-    """READY, LOADING, UNLOADING, UNAVAILABLE, or empty for one that was never loaded."""
-    reason: str
-
-    @property
-    def gone(self) -> bool:
-        """Whether no part of it is in memory."""
-        return self.state in {"", "UNAVAILABLE"}
-
-    @property
-    def unloaded(self) -> bool:
-        """Whether it was unloaded on purpose, or never loaded."""
-        return self.gone and self.reason in {"", "unloaded"}
-
-
 class TritonClient:
-    """Calls one server. Usable from several threads."""
+    """Calls one server.
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+    Args:
+        address: host:port of its gRPC endpoint.
+        key: what it requires for loading and unloading, as KEY=VALUE; None: nothing.
+    """
+
+    def __init__(self, address: str, key: str | None = None) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        name, _, value = (key or "").partition("=")
+        self._key = ((f"triton-grpc-protocol-{name}", value),) if name else ()
 
-    def __enter__(self) -> Self:
-        return self
+    async def aclose(self) -> None:
+        """Close the channel; calls in progress are cancelled."""
+        await self._channel.close()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the channel; calls in flight fail, in all threads."""
-        self._channel.close()
-
-    def live(self, timeout_s: float) -> bool:
+    async def live(self, timeout_s: float) -> bool:
         """Ask whether the server is live."""
         try:
-            return bool(self._stub.ServerLive(pb.ServerLiveRequest(), timeout=timeout_s).live)
-        except grpc.RpcError:
+            return bool((await self._call("ServerLive", pb.ServerLiveRequest(), timeout_s)).live)
+        except CallError:
             return False
 
-    def load(self, entry: str) -> "PendingCall":
-        """Begin to load `entry`; Triton answers when it is ready, after its warm-up."""
-        return PendingCall(
-            self._stub.RepositoryModelLoad.future(pb.RepositoryModelLoadRequest(model_name=entry))
-        )
+    async def load(self, entry: str) -> None:
+        """Load `entry`; returns when it is ready, after its warm-up, which may take minutes.
 
-    def unload(self, entry: str, timeout_s: float) -> None:
+        Raises:
+            CallError: Triton could not load it, or is gone.
+        """
+        await self._call("RepositoryModelLoad", pb.RepositoryModelLoadRequest(model_name=entry), None)
+
+    async def unload(self, entry: str, timeout_s: float) -> None:
         """Ask Triton to unload `entry`; it answers at once, and only then waits for the entry's streams.
 
         Raises:
             CallError: Triton refused, or did not answer in time.
         """
-        try:
-            self._stub.RepositoryModelUnload(
-                pb.RepositoryModelUnloadRequest(model_name=entry), timeout=timeout_s
-            )
-        except grpc.RpcError as error:
-            raise _call_error(error) from error
+        request = pb.RepositoryModelUnloadRequest(model_name=entry)
+        await self._call("RepositoryModelUnload", request, timeout_s)
 
-    def state(self, entry: str, timeout_s: float) -> EntryState:
-        """Look `entry` up in the repository's index.
+    async def unloaded(self, entry: str, timeout_s: float) -> bool:
+        """Whether `entry` was unloaded on purpose or never loaded, or is being loaded or unloaded.
 
-        Raises:
-            CallError: Triton did not answer in time, or is gone.
+        False if Triton does not say so in time.
         """
         try:
-            index = self._stub.RepositoryIndex(pb.RepositoryIndexRequest(), timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise _call_error(error) from error
+            index = await self._call("RepositoryIndex", pb.RepositoryIndexRequest(), timeout_s)
+        except CallError:
+            return False
         for model in index.models:
             if model.name == entry:
-                return EntryState(model.state, model.reason)
-        return EntryState("", "")
+                gone = model.state in {"", "UNAVAILABLE"} and model.reason in {"", "unloaded"}
+                return gone or model.state in {"LOADING", "UNLOADING"}
+        return True
 
-    def probe(self, entry: str, timeout_s: float) -> ProbeReport:
-        """Probe the engine of the stream entry `entry`; the probe overtakes all waiting generations.
-
-        Raises:
-            CallError: the answer is an error, is late, or holds no report.
-        """
-        for meta in self._ask(entry, Probe(probe=True), "", names.URGENT_PRIORITY, timeout_s):
-            if meta.probe is not None:
-                return meta.probe
-        raise CallError("the probe's answer holds no report")
-
-    def generate(self, entry: str, timeout_s: float) -> None:
-        """Let the stream entry `entry` generate one token.
-
-        Raises:
-            CallError: the answer is an error, is late, or ends without a final response.
-        """
-        wanted = Generation(request_id="health-check", max_tokens=1)
-        metas = self._ask(entry, wanted, "你好", names.DEFAULT_PRIORITY, timeout_s)
-        if not any(meta.finish_reason is not None for meta in metas):
-            raise CallError("a generation of one token ended without its final response")
-
-    def _ask(
-        self, entry: str, sampling: Generation | Probe, prompt: str, priority: int, timeout_s: float
-    ) -> list[Meta]:
-        """Return the `meta` of every response to one request, after the stream has ended on its own.
+    async def probe(self, entry: str, timeout_s: float) -> ProbeReport:
+        """Ask the model of `entry` how its engine is.
 
         The stream is read to its end because of a leak in tritonserver 2.51: a stream that is cancelled while
         its final response is on the way keeps a reference to the model, so the entry can never be unloaded
         again.
 
         Raises:
-            CallError: a response is an error or cannot be read, or the stream does not end in time.
+            CallError: the answer is an error, is late, or holds no report.
         """
-        call = self._stream(entry, sampling, prompt, priority, timeout_s)
-        try:
-            return [meta for response in call if (meta := _meta(response)) is not None]
-        except grpc.RpcError as error:
-            raise _call_error(error) from error
-        finally:
-            call.cancel()
-
-    def _stream(
-        self, entry: str, sampling: Generation | Probe, prompt: str, priority: int, timeout_s: float
-    ) -> Any:
         values = {
-            names.PROMPT: prompt.encode(),
-            names.HISTORY: history.encode_history([]),
-            names.SAMPLING: encode_sampling(sampling),
+            names.PROMPT: b"",
+            names.HISTORY: b"",
+            names.SAMPLING: encode_request(Probe(probe=True)),
         }
         request = pb.ModelInferRequest(model_name=entry)
         for name, value in values.items():
             request.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
             request.raw_input_contents.append(strings.pack_strings([value]))
-        request.parameters["priority"].uint64_param = priority
         # Without the empty final response, the stream of a request without answers would never end.
         request.parameters["triton_enable_empty_final_response"].bool_param = True
-        return self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
-
-
-class PendingCall:
-    """A call whose answer may take minutes."""
-
-    def __init__(self, future: Any) -> None:
-        self._future = future
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the answer; False if it has not come yet.
-
-        Raises:
-            CallError: the answer is an error, or the server is gone.
-        """
+        call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
         try:
-            self._future.result(timeout=timeout_s)
-        except grpc.FutureTimeoutError:
-            return False
-        except grpc.FutureCancelledError as error:
-            raise CallError("cancelled") from error
+            metas = [meta async for response in call if (meta := _meta(response)) is not None]
         except grpc.RpcError as error:
             raise _call_error(error) from error
-        return True
+        finally:
+            call.cancel()
+        for meta in metas:
+            if meta.probe is not None:
+                return meta.probe
+        raise CallError("the probe's answer holds no report")
+
+    async def _call(self, method: str, request: Any, timeout_s: float | None) -> Any:
+        try:
+            return await getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._key)
+        except grpc.RpcError as error:
+            raise _call_error(error) from error
 
 
 def _meta(response: Any) -> Meta | None:
@@ -206,9 +131,8 @@ def _meta(response: Any) -> Meta | None:
     """
     if response.error_message:
         raise CallError(response.error_message)
-    for output, raw in zip(
-        response.infer_response.outputs, response.infer_response.raw_output_contents, strict=True
-    ):
+    outputs = response.infer_response.outputs
+    for output, raw in zip(outputs, response.infer_response.raw_output_contents, strict=True):
         if output.name == names.META:
             try:
                 return decode_meta(strings.unpack_strings(raw)[0])
@@ -218,7 +142,7 @@ def _meta(response: Any) -> Meta | None:
 
 
 def _call_error(error: Any) -> CallError:
-    """Wrap a `grpc.RpcError`, which is also the call that it ended."""
+    """Wrap a `grpc.RpcError`."""
     code = error.code()
     return CallError(
         error.details() or str(code),

@@ -3,11 +3,9 @@
 EmbeddedError
 ├── OptionsError     a model argument that cannot be served
 ├── PlatformError    something on the machine or in the environment is missing, or of the wrong version
-├── PortInUseError   another process listens there already
-├── ServerError      tritonserver did not start, died or hangs
-├── LoadError        a model could not be loaded or unloaded, or does not answer
-│   └── GivenUpError Triton took its process for dead while that was starting
-└── StoppedError     not a fault: the stop request came while waiting
+├── ServerError      tritonserver cannot be started, died or hangs
+└── LoadError        a model could not be loaded, or does not answer
+    └── CallError    Triton answered a call with an error, or not in time
 
 Each message is one line for the person at the terminal.
 """
@@ -25,35 +23,29 @@ class PlatformError(EmbeddedError):
     """The machine or the Python environment cannot run the wheel's tritonserver."""
 
 
-class PortInUseError(EmbeddedError):
-    """A port that was requested by number is in use, or cannot be bound."""
-
-
 class ServerError(EmbeddedError):
-    """The server process did not become live, or is no longer live."""
+    """The server's port is in use, its process did not become live, or is no longer live.
+
+    `crashed`: a signal ended it, and not its own decision.
+    """
+
+    def __init__(self, message: str, *, crashed: bool = False) -> None:
+        super().__init__(message)
+        self.crashed = crashed
 
 
 class LoadError(EmbeddedError):
-    """Triton refused to load an entry, or the loaded entry does not answer.
+    """Triton refused to load a model, or the loaded model does not answer."""
 
-    `by_server`: whether the server itself reported the error; otherwise the cause may be the server's death.
+
+class CallError(LoadError):
+    """Triton answered a call with an error, or not in time.
+
+    `timed_out`: there was no answer in time. `by_server`: the server itself reported the error; otherwise the
+    cause may be the server's death.
     """
 
-    def __init__(self, message: str, *, by_server: bool = False) -> None:
+    def __init__(self, message: str, *, timed_out: bool = False, by_server: bool = False) -> None:
         super().__init__(message)
+        self.timed_out = timed_out
         self.by_server = by_server
-
-
-class GivenUpError(LoadError):
-    """Triton took an entry's process for dead while that was starting. The next attempt may well succeed.
-
-    That is what Triton (2.51) concludes when a process has not run for a second, as on a machine whose
-    processors or memory others use. It then waits for the end of the process, and does not bring it about.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("Triton gave its process up while that was starting", by_server=True)
-
-
-class StoppedError(EmbeddedError):
-    """The supervisor is stopping, so the result of the interrupted wait no longer matters."""

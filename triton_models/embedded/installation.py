@@ -1,10 +1,11 @@
-"""Finds the tritonserver inside the `nvidia-pytriton` wheel, and checks that it can run here."""
+"""What this machine offers: the tritonserver inside the `nvidia-pytriton` wheel, and a device for models."""
 
 import ctypes
 import importlib.metadata
 import importlib.util
 import os
 import platform
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ _GLIBC = (2, 35)
 _NUMPY_MAJOR = 1
 """The stub is built against numpy 1: under numpy 2 every string tensor arrives as garbage."""
 _INSTALL = "pip install 'tritongate[embedded]'"
+_TORCH = "import torch; raise SystemExit(0 if torch.cuda.is_available() else 1)"
+_TORCH_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +49,13 @@ class Installation:
 
         The stub starts the first `python3` on PATH, so this interpreter's folder is put first.
         """
-        environment = dict(inherited)
-        environment["PATH"] = os.pathsep.join(
-            [str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)]
-        )
-        libraries = [str(folder) for folder in self.library_path]
-        if inherited.get("LD_LIBRARY_PATH"):
-            libraries.append(inherited["LD_LIBRARY_PATH"])
-        environment["LD_LIBRARY_PATH"] = os.pathsep.join(libraries)
-        environment["TMPDIR"] = str(temporary)
-        return environment
+        libraries = [str(folder) for folder in self.library_path] + [inherited.get("LD_LIBRARY_PATH", "")]
+        own = {
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)]),
+            "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
+            "TMPDIR": str(temporary),
+        }
+        return {**inherited, **own}
 
 
 def find_installation() -> Installation:
@@ -66,8 +66,6 @@ def find_installation() -> Installation:
     """
     _check_machine()
     _check_numpy()
-    if importlib.util.find_spec("psutil") is None:
-        raise PlatformError(f"psutil is not installed: {_INSTALL}")
     spec = importlib.util.find_spec("pytriton")
     if spec is None or not spec.submodule_search_locations:
         raise PlatformError(f"nvidia-pytriton, which carries tritonserver, is not installed: {_INSTALL}")
@@ -120,20 +118,60 @@ def _libpython_folder() -> tuple[Path, ...]:
     """
     library = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
     folder = Path(sysconfig.get_config_var("LIBDIR") or "/nowhere")
-    own = folder / library
-    if own.is_file():
-        _load(str(own))
-        return (folder,)
-    _load(library)
-    return ()
-
-
-def _load(library: str) -> None:
+    own = (folder / library).is_file()
     try:
-        ctypes.CDLL(library)
+        ctypes.CDLL(str(folder / library) if own else library)
     except OSError as error:
         raise PlatformError(
-            f"{Path(library).name}, which Triton's Python backend links, cannot be loaded ({error}): "
+            f"{library}, which Triton's Python backend links, cannot be loaded ({error}): "
             f"install the shared library of Python {platform.python_version()} "
             f"(Debian: libpython3.{sys.version_info.minor}; pyenv: --enable-shared)"
         ) from error
+    return (folder,) if own else ()
+
+
+def choose_device(asked: str) -> tuple[str, str]:
+    """Return the device, `cpu` or `cuda:N`, and the reason; `auto` is the first GPU that torch can use.
+
+    Raises:
+        PlatformError: `asked` is not a device name, the driver shows no GPU with that number, or torch does
+            not say in time whether it can use one.
+    """
+    gpus = _gpu_count()
+    if asked == "auto":
+        if gpus == 0:
+            return "cpu", "no NVIDIA driver or GPU was found"
+        if not _torch_uses_gpu():
+            return "cpu", "torch cannot use the GPU here (a CPU build?)"
+        return "cuda:0", "the first GPU"
+    if asked != "cpu":
+        number = asked.removeprefix("cuda:")
+        if number == asked or not number.isdecimal():
+            raise PlatformError(f"--device {asked}: it is auto, cpu or cuda:N")
+        if int(number) >= gpus:
+            raise PlatformError(f"--device {asked}: GPUs that the driver shows: {gpus}")
+    return asked, "asked for"
+
+
+def _torch_uses_gpu() -> bool:
+    """Ask torch, of which a CPU build cannot use the GPU; in a child process, since its import is costly."""
+    command = [sys.executable, "-c", _TORCH]
+    try:
+        answer = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=_TORCH_TIMEOUT_S, check=False)  # noqa: S603 - our own command
+    except subprocess.TimeoutExpired:
+        raise PlatformError(
+            f"torch did not say within {_TORCH_TIMEOUT_S:.0f} s whether it can use the GPU: name --device"
+        ) from None
+    return answer.returncode == 0
+
+
+def _gpu_count() -> int:
+    """Return the driver's number of GPUs; 0 if there is no driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int()
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value

@@ -1,14 +1,18 @@
-"""Determines the served models: writes entries for `--model` arguments, or finds those of a repository."""
+"""The served models: their command-line flags, and the repository entries written or found for them.
 
-from dataclasses import dataclass
+A program with these flags must be able to report that parts of the engine are not installed: so what writes
+entries is imported only when it is needed.
+"""
+
+from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
+from typing import Any, TypeVar
 
-from triton_models.directory import format_evidence
+import click
+
 from triton_models.embedded.errors import OptionsError
-from triton_models.entries import ModelEntry, write_entries
-from triton_models.errors import CheckpointError
-from triton_models.signatures import Contract, choose_contract
-from wire import names
+from triton_models.options import OPTIONS, Option, Options, Value
 
 BUILT_IN_NAME = "chatglm3-demo"
 BUILT_IN_CHECKPOINT = Path(__file__).parent.parent / "checkpoints" / BUILT_IN_NAME
@@ -17,40 +21,24 @@ BUILT_IN_NOTICE = (
     "Serve a model of yours with --model DIR"
 )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """A model and the repository entries that serve it."""
-
-    name: str
-    stream: str
-    others: tuple[str, ...]
-    """Entries that load independently of the engine's: the tokenizer."""
-    dependents: tuple[str, ...] = ()
-    """Entries that must load after the engine's: the request/response entries `M`."""
-
-    @property
-    def entries(self) -> tuple[str, ...]:
-        """All entries of the model, those that load fastest first and those that depend on others last."""
-        return (*self.others, self.stream, *self.dependents)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """Options that apply to every model of one server; None leaves the choice to the engine."""
+def model_flags(command: F) -> F:
+    """Add a flag for each option to `command`, whose values are None where they are not set."""
+    return reduce(lambda decorated, option: _flag(option)(decorated), reversed(OPTIONS), command)
 
-    device: str = "cpu"
-    dtype: str | None = None
-    max_context: int | None = None
-    max_running: int | None = None
-    max_batched_tokens: int | None = None
-    burst_tokens: int | None = None
-    burst_steps: int | None = None
-    kv_memory_gib: float | None = None
-    trace_endpoint: str | None = None
-    """URL to which Triton and the models send spans by OTLP/HTTP."""
-    contracts: tuple[str, ...] = ()
-    """`[NAME=]CONTRACT` for entries `M`; one without a name applies to all models that no other names."""
+
+def _flag(option: Option) -> Callable[[F], F]:
+    def parse(_context: click.Context, _parameter: click.Parameter, text: str | None) -> Value | None:
+        try:
+            return None if text is None else option.parse(text)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
+
+    metavar = "|".join(option.choices) or {int: "N", float: "X", str: "TEXT"}[option.kind]
+    text = f"{option.help} [default: {option.default_text}]"
+    return click.option(option.flag, option.name, callback=parse, metavar=metavar, help=text)
 
 
 def read_model_argument(argument: str) -> tuple[str, Path]:
@@ -72,80 +60,39 @@ def read_model_argument(argument: str) -> tuple[str, Path]:
     return name, path
 
 
-def write_models(repository: Path, arguments: tuple[str, ...], options: ModelOptions) -> list[Served]:
+def write_models(repository: Path, arguments: tuple[str, ...], *, device: str, options: Options) -> list[str]:
     """Write the entries of the models in `arguments`, or of the built-in model if there are none.
 
+    Returns the models' names, which are also their entries'. All models have the same device (`cpu` or
+    `cuda:N`) and the same options; of these, those that are None are the engine's to choose.
+
     Raises:
-        OptionsError: an argument is not a checkpoint, a name is invalid or occurs twice, or a contract does
-            not exist or is for a model that is not served.
+        OptionsError: an argument is not a checkpoint, or a name is invalid or occurs twice.
     """
+    from triton_models.entries import ModelEntry, write_entry  # noqa: PLC0415 - see the module's docstring
+
+    chosen = {name: value for name, value in options.items() if value is not None}
     models = [read_model_argument(argument) for argument in arguments]
-    if not models:
-        models = [(BUILT_IN_NAME, BUILT_IN_CHECKPOINT)]
-    contracts = _read_contracts(options.contracts, {name for name, _ in models})
-    served: dict[str, Served] = {}
-    for name, path in models:
-        if name in served:
+    written: list[str] = []
+    for name, path in models or [(BUILT_IN_NAME, BUILT_IN_CHECKPOINT)]:
+        if name in written:
             raise OptionsError(f"two models are named {name!r}: write --model NAME=DIR to rename one")
         try:
-            entry = ModelEntry(
-                name=name,
-                checkpoint=str(path),
-                device=options.device,
-                dtype=options.dtype,
-                max_context=options.max_context,
-                max_running=options.max_running,
-                max_batched_tokens=options.max_batched_tokens,
-                burst_tokens=options.burst_tokens,
-                burst_steps=options.burst_steps,
-                kv_memory_gib=options.kv_memory_gib,
-                trace_endpoint=options.trace_endpoint,
-                contract=contracts.get(name, contracts.get("")) or _contract_of(path),
-            )
+            entry = ModelEntry(name=name, checkpoint=str(path), device=device, options=chosen)
         except ValueError as error:
             raise OptionsError(f"--model {path}: {error}") from error
-        write_entries(repository, model=entry)
-        served[name] = _served(repository, name)
-    return list(served.values())
+        write_entry(repository, model=entry)
+        written.append(name)
+    return written
 
 
-def find_models(repository: Path) -> list[Served]:
-    """Return the models whose entries are in an existing repository.
+def find_models(repository: Path) -> list[str]:
+    """Return the names of the entries in an existing repository.
 
     Raises:
-        OptionsError: it holds no stream entry.
+        OptionsError: it holds none.
     """
-    found = sorted(repository.glob(f"*{names.STREAM_SUFFIX}/config.pbtxt"))
+    found = sorted(config.parent.name for config in repository.glob("*/config.pbtxt"))
     if not found:
-        raise OptionsError(f"{repository} holds no entry whose name ends in {names.STREAM_SUFFIX}")
-    return [_served(repository, entry.parent.name.removesuffix(names.STREAM_SUFFIX)) for entry in found]
-
-
-def _read_contracts(arguments: tuple[str, ...], models: set[str]) -> dict[str, Contract]:
-    """Return the contract of each model named in `arguments`; the one for all others has the empty name."""
-    contracts: dict[str, Contract] = {}
-    for argument in arguments:
-        name, _, contract = argument.rpartition("=")
-        if name and name not in models:
-            raise OptionsError(f"--contract {argument}: no model is named {name!r}")
-        try:
-            contracts[name] = choose_contract(contract, None)
-        except ValueError as error:
-            raise OptionsError(f"--contract {argument}: {error}") from error
-    return contracts
-
-
-def _contract_of(checkpoint: Path) -> Contract:
-    try:
-        return choose_contract(None, format_evidence(checkpoint))
-    except CheckpointError:
-        # The entries report what is wrong with the checkpoint when they load.
-        return Contract.BATCHED
-
-
-def _served(repository: Path, name: str) -> Served:
-    others, dependents = (
-        tuple(entry for entry in entries if (repository / entry).is_dir())
-        for entries in ((names.tokenizer_entry(name),), (name,))
-    )
-    return Served(name=name, stream=names.stream_entry(name), others=others, dependents=dependents)
+        raise OptionsError(f"{repository} holds no model: no folder with a config.pbtxt")
+    return found

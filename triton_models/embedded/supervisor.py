@@ -1,206 +1,310 @@
-"""Keeps one tritonserver and its models running until it is told to stop."""
+"""Keeps one tritonserver and its models running until it is cancelled: one loop, in it one task a model."""
 
+import asyncio
+import enum
 import logging
-import threading
+import re
+import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Never
 
-from triton_models.embedded import ports
-from triton_models.embedded.backoff import Backoff
 from triton_models.embedded.client import TritonClient
-from triton_models.embedded.entry import Entry, EntryState, Surroundings
-from triton_models.embedded.errors import PortInUseError, ServerError, StoppedError
-from triton_models.embedded.installation import Installation
-from triton_models.embedded.log import ServerLog
-from triton_models.embedded.models import Served
-from triton_models.embedded.ports import HOST, Ports
-from triton_models.embedded.rundir import RunDirectory
-from triton_models.embedded.server import TritonServer
-from triton_models.embedded.watcher import EntryWatcher
-from wire.events import Event, Ready, ServerDown, ServerUp, Starting
+from triton_models.embedded.errors import CallError, EmbeddedError, LoadError, ServerError
+from triton_models.embedded.server import HOST, ServerLog, TritonServer
+from triton_models.embedded.warden import environments
+from wire.events import Event, Loading, ModelDown, ModelUp, Ready, ServerDown, ServerUp, Starting
 
 logger = logging.getLogger(__name__)
 
-_INTERVAL_S = 0.5
-_LIVE_TIMEOUT_S = 5.0
+_INTERVAL_S = 1.0
+"""Between two probes of a model, and between two reports about its load."""
+_CHECKS = 4
+"""Of a model's process, in that interval: the death of one is known sooner than its silence."""
+_CALL_TIMEOUT_S = 5.0
+"""For calls that Triton answers at once, if it is well."""
+_FIRST_PROBE_TIMEOUT_S = 60.0
+_MISSES = 3
+"""Failed probes in a row. Several, because a busy machine answers late; a full engine answers at once."""
+_LONGEST_HEARTBEAT_AGE_S = 60.0
+"""Far longer than any engine step: the longest is a chunk of prefill on a busy CPU."""
 _LIVE_MISSES = 6
 """Unanswered calls in a row, half a minute in all, after which the server is taken to hang."""
-_PORT_ATTEMPTS = 3
+_SERVER_DEATH_S = 10.0
+"""How long to wait after a failed call for a sign that the server died, before the model is blamed. Its
+warden's end is that sign, and comes after the end of all stubs, which may hold much memory."""
+_FIRST_CLAIM_S = 0.1
+"""How soon after the request to load the server's `python_env_*` folder is there."""
+_ABSENT_LIMIT = 10
+"""Checks in a row, one per second, that find no process of a model being loaded."""
+_CANCEL_S = 0.2
 _EARLY_CRASHES = 2
 """Most crashes before everything is ready that are answered by another start."""
-_JOIN_S = 1.0
+_FIRST_ATTEMPTS = 3
+"""Attempts at a first load while its process dies each time."""
+
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
+_STABLE_S = 60.0
+
+_DEAD_STUB = "is not healthy"
+"""Part of Triton's answer for a model whose stub died; it goes on reporting such a model as ready."""
+_DIED_LOADING = "its process died while loading; is there enough memory?"
+_LOAD_FAILURE = re.compile(r"is at UNAVAILABLE state: (?:Internal: )?(.*)", re.DOTALL)
+_TRACEBACK = re.compile(r"\s+At:\n.*", re.DOTALL)
+
+
+class ModelState(enum.Enum):
+    """The state of a model."""
+
+    LOADING = enum.auto()
+    """For the first time in this life of the server."""
+    UP = enum.auto()
+    DOWN = enum.auto()
+    """It failed and is being repaired."""
+    UNLOADED = enum.auto()
+    """It was unloaded through Triton's API, and is left alone until it is loaded through it again."""
+
+
+class Backoff:
+    """Pauses that double from 0.5 s up to 30 s, and start over after a minute without a failure."""
+
+    def __init__(self) -> None:
+        self._pause = 0.0
+        self._failed_at = -_STABLE_S
+
+    def failed(self) -> float:
+        """Record a failure; return the seconds to wait before the next attempt."""
+        now = time.monotonic()
+        calm = now - self._failed_at >= _STABLE_S + self._pause
+        self._pause = _FIRST_PAUSE_S if calm else min(2 * self._pause, _LONGEST_PAUSE_S)
+        self._failed_at = now
+        return self._pause
+
+
+@dataclass(slots=True)
+class _Model:
+    name: str
+    """Also its repository entry's."""
+    state: ModelState = ModelState.LOADING
+    deaths: int = 0
+    """First loads that ended with their process."""
+    stubs: set[int] = field(default_factory=set)
+    backoff: Backoff = field(default_factory=Backoff)
 
 
 class Supervisor:
     """Starts the server and its models, and restarts whatever dies.
 
     The first start must succeed as a whole, apart from what is worth another attempt: a server that crashed,
-    a process that Triton gave up. From `Ready` on, every failure is repaired.
+    a process that died while it loaded. From `Ready` on, every failure is repaired.
+
+    Args:
+        server: not yet started.
+        models: names of the repository entries to serve.
+        emit: told everything that happens.
     """
 
-    def __init__(
-        self,
-        *,
-        installation: Installation,
-        run: RunDirectory,
-        repository: Path,
-        models: list[Served],
-        asked_ports: Ports,
-        log: ServerLog,
-        emit: Callable[[Event], None],
-        arguments: Sequence[str] = (),
-    ) -> None:
-        self._installation = installation
-        self._run_directory = run
-        self._repository = repository
-        self._models = models
-        self._asked_ports = asked_ports
-        self._log = log
+    def __init__(self, server: TritonServer, models: Sequence[str], emit: Callable[[Event], None]) -> None:
+        self._server = server
+        self._models = [_Model(name) for name in models]
         self._emit = emit
-        self._arguments = arguments
         self._ready = False
+        self._loading = asyncio.Lock()
+        """Held by the model that loads: peak memory is one checkpoint's, and the log has one progress bar."""
 
-    def run(self, stop: threading.Event) -> None:
-        """Supervise until `stop` is set; on return, nothing of the server remains. For the main thread.
+    async def run(self) -> Never:
+        """Supervise until cancelled; on return, nothing of the server remains. For the main thread.
 
         Raises:
-            PortInUseError: a requested port is in use.
-            ServerError: the server did not start, or died before it was ready.
+            ServerError: a requested port is in use, the server did not start, or died before it was ready.
             LoadError: a model could not be loaded at the first start.
         """
-        self._emit(Starting(str(self._log.path)))
-        backoff = Backoff()
-        early_crashes = 0
-        try:
-            server, client = self._first_start(stop)
-        except StoppedError:
-            return
+        self._emit(Starting(str(self._server.log.path)))
+        backoff, down, early_crashes = Backoff(), False, 0
         try:
             while True:
-                reason = self._live(server, client, stop)
-                crashed = server.crashed
-                early_crashes += crashed
-                server.kill()
-                if not self._ready and not (crashed and early_crashes <= _EARLY_CRASHES):
-                    raise ServerError(reason)
-                client = self._restart(server, reason, backoff, stop)
-        except StoppedError:
-            return
+                try:
+                    client = await self._server.start()
+                    if down:
+                        self._emit(ServerUp())
+                    await self._live(client)
+                except ServerError as error:
+                    self._server.stop()
+                    early_crashes += error.crashed
+                    if not self._ready and not (error.crashed and early_crashes <= _EARLY_CRASHES):
+                        raise
+                    down, pause = True, backoff.failed()
+                    logger.warning("tritonserver is down: %s", error)
+                    self._emit(ServerDown(str(error), pause))
+                    await asyncio.sleep(pause)
         finally:
-            server.stop()
+            self._server.stop()
 
-    def _first_start(self, stop: threading.Event) -> tuple[TritonServer, TritonClient]:
-        """Start the server on the requested ports; if any is ours to choose, retry with other choices."""
-        attempts = _PORT_ATTEMPTS if self._asked_ports.any_free else 1
-        while True:
-            attempts -= 1
-            chosen = ports.choose(self._asked_ports)
-            server = TritonServer(
-                self._installation,
-                self._run_directory,
-                self._repository,
-                chosen,
-                self._log,
-                arguments=self._arguments,
-            )
-            try:
-                return server, server.start(stop)
-            except ServerError:
-                # Another process can take a free port after we choose it and before the server binds it.
-                if not attempts or not _taken(chosen):
-                    raise
-
-    def _restart(
-        self, server: TritonServer, reason: str, backoff: Backoff, stop: threading.Event
-    ) -> TritonClient:
-        while True:
-            pause = backoff.failed()
-            logger.warning("tritonserver is down: %s", reason)
-            self._emit(ServerDown(reason, pause))
-            if stop.wait(pause):
-                raise StoppedError
-            try:
-                client = server.start(stop)
-            except ServerError as error:
-                if not self._ready:
-                    raise
-                reason = str(error)
-                continue
-            self._emit(ServerUp())
-            return client
-
-    def _live(self, server: TritonServer, client: TritonClient, stop: threading.Event) -> str:
-        """Watch one life of the server; return the reason why it ended.
+    async def _live(self, client: TritonClient) -> None:
+        """Watch one life of the server.
 
         Raises:
+            ServerError: it ended, or hangs, or only a new one can help a model.
             LoadError: a model could not be loaded at the first start.
-            StoppedError: `stop` was set.
         """
-        around = Surroundings(
-            server=server,
-            client=client,
-            run=self._run_directory,
-            log=self._log,
-            emit=self._emit,
-            over=threading.Event(),
-            loading=threading.Lock(),
-        )
-        watchers = [
-            EntryWatcher(
-                Entry(
-                    name=name,
-                    model=model.name,
-                    engine=name == model.stream,
-                    needs=model.stream if name in model.dependents else None,
-                ),
-                around,
-                must_load=not self._ready,
-            )
-            for model in self._models
-            for name in model.entries
-        ]
-        for watcher in watchers:
-            watcher.start()
+        tasks = [asyncio.create_task(self._keep(client, model)) for model in self._models]
+        tasks.append(asyncio.create_task(self._watch_server(client)))
         try:
-            return self._watch(server, client, watchers, stop)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except EmbeddedError:
+            raise
+        except Exception as error:
+            logger.exception("watching failed")
+            raise ServerError(f"watching failed: {error!r}") from error
         finally:
-            around.over.set()
-            client.close()  # makes the calls that the watchers wait for fail
-            for watcher in watchers:
-                watcher.join(_JOIN_S)
+            running = set(tasks)
+            while running:  # repeated: a call that is cancelled may end with another error
+                for task in running:
+                    task.cancel()
+                _, running = await asyncio.wait(running, timeout=_CANCEL_S)
+            await client.aclose()
 
-    def _watch(
-        self, server: TritonServer, client: TritonClient, watchers: list[EntryWatcher], stop: threading.Event
-    ) -> str:
+    async def _watch_server(self, client: TritonClient) -> Never:
+        """Raise a ServerError when the server has died or hangs."""
         misses = 0
-        while not stop.wait(_INTERVAL_S):
-            if not server.alive():
-                return server.end_reason()
-            misses = 0 if client.live(_LIVE_TIMEOUT_S) else misses + 1
+        while True:
+            if (end := self._server.end()) is not None:
+                raise end
+            misses = 0 if await client.live(_CALL_TIMEOUT_S) else misses + 1
             if misses >= _LIVE_MISSES:
-                return "tritonserver does not answer"
-            for watcher in watchers:
-                if isinstance(watcher.failure, ServerError):
-                    return str(watcher.failure)
-                if watcher.failure is not None:
-                    raise watcher.failure
-            if not self._ready and all(watcher.state is EntryState.UP for watcher in watchers):
-                self._ready = True
-                self._emit(self._ready_event(server.ports))
-        raise StoppedError
+                raise ServerError("tritonserver does not answer")
+            self._server.log.trim()
+            await asyncio.sleep(_INTERVAL_S / _CHECKS)
 
-    def _ready_event(self, chosen: Ports) -> Ready:
-        return Ready(
-            grpc=f"{HOST}:{chosen.grpc}",
-            http=f"{HOST}:{chosen.http}",
-            metrics=f"{HOST}:{chosen.metrics}",
-            models=[model.name for model in self._models],
-        )
+    async def _keep(self, client: TritonClient, model: _Model) -> Never:
+        """Load the model, then probe it; one that died or is stuck is unloaded and loaded again.
+
+        Raises:
+            LoadError: a load failed at the first start.
+            ServerError: only a new server can help.
+        """
+        model.state = ModelState.LOADING
+        while True:
+            try:
+                await self._load(client, model)
+                fault = await self._watch(client, model)
+            except CallError as error:
+                fault = str(error)
+                if not error.by_server:
+                    # A dying server makes calls fail before its death is noticed: not the model's fault.
+                    await asyncio.sleep(_SERVER_DEATH_S)
+                model.deaths += fault == _DIED_LOADING
+                if not self._ready and (fault != _DIED_LOADING or model.deaths == _FIRST_ATTEMPTS):
+                    raise LoadError(f"{model.name}: {fault}") from error
+            logger.warning("%s is down: %s", model.name, fault)
+            model.state = ModelState.DOWN
+            self._emit(ModelDown(model.name, fault))
+            await self._clear(client, model)
+            await asyncio.sleep(model.backoff.failed())
+
+    async def _load(self, client: TritonClient, model: _Model) -> None:
+        """Load the model, and wait until its engine has answered a probe.
+
+        Raises:
+            CallError: Triton refused, or the model does not answer.
+            ServerError: the load will never end.
+        """
+        async with self._loading:
+            await self._await_load(client, model)
+        await client.probe(model.name, _FIRST_PROBE_TIMEOUT_S)
+        logger.info("%s is up", model.name)
+        if model.state is ModelState.DOWN:
+            self._emit(ModelUp(model.name))
+        model.state = ModelState.UP
+        model.stubs = self._server.stubs(model.name)
+        if not self._ready and all(each.state is ModelState.UP for each in self._models):
+            self._ready = True
+            ports, names = self._server.ports, [each.name for each in self._models]
+            grpc, metrics = f"{HOST}:{ports.grpc}", f"{HOST}:{ports.metrics}"
+            self._emit(Ready(grpc=grpc, metrics=metrics, repository_key=self._server.key, models=names))
+
+    async def _await_load(self, client: TritonClient, model: _Model) -> None:
+        started = time.monotonic()
+        self._emit(Loading(model.name, 0.0))
+        self._server.log.begin_load()
+        before, absent, pause = environments(), 0, _FIRST_CLAIM_S
+        call = asyncio.create_task(client.load(model.name))
+        try:
+            while not (await asyncio.wait({call}, timeout=pause))[0]:
+                pause = _INTERVAL_S
+                self._server.run.claim_environment(before)
+                elapsed_s = round(time.monotonic() - started, 1)
+                self._emit(Loading(model.name, elapsed_s, self._server.log.progress))
+                # Triton waits for ever for a stub that dies before it has reported to Triton.
+                absent = 0 if self._server.stubs(model.name) else absent + 1
+                if absent == _ABSENT_LIMIT:
+                    raise ServerError(f"{model.name}: its process is gone, and Triton goes on waiting for it")
+            await call
+        except CallError as error:
+            cause = load_failure(str(error), self._server.log)
+            raise CallError(cause, by_server=error.by_server) from error
+        finally:
+            call.cancel()
+            self._server.run.claim_environment(before)
+
+    async def _watch(self, client: TritonClient, model: _Model) -> str:
+        """Watch the model until something is wrong with it; return what is wrong."""
+        misses = 0
+        while True:
+            fault, certain = await self._examine(client, model)
+            if fault is None:
+                misses = 0
+                model.state = ModelState.UP
+            elif await client.unloaded(model.name, _CALL_TIMEOUT_S):
+                misses = 0  # a client of Triton's API unloaded it or is loading it
+                model.state = ModelState.UNLOADED
+            else:
+                misses += 1
+                if certain or misses >= _MISSES:
+                    return fault
+
+    async def _examine(self, client: TritonClient, model: _Model) -> tuple[str | None, bool]:
+        """Return what is wrong (None: nothing), and whether a single check is sufficient proof."""
+        for _ in range(_CHECKS):
+            await asyncio.sleep(_INTERVAL_S / _CHECKS)
+            if not any(self._server.stub_runs(pid, model.name) for pid in model.stubs):
+                model.stubs = self._server.stubs(model.name)  # somebody may have loaded it anew
+                if not model.stubs:
+                    return "its process died", True
+        try:
+            report = await client.probe(model.name, _CALL_TIMEOUT_S)
+        except CallError as error:
+            if error.timed_out:
+                return f"no answer to a probe within {_CALL_TIMEOUT_S:.0f} s", False
+            return f"a probe was refused: {error}", _DEAD_STUB in str(error)
+        if report.heartbeat_age_s > _LONGEST_HEARTBEAT_AGE_S:
+            return f"its engine has not moved for {report.heartbeat_age_s:.0f} s", True
+        return None, False
+
+    async def _clear(self, client: TritonClient, model: _Model) -> None:
+        """Unload a model that failed: loading does nothing while Triton considers it ready.
+
+        Streams that were running on a dead stub never end, so its instance remains UNLOADING until the server
+        stops. But it holds no memory any more, and a load creates a new instance.
+        """
+        # A stuck stub would delay its own unloading, and keep its memory beside the new stub's.
+        self._server.kill_stubs(model.name)
+        try:
+            await client.unload(model.name, _CALL_TIMEOUT_S)
+        except CallError as error:
+            logger.warning("unloading %s: %s", model.name, error)
 
 
-def _taken(chosen: Ports) -> bool:
-    try:
-        ports.choose(chosen)
-    except PortInUseError:
-        return True
-    return False
+def load_failure(message: str, log: ServerLog) -> str:
+    """Return why Triton could not load a model, in one line without a traceback."""
+    found = _LOAD_FAILURE.search(message)
+    if found is not None:
+        message = found[1]
+    elif (error := log.last_error) is not None:
+        message = f"{message}: {error}"
+    if _DEAD_STUB in message:
+        return _DIED_LOADING
+    return " ".join(_TRACEBACK.sub("", message).split()).rstrip(";")

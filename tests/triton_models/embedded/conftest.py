@@ -1,7 +1,6 @@
-"""A started `python -m triton_models.embedded`, with the fake stream entry, and its process tree."""
+"""A started `python -m triton_models.embedded`, with the fake model, and its process tree."""
 
 import contextlib
-import json
 import os
 import queue
 import shutil
@@ -18,12 +17,11 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from tests.triton_models.embedded.scripted_triton import Watched
-from triton_models.embedded import load, watcher
-from triton_models.entries import ModelEntry, write_entries
-from wire import events, names
+from triton_models.entries import ModelEntry, write_entry
+from wire import events
 
-FAKE_STREAM = Path(__file__).with_name("fake_stream.py")
+MODEL = "fake"
+FAKE_MODEL = Path(__file__).with_name("fake_model.py")
 TIMEOUT_S = 60.0
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's mount point
 
@@ -53,7 +51,7 @@ class Tree:
 
     def find(self, part: str) -> psutil.Process:
         """Return the one living process whose program, or Python module, ends in `part`."""
-        found = [process for process in self.living() if any(a.endswith(part) for a in process.cmdline()[:3])]
+        found = [process for process in self.living() if any(a.endswith(part) for a in process.cmdline()[:4])]
         assert len(found) == 1, found
         return found[0]
 
@@ -73,7 +71,7 @@ class Tree:
         self._runs = list((self.folder / f"tritongate-{os.getuid()}").iterdir())
         assert len(self._runs) == 1
         assert list(SHARED_MEMORY.glob(f"tritongate_{self._runs[0].name}_*"))
-        claims = json.loads((self._runs[0] / "environments.json").read_text())
+        claims = (self._runs[0] / "environments").read_text().split()
         self._environments = [Path(tempfile.gettempdir()) / name for name in claims]
         assert any(environment.exists() for environment in self._environments)
 
@@ -139,14 +137,12 @@ def lives(process: psutil.Process) -> bool:
 
 
 def write_fake(folder: Path) -> tuple[Path, Path]:
-    """Write a repository with the entry `fake-stream`; return it and its checkpoint."""
+    """Write a repository with the entry `fake`; return it and its checkpoint."""
     repository, checkpoint = folder / "repository", folder / "checkpoint"
     repository.mkdir()
     checkpoint.mkdir()
-    write_entries(repository, model=ModelEntry(name="fake", checkpoint=str(checkpoint)))
-    shutil.copy(FAKE_STREAM, repository / names.stream_entry("fake") / "1" / "model.py")
-    for needless in (names.tokenizer_entry("fake"), "fake"):
-        shutil.rmtree(repository / needless)
+    write_entry(repository, model=ModelEntry(name=MODEL, checkpoint=str(checkpoint)))
+    shutil.copy(FAKE_MODEL, repository / MODEL / "1" / "model.py")
     return repository, checkpoint
 
 
@@ -192,19 +188,3 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
         yield embedded
     finally:
         embedded.close()
-
-
-@pytest.fixture
-def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    """An entry over a scripted Triton, with every pause cut short."""
-    for name in ("_INTERVAL_S", "CALL_TIMEOUT_S", "_SERVER_DEATH_S", "_UNLOAD_TIMEOUT_S"):
-        monkeypatch.setattr(watcher, name, 0.01)
-    for name in ("_INTERVAL_S", "_NEEDED_INTERVAL_S"):
-        monkeypatch.setattr(load, name, 0.01)
-    monkeypatch.setattr("triton_models.embedded.backoff._FIRST_S", 0.01)
-    made = Watched(tmp_path)
-    yield made
-    made.over.set()
-    made.watcher.join(60)
-    assert not made.watcher._thread.is_alive()
-    made.around.log.close()

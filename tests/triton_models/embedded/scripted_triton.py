@@ -1,131 +1,132 @@
-"""A scripted Triton, and one entry's watcher over it."""
+"""A scripted Triton, and one model's supervisor over it."""
 
+import asyncio
 import itertools
-import queue
-import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from triton_models.embedded import watcher
-from triton_models.embedded.client import CallError, EntryState
-from triton_models.embedded.entry import Entry, Surroundings
-from triton_models.embedded.log import ServerLog
-from triton_models.embedded.rundir import RunDirectory
-from triton_models.embedded.watcher import EntryWatcher
+from triton_models.embedded.errors import CallError, ServerError
+from triton_models.embedded.server import Ports, ServerLog
+from triton_models.embedded.supervisor import ModelState, Supervisor
+from triton_models.embedded.warden import RunDirectory
+from wire.events import Event
 from wire.meta import ProbeReport
-
-if TYPE_CHECKING:
-    from wire.events import Event
 
 WELL = ProbeReport(heartbeat_age_s=0.1, running=0, waiting=0, format="chatglm3", max_context=1)
 
 
-class Stub:
+class Triton:
+    """Server and client in one: a model that loads and answers, until told otherwise."""
+
+    ports, key = Ports(grpc=1, metrics=2), "name=value"
     _pids = itertools.count(1)
 
-    def __init__(self) -> None:
-        self.alive = True
-        self.pid = next(self._pids)
-
-    def is_running(self) -> bool:
-        return self.alive
-
-    def status(self) -> str:
-        return "sleeping"
-
-    def kill(self) -> None:
-        self.alive = False
-
-
-class Triton:
-    """Server and client in one: an entry that loads and answers, until told otherwise."""
-
-    def __init__(self) -> None:
-        self.state_ = EntryState("", "")
-        self.processes: list[Stub] = []
-        self.answers: queue.Queue[ProbeReport | CallError] = queue.Queue()
-        self.load_error: CallError | None = None
-        self.refusals: list[CallError] = []
-        self.hangs = False
+    def __init__(self, folder: Path) -> None:
+        self.run = RunDirectory(folder)
+        self.log = ServerLog(self.run.log)
+        self.run.log.touch()
         self.calls: list[str] = []
+        self.processes: set[int] = set()
+        self.answers: list[ProbeReport | CallError | Exception] = []
+        """Of the next probes."""
+        self.load_errors: list[CallError] = []
+        """Of the next loads."""
+        self.hangs = False
+        self.answers_live = True
+        self.unloaded_by_somebody = False
+        self.ends: list[ServerError] = []
+        """How it ends, soon after it was started, as often as this has entries."""
 
-    def stubs(self, _: str) -> list[Stub]:
-        return [stub for stub in self.processes if stub.alive]
-
-    def kill_stubs(self, name: str) -> None:
-        for stub in self.stubs(name):
-            stub.kill()
-
-    def load(self, _: str) -> "Triton":
-        self.calls.append("load")
+    async def start(self) -> "Triton":
+        self.calls.append("start")
         return self
 
-    def wait(self, _: float) -> bool:
-        if self.hangs:
-            return False
-        if self.load_error is not None:
-            raise self.load_error
-        self.processes = [Stub()]
-        self.state_ = EntryState("READY", "")
-        return True
+    def end(self) -> ServerError | None:
+        return self.ends.pop(0) if self.ends and "load" in self.calls else None
 
-    def generate(self, *_: Any) -> None:
-        self.calls.append("generate")
-        if self.refusals:
-            raise self.refusals.pop()
+    def stop(self) -> None:
+        self.calls.append("stop")
+        self.processes.clear()
 
-    def unload(self, *_: Any) -> None:
+    async def aclose(self) -> None:
+        pass
+
+    async def live(self, _: float) -> bool:
+        return self.answers_live
+
+    def stubs(self, _: str) -> set[int]:
+        return set(self.processes)
+
+    def stub_runs(self, pid: int, _: str) -> bool:
+        return pid in self.processes
+
+    def kill_stubs(self, _: str) -> None:
+        self.processes.clear()
+
+    async def load(self, _: str) -> None:
+        self.calls.append("load")
+        while self.hangs:  # noqa: ASYNC110 - set by tests
+            await asyncio.sleep(0.01)
+        if self.load_errors:
+            raise self.load_errors.pop(0)
+        self.processes = {next(self._pids)}
+
+    async def unload(self, *_: Any) -> None:
         self.calls.append("unload")
-        self.state_ = EntryState("UNAVAILABLE", "unloaded")
 
-    def state(self, *_: Any) -> EntryState:
-        return self.state_
+    async def unloaded(self, *_: Any) -> bool:
+        return self.unloaded_by_somebody
 
-    def probe(self, *_: Any) -> ProbeReport:
-        try:
-            answer = self.answers.get_nowait()
-        except queue.Empty:
-            return WELL
-        if isinstance(answer, CallError):
+    async def probe(self, *_: Any) -> ProbeReport:
+        answer = self.answers.pop(0) if self.answers else WELL
+        if isinstance(answer, Exception):
             raise answer
         return answer
 
 
 class Watched:
-    def __init__(self, folder: Path) -> None:
-        self.triton: Any = Triton()
-        self.told: queue.Queue[Event] = queue.Queue()
-        self.over = threading.Event()
-        run = RunDirectory(folder)
-        self.around = Surroundings(
-            server=self.triton,
-            client=self.triton,
-            run=run,
-            log=ServerLog(run.log),
-            emit=self.told.put,
-            over=self.over,
-            loading=threading.Lock(),
-        )
+    """The supervisor, and what it says."""
 
-    def start(self, *, must_load: bool = True, engine: bool = True, needs: str | None = None) -> EntryWatcher:
-        entry = Entry(name="m-stream", model="m", engine=engine, needs=needs)
-        self.watcher = EntryWatcher(entry, self.around, must_load=must_load)
-        self.watcher.start()
-        return self.watcher
+    def __init__(self, triton: Any) -> None:
+        self.triton = triton
+        self.seen: list[Event] = []
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self.supervisor = Supervisor(triton, ["m"], self._take)
+        self._running = asyncio.create_task(self.supervisor.run())
 
-    def next(self, kind: type) -> Any:
+    def _take(self, event: Event) -> None:
+        self.seen.append(event)
+        self._events.put_nowait(event)
+
+    @property
+    def state(self) -> ModelState:
+        return self.supervisor._models[0].state
+
+    async def next(self, kind: type) -> Any:
+        """Return the next event of this kind, or raise what ended the supervisor."""
         while True:
-            event = self.told.get(timeout=60)
-            if isinstance(event, kind):
+            take = asyncio.ensure_future(self._events.get())
+            await asyncio.wait({take, self._running}, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+            if not take.done():
+                take.cancel()
+                await self._running
+            if isinstance(event := take.result(), kind):
                 return event
 
-    def wait_up(self) -> None:
-        self.wait(lambda: self.watcher.state is watcher.EntryState.UP)
+    async def failure(self) -> Exception:
+        """Return what ended the supervisor."""
+        await asyncio.wait({self._running}, timeout=10)
+        failure = self._running.exception()
+        assert isinstance(failure, Exception)
+        return failure
 
-    @staticmethod
-    def wait(holds: Any) -> None:
-        for _ in range(6000):
-            if holds():
-                return
-            threading.Event().wait(0.01)
-        raise AssertionError
+    async def wait(self, holds: Callable[[], object]) -> None:
+        async with asyncio.timeout(10):
+            while not holds():  # noqa: ASYNC110 - anything may be waited for
+                await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        self._running.cancel()
+        await asyncio.wait({self._running}, timeout=10)
+        assert self.triton.calls[-1] == "stop"

@@ -10,7 +10,7 @@ import pytest
 
 from triton_models.embedded import installation
 from triton_models.embedded.errors import PlatformError
-from triton_models.embedded.installation import find_installation
+from triton_models.embedded.installation import choose_device, find_installation
 
 
 def missing(*absent: str) -> Callable[[str], Any]:
@@ -61,9 +61,8 @@ def test_numpy_two(monkeypatch: pytest.MonkeyPatch) -> None:
         find_installation()
 
 
-@pytest.mark.parametrize("package", ["pytriton", "psutil"])
-def test_a_missing_package(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", missing(package))
+def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", missing("pytriton"))
     with pytest.raises(PlatformError, match=r"not installed: pip install 'tritongate\[embedded\]'"):
         find_installation()
 
@@ -76,3 +75,42 @@ def test_a_missing_libpython(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(installation.ctypes, "CDLL", refuse)
     with pytest.raises(PlatformError, match=r"libpython3\.\d+\.so\.1\.0, which .* cannot be loaded .*Debian"):
         find_installation()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "torch_uses_gpu", "asked", "chosen"),
+    [
+        (0, True, "auto", "cpu"),
+        (2, True, "auto", "cuda:0"),
+        (2, False, "auto", "cpu"),
+        (2, True, "cpu", "cpu"),
+        (2, True, "cuda:1", "cuda:1"),
+    ],
+)
+def test_choice(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    torch_uses_gpu: bool,
+    asked: str,
+    chosen: str,
+) -> None:
+    monkeypatch.setattr(installation, "_gpu_count", lambda: gpus)
+    monkeypatch.setattr(installation, "_torch_uses_gpu", lambda: torch_uses_gpu)
+    name, reason = choose_device(asked)
+    assert name == chosen
+    assert reason
+
+
+@pytest.mark.parametrize("asked", ["cuda:2", "cuda", "gpu", "cuda:x", ""])
+def test_what_there_is_not(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    monkeypatch.setattr(installation, "_gpu_count", lambda: 2)
+    with pytest.raises(PlatformError, match="--device"):
+        choose_device(asked)
+
+
+def test_a_driver_that_hangs_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "_gpu_count", lambda: 1)
+    monkeypatch.setattr(installation, "_TORCH", "import time; time.sleep(60)")
+    monkeypatch.setattr(installation, "_TORCH_TIMEOUT_S", 0.1)
+    with pytest.raises(PlatformError, match="--device"):
+        choose_device("auto")

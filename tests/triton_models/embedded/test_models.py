@@ -1,18 +1,21 @@
-import re
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
+from click.testing import CliRunner
 
+from deploy.docker import start_triton
+from triton_models.embedded import __main__ as embedded
 from triton_models.embedded.errors import OptionsError
 from triton_models.embedded.models import (
     BUILT_IN_CHECKPOINT,
-    ModelOptions,
     find_models,
+    model_flags,
     read_model_argument,
     write_models,
 )
-
-GOLDEN = Path(__file__).parents[2] / "golden"
+from triton_models.options import OPTIONS
 
 
 @pytest.fixture
@@ -21,6 +24,32 @@ def checkpoint(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     return folder
+
+
+@click.command()
+@model_flags
+def command(**flags: Any) -> None:
+    click.echo(flags)
+
+
+def said(*arguments: str) -> str:
+    return CliRunner().invoke(command, arguments).output
+
+
+@pytest.mark.parametrize("program", [command, embedded.main, start_triton.main])
+def test_every_program_has_a_flag_for_each_option(program: click.Command) -> None:
+    assert {option.name for option in OPTIONS} <= {each.name for each in program.params}
+
+
+def test_flags_are_read_as_their_option_is() -> None:
+    given = said("--max-context", "2048", "--kv-memory-gib", "0.5", "--dtype", "bfloat16")
+    assert all(
+        text in given for text in ("'max_context': 2048", "'kv_memory_gib': 0.5", "'max_running': None")
+    )
+    assert "max_context must be at least 2, not 1" in said("--max-context", "1")
+    assert "'x' is not a whole number" in said("--max-context", "x")
+    assert "dtype must be auto, float32" in said("--dtype", "int8")
+    assert "[default: 128; 512 on a GPU]" in " ".join(said("--help").split())
 
 
 def test_a_model_is_named_by_its_folder_or_by_name(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,53 +73,27 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, checkpoint: Path) -> N
     with pytest.raises(OptionsError, match=r"no config\.json"):
         read_model_argument(str(tmp_path))
     with pytest.raises(OptionsError, match="two models are named 'glm'"):
-        write_models(tmp_path, (str(checkpoint), f"glm={checkpoint}"), ModelOptions())
+        write_models(tmp_path, (str(checkpoint), f"glm={checkpoint}"), device="cpu", options={})
     with pytest.raises(OptionsError, match="cannot be a model's name"):
-        write_models(tmp_path, (f"a b={checkpoint}",), ModelOptions())
+        write_models(tmp_path, (f"a b={checkpoint}",), device="cpu", options={})
 
 
 def test_entries_are_written_and_found(tmp_path: Path, checkpoint: Path) -> None:
     repository = tmp_path / "repository"
     repository.mkdir()
-    with pytest.raises(OptionsError, match="holds no entry"):
+    with pytest.raises(OptionsError, match="holds no model"):
         find_models(repository)
-    options = ModelOptions(dtype="float32", max_running=7, max_batched_tokens=99)
-    written = write_models(repository, (str(checkpoint), f"b={checkpoint}"), options)
-    assert [model.name for model in written] == ["glm", "b"]
-    assert written[0].entries == ("glm-tokenizer", "glm-stream", "glm")
-    config = (repository / "b-stream" / "config.pbtxt").read_text()
+    options = {"dtype": "float32", "max_running": 7, "max_batched_tokens": 99, "max_context": None}
+    models = (str(checkpoint), f"b={checkpoint}")
+    assert write_models(repository, models, device="cpu", options=options) == ["glm", "b"]
+    config = (repository / "b" / "config.pbtxt").read_text()
     assert all(f'string_value: "{value}"' in config for value in ("float32", 7, 99))
-    assert {model.name for model in find_models(repository)} == {"glm", "b"}
-
-
-def contract(repository: Path, name: str) -> str:
-    config = (repository / name / "config.pbtxt").read_text()
-    (found,) = re.findall(r'key: "contract"\s+value {\s+string_value: "(\w+)"', config)
-    return str(found)
-
-
-def test_the_contract_is_the_checkpoints_unless_it_is_chosen(tmp_path: Path) -> None:
-    golden = tuple(str(GOLDEN / name) for name in ("chatglm2", "chatglm3"))
-    write_models(tmp_path, golden, ModelOptions())
-    assert (contract(tmp_path, "chatglm2"), contract(tmp_path, "chatglm3")) == ("chatglm2", "batched")
-    write_models(tmp_path, golden, ModelOptions(contracts=("batched", "chatglm3=unbatched")))
-    assert (contract(tmp_path, "chatglm2"), contract(tmp_path, "chatglm3")) == ("batched", "unbatched")
-
-
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [("nobody=batched", "no model is named 'nobody'"), ("glm=v2", "batched, unbatched")],
-)
-def test_a_contract_that_cannot_be_is_refused(
-    tmp_path: Path, checkpoint: Path, argument: str, words: str
-) -> None:
-    with pytest.raises(OptionsError, match=words):
-        write_models(tmp_path, (str(checkpoint),), ModelOptions(contracts=(argument,)))
+    assert "max_context" not in config
+    assert find_models(repository) == ["b", "glm"]
 
 
 def test_the_built_in_model_is_served_where_none_is_named(tmp_path: Path) -> None:
-    (model,) = write_models(tmp_path, (), ModelOptions())
-    assert model.name == "chatglm3-demo"
-    assert str(BUILT_IN_CHECKPOINT) in (tmp_path / model.stream / "config.pbtxt").read_text()
+    assert write_models(tmp_path, (), device="cpu", options={}) == ["chatglm3-demo"]
+    assert str(BUILT_IN_CHECKPOINT) in (tmp_path / "chatglm3-demo" / "config.pbtxt").read_text()
     for name in ("config.json", "tokenizer.model", "tokenizer_config.json", "model.safetensors", "README.md"):
         assert (BUILT_IN_CHECKPOINT / name).is_file()

@@ -1,5 +1,6 @@
 """Whoever dies first, nothing is left: by pid, shared memory and folder."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from triton_models.embedded.client import TritonClient
-from triton_models.embedded.rundir import RunDirectory
+from triton_models.embedded.warden import RunDirectory
 from wire import events
 
 pytestmark = pytest.mark.e2e
@@ -33,7 +34,7 @@ def serve(ready):
     stopped.wait()
     return 0
 
-options = TritonOptions(http_port=0, grpc_port=0, metrics_port=0)
+options = TritonOptions(metrics_port=0)
 sys.exit(run_up(options, serve, sys.stderr))
 """
 
@@ -47,18 +48,17 @@ def test_the_supervisor_killed(embedded: Callable[..., Any], fake_repository: tu
 
 
 def test_supervisor_and_warden_killed_together(
-    embedded: Callable[..., Any], fake_repository: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    embedded: Callable[..., Any], fake_repository: tuple[Path, Path]
 ) -> None:
     """The kernel ends the server; the next start ends the stub and removes what is left."""
     started = embedded("--repository", str(fake_repository[0]))
     started.wait_for(events.Ready)
     os.kill(started.process.pid, signal.SIGSTOP)  # it must not repair anything between the two kills
-    started.find("warden").kill()
+    started.find("warden.py").kill()
     started.process.kill()
     started.process.wait(60)
     psutil.wait_procs([process for process in started.living() if process.name() == "tritonserver"], 60)
-    monkeypatch.setattr("tempfile.tempdir", str(started.folder))
-    RunDirectory.create().remove()
+    RunDirectory.create(started.folder).remove()
     started.wait_gone()
 
 
@@ -95,7 +95,7 @@ def test_a_broken_checkpoint_is_one_clear_line(
     started = embedded("--repository", str(repository))
     failed = started.wait_for(events.Failed)
     assert failed.message.startswith(
-        f"fake-stream: CheckpointError: {checkpoint}/model.safetensors: tensor 'a.b' is cut short (log: "
+        f"fake: CheckpointError: {checkpoint}/model.safetensors: tensor 'a.b' is cut short (log: "
     )
     assert "\n" not in failed.message
     assert Path(failed.message.rpartition("(log: ")[2].removesuffix(")")).exists()
@@ -106,7 +106,7 @@ def test_a_broken_checkpoint_is_one_clear_line(
 def test_a_broken_config_is_one_clear_line(
     embedded: Callable[..., Any], fake_repository: tuple[Path, Path]
 ) -> None:
-    (fake_repository[0] / "fake-stream" / "config.pbtxt").write_text("max_batch_size: many")
+    (fake_repository[0] / "fake" / "config.pbtxt").write_text("max_batch_size: many")
     started = embedded("--repository", str(fake_repository[0]))
     failed = started.wait_for(events.Failed)
     assert "failed to read text proto from" in failed.message
@@ -132,15 +132,14 @@ def test_a_missing_model(embedded: Callable[..., Any]) -> None:
     assert started.process.wait(60) == 1
 
 
-def test_the_built_in_model(embedded: Callable[..., Any]) -> None:
+async def test_the_built_in_model(embedded: Callable[..., Any]) -> None:
     """The only test here with the real engine."""
     started = embedded("--device", "cpu")
     notices = [started.wait_for(events.Notice), started.wait_for(events.Notice)]
     assert "a few pages by heart" in notices[1].message
     assert started.wait_for(events.Ready).models == ["chatglm3-demo"]
-    with TritonClient(started.ready.grpc) as client:
-        client.generate("chatglm3-demo-stream", 30)
-        assert client.probe("chatglm3-demo-stream", 10).format == "chatglm3"
+    async with contextlib.aclosing(TritonClient(started.ready.grpc)) as client:
+        assert (await client.probe("chatglm3-demo", 30)).format == "chatglm3"
     started.process.terminate()
     started.wait_gone()
     assert started.process.returncode == 0

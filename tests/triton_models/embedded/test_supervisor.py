@@ -1,198 +1,256 @@
-"""The running server under everything that can die or be stuck. The tests share one server, in order."""
+"""A model's life over a scripted Triton, with every pause cut short."""
 
-import queue
-import signal
-import time
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc
-import psutil
 import pytest
-from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc import service_pb2_grpc
 
-from tests.e2e.up_process import ABORTED, lives
-from triton_models.embedded.client import CallError, TritonClient
-from wire import events, names, strings
+from tests.triton_models.embedded.scripted_triton import WELL, Triton, Watched
+from triton_models.embedded import supervisor
+from triton_models.embedded.errors import CallError, LoadError, ServerError
+from triton_models.embedded.server import ServerLog
+from triton_models.embedded.supervisor import Backoff, ModelState, load_failure
+from wire import events
+from wire.meta import ProbeReport
 
-pytestmark = pytest.mark.e2e
-
-ENTRY = names.stream_entry("fake")
-_BOUND_S = 60.0
-
-
-def test_every_port_is_bound_to_loopback_only(shared: Any) -> None:
-    listening = [
-        connection.laddr
-        for process in shared.living()
-        for connection in process.net_connections(kind="inet")
-        if connection.status == psutil.CONN_LISTEN
-    ]
-    ready = shared.ready
-    announced = {int(address.rpartition(":")[2]) for address in (ready.http, ready.grpc, ready.metrics)}
-    assert {address.port for address in listening} == announced
-    assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+NO_FILE = CallError("no such file", by_server=True)
+DIED = CallError("is at UNAVAILABLE state: Internal: Stub process 'm_0_0' is not healthy.;", by_server=True)
+DIED_TEXT = "its process died while loading; is there enough memory?"
+NOT_READY = CallError("Request for unknown model: 'm' is not ready")
+TIMED_OUT = CallError("Deadline Exceeded", timed_out=True)
+STUCK = ProbeReport(heartbeat_age_s=61, running=9, waiting=9, format="chatglm3", max_context=1)
+SLOW = ProbeReport(heartbeat_age_s=59, running=9, waiting=9, format="chatglm3", max_context=1)
+CRASH = ServerError("killed by signal 9", crashed=True)
+LOAD_FAILURE = (
+    "load failed for model 'm': version 1 is at UNAVAILABLE state: Internal: "
+    "CheckpointError: /c/a.bin: tensor 'x'\n has no shape\n\n"
+    "At:\n  /site/build.py(3): build\n  /m/1/model.py(9): initialize\n;"
+)
 
 
-def test_probe_and_generation(shared: Any) -> None:
-    with TritonClient(shared.ready.grpc) as client:
-        assert client.probe(ENTRY, _BOUND_S).heartbeat_age_s == 0
-        client.generate(ENTRY, _BOUND_S)
-        with pytest.raises(CallError, match="unknown model"):
-            client.probe("no-such-entry", _BOUND_S)
+@pytest.fixture
+def triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Triton:
+    for name in ("_INTERVAL_S", "_SERVER_DEATH_S", "_FIRST_CLAIM_S", "_FIRST_PAUSE_S", "_LONGEST_PAUSE_S"):
+        monkeypatch.setattr(supervisor, name, 0.01)
+    return Triton(tmp_path)
 
 
-def test_a_stub_killed_under_load_is_replaced(shared: Any) -> None:
-    with grpc.insecure_channel(shared.ready.grpc) as channel:
-        streams = [_hanging_stream(channel) for _ in range(8)]
-        for stream in streams:
-            next(stream)  # accepted
-        old, server = shared.find("triton_python_backend_stub"), shared.find("tritonserver")
-        killed = time.monotonic()
-        old.send_signal(signal.SIGKILL)
-        said = _await_repair(shared, server)
-        assert not said or (said[0].model == "fake" and ENTRY in said[0].reason)
-        assert time.monotonic() - killed < 45
-        for stream in streams:
-            stream.cancel()
-    assert shared.find("triton_python_backend_stub").pid != old.pid
-    with TritonClient(shared.ready.grpc) as client:
-        client.generate(ENTRY, _BOUND_S)
+@pytest.fixture
+async def watched(triton: Triton) -> AsyncIterator[Watched]:
+    made = Watched(triton)
+    yield made
+    await made.close()
 
 
-def test_a_stuck_engine_is_replaced(shared: Any) -> None:
-    stopped, server = shared.folder / "checkpoint" / "stopped", shared.find("tritonserver")
-    stopped.touch()
-    down, *_ = _await_repair(shared, server)
-    stopped.unlink()
-    assert "has not moved" in down.reason
+async def test_ready_says_where_the_models_are_and_what_key_they_need(watched: Watched) -> None:
+    ready = await watched.next(events.Ready)
+    assert (ready.grpc, ready.metrics, ready.repository_key) == ("127.0.0.1:1", "127.0.0.1:2", "name=value")
+    assert ready.models == ["m"]
+    assert watched.triton.calls == ["start", "load"]
+    assert watched.state is ModelState.UP
 
 
-def test_a_reload_that_fails_is_tried_again(shared: Any) -> None:
-    broken = shared.folder / "checkpoint" / "broken"
-    broken.touch()
-    shared.find("triton_python_backend_stub").kill()
-    shared.wait_for(events.ModelDown)
-    down = shared.wait_for(events.ModelDown)
-    broken.unlink()
-    assert down.reason.endswith("model.safetensors: tensor 'a.b' is cut short")
-    shared.wait_for(events.ModelUp)
+async def test_a_first_load_that_fails_ends_it(triton: Triton, watched: Watched) -> None:
+    triton.load_errors = [NO_FILE]
+    failure = await watched.failure()
+    assert isinstance(failure, LoadError)
+    assert str(failure) == "m: no such file"
 
 
-def test_a_process_that_triton_gave_up_is_replaced(shared: Any) -> None:
-    checkpoint, server = shared.folder / "checkpoint", shared.find("tritonserver")
-    (checkpoint / "slow").touch()
-    shared.find("triton_python_backend_stub").kill()
-    process = _await_loading(checkpoint)
-    process.suspend()  # as on a machine that is busy with something else
-    time.sleep(4)
-    process.resume()
-    (checkpoint / "slow").unlink()
-    said = _await_repair(shared, server)
-    assert not said or said[-1].reason.endswith("Triton gave its process up while that was starting")
-    assert not lives(process)
+async def test_a_first_load_whose_model_does_not_answer_fails(triton: Triton, watched: Watched) -> None:
+    triton.answers = [CallError("the engine failed", by_server=True)]
+    assert str(await watched.failure()) == "m: the engine failed"
 
 
-def test_an_entry_that_somebody_unloaded_is_left_alone(shared: Any) -> None:
-    with TritonClient(shared.ready.grpc) as client:
-        client.unload(ENTRY, _BOUND_S)
-        with pytest.raises(queue.Empty):
-            shared.wait_for(events.ModelDown, timeout_s=4)
-        call = client.load(ENTRY)
-        assert call.wait(30)
-        client.generate(ENTRY, _BOUND_S)
+async def test_a_first_load_whose_process_died_is_tried_again(triton: Triton, watched: Watched) -> None:
+    triton.load_errors = [DIED] * 2
+    assert (await watched.next(events.ModelDown)).reason == DIED_TEXT
+    await watched.next(events.ModelDown)
+    await watched.next(events.ModelUp)
+    await watched.next(events.Ready)
+    assert triton.calls == ["start", *["load", "unload"] * 2, "load"]
 
 
-@pytest.mark.parametrize("victim", ["tritonserver", "warden"])
-def test_a_killed_server_or_warden_is_replaced_on_the_same_ports(shared: Any, victim: str) -> None:
-    before = shared.living()
-    killed = time.monotonic()
-    shared.find(victim).kill()
-    down = shared.wait_for(events.ServerDown)
-    assert "killed by signal 9" in down.reason
-    shared.wait_for(events.ServerUp)
-    assert time.monotonic() - killed < 45
-    with TritonClient(shared.ready.grpc) as client:
-        _await_generation(client)
-    assert not {process.pid for process in before} & {process.pid for process in shared.living()}
+async def test_the_third_process_that_dies_is_a_failed_first_load(triton: Triton, watched: Watched) -> None:
+    triton.load_errors = [DIED] * 3
+    assert str(await watched.failure()) == f"m: {DIED_TEXT}"
+    assert triton.calls.count("load") == 3
 
 
-def test_a_server_that_crashes_before_it_is_ready_has_two_more_attempts(
-    embedded: Callable[..., Any], fake_repository: tuple[Path, Path]
+async def test_after_a_process_that_died_a_first_load_can_still_fail(
+    triton: Triton, watched: Watched
 ) -> None:
-    repository, checkpoint = fake_repository
-    (checkpoint / "slow").touch()
-    started = embedded("--repository", str(repository))
+    triton.load_errors = [DIED, NO_FILE]
+    assert str(await watched.failure()) == "m: no such file"
+
+
+async def test_a_later_load_that_fails_is_tried_again(triton: Triton, watched: Watched) -> None:
+    await watched.next(events.Ready)
+    triton.load_errors = [NO_FILE, DIED, DIED, DIED, DIED]
+    triton.processes.clear()
+    reasons = [(await watched.next(events.ModelDown)).reason for _ in range(6)]
+    assert reasons == ["its process died", "no such file", *[DIED_TEXT] * 4]
+    await watched.next(events.ModelUp)
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ([TIMED_OUT] * 3, "no answer to a probe"),
+        ([NOT_READY] * 3, "a probe was refused: Request for unknown"),
+        ([CallError("Stub process 'm_0_0' is not healthy.")], "is not healthy"),
+        ([STUCK], "not moved"),
+    ],
+)
+async def test_a_model_that_does_not_answer_is_loaded_again(
+    triton: Triton, watched: Watched, answers: list[Any], reason: str
+) -> None:
+    await watched.next(events.Ready)
+    first = set(triton.processes)
+    triton.answers += answers
+    assert reason in (await watched.next(events.ModelDown)).reason
+    await watched.next(events.ModelUp)
+    assert triton.calls[2:] == ["unload", "load"]
+    assert not first & triton.processes
+
+
+async def test_two_misses_and_an_old_but_living_heartbeat_are_forgiven(
+    triton: Triton, watched: Watched
+) -> None:
+    await watched.next(events.Ready)
+    triton.answers += [TIMED_OUT, TIMED_OUT, SLOW, TIMED_OUT, TIMED_OUT, WELL]
+    await watched.wait(lambda: not triton.answers)
+    assert triton.calls == ["start", "load"]
+
+
+async def test_a_dead_process_is_seen_without_a_request(triton: Triton, watched: Watched) -> None:
+    await watched.next(events.Ready)
+    triton.processes.clear()
+    assert (await watched.next(events.ModelDown)).reason == "its process died"
+    await watched.next(events.ModelUp)
+
+
+async def test_a_process_that_somebody_replaced_is_no_fault(triton: Triton, watched: Watched) -> None:
+    await watched.next(events.Ready)
+    triton.processes = {-1}
+    await watched.wait(lambda: watched.supervisor._models[0].stubs == {-1})
+    assert triton.calls == ["start", "load"]
+
+
+async def test_what_somebody_unloaded_waits_until_it_is_loaded(triton: Triton, watched: Watched) -> None:
+    await watched.next(events.Ready)
+    triton.unloaded_by_somebody = True
+    triton.processes.clear()
+    await watched.wait(lambda: watched.state is ModelState.UNLOADED)
+    triton.processes = {-1}
+    await watched.wait(lambda: watched.state is ModelState.UP)
+    assert triton.calls == ["start", "load"]
+    assert not [event for event in watched.seen if isinstance(event, events.ModelDown)]
+
+
+async def test_a_load_whose_process_died_unseen_asks_for_a_new_server(
+    triton: Triton, watched: Watched
+) -> None:
+    await watched.next(events.Ready)
+    triton.hangs = True
+    triton.processes.clear()
+    await watched.next(events.ModelDown)
+    assert "goes on waiting" in (await watched.next(events.ServerDown)).reason
+    triton.hangs = False
+    await watched.next(events.ServerUp)
+
+
+async def test_a_fault_of_the_supervisor_asks_for_a_new_server(
+    triton: Triton, watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    await watched.next(events.Ready)
+    triton.answers.append(RuntimeError("unforeseen"))
+    assert "unforeseen" in (await watched.next(events.ServerDown)).reason
+    assert "Traceback" in caplog.text
+    await watched.next(events.ServerUp)
+
+
+async def test_a_server_that_died_or_hangs_is_started_again(triton: Triton, watched: Watched) -> None:
+    await watched.next(events.Ready)
+    triton.ends = [ServerError("it ended"), CRASH, CRASH, CRASH]
+    reasons = [(await watched.next(events.ServerDown)).reason for _ in range(4)]
+    assert reasons == ["it ended", *[str(CRASH)] * 3]
+    triton.answers_live = False
+    assert (await watched.next(events.ServerDown)).reason == "tritonserver does not answer"
+    triton.answers_live = True
+    await watched.next(events.ServerUp)
+    await watched.wait(lambda: watched.state is ModelState.UP)
+
+
+async def test_an_early_crash_is_answered_by_another_start(triton: Triton, watched: Watched) -> None:
+    triton.ends = [CRASH, CRASH]
+    triton.hangs = True
     for _ in range(2):
-        _await_loading(checkpoint)
-        started.find("tritonserver").kill()
-        assert "killed by signal 9" in started.wait_for(events.ServerDown).reason
-        started.wait_for(events.ServerUp)
-    _await_loading(checkpoint)
-    started.find("tritonserver").kill()
-    assert "killed by signal 9" in started.wait_for(events.Failed).message
-    assert started.process.wait(60) == 1
-    assert not started.living()
+        await watched.next(events.ServerDown)
+        await watched.next(events.ServerUp)
+    triton.hangs = False
+    await watched.next(events.Ready)
 
 
-def test_sigterm_leaves_nothing(shared: Any) -> None:
-    shared.process.terminate()
-    shared.wait_gone()
-    assert shared.process.returncode == 0
+@pytest.mark.parametrize("ends", [[CRASH] * 3, [ServerError("it ended")]])
+async def test_a_server_that_ends_early_by_itself_or_crashes_thrice_ends_it(
+    triton: Triton, watched: Watched, ends: list[ServerError]
+) -> None:
+    triton.ends = list(ends)
+    triton.hangs = True
+    assert await watched.failure() is ends[-1]
 
 
-def _await_repair(shared: Any, server: psutil.Process) -> list[events.ModelDown]:
-    """Wait until a model whose process was killed is up again; return what was said of its being down.
-
-    That may be nothing if `server` died of it, too (divergence 16), and only then.
-    """
-    downs: list[events.ModelDown] = []
-    while True:
-        event = shared.wait_for(events.ModelDown, events.ModelUp, events.ServerDown)
-        if isinstance(event, events.ModelDown):
-            downs.append(event)
-        elif isinstance(event, events.ModelUp):
-            assert downs
-            return downs
-        else:
-            assert event.reason == ABORTED
-            assert not lives(server)
-            shared.wait_for(events.ServerUp)
-            with TritonClient(shared.ready.grpc) as client:
-                _await_generation(client)
-            # The supervisor asks for a token of its own before it takes the entry to be up.
-            time.sleep(2)
-            return downs
+async def test_a_call_that_fails_with_its_server_is_not_the_models_fault(
+    triton: Triton, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await watched.next(events.Ready)
+    monkeypatch.setattr(supervisor, "_SERVER_DEATH_S", 60)
+    triton.processes.clear()
+    triton.load_errors = [CallError("Socket closed")]
+    await watched.next(events.ModelDown)
+    await watched.next(events.Loading)
+    triton.ends = [CRASH]
+    await watched.next(events.ServerDown)
+    assert len([event for event in watched.seen if isinstance(event, events.ModelDown)]) == 1
 
 
-def _await_generation(client: TritonClient) -> None:
-    deadline = time.monotonic() + 30
-    while True:
+async def test_a_stop_in_the_moment_of_a_fault_is_a_stop(triton: Triton, watched: Watched) -> None:
+    await watched.next(events.Ready)
+
+    probe = triton.probe
+
+    async def fail(*_: Any) -> ProbeReport:
         try:
-            client.generate(ENTRY, _BOUND_S)
-        except CallError:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        else:
-            return
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            triton.probe = probe  # type: ignore[method-assign]
+            raise CallError("Cannot invoke RPC on closed channel!") from None
+        return WELL
+
+    triton.probe = fail  # type: ignore[method-assign]
+    await asyncio.sleep(0.1)
+    await watched.close()
+    assert watched._running.cancelled()
 
 
-def _await_loading(checkpoint: Path) -> psutil.Process:
-    """Wait until an entry is being loaded, which takes as long as `slow` is there; return its process."""
-    loading, deadline = checkpoint / "loading", time.monotonic() + 60
-    while not (loading.exists() and loading.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process = psutil.Process(int(loading.read_text()))
-    loading.unlink()
-    return process
+def test_pauses_double_up_to_a_limit_and_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    backoff = Backoff()
+    assert [backoff.failed() for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
+    now += 59
+    assert backoff.failed() == 30
+    now += 91
+    assert backoff.failed() == 0.5
 
 
-def _hanging_stream(channel: grpc.Channel) -> Any:
-    request = pb.ModelInferRequest(model_name=ENTRY)
-    for name, value in ((names.PROMPT, b"hang"), (names.HISTORY, b"[]"), (names.SAMPLING, b"{}")):
-        request.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
-        request.raw_input_contents.append(strings.pack_strings([value]))
-    return service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([request]), timeout=60)
+def test_a_load_failure_is_one_line_without_traceback(tmp_path: Path) -> None:
+    log = ServerLog(tmp_path / "triton.log")
+    assert load_failure(LOAD_FAILURE, log) == "CheckpointError: /c/a.bin: tensor 'x' has no shape"
+    assert load_failure("no such model", log) == "no such model"
+    assert load_failure(str(DIED), log) == DIED_TEXT
+    log.path.write_text('E1121 09:55:12.868396 4723 main.cc:535] "failed to start GRPC service"\n')
+    assert load_failure("poll failed", log) == "poll failed: failed to start GRPC service"
