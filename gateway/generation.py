@@ -12,6 +12,8 @@ from msgspec import Struct
 
 from gateway.pieces import CallPart, Piece
 from gateway.tracing import Headers
+from wire.history import Role, Turn
+from wire.meta import Segment
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 StopReason = str | int
@@ -93,6 +95,20 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
+class Turns:
+    """A conversation in the chat format's own turns, as legacy clients send it.
+
+    The answer comes raw: `Delta.pieces` is its text as the model wrote it, `Delta.segments` says where role
+    tokens opened segments.
+    """
+
+    history: tuple[Turn, ...]
+    text: str
+    role: Role = "user"
+    """Who speaks in `text`, the last turn."""
+
+
+@dataclass(frozen=True, slots=True)
 class PlainText:
     """A prompt to be continued exactly as given."""
 
@@ -106,7 +122,7 @@ class TokenIds:
     ids: tuple[int, ...]
 
 
-Prompt = Conversation | PlainText | TokenIds
+Prompt = Conversation | Turns | PlainText | TokenIds
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 
@@ -144,6 +160,8 @@ class Generation:
     """New tokens of each choice, at least 0; None: the rest of the context."""
     max_tokens_yields: bool = False
     """`max_tokens` is the gateway's default, not the client's: cut it to the context instead of refusing."""
+    max_total_tokens: int | None = None
+    """Limit on prompt and answer together; it shortens the answer instead of refusing the request."""
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
@@ -277,6 +295,8 @@ class Delta(Struct, frozen=True, kw_only=True):
     has them, the text comes before the calls, so that they are of one text. Calls have none."""
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
     """Those of the prompt's next tokens, in one or several deltas before the choice's first token."""
+    segments: tuple[Segment, ...] = ()
+    """Only in answers to `Turns`: where segments begin, as offsets into this delta's text, in code points."""
     finish_reason: FinishReason | None = None
     stop_reason: StopReason | None = None
     usage: Usage | None = None
