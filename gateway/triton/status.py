@@ -66,6 +66,8 @@ class Fault(enum.StrEnum):
     """The answer cannot be understood."""
     CHANNEL_LOST = "channel_lost"
     """The answer's delta channel was lost; the model itself may be fine."""
+    NO_CHANNEL = "no_channel"
+    """The model's delta channel did not open in time."""
     UNREAD = "unread"
     """The client does not read, and too much is waiting for it."""
     CLOSED = "closed"
@@ -126,6 +128,9 @@ TREATMENTS = {
         retry_after_s=1,
         failover=True,
         same_replica=True,
+    ),
+    Fault.NO_CHANNEL: Treatment(
+        UnavailableError, "The model cannot stream at the moment.", retry_after_s=1, failover=True
     ),
     Fault.UNREAD: Treatment(ClientGoneError, "The client does not read its answer."),
     Fault.CLOSED: Treatment(UnavailableError, "The gateway is shutting down.", retry_after_s=5),
