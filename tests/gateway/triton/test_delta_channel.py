@@ -67,7 +67,9 @@ async def test_each_generation_gets_its_own_deltas(link: DeltaChannel, fake: Fak
     assert first.take_deltas() == []
 
 
-async def test_the_choices_of_a_generation_have_numbers_in_a_row(link: DeltaChannel, fake: FakeChannels) -> None:
+async def test_the_choices_of_a_generation_have_numbers_in_a_row(
+    link: DeltaChannel, fake: FakeChannels
+) -> None:
     numbers = [link.next_numbers(count) for count in (2, 3, 1)]
     assert [number for each in numbers for number in each] == list(range(6))
     buffer = DeltaBuffer(numbers[1], asyncio.get_running_loop().time(), lambda: None)

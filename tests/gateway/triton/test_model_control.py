@@ -19,6 +19,7 @@ from gateway.generation import Delta
 from gateway.triton.health import ReplicaState
 from tests.gateway.triton.fake_triton import FakeModel, accepted, finished, generation, until
 
+
 def failing(code: grpc.StatusCode, text: str) -> Any:
     async def load(context: Any) -> None:
         await context.abort(code, text)
