@@ -188,7 +188,7 @@ class FakeUpstream:
         self.model(model_id)
         self.changes.append(("load", model_id, reload, upstream))
         self.unloaded.discard(model_id)
-        return [EntriesChanged(upstream="triton:8001", entries=(model_id + "-stream", model_id))]
+        return [EntriesChanged(upstream="triton:8001", entries=(model_id,))]
 
     async def unload(self, model_id: str, *, upstream: str | None) -> list[EntriesChanged]:
         self.model(model_id)
