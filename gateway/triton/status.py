@@ -155,6 +155,7 @@ _WORDS_FOR_CLIENTS = {Fault.INVALID_REQUEST, Fault.INVALID_GRAMMAR, Fault.CONTEX
 _TEXTS = [
     # Matched at the start of a text, after Triton's "[request id: ...] ", so that the same words inside a
     # model's exception do not count.
+    # From entries with a queue policy, which ours do not have.
     (re.compile(r"Exceeds maximum queue size"), Fault.QUEUE_FULL),
     (re.compile(r"Request timeout expired"), Fault.DEADLINE),
     (re.compile(r"Stub process .*is not healthy"), Fault.STUB_DEAD),
