@@ -1,9 +1,9 @@
 """A `1/model.py` that does what its prompt says, to see how Triton carries each failure.
 
-`refuse CODE`, `raise`, `hang` (accepted, then nothing until cancelled, which is noted by a file `cancelled` in
-the entry's folder), `beat` (the same with heartbeats), `die`; anything else is answered by itself, over the
-channel if the request names one. The tokens of a text are its characters. It is loading as long as there is a
-file `hold` in the folder.
+`refuse CODE`, `raise`, `hang` (accepted, then nothing until cancelled, which is noted by a file `cancelled`
+in the entry's folder), `beat` (the same with heartbeats), `die`; anything else is answered by itself, over the
+channel if the request names one. The tokens of a text are its characters. It is loading as long as there is
+a file `hold` in the folder.
 """
 
 import os
