@@ -26,11 +26,12 @@ USAGE = Usage(prompt_tokens=1, completion_tokens=1)
 REPORT = ProbeReport(heartbeat_age_s=0, running=0, waiting=0, format="chatglm3", max_context=8)
 BEAT_S = 0.05
 STATUSES = {
-    RefusalCode.INVALID_REQUEST: pb_utils.TritonError.INVALID_ARG,
-    RefusalCode.CONTEXT_LENGTH_EXCEEDED: pb_utils.TritonError.INVALID_ARG,
-    RefusalCode.CANCELLED: pb_utils.TritonError.CANCELLED,
-    RefusalCode.INTERNAL: pb_utils.TritonError.INTERNAL,
+    RefusalCode.INVALID_REQUEST: "INVALID_ARG",
+    RefusalCode.CONTEXT_LENGTH_EXCEEDED: "INVALID_ARG",
+    RefusalCode.CANCELLED: "CANCELLED",
+    RefusalCode.INTERNAL: "INTERNAL",
 }
+"""Those that are not UNAVAILABLE, by name: Triton adds them to its module after this one is read."""
 
 
 class Call:
@@ -46,7 +47,7 @@ class Call:
         self._send("", encode_frame(frame), final=False)
 
     def refuse(self, code: RefusalCode, message: str) -> None:
-        status = STATUSES.get(code, pb_utils.TritonError.UNAVAILABLE)
+        status = getattr(pb_utils.TritonError, STATUSES.get(code, "UNAVAILABLE"))
         error = pb_utils.TritonError(refusal_text(code, message), status)
         self._respond(pb_utils.InferenceResponse(error=error), final=True)
 
