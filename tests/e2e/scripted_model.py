@@ -1,9 +1,9 @@
 """A `1/model.py` that does what its prompt says, to see how Triton carries each failure.
 
 `refuse CODE`, `raise`, `hang` (accepted, then nothing until cancelled, which is noted by a file `cancelled`
-in the entry's folder), `beat` (the same with heartbeats), `die`; anything else is answered by itself, over the
-channel if the request names one. The tokens of a text are its characters. It is loading as long as there is
-a file `hold` in the folder.
+in the entry's folder), `beat` (the same with heartbeats), `die`; anything else is answered by itself, over
+the channel if the request names one. The tokens of a text are its characters. It is loading as long as there
+is a file `hold` in the folder.
 """
 
 import os
@@ -105,11 +105,11 @@ class TritonPythonModel:
             match decode_request(document):
                 case Probe():
                     call.send("", Meta(probe=REPORT), final=True)
-                case OpenChannel(channel_id):
+                case OpenChannel(open_channel=channel_id):
                     self.channels[channel_id] = Channel(call)
                 case Tokenize():
                     call.send("", Meta(tokenized=Tokenized(ids=list(map(ord, prompt.decode())))), final=True)
-                case Detokenize(ids):
+                case Detokenize(detokenize=ids):
                     call.send("".join(map(chr, ids)), Meta(tokenized=Tokenized()), final=True)
                 case Generation() as generation:
                     self._obey(*prompt.decode().partition(" ")[::2], generation, call)
