@@ -139,7 +139,6 @@ def triton_upstream(settings: Settings, metrics: Metrics) -> TritonUpstream:
         idle_timeout_s=settings.idle_timeout_s,
         load_timeout_s=settings.load_timeout_s,
         observer=metrics,
-        delta_channel=settings.delta_channel == "auto",
         repository_key=revealed(settings.repository_key),
         resolve_interval_s=settings.resolve_interval_s,
     )

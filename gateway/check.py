@@ -110,7 +110,7 @@ def _report(
         if model not in served:
             yield Finding(ok=False, text=f"model {model}: ready on no upstream")
     if not served and not settings.models:
-        yield Finding(ok=False, text="no model was found: no entry that ends in -stream is ready")
+        yield Finding(ok=False, text="no model was found: no ready entry has a known contract")
 
 
 def _replica(replica: ReplicaReport) -> Finding:

@@ -57,7 +57,8 @@ class Settings(BaseSettings):
         json_schema_extra={"flag": False},
     )
     models: Names = Field(
-        (), description="ids of the models to serve; empty serves every entry whose name ends in -stream"
+        (),
+        description="ids of the models to serve; empty serves every entry with the inputs of ours",
     )
     contract: Contracts = Field(
         (),
@@ -108,11 +109,6 @@ class Settings(BaseSettings):
     )
     idle_timeout_s: float = Field(
         10.0, gt=0, description="seconds without any sign of life from Triton before a request gives up on it"
-    )
-    delta_channel: Literal["auto", "off"] = Field(
-        "auto",
-        description="auto: streamed answers come over one channel per model and Triton, where the model "
-        "offers it; off: each over a stream of its own",
     )
     ping_interval_s: float = Field(15.0, gt=0, description="seconds between comment pings on open streams")
     load_timeout_s: float = Field(

@@ -29,7 +29,7 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntriesChanged:
-    """The entries that a load or unload changed on one Triton, in this order; there may be none."""
+    """What a load or unload changed on one Triton: the entry of the model, or nothing."""
 
     upstream: str
     entries: tuple[str, ...]

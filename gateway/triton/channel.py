@@ -17,7 +17,6 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from gateway.tracing import Headers
 from gateway.triton.status import Fault, TritonError, classify
-from gateway.triton.unheard import Unheard
 
 MESSAGE_LIMIT_BYTES = 64 * 2**20
 
@@ -63,20 +62,12 @@ class Channel:
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._calls: set[_Call] = set()
-        self._unheard: dict[str, Unheard] = {}
-        """By entry, the record of its requests that have no response yet."""
 
     async def close(self, fault: Fault = Fault.CLOSED, detail: str = "the channel was closed") -> None:
         """End every running call with `fault` and close the connection."""
         for call in list(self._calls):
             call.end(fault, detail)
-        for unheard in self._unheard.values():
-            await unheard.close()
         await self._channel.close()
-
-    def note_unheard(self, entry: str, unheard: Unheard) -> None:
-        """Record requests to `entry` in `unheard` from now on; it is closed with the channel."""
-        self._unheard[entry] = unheard
 
     def end_inference(self, entry: str, fault: Fault, detail: str) -> None:
         """End every running request to `entry` with `fault`: they would never be answered."""
@@ -102,7 +93,6 @@ class Channel:
         *,
         deadline: float,
         headers: Headers = (),
-        noted: bool = True,
     ) -> service_pb2.ModelInferResponse:
         """Send one request to an entry that is not decoupled and return its one response.
 
@@ -112,7 +102,6 @@ class Channel:
             request: its `id` also travels as the header `x-request-id`, so it is printable ASCII.
             deadline: of the event loop's clock, in seconds.
             headers: further headers of the call.
-            noted: whether it is recorded while it has no response; see `note_unheard`.
 
         Raises:
             TritonError: with any fault but `SILENT`.
@@ -122,7 +111,7 @@ class Channel:
             timeout=max(0.0, deadline - asyncio.get_running_loop().time()),
             metadata=(("x-request-id", request.id), *headers),
         )
-        with self._tracked(running, request.model_name, noted=noted) as call:
+        with self._tracked(running, request.model_name) as call:
             return await call.answer(lambda: call.grpc, deadline=deadline, idle_timeout_s=math.inf)
 
     async def stream_infer(
@@ -132,7 +121,6 @@ class Channel:
         deadline: float,
         idle_timeout_s: float,
         headers: Headers = (),
-        noted: bool = True,
     ) -> AsyncGenerator[service_pb2.ModelInferResponse, None]:
         """Send one request on a stream of its own and yield its responses that hold tensors.
 
@@ -145,7 +133,6 @@ class Channel:
             deadline: of the event loop's clock, in seconds; infinity: none.
             idle_timeout_s: longest wait for any one response; infinity: as long as the deadline.
             headers: further headers of the call.
-            noted: whether it is recorded while it has no response; see `note_unheard`.
 
         Raises:
             TritonError: with any fault; `SILENT` for the idle timeout, `DEADLINE` for the deadline.
@@ -157,14 +144,13 @@ class Channel:
             # It would turn texts into statuses, but our refusals have their code in the text.
             metadata=(("x-request-id", request.id), *headers),
         )
-        with self._tracked(stream, request.model_name, noted=noted) as call:
+        with self._tracked(stream, request.model_name) as call:
             await call.answer(
                 lambda: _send(stream, request), deadline=deadline, idle_timeout_s=idle_timeout_s
             )
             final = False
             while not final:
                 message = await call.answer(stream.read, deadline=deadline, idle_timeout_s=idle_timeout_s)
-                call.heard()
                 if message is grpc.aio.EOF:
                     raise TritonError(Fault.PROTOCOL, "the stream ended before its final response")
                 if message.error_message:
@@ -179,16 +165,13 @@ class Channel:
                 await call.answer(stream.read, deadline=deadline, idle_timeout_s=_EOF_WAIT_S)
 
     @contextlib.contextmanager
-    def _tracked(
-        self, running: grpc.aio.Call, entry: str | None = None, *, noted: bool = True
-    ) -> Iterator["_Call"]:
+    def _tracked(self, running: grpc.aio.Call, entry: str | None = None) -> Iterator["_Call"]:
         """Let others find and end the call during the block, and end it when the block is left."""
-        call = _Call(running, entry, self._unheard.get(entry) if entry and noted else None)
+        call = _Call(running, entry)
         self._calls.add(call)
         try:
             yield call
         finally:
-            call.heard()
             self._calls.discard(call)
             running.cancel()
 
@@ -196,24 +179,16 @@ class Channel:
 class _Call:
     """A running call that can be ended from outside with a given error."""
 
-    def __init__(self, running: grpc.aio.Call, entry: str | None, unheard: Unheard | None) -> None:
+    def __init__(self, running: grpc.aio.Call, entry: str | None) -> None:
         self.grpc = running
         self.entry = entry
         """The repository entry of an inference; None for calls about Triton itself."""
         self._end: tuple[Fault, str] | None = None
-        self._unheard = unheard
-        self._number = -1 if unheard is None else unheard.sent()
 
     def end(self, fault: Fault, detail: str) -> None:
         """Cancel the call; `answer` raises a TritonError of `fault`."""
         self._end = fault, detail
         self.grpc.cancel()
-
-    def heard(self) -> None:
-        """Note that a first response came, or that the call is over; may be called again."""
-        if self._unheard is not None:
-            self._unheard.heard(self._number)
-            self._unheard = None
 
     async def answer(
         self, operation: Callable[[], Awaitable[Any]], *, deadline: float, idle_timeout_s: float

@@ -33,8 +33,6 @@ class HealthPolicy:
     probe_timeout_s: float = 5.0
     stuck_after_s: float = 60.0
     """An engine whose last loop iteration is older than this is stuck; on a slow CPU a step takes seconds."""
-    nudge_after_s: float = 0.03
-    """A request without any response for longer may have been forgotten in Triton's queue."""
     backoff_first_s: float = 0.25
     backoff_limit_s: float = 5.0
 
@@ -60,10 +58,6 @@ class UpstreamObserver(Protocol):
 
     def upstream_error(self, model: str, upstream: str, code: str) -> None:
         """A generation failed on `upstream`; `code` is a value of `gateway.triton.status.Fault`."""
-        ...
-
-    def upstream_nudge(self, model: str, upstream: str) -> None:
-        """A nudge is sent to `upstream`: a request to `model` got no response for a while."""
         ...
 
 

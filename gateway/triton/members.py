@@ -17,7 +17,6 @@ from typing import Protocol
 
 from gateway.triton.backoff import Backoff
 from gateway.triton.channel import Channel
-from gateway.triton.delta_link import DeltaLink
 from gateway.triton.health import HealthPolicy, ReplicaState, UpstreamObserver
 from gateway.triton.replicas import Replica
 from gateway.triton.resolver import Name, NameWatch, Outcome, Resolve, name_in
@@ -60,7 +59,7 @@ class Member:
     Args:
         channel: to the Triton; closed with the member.
         policy: how health is watched.
-        idle_timeout_s: for the delta channels; None: do not use any.
+        idle_timeout_s: for the delta channels.
         observer: told of its replicas' health while it is present.
         changed: called when a replica became unable to take requests.
     """
@@ -70,7 +69,7 @@ class Member:
         channel: Channel,
         policy: HealthPolicy,
         *,
-        idle_timeout_s: float | None,
+        idle_timeout_s: float,
         observer: UpstreamObserver | None,
         changed: Callable[["Member"], None],
     ) -> None:
@@ -93,7 +92,7 @@ class Member:
 
     def add(self, model: str) -> Replica:
         """Start watching a model on it."""
-        replica = Replica(model, self.channel, self._policy, self, link=self._new_link(model))
+        replica = Replica(model, self.channel, self._policy, self, idle_timeout_s=self._idle_timeout_s)
         self.replicas[model] = replica
         self.spawn(replica.watch(), f"watch {model} on {self.channel.address}")
         return replica
@@ -136,17 +135,6 @@ class Member:
         """Pass on a failed generation."""
         if self._observer is not None:
             self._observer.upstream_error(model, upstream, code)
-
-    def upstream_nudge(self, model: str, upstream: str) -> None:
-        """Pass on a nudge."""
-        if self._observer is not None:
-            self._observer.upstream_nudge(model, upstream)
-
-    def _new_link(self, model: str) -> DeltaLink | None:
-        if self._idle_timeout_s is None:
-            return None
-        backoff = Backoff(self._policy.backoff_first_s, self._policy.backoff_limit_s)
-        return DeltaLink(model, self.channel, idle_timeout_s=self._idle_timeout_s, backoff=backoff)
 
 
 class Members:

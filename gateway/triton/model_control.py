@@ -1,9 +1,7 @@
-"""Loads and unloads models: all entries of one, in order, on one or many Tritons.
+"""Loads and unloads models on one or many Tritons.
 
-A model `M` has up to three entries. They are loaded in order of their dependencies (`M-tokenizer`,
-`M-stream`, `M`) and unloaded in reverse, each only after the one before is gone, so that requests in flight
-have what they need until they end. Loading a loaded entry would put a second copy of its weights into memory,
-so a reload unloads first.
+A model is one entry. It is unloaded only after its requests in flight have ended. Loading a loaded entry
+would put a second copy of its weights into memory, so a reload unloads first.
 
 Knows nothing of HTTP or of permissions.
 """
@@ -30,7 +28,6 @@ from gateway.triton.health import ReplicaState, unable
 from gateway.triton.replicas import Replica
 from gateway.triton.status import Fault, TritonError
 from gateway.upstream import EntriesChanged
-from wire.names import stream_entry, tokenizer_entry
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +52,7 @@ class ModelControl:
         channels: returns the channels to the current Tritons.
         find: returns the replica of a model on a Triton; None if it was never seen there.
         add: makes a replica, for a model that is served from now on.
-        timeout_s: for loading an entry, and for the requests in flight to end before unloading it.
+        timeout_s: for loading a model, and for the requests in flight to end before it is unloaded.
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class ModelControl:
         self._changing: set[str] = set()
 
     async def load(self, model: str, *, reload: bool, upstream: str | None) -> list[EntriesChanged]:
-        """Load the entries of `model` that are not loaded; with `reload`, unload the loaded ones first.
+        """Load `model` where it is not loaded; with `reload`, unload it first where it is.
 
         Tritons load at the same time, but reload one after the other, so that the others go on serving and a
         broken checkpoint takes down only one of them.
@@ -88,7 +85,7 @@ class ModelControl:
             return await _all(self._load_on(model, channel, reload=False) for channel in channels)
 
     async def unload(self, model: str, *, upstream: str | None) -> list[EntriesChanged]:
-        """Unload the loaded entries of `model`, after its requests in flight have ended.
+        """Unload `model` where it is loaded, after its requests in flight have ended.
 
         Args:
             model: its id.
@@ -112,18 +109,18 @@ class ModelControl:
             self._changing.discard(model)
 
     async def _having(self, model: str, upstream: str | None) -> list[Channel]:
-        """Return the requested Tritons that have the model's engine on disk."""
+        """Return the requested Tritons that have the model on disk."""
         channels = self._channels()
         if not channels:
             raise unable([]).to_gateway()
-        asked = [channel for channel in channels if upstream in (None, channel.address)]
-        if not asked:
+        requested = [channel for channel in channels if upstream in (None, channel.address)]
+        if not requested:
             known = ", ".join(channel.address for channel in channels)
             raise InvalidRequestError(f"There is no upstream {upstream!r}, only {known}.", param="upstream")
         found, unknown = [], None
-        for channel in asked:
+        for channel in requested:
             try:
-                if stream_entry(model) in await Control(channel).repository():
+                if model in await Control(channel).repository():
                     found.append(channel)
             except TritonError as error:
                 unknown = error.to_gateway()
@@ -139,8 +136,8 @@ class ModelControl:
         with _as_gateway_errors(channel):
             with _withdrawn(None if serves_on else replica, wanted=True):
                 if reload:
-                    await self._unload_entries(model, control, patience_s)
-                changed = await self._load_entries(model, control)
+                    await self._unload_entry(model, control, patience_s)
+                changed = await self._load_entry(model, control)
             if replica is None:
                 replica = await self._serve(model, channel, control)
         if not await replica.ready_within(_ANSWERS_WITHIN_S):
@@ -148,83 +145,77 @@ class ModelControl:
                 f"The model {model!r} is loaded on {channel.address}, but does not answer "
                 f"({replica.reason}); it may have to be reloaded."
             )
-        return _changed("loaded", model, channel, changed)
+        return _changed("loaded", model, channel, changed=changed)
 
     async def _unload_on(self, model: str, channel: Channel) -> EntriesChanged:
         replica = self._find(model, channel)
         patience_s = self._patience_s(replica)
         with _as_gateway_errors(channel), _withdrawn(replica, wanted=False):
-            changed = await self._unload_entries(model, Control(channel), patience_s)
-        return _changed("unloaded", model, channel, changed)
+            changed = await self._unload_entry(model, Control(channel), patience_s)
+        return _changed("unloaded", model, channel, changed=changed)
 
-    async def _load_entries(self, model: str, control: Control) -> list[str]:
-        changed = []
-        for entry, state in (await _entries(model, control)).items():
-            if state is EntryState.READY:
-                continue
-            if state is EntryState.UNLOADING:
-                await self._await_gone(entry, control, self._timeout_s)
-            try:
-                await control.load(entry, timeout_s=self._timeout_s)
-            except TritonError as error:
-                raise self._not_loaded(entry, error) from error
-            changed.append(entry)
-        return changed
+    async def _load_entry(self, model: str, control: Control) -> bool:
+        """Load the model unless it is loaded; return whether it had to be."""
+        state = await _state(model, control)
+        if state is EntryState.READY:
+            return False
+        if state is EntryState.UNLOADING:
+            await self._await_gone(model, control, self._timeout_s)
+        try:
+            await control.load(model, timeout_s=self._timeout_s)
+        except TritonError as error:
+            raise self._not_loaded(model, error) from error
+        return True
 
-    async def _unload_entries(self, model: str, control: Control, patience_s: float) -> list[str]:
-        changed = []
-        for entry, state in reversed((await _entries(model, control)).items()):
-            if state.in_memory:
-                await control.unload(entry)
-                await self._await_gone(entry, control, patience_s)
-                changed.append(entry)
-        return changed
+    async def _unload_entry(self, model: str, control: Control, patience_s: float) -> bool:
+        """Unload the model if it is loaded; return whether it was."""
+        if not (await _state(model, control)).in_memory:
+            return False
+        await control.unload(model)
+        await self._await_gone(model, control, patience_s)
+        return True
 
     def _patience_s(self, replica: Replica | None) -> float:
         """Return how long an unload may take."""
         dead = replica is not None and replica.state is ReplicaState.STUCK
         return min(_DEAD_UNLOADS_WITHIN_S, self._timeout_s) if dead else self._timeout_s
 
-    async def _await_gone(self, entry: str, control: Control, patience_s: float) -> None:
+    async def _await_gone(self, model: str, control: Control, patience_s: float) -> None:
         end = asyncio.get_running_loop().time() + patience_s
-        while (await control.repository()).get(entry, EntryState.NEVER_LOADED).in_memory:
+        while (await control.repository()).get(model, EntryState.NEVER_LOADED).in_memory:
             if asyncio.get_running_loop().time() > end:
                 if patience_s < self._timeout_s:
                     return  # a dead instance: nothing of it is in memory
                 raise DeadlineError(
-                    f"{entry} was not gone after {patience_s:g} s: requests in flight hold it until they end."
+                    f"{model} was not gone after {patience_s:g} s: requests in flight hold it until they end."
                 )
             await asyncio.sleep(_POLL_S)
 
-    def _not_loaded(self, entry: str, error: TritonError) -> GatewayError:
+    def _not_loaded(self, model: str, error: TritonError) -> GatewayError:
         if error.fault in _LOAD_FAILED:
-            return UpstreamProtocolError(f"{entry} could not be loaded: {load_failure(error.detail)}")
+            return UpstreamProtocolError(f"{model} could not be loaded: {load_failure(error.detail)}")
         if error.fault is Fault.DEADLINE:
             return DeadlineError(
-                f"{entry} was not loaded after {self._timeout_s:g} s; Triton is still at it."
+                f"{model} was not loaded after {self._timeout_s:g} s; Triton is still at it."
             )
         return error.to_gateway()
 
     async def _serve(self, model: str, channel: Channel, control: Control) -> Replica:
         """Start serving a model that was unknown on this Triton, if its contract is known."""
-        entry = stream_entry(model)
-        choose(entry, frozenset((await control.metadata(entry)).inputs))
+        choose(model, frozenset((await control.metadata(model)).inputs))
         return self._find(model, channel) or self._add(model, channel)
 
 
-async def _entries(model: str, control: Control) -> dict[str, EntryState]:
-    """Return the model's entries that this Triton has, in the order of loading.
+async def _state(model: str, control: Control) -> EntryState:
+    """Return the state of the model's entry on this Triton.
 
     Raises:
-        ConflictError: somebody else is loading one.
+        ConflictError: somebody else is loading it.
     """
-    states = await control.repository()
-    order = (tokenizer_entry(model), stream_entry(model), model)
-    found = {entry: states[entry] for entry in order if entry in states}
-    for entry, state in found.items():
-        if state is EntryState.LOADING:
-            raise ConflictError(f"{entry} is being loaded already.")
-    return found
+    state = (await control.repository()).get(model, EntryState.NEVER_LOADED)
+    if state is EntryState.LOADING:
+        raise ConflictError(f"{model} is being loaded already.")
+    return state
 
 
 @contextlib.contextmanager
@@ -242,10 +233,11 @@ def _withdrawn(replica: Replica | None, *, wanted: bool) -> contextlib.AbstractC
     return contextlib.nullcontext() if replica is None else replica.withdrawn(wanted=wanted)
 
 
-def _changed(what: str, model: str, channel: Channel, entries: Sequence[str]) -> EntriesChanged:
+def _changed(what: str, model: str, channel: Channel, *, changed: bool) -> EntriesChanged:
+    entries = (model,) if changed else ()
     extra = {"model": model, "upstream": channel.address, "entries": list(entries)}
     _log.info("model %s", what, extra=extra)
-    return EntriesChanged(upstream=channel.address, entries=tuple(entries))
+    return EntriesChanged(upstream=channel.address, entries=entries)
 
 
 async def _all(changes: Iterable[Coroutine[Any, Any, EntriesChanged]]) -> list[EntriesChanged]:

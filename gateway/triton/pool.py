@@ -9,10 +9,11 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from gateway.errors import ModelNotFoundError, UpstreamProtocolError
+from gateway.errors import InvalidRequestError, ModelNotFoundError, UpstreamProtocolError
 from gateway.generation import Accepted, Delta, Event, Generation
 from gateway.tokenization import Tokenization, Tokens
 from gateway.triton.answering import answer_over_channel, answer_plainly
+from gateway.triton.answering import tokenize as tokenize_on
 from gateway.triton.channel import Channel
 from gateway.triton.discovery import Discovery
 from gateway.triton.failover import Tries
@@ -22,7 +23,6 @@ from gateway.triton.model_control import ModelControl
 from gateway.triton.replicas import Replica
 from gateway.triton.resolver import Resolve, resolve
 from gateway.triton.status import Fault, TritonError
-from gateway.triton.tokenizing import tokenize as tokenize_on
 from gateway.triton.traced_calls import TracedCalls
 from gateway.upstream import EntriesChanged, ModelCard
 
@@ -31,19 +31,18 @@ A = TypeVar("A")
 
 
 class TritonUpstream:
-    """Serves generations from the entries `M-stream` of one or more Tritons.
+    """Serves models, each of which is one entry in the repository of one or more Tritons.
 
     Args:
         upstreams: gRPC addresses `host:port`, and names `dns:///host:port`, which stand for a Triton at each
             address that the host currently has.
-        models: ids of the models to serve; empty: every `M-stream` entry of our contract that the Tritons
-            have. A model once seen stays listed while its Tritons are down.
+        models: ids of the models to serve; empty: every entry of a known contract that the Tritons have. A
+            model once seen stays listed while its Tritons are down.
         idle_timeout_s: seconds without any response after which a request gives up its replica.
         load_timeout_s: longest load of an entry, and longest wait for requests that delay an unload.
         observer: told of health and errors.
         max_attempts: replicas that one generation may try.
         health: how the replicas are watched.
-        delta_channel: stream answers over one channel per model and Triton, if the model offers it.
         repository_key: the key that the Tritons require for listing, loading and unloading, as KEY=VALUE.
         resolve_interval_s: seconds between two lookups of a name while one of its Tritons serves.
         resolve: looks up a name.
@@ -59,7 +58,6 @@ class TritonUpstream:
         observer: PoolObserver | None = None,
         max_attempts: int = 3,
         health: HealthPolicy | None = None,
-        delta_channel: bool = True,
         repository_key: str | None = None,
         resolve_interval_s: float = 10.0,
         resolve: Resolve = resolve,
@@ -69,7 +67,6 @@ class TritonUpstream:
         self._observer = observer
         self._max_attempts = max_attempts
         self._health = health or HealthPolicy()
-        self._delta_channel = delta_channel
         self._repository_key = repository_key
         now = int(time.time())
         self._created = dict.fromkeys(self._configured, now)
@@ -143,7 +140,7 @@ class TritonUpstream:
 
     async def tokenize(self, request: Tokenization) -> Tokens:
         """Run `request`: see `gateway.upstream.Upstream.tokenize`."""
-        return await self._answer_whole(request, tokenize_on)
+        return await self._answer_whole(request, self._tokenize)
 
     async def _answer_whole(self, request: R, ask: Callable[[Replica, R], Awaitable[A]]) -> A:
         """Run `request`, which has a single response, on one replica after the other."""
@@ -154,8 +151,7 @@ class TritonUpstream:
                 with calls.to(replica) as (_, asked), replica.in_use():
                     return await ask(replica, asked)
             except TritonError as error:
-                if error.fault is Fault.UNREACHABLE:
-                    replica.suspect(error)  # other faults are the entry's, not the engine's
+                replica.suspect(error)
                 tries.failed(error)
 
     def _tries(self, request: Generation | Tokenization) -> Tries:
@@ -186,18 +182,26 @@ class TritonUpstream:
         dialect, report = replica.serving()
         try:
             with replica.in_use():
-                # A prompt's log-probabilities are large, and an inbox keeps little for a slow client.
-                plainly = not request.stream or request.prompt_logprobs is not None
-                linked = None if plainly else await replica.open_link()
-                if linked is None:
+                channels = dialect.channels if request.stream else None
+                if channels is None:
                     answer = answer_plainly(
                         replica.channel, dialect, request, report, idle_timeout_s=self._idle_timeout_s
                     )
                 else:
-                    answer = answer_over_channel(replica.channel, *linked, request, report)
+                    answer = answer_over_channel(replica.channel, replica.deltas, channels, request, report)
                 async with contextlib.aclosing(answer) as events:
                     async for event in events:
                         yield event
+        except UpstreamProtocolError as error:
+            raise TritonError(Fault.PROTOCOL, error.message, message=error.message) from error
+
+    async def _tokenize(self, replica: Replica, request: Tokenization) -> Tokens:
+        """Run `request` on one replica; raises TritonError, or a GatewayError if it was never sent."""
+        dialect, report = replica.serving()
+        if dialect.tokenizer is None:
+            raise InvalidRequestError("The model's tokenizer cannot be used.", param="model")
+        try:
+            return await tokenize_on(replica.channel, dialect.tokenizer, request, report)
         except UpstreamProtocolError as error:
             raise TritonError(Fault.PROTOCOL, error.message, message=error.message) from error
 
@@ -239,7 +243,7 @@ class TritonUpstream:
         member = Member(
             channel,
             self._health,
-            idle_timeout_s=self._idle_timeout_s if self._delta_channel else None,
+            idle_timeout_s=self._idle_timeout_s,
             observer=self._observer,
             changed=self._members.lost_health,
         )

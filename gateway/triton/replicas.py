@@ -12,13 +12,13 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-from gateway.dialects.base import ChannelDialect, Dialect, ModelReport
-from gateway.dialects.registry import choose, choose_channels, choose_nudges
+from gateway.dialects.base import Dialect, ModelReport
+from gateway.dialects.registry import choose
 from gateway.errors import GatewayError
 from gateway.triton.backoff import Backoff
 from gateway.triton.channel import Channel
 from gateway.triton.control import Control, EntryState
-from gateway.triton.delta_link import DeltaLink
+from gateway.triton.delta_channel import DeltaChannel
 from gateway.triton.health import (
     STATE_AFTER,
     HealthPolicy,
@@ -27,9 +27,7 @@ from gateway.triton.health import (
     UpstreamObserver,
     unable,
 )
-from gateway.triton.nudging import nudge_when_unheard
 from gateway.triton.status import Fault, TritonError
-from wire.names import stream_entry
 
 _log = logging.getLogger(__name__)
 
@@ -38,11 +36,11 @@ class Replica:
     """One model on one Triton; run `watch`, its health loop, as a task.
 
     Args:
-        model: its id, without the suffix of the repository entry.
+        model: its id, which is the name of its repository entry.
         channel: to the Triton.
         policy: how to watch.
         observer: told when it becomes able or unable to take requests.
-        link: its delta channel; None: it has none.
+        idle_timeout_s: for its delta channel.
     """
 
     def __init__(
@@ -52,11 +50,17 @@ class Replica:
         policy: HealthPolicy,
         observer: UpstreamObserver | None,
         *,
-        link: DeltaLink | None = None,
+        idle_timeout_s: float,
     ) -> None:
         self.model = model
         self.channel = channel
-        self._link = link
+        self.deltas = DeltaChannel(
+            model,
+            channel,
+            idle_timeout_s=idle_timeout_s,
+            backoff=Backoff(policy.backoff_first_s, policy.backoff_limit_s),
+        )
+        """Its delta channel: open while it is ready, if its contract has them."""
         self.state = ReplicaState.UNKNOWN
         self.reason = "not reached yet"
         self.report: ModelReport | None = None
@@ -73,7 +77,6 @@ class Replica:
         self._idle = asyncio.Event()
         self._idle.set()
         self._dialect: Dialect | None = None
-        self._nudged = False
         self.control = Control(channel, timeout_s=policy.probe_timeout_s)
         self._policy = policy
         self._observer = observer
@@ -101,19 +104,9 @@ class Replica:
             raise unable([self.describe()])
         return self._dialect, self.report
 
-    async def open_link(self) -> tuple[DeltaLink, ChannelDialect] | None:
-        """Return its open delta channel and how to use it; None if answers come on their own streams."""
-        if self._link is None or self._dialect is None or self.report is None:
-            return None
-        dialect = choose_channels(self._dialect) if self.report.delta_channel else None
-        if dialect is None or not await self._link.open(dialect):
-            return None
-        return self._link, dialect
-
     async def close(self) -> None:
         """Close its delta channel; cancel `watch` first."""
-        if self._link is not None:
-            await self._link.close()
+        await self.deltas.close()
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -186,10 +179,8 @@ class Replica:
             if error.fault is Fault.QUEUE_FULL:
                 return  # busy, not dead: the state stays
             if error.fault is Fault.STUB_DEAD:
-                # This fault is certain: requests there would hang until their deadline, and so would those
-                # that the entry `M` forwarded to it.
-                for entry in (stream_entry(self.model), self.model):
-                    self.channel.end_inference(entry, error.fault, error.detail)
+                # This fault is certain: requests there would hang until their deadline.
+                self.channel.end_inference(self.model, error.fault, error.detail)
             self._become(*await self._judge(error))
         except GatewayError as error:
             self._become(ReplicaState.NOT_READY, error.message)
@@ -207,8 +198,8 @@ class Replica:
     async def _probe(self) -> ModelReport:
         dialect = self._dialect
         if dialect is None:
-            entry = stream_entry(self.model)
-            dialect = choose(entry, frozenset((await self.control.metadata(entry)).inputs))
+            metadata = await self.control.metadata(self.model)
+            dialect = choose(self.model, frozenset(metadata.inputs))
         timeout_s = self._policy.probe_timeout_s
         responses = self.channel.stream_infer(
             dialect.probe(self.model),
@@ -218,17 +209,6 @@ class Replica:
         async with contextlib.aclosing(responses):
             report = dialect.read_probe([response async for response in responses])
         self._dialect = dialect  # `suspect` may have removed it meanwhile
-        nudges = choose_nudges(dialect)
-        if nudges is not None and not self._nudged:
-            self._nudged = True
-            nudge_when_unheard(
-                self.channel,
-                self.model,
-                nudges,
-                after_s=self._policy.nudge_after_s,
-                timeout_s=timeout_s,
-                note=self._tell_nudge,
-            )
         return report
 
     async def _judge(self, error: TritonError) -> tuple[ReplicaState, str]:
@@ -250,7 +230,7 @@ class Replica:
     async def _why_not_ready(self) -> ReplicaState:
         """Distinguish a model that was unloaded on purpose from one that should be there."""
         try:
-            entry = (await self.control.repository()).get(stream_entry(self.model))
+            entry = (await self.control.repository()).get(self.model)
         except TritonError:
             return self._away()
         if entry is EntryState.LOADING:
@@ -271,11 +251,12 @@ class Replica:
         if state is ReplicaState.READY:
             self._failed = False
             self._ready.set()
+            if self._dialect is not None and self._dialect.channels is not None:
+                self.deltas.start(self._dialect.channels)
         else:
             # It may come back as another model, and cannot be unloaded while a channel is open.
             self._dialect = None
-            if self._link is not None:
-                self._link.retire()
+            self.deltas.retire()
             self._ready.clear()
         if state is ReplicaState.STUCK:
             self._failed = True
@@ -291,10 +272,6 @@ class Replica:
             extra={"model": self.model, "upstream": self.upstream, "detail": reason},
         )
         self._tell_observer()
-
-    def _tell_nudge(self) -> None:
-        if self._observer is not None:
-            self._observer.upstream_nudge(self.model, self.upstream)
 
     def _tell_observer(self) -> None:
         if self._observer is not None:

@@ -66,6 +66,8 @@ class Fault(enum.StrEnum):
     """The answer cannot be understood."""
     CHANNEL_LOST = "channel_lost"
     """The answer's delta channel was lost; the model itself may be fine."""
+    NO_CHANNEL = "no_channel"
+    """The model's delta channel did not open in time."""
     UNREAD = "unread"
     """The client does not read, and too much is waiting for it."""
     CLOSED = "closed"
@@ -127,6 +129,9 @@ TREATMENTS = {
         failover=True,
         same_replica=True,
     ),
+    Fault.NO_CHANNEL: Treatment(
+        UnavailableError, "The model cannot stream at the moment.", retry_after_s=1, failover=True
+    ),
     Fault.UNREAD: Treatment(ClientGoneError, "The client does not read its answer."),
     Fault.CLOSED: Treatment(UnavailableError, "The gateway is shutting down.", retry_after_s=5),
 }
@@ -150,6 +155,7 @@ _WORDS_FOR_CLIENTS = {Fault.INVALID_REQUEST, Fault.INVALID_GRAMMAR, Fault.CONTEX
 _TEXTS = [
     # Matched at the start of a text, after Triton's "[request id: ...] ", so that the same words inside a
     # model's exception do not count.
+    # From entries with a queue policy, which ours do not have.
     (re.compile(r"Exceeds maximum queue size"), Fault.QUEUE_FULL),
     (re.compile(r"Request timeout expired"), Fault.DEADLINE),
     (re.compile(r"Stub process .*is not healthy"), Fault.STUB_DEAD),

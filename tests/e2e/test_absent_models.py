@@ -6,7 +6,6 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from gateway.errors import UnavailableError
-from gateway.triton.channel import Channel
 from gateway.triton.health import ReplicaState
 from gateway.triton.pool import TritonUpstream
 from gateway.triton.status import Fault
@@ -23,8 +22,8 @@ from tests.e2e.scripted_triton import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-UNLOAD = service_pb2.RepositoryModelUnloadRequest(model_name="m-stream")
-LOAD = service_pb2.RepositoryModelLoadRequest(model_name="m-stream")
+UNLOAD = service_pb2.RepositoryModelUnloadRequest(model_name="m")
+LOAD = service_pb2.RepositoryModelLoadRequest(model_name="m")
 
 
 async def test_a_model_that_triton_does_not_know(scripted: Scripted) -> None:
@@ -32,9 +31,9 @@ async def test_a_model_that_triton_does_not_know(scripted: Scripted) -> None:
         await until(lambda: upstream.replicas()[0].state is ReplicaState.NOT_READY)
         with pytest.raises(UnavailableError):
             [event async for event in upstream.generate(asking("hello", model="other"))]
-    channel = Channel(scripted.address)
+    channel = scripted.connect()
     try:
-        assert (await stream_failure(channel, "other-stream", [1, 1])).fault is Fault.NOT_READY
+        assert (await stream_failure(channel, "other", [1, 1])).fault is Fault.NOT_READY
     finally:
         await channel.close()
 
@@ -49,11 +48,11 @@ async def test_a_stub_that_dies_and_is_brought_back(upstream: TritonUpstream) ->
 
 
 async def test_an_unloaded_model(upstream: TritonUpstream, scripted: Scripted) -> None:
-    channel = Channel(scripted.address)
+    channel = scripted.connect()
     try:
         await channel.unary("RepositoryModelUnload", UNLOAD, timeout_s=60)
-        assert (await stream_failure(channel, "m-stream", [1, 1])).fault is Fault.NOT_READY
-        readiness = service_pb2.ModelReadyRequest(name="m-stream")
+        assert (await stream_failure(channel, "m", [1, 1])).fault is Fault.NOT_READY
+        readiness = service_pb2.ModelReadyRequest(name="m")
         assert not (await channel.unary("ModelReady", readiness, timeout_s=60)).ready
         await until(lambda: not upstream.model("m").ready)
         assert type(await failure(upstream, "hello")) is UnavailableError
@@ -66,7 +65,7 @@ async def test_an_unloaded_model(upstream: TritonUpstream, scripted: Scripted) -
 async def test_a_model_that_is_being_loaded(scripted: Scripted) -> None:
     """503 while it loads, also to a gateway that is started meanwhile; then it serves."""
     hold = scripted.entry / "hold"
-    channel = Channel(scripted.address)
+    channel = scripted.connect()
     loading = None
     try:
         async with upstream_of(scripted) as upstream:

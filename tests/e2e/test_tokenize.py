@@ -10,10 +10,10 @@ import openai
 import pytest
 from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
+from wire.tokenizing import Tokenizing, encode_tokenizing
 
 from tests.e2e.stream_client import StreamClient
 from tests.e2e.up_process import UpProcess, wait_until
-from wire.tokenizing import Tokenizing, encode_tokenizing
 
 pytestmark = pytest.mark.e2e
 

@@ -22,7 +22,7 @@ def gateway_asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             asked.append((*self.to, model, action, options))
             if model != "m":
                 raise RemoteError("no such model (404)")
-            changes = [{"upstream": "a:1", "entries": ["m-stream", "m"]}, {"upstream": "b:1", "entries": []}]
+            changes = [{"upstream": "a:1", "entries": ["m"]}, {"upstream": "b:1", "entries": []}]
             unloaded = {"unloaded": True} if action == "unload" else {}
             return {"model": {"ready": action == "load", **unloaded}, "changes": changes}
 

@@ -44,7 +44,6 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "workers": st.integers(1, 64),
     "default_max_tokens": bounds,
     "max_choices": st.integers(1, 128),
-    "delta_channel": st.sampled_from(["auto", "off"]),
     "log_level": st.sampled_from(["debug", "info", "warning", "error"]),
     "log_format": st.sampled_from(["json", "text"]),
     "log_sample": share,

@@ -22,7 +22,7 @@ from triton_models.text.formats import chat_format
 from triton_models.text.tokenizers import load_tokenizer
 from wire import meta as wire_meta
 from wire.calls import NOTATIONS
-from wire.sampling import Generation
+from wire.request import Generation
 
 FORMATS = ("chatglm3", "glm4")
 ROLE = "<|assistant|>"

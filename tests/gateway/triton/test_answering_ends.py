@@ -8,7 +8,7 @@ import pytest
 
 from gateway.errors import ClientGoneError, UnavailableError
 from gateway.generation import Delta
-from gateway.triton import inbox
+from gateway.triton import delta_channel
 from tests.gateway.triton.asking import asked, begun
 from tests.gateway.triton.fake_channel import FakeChannels
 from tests.gateway.triton.fake_triton import FakeTriton, until
@@ -36,7 +36,7 @@ async def test_closing_a_generation_cancels_its_own_call_and_not_the_channel(
 async def test_a_slow_reader_stalls_nobody_and_is_given_up_beyond_a_bound(
     triton: FakeTriton, fake: FakeChannels, serve: Serve, observer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inbox, "LIMIT_BYTES", 1000)
+    monkeypatch.setattr(delta_channel, "BUFFER_LIMIT_BYTES", 1000)
     pool = await serve(triton)
     slow = await begun(pool, fake)  # and from here on the client reads nothing
     fast, number = await asked(pool, fake)

@@ -2,17 +2,16 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gateway.errors import UnavailableError, UpstreamProtocolError
 from gateway.generation import Accepted
+from gateway.triton import delta_channel
 from tests.gateway.triton.asking import Asked, asked
-from tests.gateway.triton.conftest import FAST
 from tests.gateway.triton.fake_channel import FakeChannels
-from tests.gateway.triton.fake_triton import FakeTriton, reply, until
+from tests.gateway.triton.fake_triton import FakeTriton, generation, refusing, reply, until
 from wire.meta import Meta
 
 Serve = Callable[..., Any]
@@ -119,26 +118,30 @@ async def test_a_request_of_which_nothing_is_heard_is_given_up(
     await asyncio.wait_for(triton.cancelled.wait(), 60)
 
 
-async def test_requests_of_a_lost_channel_are_sent_again_or_end(
+async def test_requests_of_a_lost_channel_are_sent_again_over_the_next_or_end(
     triton: FakeTriton, fake: FakeChannels, serve: Serve, observer: Any
 ) -> None:
-    pool = await serve(triton, health=replace(FAST, backoff_first_s=60, backoff_limit_s=60))
-    (begun, one), (accepted, two), (untouched, _) = [await asked(pool, fake) for _ in range(3)]
+    pool = await serve(triton)
+    (started, one), (accepted, two), (untouched, three) = [await asked(pool, fake) for _ in range(3)]
     fake.accept(one)
     fake.accept(two)
     fake.frame((one, "par"))
-    await until(lambda: begun.text == "par" and bool(accepted.events))
+    await until(lambda: started.text == "par" and bool(accepted.events))
     fake.lose()
     with pytest.raises(UnavailableError, match="was lost"):
-        await asyncio.wait_for(begun.task, 60)
+        await asyncio.wait_for(started.task, 60)
+    await until(lambda: len(fake.own) == 5)
+    assert len(fake.ids) == 2
+    for number in set(fake.own) - {one, two, three}:
+        fake.accept(number)
+        fake.finish(number, 0, text="Hello")
     await asyncio.wait_for(asyncio.gather(accepted.task, untouched.task), 60)
     for again in (accepted, untouched):
         assert again.text == "Hello"
         assert sum(isinstance(event, Accepted) for event in again.events) == 1
-    assert fake.plain == 2, "sent again plainly, while the channel was closed"
+    assert fake.plain == 0, "what streams goes over a channel"
     assert observer.errors == [("m", triton.address, "channel_lost")] * 3
     assert pool.model("m").ready, "the model is well"
-    await until(lambda: len(fake.ids) == 1)
 
 
 async def test_a_channel_that_only_the_model_knows_to_be_lost_is_opened_anew(
@@ -150,7 +153,39 @@ async def test_a_channel_that_only_the_model_knows_to_be_lost_is_opened_anew(
     fake.finish(number, 0, text="x")
     await asking.task
     fake.ids[-1] = "something else"  # as after the model was loaded anew
-    again = Asked(pool)
+    again, number = await asked(pool, fake)
+    assert len(fake.ids) == 2
+    fake.accept(number)
+    fake.finish(number, 0, text="Hello")
     await asyncio.wait_for(again.task, 60)
     assert again.text == "Hello"
     await until(lambda: fake.closed == 1)
+
+
+async def test_a_stream_waits_a_moment_for_its_channel_and_is_a_503_then(
+    triton: FakeTriton, fake: FakeChannels, serve: Serve, observer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_channel, "OPEN_WAIT_S", 0.05)
+    fake.silent = True
+    pool = await serve(triton)
+    with pytest.raises(UnavailableError, match="stream") as raised:
+        await Asked(pool).task
+    assert raised.value.retry_after_s
+    assert observer.errors == [("m", triton.address, "no_channel")]
+    assert triton.requests == []
+    assert pool.model("m").ready
+    assert [event async for event in pool.generate(generation())], "what does not stream needs none"
+
+
+async def test_another_backend_is_tried_where_there_is_no_channel(
+    tritons: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_channel, "OPEN_WAIT_S", 1.0)
+    without, well = await tritons(), await tritons()
+    without.model.channel = refusing("tritongate:unavailable: too many channels")
+    pool = await serve(without, well)
+    for _ in range(3):
+        asking = Asked(pool)
+        await asking.task
+        assert asking.text == "Hello"
+    assert without.requests == []

@@ -21,7 +21,7 @@ async def channel(triton: Any) -> AsyncIterator[Channel]:
 
 
 def infer_request() -> service_pb2.ModelInferRequest:
-    request = service_pb2.ModelInferRequest(model_name="m-stream", id="req-1")
+    request = service_pb2.ModelInferRequest(model_name="m", id="req-1")
     for name in ("prompt", "history", "sampling"):
         request.inputs.add(name=name, datatype="BYTES", shape=(1, 1))
         request.raw_input_contents.append(pack_strings([b"{}"]))

@@ -38,8 +38,8 @@ async def test_a_server_says_if_it_is_live(control: Control, triton: Any) -> Non
 async def test_the_repository_is_listed_with_states(
     control: Control, triton: Any, state: str, reason: str, read: EntryState
 ) -> None:
-    triton.models["old-stream"] = FakeModel(state=state, reason=reason)
-    assert await control.repository() == {"m-stream": EntryState.READY, "old-stream": read}
+    triton.models["old"] = FakeModel(state=state, reason=reason)
+    assert await control.repository() == {"m": EntryState.READY, "old": read}
 
 
 async def test_a_restricted_repository_needs_its_key_and_nothing_else_has_it(triton: Any) -> None:
@@ -48,8 +48,8 @@ async def test_a_restricted_repository_needs_its_key_and_nothing_else_has_it(tri
         channel = Channel(triton.address, repository_key=key)
         for ask in (
             Control(channel).repository(),
-            Control(channel).unload("m-stream"),
-            Control(channel).load("m-stream", timeout_s=5),
+            Control(channel).unload("m"),
+            Control(channel).load("m", timeout_s=5),
         ):
             with pytest.raises(TritonError) as raised:
                 await ask
@@ -59,10 +59,10 @@ async def test_a_restricted_repository_needs_its_key_and_nothing_else_has_it(tri
     assert triton.orders == []
     channel = Channel(triton.address, repository_key="admin-key=s3cret")
     control = Control(channel)
-    assert await control.repository() == {"m-stream": EntryState.READY}
-    await control.unload("m-stream")
-    await control.load("m-stream", timeout_s=5)
-    request = service_pb2.ModelInferRequest(model_name="m-stream", id="r")
+    assert await control.repository() == {"m": EntryState.READY}
+    await control.unload("m")
+    await control.load("m", timeout_s=5)
+    request = service_pb2.ModelInferRequest(model_name="m", id="r")
     request.inputs.add(name="prompt", datatype="BYTES", shape=(1, 1))
     request.raw_input_contents.append(b"")
     await channel.infer(request, deadline=asyncio.get_running_loop().time() + 20)
@@ -86,11 +86,11 @@ async def test_of_several_versions_the_one_that_serves_counts(
 
 
 async def test_entries_are_loaded_and_unloaded(control: Control, triton: Any) -> None:
-    await control.unload("m-stream")
+    await control.unload("m")
     await until(lambda: triton.model.state == "UNAVAILABLE")
-    await control.load("m-stream", timeout_s=5)
+    await control.load("m", timeout_s=5)
     assert triton.model.state == "READY"
-    assert triton.orders == ["unload m-stream", "load m-stream"]
+    assert triton.orders == ["unload m", "load m"]
 
 
 @pytest.mark.parametrize(
@@ -116,11 +116,11 @@ def test_a_failed_load_is_told_in_one_line(detail: str, reason: str) -> None:
 
 async def test_metadata_and_config_are_read(control: Control) -> None:
     string = TensorMetadata(datatype="BYTES", shape=(-1, 1))
-    assert await control.metadata("m-stream") == ModelMetadata(
+    assert await control.metadata("m") == ModelMetadata(
         inputs=dict.fromkeys(("prompt", "history", "sampling"), string),
         outputs=dict.fromkeys(("response", "meta"), string),
     )
-    assert (await control.config("m-stream")).backend == "python"
+    assert (await control.config("m")).backend == "python"
 
 
 async def test_asking_about_an_unknown_model_is_an_error(control: Control) -> None:

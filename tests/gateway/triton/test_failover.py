@@ -152,13 +152,13 @@ def replicas(*states: ReplicaState) -> list[Replica]:
     made = []
     for state in states:
         somewhere: Any = Somewhere()
-        replica = Replica("m", somewhere, HealthPolicy(), None)
+        replica = Replica("m", somewhere, HealthPolicy(), None, idle_timeout_s=10)
         replica.state = state
         made.append(replica)
     return made
 
 
-def test_the_least_burdened_replica_is_chosen_and_equal_ones_take_turns() -> None:
+async def test_the_least_burdened_replica_is_chosen_and_equal_ones_take_turns() -> None:
     a, b, down = replicas(ReplicaState.READY, ReplicaState.READY, ReplicaState.UNREACHABLE)
     assert [least_outstanding([a, b, down]) for _ in range(4)] == [a, b, a, b]
     with a.in_use():

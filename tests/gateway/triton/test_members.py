@@ -155,7 +155,7 @@ async def test_models_that_were_found_go_with_the_last_triton_that_had_them(
     tritons: Any, named: Any, resolver: FakeResolver
 ) -> None:
     old, other, new = [await tritons() for _ in range(3)]
-    other.models, new.models = {"n-stream": FakeModel()}, {}
+    other.models, new.models = {"n": FakeModel()}, {}
     resolver.records["triton"] = [old.address, other.address]
     pool = await named(models=[])
     await ready_on(pool, old, other)

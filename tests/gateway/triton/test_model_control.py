@@ -17,20 +17,7 @@ from gateway.errors import (
 )
 from gateway.generation import Delta
 from gateway.triton.health import ReplicaState
-from tests.gateway.triton.fake_triton import FakeModel, FakeTriton, accepted, finished, generation, until
-
-ENTRIES = ("m-tokenizer", "m-stream", "m")
-
-
-@pytest.fixture
-async def triton(triton: FakeTriton) -> FakeTriton:
-    return stocked(triton)
-
-
-def stocked(triton: FakeTriton) -> FakeTriton:
-    """Give it all entries of the model `m`."""
-    triton.models |= {"m-tokenizer": FakeModel(inputs=("request",)), "m": FakeModel(inputs=("prompt",))}
-    return triton
+from tests.gateway.triton.fake_triton import FakeModel, accepted, finished, generation, until
 
 
 def failing(code: grpc.StatusCode, text: str) -> Any:
@@ -48,33 +35,28 @@ async def unload(pool: Any, *, upstream: str | None = None, model: str = "m") ->
     return await pool.unload(model, upstream=upstream)
 
 
-async def test_entries_are_unloaded_and_loaded_in_order_and_the_model_follows(
-    triton: Any, serve: Any
-) -> None:
+async def test_a_model_is_unloaded_and_loaded(triton: Any, serve: Any) -> None:
     pool = await serve(triton)
     (change,) = await unload(pool)
-    assert (change.upstream, change.entries) == (triton.address, ENTRIES[::-1])
-    assert triton.orders == [f"unload {entry}" for entry in ENTRIES[::-1]]
+    assert (change.upstream, change.entries) == (triton.address, ("m",))
+    assert triton.orders == ["unload m"]
     card = pool.model("m")
     assert (card.ready, card.unloaded) == (False, True)
     with pytest.raises(UnavailableError, match="unloaded"):
         [event async for event in pool.generate(generation())]
     triton.orders.clear()
     (change,) = await load(pool)
-    assert change.entries == ENTRIES
-    assert triton.orders == [f"load {entry}" for entry in ENTRIES]
+    assert change.entries == ("m",)
+    assert triton.orders == ["load m"]
     card = pool.model("m")
     assert (card.ready, card.unloaded) == (True, False)
 
 
 async def test_what_is_loaded_stays_as_it_is(triton: Any, serve: Any) -> None:
     pool = await serve(triton)
-    triton.models["m"].state = ""
-    (change,) = await load(pool)
-    assert change.entries == ("m",)
     (change,) = await load(pool)
     assert change.entries == ()
-    assert triton.orders == ["load m"]
+    assert triton.orders == []
     await unload(pool)
     triton.orders.clear()
     (change,) = await unload(pool)
@@ -85,10 +67,8 @@ async def test_what_is_loaded_stays_as_it_is(triton: Any, serve: Any) -> None:
 async def test_a_reload_unloads_first(triton: Any, serve: Any) -> None:
     pool = await serve(triton)
     (change,) = await load(pool, reload=True)
-    assert change.entries == ENTRIES
-    assert triton.orders == [f"unload {entry}" for entry in ENTRIES[::-1]] + [
-        f"load {entry}" for entry in ENTRIES
-    ]
+    assert change.entries == ("m",)
+    assert triton.orders == ["unload m", "load m"]
     assert pool.model("m").ready
 
 
@@ -101,7 +81,7 @@ async def test_requests_in_flight_end_first_and_new_ones_are_refused_at_once(tri
         yield finished("end", 1)
 
     pool = await serve(triton)
-    triton.model.answer, triton.models["m"].lingers = answer, release
+    triton.model.answer, triton.model.lingers = answer, release
     events = pool.generate(generation())
     await anext(events)
     unloading = asyncio.create_task(unload(pool))
@@ -110,35 +90,35 @@ async def test_requests_in_flight_end_first_and_new_ones_are_refused_at_once(tri
     with pytest.raises(UnavailableError):
         await anext(pool.generate(generation()))
     await asyncio.sleep(0.1)
-    assert triton.orders == ["unload m"]
+    assert not unloading.done()
     release.set()
     assert [event.text async for event in events if isinstance(event, Delta)] == ["end"]
     await unloading
-    assert len(triton.orders) == 3
+    assert triton.orders == ["unload m"]
 
 
 async def test_a_load_waits_for_what_is_still_unloading(triton: Any, serve: Any) -> None:
     pool = await serve(triton)
     triton.model.lingers = asyncio.Event()
-    await triton.RepositoryModelUnload(type("R", (), {"model_name": "m-stream"}), None)
+    await triton.RepositoryModelUnload(type("R", (), {"model_name": "m"}), None)
     triton.orders.clear()
     loading = asyncio.create_task(load(pool))
     await asyncio.sleep(0.2)
     assert triton.orders == []
     triton.model.lingers.set()
     await loading
-    assert triton.orders == ["load m-stream"]
+    assert triton.orders == ["load m"]
 
 
 async def test_one_change_at_a_time(triton: Any, serve: Any) -> None:
     pool = await serve(triton)
-    triton.models["m"].lingers = asyncio.Event()
+    triton.model.lingers = asyncio.Event()
     first = asyncio.create_task(unload(pool))
     await until(lambda: bool(triton.orders))
     for other in (unload(pool), load(pool), load(pool, reload=True)):
         with pytest.raises(ConflictError):
             await other
-    triton.models["m"].lingers.set()
+    triton.model.lingers.set()
     await first
     results = await asyncio.gather(*(load(pool) for _ in range(4)), return_exceptions=True)
     assert sorted(type(result).__name__ for result in results) == ["ConflictError"] * 3 + ["list"]
@@ -146,7 +126,7 @@ async def test_one_change_at_a_time(triton: Any, serve: Any) -> None:
 
 async def test_what_somebody_else_loads_is_left_to_them(triton: Any, serve: Any) -> None:
     pool = await serve(triton)
-    triton.models["m"].state = "LOADING"
+    triton.model.state = "LOADING"
     for change in (load(pool), load(pool, reload=True), unload(pool)):
         with pytest.raises(ConflictError, match=triton.address):
             await change
@@ -162,7 +142,7 @@ async def test_what_somebody_else_loads_is_left_to_them(triton: Any, serve: Any)
                 "version 1 is at UNAVAILABLE state: Error: /c: gone\n\nAt:\n /x",
             ),
             UpstreamProtocolError,
-            "m-stream could not be loaded: Error: /c: gone",
+            "m could not be loaded: Error: /c: gone",
         ),
         (
             (
@@ -220,7 +200,7 @@ async def test_waiting_is_bounded(triton: Any, serve: Any) -> None:
 
 async def test_a_dead_instance_is_not_waited_for(triton: Any, serve: Any, monkeypatch: Any) -> None:
     async def dead(request: Any, context: Any) -> AsyncIterator[Any]:
-        yield await context.abort(grpc.StatusCode.INTERNAL, "Stub process 'm-stream_0_0' is not healthy.")
+        yield await context.abort(grpc.StatusCode.INTERNAL, "Stub process 'm_0_0' is not healthy.")
 
     monkeypatch.setattr("gateway.triton.model_control._DEAD_UNLOADS_WITHIN_S", 0.1)
     pool = await serve(triton)
@@ -232,7 +212,7 @@ async def test_a_dead_instance_is_not_waited_for(triton: Any, serve: Any, monkey
 
     triton.model.load = revive
     reloading = asyncio.create_task(load(pool, reload=True))
-    await until(lambda: "unload m-stream" in triton.orders)
+    await until(lambda: "unload m" in triton.orders)
     await asyncio.sleep(0.5)
     triton.model.state = "UNAVAILABLE"
     await reloading
@@ -251,7 +231,7 @@ async def test_one_that_is_loaded_and_does_not_answer_is_told(
 
 
 async def test_many_tritons(tritons: Any, serve: Any) -> None:
-    first, second, bare = stocked(await tritons()), stocked(await tritons()), await tritons()
+    first, second, bare = await tritons(), await tritons(), await tritons()
     bare.models.clear()
     pool = await serve(first, second, bare, ready=False)
     await until(lambda: sum(replica.state is ReplicaState.READY for replica in pool.replicas()) == 2)
@@ -272,7 +252,7 @@ async def test_many_tritons(tritons: Any, serve: Any) -> None:
 async def test_a_reload_takes_one_triton_after_the_other_and_stops_at_a_failure(
     tritons: Any, serve: Any
 ) -> None:
-    first, second = stocked(await tritons()), stocked(await tritons())
+    first, second = await tritons(), await tritons()
     pool = await serve(first, second)
 
     async def look(context: Any) -> None:
@@ -289,8 +269,8 @@ async def test_a_reload_takes_one_triton_after_the_other_and_stops_at_a_failure(
 
 async def test_unknown_models(triton: Any, serve: Any) -> None:
     pool = await serve(triton)
-    triton.models["n-stream"] = FakeModel(state="")
-    for model in ("n", "m-stream", "x"):
+    triton.models["n"] = FakeModel(state="")
+    for model in ("n", "x"):
         with pytest.raises(ModelNotFoundError):
             await load(pool, model=model)
     await triton.stop()
@@ -302,8 +282,8 @@ async def test_unknown_models(triton: Any, serve: Any) -> None:
 async def test_without_configured_models_any_of_the_tritons_can_be_loaded(triton: Any, serve: Any) -> None:
     pool = await serve(triton, models=[])
     triton.models |= {
-        "n-stream": FakeModel(state=""),
-        "f-stream": FakeModel(state="", inputs=("text_input",)),
+        "n": FakeModel(state=""),
+        "f": FakeModel(state="", inputs=("text_input",)),
     }
     await load(pool, model="n")
     assert pool.model("n").ready
@@ -323,7 +303,7 @@ async def test_closing_ends_a_change(triton: Any, serve: Any) -> None:
 
     triton.model.load = slow
     loading = asyncio.create_task(load(pool))
-    await until(lambda: "load m-stream" in triton.orders)
+    await until(lambda: "load m" in triton.orders)
     await pool.close()
     with pytest.raises(UnavailableError, match="shutting down"):
         await loading

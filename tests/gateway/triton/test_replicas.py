@@ -27,19 +27,17 @@ class Observer:
     def upstream_error(self, model: str, upstream: str, code: str) -> None:
         raise AssertionError("probes are no generations")
 
-    def upstream_nudge(self, model: str, upstream: str) -> None:
-        """Of no matter here."""
-
 
 @contextlib.asynccontextmanager
 async def watched(triton: Any, policy: HealthPolicy, observer: Any = None) -> AsyncIterator[Replica]:
     channel = Channel(triton.address)
-    replica = Replica("m", channel, policy, observer)
+    replica = Replica("m", channel, policy, observer, idle_timeout_s=10)
     task = asyncio.create_task(replica.watch())
     yield replica
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
+    await replica.close()
     await channel.close()
 
 
@@ -144,7 +142,7 @@ async def test_a_dead_stub_is_found_though_triton_calls_the_model_ready(
     triton: Any, fast: HealthPolicy
 ) -> None:
     async def dead(request: Any, context: Any) -> AsyncIterator[Any]:
-        yield await context.abort(grpc.StatusCode.INTERNAL, "Stub process 'm-stream_0_0' is not healthy.")
+        yield await context.abort(grpc.StatusCode.INTERNAL, "Stub process 'm_0_0' is not healthy.")
 
     async with watched(triton, fast) as replica:
         await becomes(replica, ReplicaState.READY)

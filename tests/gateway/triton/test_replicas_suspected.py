@@ -29,9 +29,6 @@ class Asking:
     def upstream_error(self, model: str, upstream: str, code: str) -> None:
         raise AssertionError("no generation was made")
 
-    def upstream_nudge(self, model: str, upstream: str) -> None:
-        """Of no matter here."""
-
 
 async def test_a_probe_that_was_asked_before_a_suspicion_and_answered_after_it(
     triton: Any, fast: HealthPolicy
@@ -46,7 +43,7 @@ async def test_a_probe_that_was_asked_before_a_suspicion_and_answered_after_it(
 
     channel = Channel(triton.address)
     asking = Asking()
-    asking.replica = replica = Replica("m", channel, fast, asking)
+    asking.replica = replica = Replica("m", channel, fast, asking, idle_timeout_s=10)
     watching = asyncio.create_task(replica.watch())
     await until(lambda: replica.state is ReplicaState.READY)
     triton.model.probe = slow
@@ -59,6 +56,7 @@ async def test_a_probe_that_was_asked_before_a_suspicion_and_answered_after_it(
     watching.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await watching
+    await replica.close()
     await channel.close()
 
 

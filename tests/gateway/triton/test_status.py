@@ -7,12 +7,12 @@ from gateway.triton.status import MESSAGE_LIMIT, TREATMENTS, Fault, classify
 from tests.gateway.triton.fake_triton import generation
 from wire.refusal import RefusalCode, refusal_text
 
-SECRETS = ("/models", "Traceback", "request id", "tritongate:", "m-stream")
+SECRETS = ("/models", "Traceback", "request id", "tritongate:", "m_0")
 
 TABLE = [
     # The texts and statuses of tritonserver 2.51, then grpc's own, then our models' refusals.
     (None, "Request for unknown model: 'nope-stream' is not found", Fault.NOT_READY, 503),
-    (None, "Request for unknown model: 'm-stream' has no available versions", Fault.NOT_READY, 503),
+    (None, "Request for unknown model: 'm' has no available versions", Fault.NOT_READY, 503),
     (
         grpc.StatusCode.NOT_FOUND,
         "Request for unknown model: 'm' has no available versions",
@@ -33,7 +33,7 @@ TABLE = [
     (None, "Request timeout expired", Fault.DEADLINE, 504),
     (
         grpc.StatusCode.INTERNAL,
-        "Stub process 'm-stream_0_0' is not healthy.",
+        "Stub process 'm_0_0' is not healthy.",
         Fault.STUB_DEAD,
         503,
     ),
@@ -159,6 +159,7 @@ def test_a_request_that_may_have_done_harm_or_was_refused_for_itself_is_not_repe
         Fault.STUB_DEAD,
         Fault.SILENT,
         Fault.CHANNEL_LOST,
+        Fault.NO_CHANNEL,
     }
     assert [fault for fault in Fault if TREATMENTS[fault].same_replica] == [Fault.CHANNEL_LOST]
 
