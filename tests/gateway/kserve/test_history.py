@@ -18,7 +18,7 @@ from gateway.kserve.history import (
 )
 from wire.history import Turn
 
-ROUND = [Turn("user", "问'\"\n"), Turn("assistant", "答\\ {}[]")]
+ROUND = (Turn("user", "问'\"\n"), Turn("assistant", "答\\ {}[]"))
 OBJECTS = [{"role": turn.role, "metadata": "", "content": turn.content} for turn in ROUND]
 PAIRS = [[ROUND[0].content, ROUND[1].content]]
 
@@ -45,8 +45,8 @@ def test_objects_and_pairs_are_read_as_json_and_as_literals(write: type[str]) ->
 
 
 def test_metadata_may_be_none_or_missing() -> None:
-    assert parse("[{'role': 'user', 'metadata': None, 'content': 'x'}]").turns == [Turn("user", "x")]
-    assert parse('[{"role": "user", "content": "x"}]').turns == [Turn("user", "x")]
+    assert parse("[{'role': 'user', 'metadata': None, 'content': 'x'}]").turns == (Turn("user", "x"),)
+    assert parse('[{"role": "user", "content": "x"}]').turns == (Turn("user", "x"),)
 
 
 def test_tools_go_back_as_a_string_and_come_again() -> None:

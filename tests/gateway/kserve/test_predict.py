@@ -8,8 +8,8 @@ from google.protobuf import json_format
 from tritonclient.grpc import service_pb2
 
 from gateway.errors import InvalidRequestError
-from gateway.kserve import read_predict_request, write_predict_answer
-from gateway.prediction import InputTensor, OutputTensor, PredictionAnswer
+from gateway.kserve.contracts import InferAnswer, Tensor
+from gateway.kserve.predict import read_predict_request, write_predict_answer
 from wire.strings import pack_strings
 
 
@@ -28,8 +28,7 @@ def tensor(**changes: Any) -> dict[str, Any]:
 
 def read(**changes: Any) -> Any:
     document = {"model_name": "m", "inputs": [tensor()]} | changes
-    asked = read_predict_request(json.dumps(document).encode())
-    return asked.prediction(request_id="r", deadline=1.0)
+    return read_predict_request(json.dumps(document).encode())
 
 
 def fault(**changes: Any) -> str | None:
@@ -42,16 +41,16 @@ def fault(**changes: Any) -> str | None:
 def test_a_request_is_read() -> None:
     history = tensor(name="history", shape=["2"], contents={"bytes_contents": [b64("a"), ""]})
     prediction = read(inputs=[tensor(), history], outputs=[{"name": "response"}], model_version="2")
-    assert (prediction.model, prediction.version, prediction.outputs) == ("m", "2", ("response",))
-    assert prediction.inputs == (
-        InputTensor(name="prompt", datatype="BYTES", shape=(1,), values=("你好".encode(),)),
-        InputTensor(name="history", datatype="BYTES", shape=(2,), values=(b"a", b"")),
-    )
+    assert (prediction.model, prediction.version, prediction.outputs) == ("m", "2", ["response"])
+    assert prediction.inputs == [
+        Tensor("prompt", "BYTES", (1,), ["你好".encode()]),
+        Tensor("history", "BYTES", (2,), [b"a", b""]),
+    ]
 
 
 def test_small_integers_are_read() -> None:
     number = tensor(name="max_token", datatype="INT16", contents={"int_contents": ["1024"]})
-    assert read(inputs=[number]).inputs[0].values == (1024,)
+    assert read(inputs=[number]).inputs[0].values == [1024]
 
 
 def test_what_protobuf_itself_writes_is_read() -> None:
@@ -60,10 +59,10 @@ def test_what_protobuf_itself_writes_is_read() -> None:
     message.outputs.add(name="response")
     for names in (True, False):
         body = json_format.MessageToJson(message, preserving_proto_field_name=names)
-        prediction = read_predict_request(body.encode()).prediction(request_id="r", deadline=1.0)
-        assert prediction.inputs[0].values == (b"\xfb\xff",)
+        prediction = read_predict_request(body.encode())
+        assert prediction.inputs[0].values == [b"\xfb\xff"]
     unpadded = tensor(contents={"bytes_contents": ["-_8"]})
-    assert read(inputs=[unpadded]).inputs[0].values == (b"\xfb\xff",)
+    assert read(inputs=[unpadded]).inputs[0].values == [b"\xfb\xff"]
 
 
 @pytest.mark.parametrize(
@@ -139,14 +138,12 @@ def test_a_body_of_faults_costs_one(item: str) -> None:
 
 
 def test_an_answer_is_what_protobuf_reads() -> None:
-    asked = read_predict_request(json.dumps({"model_name": "m", "id": "7", "inputs": [tensor()]}).encode())
-    raw = pack_strings(["你好".encode(), b""])
-    output = OutputTensor(name="response", datatype="BYTES", shape=(2,), raw=raw)
-    body = write_predict_answer(asked, PredictionAnswer(version="1", outputs=(output,)))
+    output = Tensor("response", "BYTES", (2,), ["你好".encode(), b""])
+    body = write_predict_answer(InferAnswer(model="m", id="7", outputs=[output]))
     message = json_format.Parse(body, service_pb2.ModelInferResponse())
     assert (message.model_name, message.model_version, message.id) == ("m", "1", "7")
     assert (message.outputs[0].name, list(message.outputs[0].shape)) == ("response", [2])
-    assert list(message.raw_output_contents) == [raw]
+    assert list(message.raw_output_contents) == [pack_strings(["你好".encode(), b""])]
     assert json.loads(body) == json.loads(
         json_format.MessageToJson(message, preserving_proto_field_name=True)
     )
