@@ -107,7 +107,7 @@ def _header(value: SecretStr) -> SecretStr:
 
 def _contract(value: str) -> str:
     name, equals, contract = value.rpartition("=")
-    if contract not in Contract or (equals and not name):
+    if contract not in list(Contract) or (equals and not name):
         raise ValueError(f"{value!r} is not [NAME=]CONTRACT, of a contract {', '.join(Contract)}")
     return value
 
