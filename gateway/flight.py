@@ -179,7 +179,7 @@ class Flight(AsyncIterator[Event]):
     def _bounded(self, generation: Generation) -> Generation:
         """Return `generation` with the configured limit on new tokens if its client set none."""
         bound = self._gateway.settings.default_max_tokens
-        if generation.max_tokens is not None or bound is None:
+        if bound is None or generation.max_tokens is not None or generation.max_total_tokens is not None:
             return generation
         return replace(generation, max_tokens=max(bound, generation.min_tokens), max_tokens_yields=True)
 

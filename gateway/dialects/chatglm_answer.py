@@ -9,6 +9,7 @@ from operator import itemgetter
 import msgspec
 from tritonclient.grpc import service_pb2
 
+from gateway.chatglm.answer_text import AnswerText, ContinuedText, by_segment
 from gateway.chatglm.constrained_text import ConstrainedText
 from gateway.chatglm.formats import chat_form
 from gateway.chatglm.text_tokens import Told, in_runs, pieces_of
@@ -33,7 +34,6 @@ from gateway.generation import (
 from gateway.pieces import CallPart, Piece
 from wire import meta as wire_meta
 from wire import names
-from wire.answer import AnswerText, ContinuedText, by_segment
 from wire.strings import unpack_strings
 
 _HEARTBEAT = wire_meta.Meta()

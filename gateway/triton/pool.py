@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from gateway.errors import InvalidRequestError, ModelNotFoundError, UpstreamProtocolError
 from gateway.generation import Accepted, Delta, Event, Generation
-from gateway.prediction import Prediction, PredictionAnswer
 from gateway.tokenization import Tokenization, Tokens
 from gateway.triton.answering import answer_over_channel, answer_plainly
 from gateway.triton.answering import tokenize as tokenize_on
@@ -21,14 +20,13 @@ from gateway.triton.failover import Tries
 from gateway.triton.health import HealthPolicy, ReplicaReport, ReplicaState
 from gateway.triton.members import Member, Members, PoolObserver
 from gateway.triton.model_control import ModelControl
-from gateway.triton.predicting import predict as predict_on
 from gateway.triton.replicas import Replica
 from gateway.triton.resolver import Resolve, resolve
 from gateway.triton.status import Fault, TritonError
 from gateway.triton.traced_calls import TracedCalls
 from gateway.upstream import EntriesChanged, ModelCard
 
-R = TypeVar("R", Prediction, Tokenization)
+R = TypeVar("R", bound=Tokenization)
 A = TypeVar("A")
 
 
@@ -140,10 +138,6 @@ class TritonUpstream:
             else:
                 return
 
-    async def predict(self, request: Prediction) -> PredictionAnswer:
-        """Run `request`: see `gateway.upstream.Upstream.predict`."""
-        return await self._answer_whole(request, predict_on)
-
     async def tokenize(self, request: Tokenization) -> Tokens:
         """Run `request`: see `gateway.upstream.Upstream.tokenize`."""
         return await self._answer_whole(request, self._tokenize)
@@ -160,7 +154,7 @@ class TritonUpstream:
                 replica.suspect(error)
                 tries.failed(error)
 
-    def _tries(self, request: Generation | Prediction | Tokenization) -> Tries:
+    def _tries(self, request: Generation | Tokenization) -> Tries:
         return Tries(
             lambda: self._find(request.model),
             request_id=request.request_id,
@@ -226,13 +220,14 @@ class TritonUpstream:
         replicas = self._replicas(model_id)
         ready = any(replica.state is ReplicaState.READY for replica in replicas)
         wanted = any(replica.wanted for replica in replicas)
-        contexts = [replica.report.max_context for replica in replicas if replica.report is not None]
+        reports = [replica.report for replica in replicas if replica.report is not None]
         return ModelCard(
             id=model_id,
             ready=ready,
             created=self._created[model_id],
-            max_context=min(contexts, default=None),
+            max_context=min((report.max_context for report in reports), default=None),
             unloaded=bool(replicas) and not ready and not wanted,
+            chat_format=reports[0].chat_format if reports else None,
         )
 
     def _replicas(self, model_id: str) -> list[Replica]:

@@ -6,13 +6,12 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 from gateway.generation import Generation
-from gateway.prediction import Prediction
 from gateway.tokenization import Tokenization
 from gateway.tracing import Attribute, Part, current_trace
 from gateway.triton.replicas import Replica
 from gateway.triton.status import TritonError
 
-R = TypeVar("R", Generation, Prediction, Tokenization)
+R = TypeVar("R", Generation, Tokenization)
 
 _NOWHERE = Part()
 

@@ -1,7 +1,7 @@
 """Turns a raw ChatGLM answer into the text that a client sees.
 
-Both sides show answers, the gateway to clients of OpenAI's API and entry `M` to its own clients, and must
-show the same text (divergences 6 and 9 in ARCHITECTURE.md).
+Clients of OpenAI's API and legacy clients of the KServe door are shown the same text (divergences 6 and 9 in
+ARCHITECTURE.md).
 
 The answer consists of one or more segments; a role token opens each further segment, and the wire reports it
 separately from the text. If no tools are offered, everything is text. A segment's first line, where ChatGLM3

@@ -1,27 +1,30 @@
-"""ModelInferRequest and ModelInferResponse as protobuf JSON, the body and answer of `Predict`.
+"""`POST /MutilBackendService/Predict` (its clients spell it so): ModelInferRequest as protobuf JSON.
 
 The messages are those of the KServe inference protocol, version 2; the mapping to JSON is protobuf's
 (https://protobuf.dev/programming-guides/json): fields by either of their names, 64-bit integers as strings,
 bytes as base64. protobuf's own reader is not used: it takes any text for base64 and does not always name the
 field at fault. Of the messages' fields, those that reach into the server (shared memory, raw contents,
-parameters) are refused. Knows nothing of HTTP or of the channel to Triton.
+parameters) are refused.
 """
 
 import base64
 import binascii
-import math
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.alias_generators import to_camel
+from starlette.responses import Response
 
+from gateway.api.deps import ExchangeDep, InferenceKey, JsonBody
+from gateway.api.openapi import body_of, whole
 from gateway.errors import InvalidRequestError
+from gateway.kserve.contracts import MAX_TENSORS, VERSION, InferAnswer, InferRequest, Tensor
+from gateway.kserve.http import DoorDep, InputTensor, Items, OutputTensor, no_bool
 from gateway.openai.document import read_object, validate, without_neutral
-from gateway.prediction import InputTensor, Prediction, PredictionAnswer
 
-_MAX_TENSORS = 32
-_MAX_RANK = 8
+router = APIRouter(dependencies=[InferenceKey])
 
 
 def _decode_base64(value: Any) -> bytes:
@@ -35,24 +38,12 @@ def _decode_base64(value: Any) -> bytes:
         raise ValueError("not valid base64") from None
 
 
-def _no_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("a number is needed")  # noqa: TRY004 - what pydantic turns into a field's fault
-    return value
-
-
 Base64 = Annotated[
     bytes,
     BeforeValidator(_decode_base64, json_schema_input_type=str),
     Field(json_schema_extra={"format": "byte"}),
 ]
-Int16 = Annotated[int, BeforeValidator(_no_bool), Field(ge=-(2**15), lt=2**15)]
-Size = Annotated[int, BeforeValidator(_no_bool), Field(ge=-1, lt=2**31)]
-
-
-T = TypeVar("T")
-Items = Annotated[tuple[T, ...], Field(fail_fast=True)]
-"""Validated up to the first fault: a body has room for millions, and only one is reported."""
+Int16 = Annotated[int, BeforeValidator(no_bool), Field(ge=-(2**15), lt=2**15)]
 
 
 class _Message(BaseModel):
@@ -66,46 +57,37 @@ class TensorContents(_Message):
     int_contents: Items[Int16] = Field((), description="of INT16")
 
 
-class InputTensorMessage(_Message):
+class InputTensorMessage(_Message, InputTensor):
     """One input. One size in `shape` may be -1; it follows from the number of elements."""
 
-    name: str = Field(min_length=1)
     datatype: Literal["BYTES", "INT16"]
-    shape: Annotated[Items[Size], Field(max_length=_MAX_RANK)]
     contents: TensorContents = Field(default_factory=lambda: TensorContents.model_validate({}))
 
+    def tensor(self, path: str) -> Tensor:
+        """Return the tensor; `path` is its name in the request."""
+        places = ("bytes_contents", "int_contents")
+        at, other = places if self.datatype == "BYTES" else reversed(places)
+        if getattr(self.contents, other):
+            path = f"{path}.contents.{other}"
+            raise InvalidRequestError(f"{path}: not where elements of {self.datatype} go.", param=path)
+        elements = getattr(self.contents, at)
+        return Tensor.read(self.name, self.datatype, self.shape, elements, path=path, at=f"contents.{at}")
 
-class OutputTensorMessage(_Message):
+
+class OutputTensorMessage(_Message, OutputTensor):
     """A requested output."""
-
-    name: str = Field(min_length=1)
 
 
 class PredictRequest(_Message):
-    """A ModelInferRequest for the request/response entry of a served model."""
+    """A ModelInferRequest for a served model."""
 
     model_name: str
     model_version: str = ""
     id: str = Field("", description="repeated in the answer")
-    inputs: Annotated[Items[InputTensorMessage], Field(min_length=1, max_length=_MAX_TENSORS)]
-    outputs: Annotated[Items[OutputTensorMessage], Field(max_length=_MAX_TENSORS)] = Field(
+    inputs: Annotated[Items[InputTensorMessage], Field(min_length=1, max_length=MAX_TENSORS)]
+    outputs: Annotated[Items[OutputTensorMessage], Field(max_length=MAX_TENSORS)] = Field(
         (), description="which outputs to return; none: all"
     )
-
-    def prediction(self, *, request_id: str, deadline: float) -> Prediction:
-        """Return the request for the upstream.
-
-        Raises:
-            InvalidRequestError: the elements of an input do not suit its datatype or shape.
-        """
-        return Prediction(
-            request_id=request_id,
-            model=self.model_name,
-            inputs=tuple(_input(tensor, f"inputs.{number}") for number, tensor in enumerate(self.inputs)),
-            outputs=tuple(output.name for output in self.outputs),
-            version=self.model_version,
-            deadline=deadline,
-        )
 
 
 class OutputTensorDocument(msgspec.Struct, frozen=True):
@@ -126,7 +108,19 @@ class PredictAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     id: str = ""
 
 
-def read_predict_request(body: bytes) -> PredictRequest:
+@router.post(
+    "/MutilBackendService/Predict",
+    response_class=Response,
+    openapi_extra=body_of(PredictRequest),
+    responses=whole(PredictAnswer),
+)
+async def predict(request: Request, body: JsonBody, exchange: ExchangeDep, door: DoorDep) -> Response:
+    """Answer a ModelInferRequest in protobuf's JSON."""
+    answer = await door.infer(read_predict_request(body), exchange, request.receive)
+    return Response(write_predict_answer(answer), media_type="application/json")
+
+
+def read_predict_request(body: bytes) -> InferRequest:
     """Read a request body.
 
     Raises:
@@ -143,21 +137,28 @@ def read_predict_request(body: bytes) -> PredictRequest:
             for tensor in document[name]:
                 if isinstance(tensor, dict) and isinstance(tensor.get("contents"), dict):
                     tensor["contents"] = _by_proto_names(tensor["contents"])
-    return validate(PredictRequest, document)
+    message = validate(PredictRequest, document)
+    return InferRequest(
+        model=message.model_name,
+        version=message.model_version,
+        id=message.id,
+        inputs=[tensor.tensor(f"inputs.{number}") for number, tensor in enumerate(message.inputs)],
+        outputs=[output.name for output in message.outputs],
+    )
 
 
-def write_predict_answer(asked: PredictRequest, answer: PredictionAnswer) -> bytes:
-    """Return the JSON of the answer to `asked`."""
+def write_predict_answer(answer: InferAnswer) -> bytes:
+    """Return the JSON of `answer`."""
     return msgspec.json.encode(
         PredictAnswer(
-            model_name=asked.model_name,
+            model_name=answer.model,
             outputs=[
                 OutputTensorDocument(tensor.name, tensor.datatype, [str(size) for size in tensor.shape])
                 for tensor in answer.outputs
             ],
-            raw_output_contents=[tensor.raw for tensor in answer.outputs],
-            model_version=answer.version,
-            id=asked.id,
+            raw_output_contents=[tensor.packed() for tensor in answer.outputs],
+            model_version=VERSION,
+            id=answer.id,
         )
     )
 
@@ -176,32 +177,3 @@ def _supported(message: dict[str, Any], path: str) -> dict[str, Any]:
 def _by_proto_names(message: dict[str, Any]) -> dict[str, Any]:
     """Give fields written in lowerCamelCase, protobuf's default in JSON, the names of the .proto file."""
     return {_PROTO_NAMES.get(name, name): value for name, value in message.items()}
-
-
-def _input(tensor: InputTensorMessage, path: str) -> InputTensor:
-    strings, integers = tensor.contents.bytes_contents, tensor.contents.int_contents
-    strange, field = (integers, "int_contents") if tensor.datatype == "BYTES" else (strings, "bytes_contents")
-    if strange:
-        raise InvalidRequestError(
-            f"{path}.contents.{field}: not where elements of {tensor.datatype} go.",
-            param=f"{path}.contents.{field}",
-        )
-    values: tuple[bytes, ...] | tuple[int, ...] = strings if tensor.datatype == "BYTES" else integers
-    return InputTensor(
-        name=tensor.name,
-        datatype=tensor.datatype,
-        shape=_whole_shape(tensor.shape, len(values), f"{path}.shape"),
-        values=values,
-    )
-
-
-def _whole_shape(shape: tuple[int, ...], count: int, path: str) -> tuple[int, ...]:
-    """Return `shape` with its -1, if there is one, replaced by the size for `count` elements."""
-    if shape.count(-1) > 1:
-        raise InvalidRequestError(f"{path}: only one size may be -1.", param=path)
-    known = math.prod(size for size in shape if size >= 0)
-    if -1 in shape and known and count % known == 0:
-        shape = tuple(count // known if size < 0 else size for size in shape)
-    if -1 in shape or math.prod(shape) != count:
-        raise InvalidRequestError(f"{path}: {list(shape)} does not hold {count} elements.", param=path)
-    return shape

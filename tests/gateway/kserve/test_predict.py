@@ -1,16 +1,23 @@
 import base64
 import json
 import time
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 from google.protobuf import json_format
 from tritonclient.grpc import service_pb2
 
-from gateway.errors import InvalidRequestError
-from gateway.kserve import read_predict_request, write_predict_answer
-from gateway.prediction import InputTensor, OutputTensor, PredictionAnswer
-from wire.strings import pack_strings
+from gateway.errors import GatewayError, InvalidRequestError, UnavailableError
+from gateway.generation import Event, Generation
+from gateway.kserve.contracts import InferAnswer, Tensor
+from gateway.kserve.predict import read_predict_request, write_predict_answer
+from tests.gateway.fake_upstream import FakeUpstream, say_and_hang
+from tests.gateway.kserve.legacy import VALUES, echo, predict_body
+from tests.gateway.serving import Served, in_process, on_socket, until
+from wire.strings import pack_strings, unpack_strings
+
+PREDICT = "/MutilBackendService/Predict"
 
 
 def b64(text: str) -> str:
@@ -28,8 +35,7 @@ def tensor(**changes: Any) -> dict[str, Any]:
 
 def read(**changes: Any) -> Any:
     document = {"model_name": "m", "inputs": [tensor()]} | changes
-    asked = read_predict_request(json.dumps(document).encode())
-    return asked.prediction(request_id="r", deadline=1.0)
+    return read_predict_request(json.dumps(document).encode())
 
 
 def fault(**changes: Any) -> str | None:
@@ -42,16 +48,16 @@ def fault(**changes: Any) -> str | None:
 def test_a_request_is_read() -> None:
     history = tensor(name="history", shape=["2"], contents={"bytes_contents": [b64("a"), ""]})
     prediction = read(inputs=[tensor(), history], outputs=[{"name": "response"}], model_version="2")
-    assert (prediction.model, prediction.version, prediction.outputs) == ("m", "2", ("response",))
-    assert prediction.inputs == (
-        InputTensor(name="prompt", datatype="BYTES", shape=(1,), values=("你好".encode(),)),
-        InputTensor(name="history", datatype="BYTES", shape=(2,), values=(b"a", b"")),
-    )
+    assert (prediction.model, prediction.version, prediction.outputs) == ("m", "2", ["response"])
+    assert prediction.inputs == [
+        Tensor("prompt", "BYTES", (1,), ["你好".encode()]),
+        Tensor("history", "BYTES", (2,), [b"a", b""]),
+    ]
 
 
 def test_small_integers_are_read() -> None:
     number = tensor(name="max_token", datatype="INT16", contents={"int_contents": ["1024"]})
-    assert read(inputs=[number]).inputs[0].values == (1024,)
+    assert read(inputs=[number]).inputs[0].values == [1024]
 
 
 def test_what_protobuf_itself_writes_is_read() -> None:
@@ -60,10 +66,10 @@ def test_what_protobuf_itself_writes_is_read() -> None:
     message.outputs.add(name="response")
     for names in (True, False):
         body = json_format.MessageToJson(message, preserving_proto_field_name=names)
-        prediction = read_predict_request(body.encode()).prediction(request_id="r", deadline=1.0)
-        assert prediction.inputs[0].values == (b"\xfb\xff",)
+        prediction = read_predict_request(body.encode())
+        assert prediction.inputs[0].values == [b"\xfb\xff"]
     unpadded = tensor(contents={"bytes_contents": ["-_8"]})
-    assert read(inputs=[unpadded]).inputs[0].values == (b"\xfb\xff",)
+    assert read(inputs=[unpadded]).inputs[0].values == [b"\xfb\xff"]
 
 
 @pytest.mark.parametrize(
@@ -139,14 +145,81 @@ def test_a_body_of_faults_costs_one(item: str) -> None:
 
 
 def test_an_answer_is_what_protobuf_reads() -> None:
-    asked = read_predict_request(json.dumps({"model_name": "m", "id": "7", "inputs": [tensor()]}).encode())
-    raw = pack_strings(["你好".encode(), b""])
-    output = OutputTensor(name="response", datatype="BYTES", shape=(2,), raw=raw)
-    body = write_predict_answer(asked, PredictionAnswer(version="1", outputs=(output,)))
+    output = Tensor("response", "BYTES", (2,), ["你好".encode(), b""])
+    body = write_predict_answer(InferAnswer(model="m", id="7", outputs=[output]))
     message = json_format.Parse(body, service_pb2.ModelInferResponse())
     assert (message.model_name, message.model_version, message.id) == ("m", "1", "7")
     assert (message.outputs[0].name, list(message.outputs[0].shape)) == ("response", [2])
-    assert list(message.raw_output_contents) == [raw]
+    assert list(message.raw_output_contents) == [pack_strings(["你好".encode(), b""])]
     assert json.loads(body) == json.loads(
         json_format.MessageToJson(message, preserving_proto_field_name=True)
     )
+
+
+async def refusal(served: Served, document: Any, **options: Any) -> tuple[int, Any, Any]:
+    answer = await served.http.post(PREDICT, json=document, **options)
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return answer.status_code, error["param"], error["code"]
+
+
+async def test_a_question_is_answered_and_counted() -> None:
+    upstream = FakeUpstream(echo)
+    async with in_process(upstream) as served:
+        document = predict_body(id="7", outputs=[{"name": "response"}])
+        answer = (await served.http.post(PREDICT, json=document, headers={"X-Request-Id": "mine"})).json()
+        assert answer["outputs"] == [{"name": "response", "datatype": "BYTES", "shape": ["1"]}]
+        (raw,) = answer["raw_output_contents"]
+        assert unpack_strings(base64.b64decode(raw)) == ["re 你好\nmore".encode()]
+        assert (answer["model_name"], answer["id"]) == ("glm", "7")
+        assert upstream.requests[0].request_id == "mine"
+        assert served.metric("requests_total", route=PREDICT, model="glm", status="200") == 1
+        assert served.metric("overhead_seconds_count", model="glm") == 1
+        await served.until_idle()
+
+
+async def test_only_served_models_can_be_named() -> None:
+    async with in_process(FakeUpstream(echo)) as served:
+        for name in ("other", "glm-stream", "glm-tokenizer", ""):
+            assert await refusal(served, predict_body(name)) == (404, "model_name", "model_not_found")
+        assert (await refusal(served, predict_body(model_version="2")))[:2] == (404, "model_version")
+    assert not served.upstream.requests
+
+
+async def test_a_bad_body_is_a_400_naming_the_field() -> None:
+    async with in_process(FakeUpstream(echo)) as served:
+        assert await refusal(served, predict_body(surprise=1)) == (400, "surprise", None)
+        assert (await refusal(served, []))[0] == 400
+        assert (await refusal(served, predict_body(values=VALUES | {"x": ""})))[:2] == (400, "inputs.4.name")
+        assert (await refusal(served, predict_body(values={})))[:2] == (400, "inputs")
+        broken = await served.http.post(PREDICT, content=b"{", headers={"content-type": "application/json"})
+        assert broken.status_code == 400
+        assert (await served.http.post(PREDICT, content=b"{}")).status_code == 415
+        assert (await served.http.get(PREDICT)).status_code == 405
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("bad", param="prompt"), UnavailableError("away")])
+async def test_the_upstreams_errors_are_told(error: GatewayError) -> None:
+    async def fail(_: Generation) -> AsyncGenerator[Event, None]:
+        raise error
+        yield
+
+    async with in_process(FakeUpstream(fail)) as served:
+        assert await refusal(served, predict_body()) == (error.status, error.param, error.code)
+
+
+async def test_the_deadline_ends_it() -> None:
+    upstream = FakeUpstream(lambda _: say_and_hang("a"))
+    async with in_process(upstream, request_timeout_s=1) as served:
+        assert (await refusal(served, predict_body()))[0] == 504
+        await served.until_idle()
+    assert upstream.cancelled == 1
+
+
+async def test_a_client_that_hangs_up_is_noticed() -> None:
+    upstream = FakeUpstream(lambda _: say_and_hang("a"))
+    async with on_socket(upstream) as served:
+        await served.hang_up(served.http.post(PREDICT, json=predict_body()), tokens=1)
+        await until(lambda: upstream.cancelled == 1)
+        await served.until_idle()
+        await until(lambda: served.metric("client_cancels_total", model="glm") == 1)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from wire.answer import AnswerText, ContinuedText
+from gateway.chatglm.answer_text import AnswerText, ContinuedText
 from wire.meta import Segment
 
 PLACEHOLDER = "[[训练时间]]"
