@@ -6,8 +6,7 @@ Discovers the models if the configuration names none. Knows nothing of HTTP or t
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Sequence
 
 from gateway.errors import InvalidRequestError, ModelNotFoundError, UpstreamProtocolError
 from gateway.generation import Accepted, Delta, Event, Generation
@@ -25,9 +24,6 @@ from gateway.triton.resolver import Resolve, resolve
 from gateway.triton.status import Fault, TritonError
 from gateway.triton.traced_calls import TracedCalls
 from gateway.upstream import EntriesChanged, ModelCard
-
-R = TypeVar("R", bound=Tokenization)
-A = TypeVar("A")
 
 
 class TritonUpstream:
@@ -140,16 +136,12 @@ class TritonUpstream:
 
     async def tokenize(self, request: Tokenization) -> Tokens:
         """Run `request`: see `gateway.upstream.Upstream.tokenize`."""
-        return await self._answer_whole(request, self._tokenize)
-
-    async def _answer_whole(self, request: R, ask: Callable[[Replica, R], Awaitable[A]]) -> A:
-        """Run `request`, which has a single response, on one replica after the other."""
         tries, calls = self._tries(request), TracedCalls(request)
         while True:
             replica = tries.next()
             try:
                 with calls.to(replica) as (_, asked), replica.in_use():
-                    return await ask(replica, asked)
+                    return await self._tokenize(replica, asked)
             except TritonError as error:
                 replica.suspect(error)
                 tries.failed(error)
