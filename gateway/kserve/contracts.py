@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -140,7 +140,7 @@ class Tensor:
             raise _wrong(f"{path}.shape", f"more than {MAX_RANK} dimensions")
         if isinstance(elements, bytes):
             elements = _unpacked(datatype, shape, elements, f"{path}.{at}")
-        read = _read_string if datatype == BYTES else _read_int16
+        read: Callable[[Any, str], Any] = _read_string if datatype == BYTES else _read_int16
         values = [read(value, f"{path}.{at}.{number}") for number, value in enumerate(elements)]
         return cls(name, datatype, _complete(shape, len(values), f"{path}.shape"), values)
 

@@ -138,8 +138,8 @@ class GrpcServer:
         follows, whether the client asked for one or not.
         """
         ends = dict(context.invocation_metadata()).get("triton_grpc_error") == "true"
-        answers: asyncio.Queue[asyncio.Task[Message | GatewayError] | None] = asyncio.Queue(_AHEAD)
-        running: set[asyncio.Task[Message | GatewayError]] = set()
+        answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(_AHEAD)
+        running: set[asyncio.Task[Any]] = set()
 
         async def read() -> None:
             async for data in requests:
@@ -162,8 +162,8 @@ class GrpcServer:
                     message = service_pb2.ModelStreamInferResponse(infer_response=answer)
                 yield message.SerializeToString()
         finally:
-            for task in (reading, *running):
-                task.cancel()
+            for each in (reading, *running):
+                each.cancel()
             with suppress(asyncio.CancelledError):
                 await asyncio.gather(reading, *running, return_exceptions=True)
 
@@ -218,7 +218,8 @@ class GrpcServer:
         if name in ("ModelInfer", "ModelStreamInfer"):
             return _write(await self._door.infer(_read(request), exchange, _connected))
         if name in self._documents:
-            return json_format.ParseDict(self._documents[name](request), answer)
+            json_format.ParseDict(self._documents[name](request), answer)
+            return answer
         if name == "RepositoryModelLoad":
             await self._door.load(request.model_name, dict(request.parameters))
         elif name == "RepositoryModelUnload":
@@ -274,7 +275,7 @@ def _read(request: Any) -> InferRequest:
     )
 
 
-def _write(answer: InferAnswer) -> Message:
+def _write(answer: InferAnswer) -> Any:
     response = service_pb2.ModelInferResponse(model_name=answer.model, model_version=VERSION, id=answer.id)
     for tensor in answer.outputs:
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)

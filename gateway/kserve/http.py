@@ -235,7 +235,7 @@ def write_infer_answer(answer: InferAnswer, binary: Callable[[str], bool]) -> Re
     outputs: list[dict[str, Any]] = []
     blobs = []
     for tensor in answer.outputs:
-        document = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
+        document: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
         if binary(tensor.name):
             blobs.append(tensor.packed())
             document["parameters"] = {"binary_data_size": len(blobs[-1])}
@@ -244,13 +244,13 @@ def write_infer_answer(answer: InferAnswer, binary: Callable[[str], bool]) -> Re
         outputs.append(document)
     head = {"id": answer.id} if answer.id else {}
     head |= {"model_name": answer.model, "model_version": VERSION}
-    document = msgspec.json.encode({**head, "outputs": outputs})
+    text = msgspec.json.encode({**head, "outputs": outputs})
     if not blobs:
-        return Response(document, media_type="application/json")
+        return Response(text, media_type="application/json")
     return Response(
-        document + b"".join(blobs),
+        text + b"".join(blobs),
         media_type="application/octet-stream",
-        headers={HEADER_LENGTH: str(len(document))},
+        headers={HEADER_LENGTH: str(len(text))},
     )
 
 

@@ -37,7 +37,7 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
 
 def test_load(gateway_asked: list[Any]) -> None:
     status, text = run("load", "m", "--url", "http://g", "--key", "k", "--reload", "--upstream", "a:1")
-    assert (status, text) == (0, "a:1: loaded m-stream, m\nb:1: nothing to load\nm is ready\n")
+    assert (status, text) == (0, "a:1: loaded m\nb:1: nothing to load\nm is ready\n")
     assert gateway_asked == [("http://g", "k", "m", "load", {"reload": True, "upstream": "a:1"})]
 
 

@@ -1,10 +1,19 @@
 """What legacy clients send, and a model that answers them by what it was asked."""
 
 import base64
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc.aio
+from tritonclient.grpc import service_pb2_grpc
+
+from gateway.app import create_app
 from gateway.generation import Accepted, Delta, Event, Generation, Turns, Usage
+from gateway.kserve.grpc import GrpcServer
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.serving import Served, settings
+from tests.ports import free_ports
 from wire.meta import Segment
 
 VALUES: Mapping[str, Any] = {"prompt": "你好", "history": "", "temperature": "0.3", "max_token": "1024"}
@@ -65,3 +74,20 @@ def predict_body(model: str = "glm", values: Mapping[str, str] = VALUES, **chang
         for name, value in values.items()
     ]
     return {"model_name": model, "inputs": inputs, **changes}
+
+
+@asynccontextmanager
+async def over_grpc(upstream: FakeUpstream, **values: Any) -> AsyncIterator[tuple[Served, Any, str]]:
+    """Serve; yield what is served, a stub, and the address."""
+    app = create_app(settings(**values), upstream)
+    (port,) = free_ports(1)
+    address = f"127.0.0.1:{port}"
+    server = GrpcServer(app.state.door, app.state.records)
+    async with app.router.lifespan_context(app):
+        await server.start(address)
+        try:
+            async with grpc.aio.insecure_channel(address) as channel:
+                stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+                yield Served(app.state.gateway, upstream, None), stub, address  # type: ignore[arg-type]
+        finally:
+            await server.stop(0)

@@ -4,8 +4,7 @@ import asyncio
 import json
 import queue
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import grpc
@@ -28,31 +27,13 @@ from gateway.generation import Event, Generation, Turns
 from gateway.kserve.grpc import GrpcServer
 from gateway.listeners import ListenError
 from tests.gateway.fake_upstream import FakeUpstream, say, say_and_hang
-from tests.gateway.kserve.legacy import VALUES, echo
-from tests.gateway.serving import Served, settings, until
-from tests.ports import free_ports
+from tests.gateway.kserve.legacy import VALUES, echo, over_grpc
+from tests.gateway.serving import settings, until
 from wire.history import Turn
 from wire.strings import pack_strings, unpack_strings
 
 ROUTE = "/inference.GRPCInferenceService/"
 CODE = grpc.StatusCode
-
-
-@asynccontextmanager
-async def over_grpc(upstream: FakeUpstream, **values: Any) -> AsyncIterator[tuple[Served, Any, str]]:
-    """Serve; yield what is served, a stub, and the address."""
-    app = create_app(settings(**values), upstream)
-    (port,) = free_ports(1)
-    address = f"127.0.0.1:{port}"
-    server = GrpcServer(app.state.door, app.state.records)
-    async with app.router.lifespan_context(app):
-        await server.start(address)
-        try:
-            async with grpc.aio.insecure_channel(address) as channel:
-                stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-                yield Served(app.state.gateway, upstream, None), stub, address  # type: ignore[arg-type]
-        finally:
-            await server.stop(0)
 
 
 def question(model: str = "glm", **changes: Any) -> Any:
@@ -180,7 +161,7 @@ async def test_keys_are_metadata() -> None:
 @pytest.mark.parametrize("how", ["cancel", "deadline", "connection"])
 async def test_a_client_that_leaves_frees_the_engine_at_once(how: str) -> None:
     upstream = FakeUpstream(lambda _: say_and_hang("a"))
-    async with over_grpc(upstream) as (served, stub, address):
+    async with over_grpc(upstream) as (served, _, address):
         channel = grpc.aio.insecure_channel(address)
         own = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         call = own.ModelInfer(question(), timeout=1.0 if how == "deadline" else None)
@@ -235,10 +216,10 @@ async def test_a_drain_refuses_new_calls_and_waits_for_others() -> None:
 
 
 async def test_an_address_that_somebody_has() -> None:
-    async with over_grpc(FakeUpstream()) as (served, _, _):
+    async with over_grpc(FakeUpstream()) as (_, _, _):
         app = create_app(settings(), FakeUpstream())
         taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-        address = "127.0.0.1:{}".format(taken.sockets[0].getsockname()[1])
+        address = f"127.0.0.1:{taken.sockets[0].getsockname()[1]}"
         with pytest.raises(ListenError, match=f"cannot listen on {address} for gRPC"):
             await GrpcServer(app.state.door, app.state.records).start(address)
         taken.close()

@@ -1,4 +1,4 @@
-"""A thousand hostile requests at the door, and bodies that no server should choke on: 4xx, and nothing dies."""
+"""A thousand hostile requests at the door, and bodies to choke on: 4xx, and nothing dies."""
 
 import asyncio
 import copy

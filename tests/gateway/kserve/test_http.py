@@ -22,7 +22,7 @@ from gateway.errors import (
 )
 from gateway.generation import Accepted, Delta, Event, Generation, Turns
 from gateway.kserve.http import HEADER_LENGTH, read_infer_request
-from tests.gateway.fake_upstream import FakeUpstream, say, say_and_hang
+from tests.gateway.fake_upstream import FakeUpstream, say_and_hang
 from tests.gateway.kserve.legacy import VALUES, body, echo, tensor, unbatched
 from tests.gateway.serving import Served, in_process, on_socket, until
 from wire.history import Turn
