@@ -7,15 +7,18 @@ from contextlib import asynccontextmanager, suppress
 from fastapi import FastAPI
 
 from gateway.admission import Admission
-from gateway.api import admin, chat, completions, health, models, openapi, predict, responses, tokenize
+from gateway.api import admin, chat, completions, health, models, openapi, responses, tokenize
 from gateway.api.failures import error_handlers
 from gateway.auth import Keyring
 from gateway.body_limit import BodyLimitMiddleware
 from gateway.drain import Drain
 from gateway.fleet import Fleet, Place
 from gateway.key_limits import KeyLimits, KeyUse
+from gateway.kserve import http as kserve_http
+from gateway.kserve import predict
+from gateway.kserve.door import Door
 from gateway.metrics import Metrics
-from gateway.middleware import ExchangeMiddleware
+from gateway.middleware import ExchangeMiddleware, Records
 from gateway.resources import Gateway
 from gateway.setting_types import revealed
 from gateway.settings import Settings
@@ -95,11 +98,13 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
         redirect_slashes=False,
     )
     app.state.gateway = gateway
-    for resource in (chat, completions, responses, tokenize, predict, admin, models, health):
+    app.state.records = Records(gateway)
+    app.state.door = Door(gateway)
+    for resource in (chat, completions, responses, tokenize, predict, admin, models, health, kserve_http):
         app.include_router(resource.router)
     # The last one added is the outermost.
     app.add_middleware(BodyLimitMiddleware, gateway=gateway)
-    app.add_middleware(ExchangeMiddleware, gateway=gateway)
+    app.add_middleware(ExchangeMiddleware, records=app.state.records)
     openapi.install(app)
     return app
 
@@ -134,7 +139,6 @@ def triton_upstream(settings: Settings, metrics: Metrics) -> TritonUpstream:
         idle_timeout_s=settings.idle_timeout_s,
         load_timeout_s=settings.load_timeout_s,
         observer=metrics,
-        delta_channel=settings.delta_channel == "auto",
         repository_key=revealed(settings.repository_key),
         resolve_interval_s=settings.resolve_interval_s,
     )

@@ -11,7 +11,7 @@ from contextlib import aclosing
 
 from msgspec import structs
 
-from gateway.errors import InvalidRequestError, UpstreamProtocolError
+from gateway.errors import GatewayError, InvalidRequestError, UpstreamProtocolError
 from gateway.generation import Accepted, Delta, Event, Generation, Usage
 
 Generate = Callable[[Generation], AsyncGenerator[Event, None]]
@@ -25,7 +25,7 @@ async def together(generate: Generate, generations: Sequence[Generation]) -> Asy
     generator.
 
     Raises:
-        GatewayError: one failed; an error about its prompt names that prompt.
+        GatewayError: one failed; unless it is about another field, the error names that prompt.
     """
     # At most one event of each is read ahead of the client.
     arrivals: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(len(generations))
@@ -100,11 +100,12 @@ class _Whole:
         return event
 
     def named(self, place: int, error: Exception) -> Exception:
-        """Return the error of the generation at `place`, naming the prompt if it is about that."""
+        """Return the error of the generation at `place`; it names the prompt unless it names a field."""
         field = self._generations[place].prompt_field
-        if not isinstance(error, InvalidRequestError) or error.param is not None or field is None:
+        if not isinstance(error, GatewayError) or error.param is not None or field is None:
             return error
-        return type(error)(f"{field}: {error.message}", param=field)
+        param = field if isinstance(error, InvalidRequestError) else None
+        return type(error)(f"{field}: {error.message}", param=param, retry_after_s=error.retry_after_s)
 
     def _all_accepted(self) -> Accepted:
         in_order = [self._accepted[place] for place in range(len(self._generations))]

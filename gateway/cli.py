@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from pydantic import SecretStr
 
 from gateway.check import check as check_upstreams
 from gateway.cli_clients import bench, load, unload
@@ -21,7 +22,7 @@ from gateway.configuration import (
     settings_table,
     unknown_variables,
 )
-from gateway.listeners import ListenError, bind_all
+from gateway.listeners import ListenError, Listeners, base_url, bind_gateway
 from gateway.settings import Settings
 from gateway.up import TritonOptions, run_up
 from gateway.version import version
@@ -32,6 +33,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 _UP_DRAIN_S = 5.0
+_UP_PORTS = {"kserve_http_port": 8000, "kserve_grpc_port": 8001}
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _LATER_DTYPES = ("int8", "int4")
 
@@ -54,7 +56,9 @@ def settings_options(*, without: frozenset[str] = frozenset()) -> Callable[[F], 
                 continue
             default = f"default: {row.default}; " if row.default else ""
             text = f"{row.help}  [{default}env: {row.env}]"
-            if row.default in ("true", "false"):
+            if row.many:
+                command = click.option(row.flag, row.name, multiple=True, metavar="VALUE", help=text)(command)
+            elif row.default in ("true", "false"):
                 declaration = f"{row.flag}/--no-{row.flag.removeprefix('--')}"
                 command = click.option(declaration, row.name, default=None, help=text)(command)
             else:
@@ -87,15 +91,12 @@ for _command in (load, unload, bench, size):
     help="checkpoint directory to serve, as NAME or its folder's name; repeatable; none: the built-in model",
 )
 @click.option(
-    "--contract",
-    "contracts",
-    multiple=True,
-    metavar="[NAME=]CONTRACT",
-    help="contract of a model's entry M for Triton clients: batched, unbatched or chatglm2; repeatable",
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    default=8002,
+    show_default=True,
+    help="for the metrics of Triton and the engines; 0 takes a free one",
 )
-@click.option("--triton-http-port", type=click.IntRange(0, 65535), default=8000, show_default=True)
-@click.option("--triton-grpc-port", type=click.IntRange(0, 65535), default=8001, show_default=True)
-@click.option("--triton-metrics-port", type=click.IntRange(0, 65535), default=8002, show_default=True)
 @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda:N")
 @click.option("--dtype", type=click.Choice(_DTYPES + _LATER_DTYPES), default="auto", show_default=True)
 @click.option("--max-context", type=click.IntRange(2), help="tokens of prompt and answer together")
@@ -117,10 +118,7 @@ def up(
     *,
     config: Path | None,
     checkpoints: tuple[str, ...],
-    contracts: tuple[str, ...],
-    triton_http_port: int,
-    triton_grpc_port: int,
-    triton_metrics_port: int,
+    metrics_port: int,
     device: str,
     dtype: str,
     max_context: int | None,
@@ -133,19 +131,18 @@ def up(
 ) -> None:
     """Start a Triton on this machine and serve its models.
 
-    Ctrl-C gives running requests at most 5 s to finish; a second one ends at once. Triton's ports are open to
-    this machine only; port 0 takes a free one.
+    Ctrl-C gives running requests at most 5 s to finish; a second one ends at once. Triton itself is private:
+    its clients reach the gateway, on the ports where Triton used to be.
     """
     if dtype in _LATER_DTYPES:
         raise click.UsageError(f"--dtype {dtype} is not supported yet; choose one of {', '.join(_DTYPES)}")
     settings = _load(config, flags)
     quiet = {} if "log_level" in settings.model_fields_set else {"log_level": "warning"}
-    settings = settings.model_copy(update={"drain_s": min(settings.drain_s, _UP_DRAIN_S), **quiet})
+    ports = {name: port for name, port in _UP_PORTS.items() if name not in settings.model_fields_set}
+    settings = settings.model_copy(update={"drain_s": min(settings.drain_s, _UP_DRAIN_S), **quiet, **ports})
     options = TritonOptions(
         models=checkpoints,
-        http_port=triton_http_port,
-        grpc_port=triton_grpc_port,
-        metrics_port=triton_metrics_port,
+        metrics_port=metrics_port,
         device=device,
         dtype=dtype,
         max_context=max_context,
@@ -155,37 +152,50 @@ def up(
         burst_steps=burst_steps,
         kv_memory_gib=kv_memory_gib,
         trace_endpoint=settings.trace_endpoint,
-        contracts=contracts,
     )
     try:
         # First, so that a taken port is reported before Triton's slow start.
-        listeners = bind_all(settings.host, settings.port, settings.workers)
+        listeners = bind_gateway(
+            settings.host,
+            settings.http_ports(),
+            grpc_port=settings.kserve_grpc_port,
+            count=settings.workers,
+        )
 
         def serve_models(ready: Ready) -> int:
-            upstream = {"upstreams": (ready.grpc,), "models": tuple(ready.models)}
+            upstream = {
+                "upstreams": (ready.grpc,),
+                "repository_key": SecretStr(ready.repository_key),
+                "models": tuple(ready.models),
+            }
             return run_gateway(
                 settings.model_copy(update=upstream),
                 listeners=listeners,
-                on_ready=lambda url: click.echo(greeting(url, ready.models, keyed=bool(settings.api_keys))),
+                on_ready=lambda url: click.echo(
+                    greeting(url, ready.models, listeners[0], keyed=bool(settings.api_keys))
+                ),
             )
 
         with contextlib.ExitStack() as stack:
-            for listener in listeners:
-                stack.enter_context(listener)
+            for each in listeners:
+                stack.callback(each.close)
             status = run_up(options, serve_models, sys.stdout)
     except ListenError as error:
         raise click.ClickException(str(error)) from None
     sys.exit(status)
 
 
-def greeting(url: str, models: Sequence[str], *, keyed: bool) -> str:
+def greeting(url: str, models: Sequence[str], listeners: Listeners, *, keyed: bool) -> str:
     """Say where the gateway is, with a command to copy; where keys are needed it reads one from $KEY."""
     body = json.dumps(
         {"model": models[0], "messages": [{"role": "user", "content": "你好"}]}, ensure_ascii=False
     )
     key = ' -H "Authorization: Bearer $KEY"' if keyed else ""
+    kserve = [f"HTTP {base_url(listener)}" for listener in listeners.http[1:]]
+    kserve += [f"gRPC {listeners.grpc}"] if listeners.grpc else []
+    legacy = f"For clients of Triton: {', '.join(kserve)}\n" if kserve else ""
     return (
-        f"\nServing {', '.join(models)} at {url}/v1\n\n"
+        f"\nServing {', '.join(models)} at {url}/v1\n{legacy}\n"
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n"
     )
 
@@ -228,6 +238,11 @@ def _load(config: Path | None, flags: dict[str, Any]) -> Settings:
     for name in unknown_variables():
         click.echo(f"Warning: the environment variable {name} is not a setting; it is ignored", err=True)
     try:
-        return load_settings({name: value for name, value in flags.items() if value is not None}, config)
+        given = {
+            name: ",".join(value) if isinstance(value, tuple) else value
+            for name, value in flags.items()
+            if value not in (None, ())
+        }
+        return load_settings(given, config)
     except ConfigurationError as error:
         raise _Misconfigured(str(error)) from None

@@ -65,9 +65,10 @@ def _change(url: str, key: str | None, model: str, action: str, options: dict[st
 
 
 @click.command()
-@click.option("--model", required=True, help="model to ask: the name of its request/response entry")
-@click.option("--grpc", "grpc_address", default="127.0.0.1:8001", show_default=True, help="of Triton")
-@click.option("--http", "http_url", default="http://127.0.0.1:8000", show_default=True, help="of Triton")
+@click.option("--model", required=True, help="model to ask")
+@click.option("--grpc", "grpc_address", default="127.0.0.1:8001", show_default=True, help="for KServe")
+@click.option("--http", "http_url", default="http://127.0.0.1:8000", show_default=True, help="for KServe")
+@click.option("--key", envvar="TRITONGATE_KEY", show_envvar=True, help="a key of the gateway")
 @click.option("--protocol", type=click.Choice(["both", "grpc", "http"]), default="both", show_default=True)
 @click.option(
     "--concurrency", type=click.IntRange(1, 1024), default=4, show_default=True, help="clients at once"
@@ -82,13 +83,13 @@ def _change(url: str, key: str | None, model: str, action: str, options: dict[st
     type=click.IntRange(1, 2**15 - 1),
     default=128,
     show_default=True,
-    help="as the entry counts it: ours limits prompt and answer together",
+    help="limit on prompt and answer together",
 )
 @click.option(
     "--history-len", type=click.IntRange(0, 2**15 - 1), default=10, show_default=True, help="in rounds"
 )
 def bench(*, grpc_address: str, http_url: str, protocol: str, **work: Any) -> None:
-    """Time a model's request/response entry on a running Triton, over gRPC and HTTP side by side.
+    """Time a model as clients of Triton ask it, over gRPC and HTTP side by side.
 
     Each client sends its next request as soon as it has an answer. Status 1 if a request failed.
     """

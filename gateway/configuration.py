@@ -41,6 +41,8 @@ class SettingRow:
     env: str
     default: str
     help: str
+    many: bool = False
+    """The value is a list; the flag may be repeated."""
 
 
 def settings_table() -> Iterator[SettingRow]:
@@ -54,6 +56,7 @@ def settings_table() -> Iterator[SettingRow]:
             env=ENV_PREFIX + name.upper(),
             default=_render(field.default),
             help=field.description or "",
+            many=isinstance(field.default, tuple),
         )
 
 

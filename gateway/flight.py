@@ -6,9 +6,10 @@ the end of a drain; the first to happen ends the others. Knows nothing of JSON o
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
 from time import perf_counter
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from gateway.admission import Admission
 from gateway.batch import together
@@ -179,7 +180,7 @@ class Flight(AsyncIterator[Event]):
     def _bounded(self, generation: Generation) -> Generation:
         """Return `generation` with the configured limit on new tokens if its client set none."""
         bound = self._gateway.settings.default_max_tokens
-        if generation.max_tokens is not None or bound is None:
+        if bound is None or generation.max_tokens is not None or generation.max_total_tokens is not None:
             return generation
         return replace(generation, max_tokens=max(bound, generation.min_tokens), max_tokens_yields=True)
 

@@ -136,13 +136,6 @@ class Metrics:
             ["model", "upstream", "code"],
             registry=registry,
         )
-        self.upstream_nudges = Counter(
-            _PREFIX + "upstream_nudges",
-            "Small requests sent to a Triton because nothing was heard of others yet: its batcher may "
-            "have forgotten them in its queue.",
-            ["model", "upstream"],
-            registry=registry,
-        )
         self.upstream_healthy = Gauge(
             _PREFIX + "upstream_healthy",
             "1 when the model on that Triton takes requests.",
@@ -167,10 +160,6 @@ class Metrics:
         """Count a generation that failed on `upstream`."""
         self.upstream_errors.labels(model, upstream, code).inc()
 
-    def upstream_nudge(self, model: str, upstream: str) -> None:
-        """Count a nudge for `model` on `upstream`."""
-        self.upstream_nudges.labels(model, upstream).inc()
-
     def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
         """Note whether `model` on `upstream` takes requests."""
         self.upstream_healthy.labels(model, upstream).set(healthy)
@@ -188,7 +177,6 @@ class Metrics:
     def upstream_forgotten(self, upstream: str) -> None:
         """Remove all series of `upstream`: in a cluster every start of a Triton has another address."""
         _remove(self.upstream_errors, upstream)
-        _remove(self.upstream_nudges, upstream)
 
     def render(self) -> bytes:
         """Return the exposition in the text format that `CONTENT_TYPE` names."""

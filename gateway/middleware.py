@@ -8,7 +8,8 @@ import logging
 import random
 import re
 import uuid
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from http import HTTPStatus
 from time import perf_counter
@@ -20,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.access_log import request_line
 from gateway.api.failures import error_response
 from gateway.drain import Phase, shutting_down
-from gateway.errors import ClientGoneError, InternalError
+from gateway.errors import ClientGoneError, InternalError, UnavailableError
 from gateway.exchange import Exchange
 from gateway.logs import request_id as current_request_id
 from gateway.metrics import UNKNOWN
@@ -39,81 +40,64 @@ _dice = random.Random()  # noqa: S311 - which requests are logged is no secret
 """Its own, so that nobody else's seed decides what is logged, and logging changes nobody else's numbers."""
 _request_id = re.compile(r"[\x21-\x7e]{1,128}")
 
-_PROBES = frozenset({"/health", "/health/ready", "/metrics"})
+_PROBES = frozenset({"/health", "/health/ready", "/metrics", "/v2/health/live", "/v2/health/ready"})
 """Polled by machines every few seconds: served during a drain, logged at debug level, never traced."""
 
 
-class ExchangeMiddleware:
-    """Opens and closes the request's record: id, resources, metrics and access log.
+class Records:
+    """Opens and closes the records of requests: id, resources, trace, metrics and access log."""
 
-    Any other failure becomes a 500 without a traceback here, and everything the request held is released.
-    """
-
-    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
-        self._app = app
+    def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._turnstile = Turnstile()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; other kinds of scope pass through."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    @asynccontextmanager
+    async def opened(
+        self, *, method: str, headers: Mapping[str, str], route: Callable[[], str], probe: bool = False
+    ) -> AsyncIterator[Exchange]:
+        """Keep a request's record for a block, and release everything that the request held behind it.
+
+        Args:
+            method: HTTP's, or `GRPC`.
+            headers: the request's, by lower-case names.
+            route: returns the route that it took, for metrics; called when it is over.
+            probe: polled by machines every few seconds.
+        """
         gateway = self._gateway
-        headers = Headers(scope=scope)
-        untraced = scope["path"] in _PROBES
         async with AsyncExitStack() as resources:
             exchange = Exchange(
-                request_id=_accept_request_id(headers.get(REQUEST_ID_HEADER)),
-                method=scope["method"],
+                request_id=_accept_request_id(headers.get(REQUEST_ID_HEADER.lower())),
+                method=method,
                 arrived=perf_counter(),
                 deadline=asyncio.get_running_loop().time() + gateway.settings.request_timeout_s,
                 metrics=gateway.metrics,
                 resources=resources,
-                trace=Trace() if untraced else gateway.tracing.begin(scope["method"], headers),
+                trace=Trace() if probe else gateway.tracing.begin(method, headers),
             )
             _while_it_lasts(resources, current_request_id, exchange.request_id)
             _while_it_lasts(resources, current_trace, exchange.trace)
             resources.callback(exchange.forget_error)
-            resources.callback(self._finish, exchange, scope)
-            scope.setdefault("state", {})["exchange"] = exchange
-            await self._serve(exchange, scope, receive, send)
+            resources.callback(self._finish, exchange, route, probe=probe)
+            yield exchange
 
-    async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-        async def watched_send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                exchange.status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers[REQUEST_ID_HEADER] = exchange.request_id
-                if exchange.ignored:
-                    headers[IGNORED_HEADER] = ", ".join(exchange.ignored)
-            await send(message)
+    async def admit(self, exchange: Exchange, *, probe: bool = False) -> None:
+        """Let a request in, or wait behind those that came with it; a drain then waits for its end.
 
+        Raises:
+            UnavailableError: a drain runs, and this is no probe.
+        """
         drain = self._gateway.drain
-        if drain.phase is not Phase.SERVING and scope["path"] not in _PROBES:
-            error = shutting_down()
-            exchange.fail(error)
+        if drain.phase is not Phase.SERVING and not probe:
             exchange.metrics.rejected.labels(UNKNOWN, "draining").inc()
-            response = error_response(error)
-            response.headers["Connection"] = "close"
-            await response(scope, receive, watched_send)
-            return
+            raise shutting_down()
         drain.enter()
         exchange.resources.callback(drain.leave)
-        try:
-            await self._turnstile.enter()
-            await self._app(scope, receive, watched_send)
-        except Exception:  # noqa: BLE001 - the request's outermost frame: the server goes on
-            _log.exception("a request failed unexpectedly")
-            failure = InternalError("The gateway failed; its log says why under this request's id.")
-            exchange.fail(failure)
-            if exchange.status is None:
-                await error_response(failure)(scope, receive, watched_send)
+        await self._turnstile.enter()
 
-    def _finish(self, exchange: Exchange, scope: Scope) -> None:
+    def _finish(self, exchange: Exchange, route_of: Callable[[], str], *, probe: bool) -> None:
         """Write the request's metrics, trace and log line, after everything else was released."""
         duration = perf_counter() - exchange.arrived
-        route = getattr(scope.get("route"), "path", UNKNOWN)
+        route = route_of()
         status, model, metrics = exchange.outcome, exchange.model, exchange.metrics
         metrics.requests.labels(route, model, str(status)).inc()
         metrics.request_duration.labels(route, model).observe(duration)
@@ -133,11 +117,63 @@ class ExchangeMiddleware:
         if exchange.error is None and status < HTTPStatus.BAD_REQUEST and not self._sampled():
             return
         line = request_line(exchange, route, duration)
-        _log.log(logging.DEBUG if route in _PROBES else logging.INFO, "request", extra=line)
+        _log.log(logging.DEBUG if probe else logging.INFO, "request", extra=line)
 
     def _sampled(self) -> bool:
         """Decide at random whether a successful request gets its line; clients cannot influence it."""
         return _dice.random() < self._gateway.settings.log_sample
+
+
+class ExchangeMiddleware:
+    """Keeps the records of HTTP requests.
+
+    Any other failure becomes a 500 without a traceback here, and everything the request held is released.
+    """
+
+    def __init__(self, app: ASGIApp, records: Records) -> None:
+        self._app = app
+        self._records = records
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; other kinds of scope pass through."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        async with self._records.opened(
+            method=scope["method"],
+            headers=Headers(scope=scope),
+            route=lambda: getattr(scope.get("route"), "path", UNKNOWN),
+            probe=scope["path"] in _PROBES,
+        ) as exchange:
+            scope.setdefault("state", {})["exchange"] = exchange
+            await self._serve(exchange, scope, receive, send)
+
+    async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        async def watched_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID_HEADER] = exchange.request_id
+                if exchange.ignored:
+                    headers[IGNORED_HEADER] = ", ".join(exchange.ignored)
+            await send(message)
+
+        try:
+            await self._records.admit(exchange, probe=scope["path"] in _PROBES)
+        except UnavailableError as error:
+            exchange.fail(error)
+            response = error_response(error, scope["path"])
+            response.headers["Connection"] = "close"
+            await response(scope, receive, watched_send)
+            return
+        try:
+            await self._app(scope, receive, watched_send)
+        except Exception:  # noqa: BLE001 - the request's outermost frame: the server goes on
+            _log.exception("a request failed unexpectedly")
+            failure = InternalError("The gateway failed; its log says why under this request's id.")
+            exchange.fail(failure)
+            if exchange.status is None:
+                await error_response(failure, scope["path"])(scope, receive, watched_send)
 
 
 def _while_it_lasts(resources: AsyncExitStack, variable: ContextVar[T], value: T) -> None:

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from gateway.admission import Admission
 from gateway.auth import Keyring
 from gateway.drain import Drain, Phase
+from gateway.errors import ControlDisabledError
 from gateway.fleet import Fleet
 from gateway.key_limits import KeyLimits
 from gateway.metrics import Metrics
+from gateway.setting_types import Scope, is_loopback
 from gateway.settings import Settings
 from gateway.tally import Number
 from gateway.tracing import Tracing
@@ -33,6 +35,19 @@ class Gateway:
     tracing: Tracing
     fleet: Fleet | None
     """Where other processes serve beside this one."""
+
+    def authorize_admin(self, header: str | None) -> str | None:
+        """Check that whoever sent this Authorization header may control models; return the key's name.
+
+        Raises:
+            ControlDisabledError: there are no keys, and the gateway is reachable from other machines.
+            GatewayError: as `Keyring.authorize`.
+        """
+        if not (self.settings.api_keys or is_loopback(self.settings.host)):
+            raise ControlDisabledError(
+                "Without keys, models are controlled from this machine only: add a key with the scope admin."
+            )
+        return self.keyring.authorize(header, Scope.ADMIN)
 
     async def exposition(self) -> bytes:
         """Return what Prometheus reads: of every process, where there are several."""

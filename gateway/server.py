@@ -24,7 +24,8 @@ from fastapi import FastAPI
 from gateway.app import create_app
 from gateway.drain import Drain
 from gateway.fleet import Place
-from gateway.listeners import BACKLOG, ListenError, base_url, bind
+from gateway.kserve.grpc import GrpcServer
+from gateway.listeners import Listeners, base_url, bind_gateway, listen_gateway
 from gateway.logs import configure_logging
 from gateway.protocol import BoundedHttpProtocol
 from gateway.resources import Gateway
@@ -65,7 +66,7 @@ def run(
     settings: Settings,
     *,
     upstream: Upstream | None = None,
-    listener: socket.socket | None = None,
+    listeners: Listeners | None = None,
     on_ready: Callable[[str], None] | None = None,
     place: Place | None = None,
 ) -> int:
@@ -76,26 +77,24 @@ def run(
     Args:
         settings: of the gateway.
         upstream: serves the models; None: the Tritons of the settings.
-        listener: from `bind`, so that a taken port is noticed before anything else is started; closed at the
-            end. None: one for the settings' host and port.
+        listeners: from `bind_gateway`, so that a taken port is noticed before anything else is started;
+            closed at the end. None: those for the settings' host and ports.
         on_ready: called with the base URL once every model is ready.
         place: among the processes of this gateway; None: it is the only one.
 
     Raises:
-        ListenError: the address cannot be listened on.
+        ListenError: an address cannot be listened on.
     """
     configure_logging(settings.log_level, settings.log_format)
-    if listener is None:
-        listener = bind(settings.host, settings.port)
-    try:
-        listener.listen(BACKLOG)
-    except OSError as error:  # taken between `bind` and now
-        listener.close()
-        raise ListenError(f"cannot listen on port {settings.port}: {error.strerror}") from None
-    app = create_app(settings, upstream, place)
-    _shorten_pauses()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(app, settings, listener, on_ready))
+    if listeners is None:
+        (listeners,) = bind_gateway(settings.host, settings.http_ports(), grpc_port=settings.kserve_grpc_port)
+    with contextlib.closing(listeners):
+        if place is None:  # else whoever made the place has seen to it
+            listen_gateway([listeners])
+        app = create_app(settings, upstream, place)
+        _shorten_pauses()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(app, settings, listeners, on_ready))
 
 
 def _shorten_pauses() -> None:
@@ -129,12 +128,14 @@ def make_server(app: FastAPI) -> Server:
 
 
 async def _serve(
-    app: FastAPI, settings: Settings, listener: socket.socket, on_ready: Callable[[str], None] | None
+    app: FastAPI, settings: Settings, listeners: Listeners, on_ready: Callable[[str], None] | None
 ) -> int:
-    url = base_url(listener)  # uvicorn closes the socket in the end
-    server = make_server(app)
+    url = base_url(listeners.http[0])  # uvicorn closes the sockets in the end
+    server, grpc_server = make_server(app), GrpcServer(app.state.door, app.state.records)
     with caught_signals() as signals:
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        if listeners.grpc is not None:
+            await grpc_server.start(listeners.grpc)
+        serving = asyncio.create_task(server.serve(sockets=list(listeners.http)))
         up = asyncio.create_task(server.up.wait())
         await asyncio.wait({serving, up}, return_when=asyncio.FIRST_COMPLETED)
         if not up.done():
@@ -159,6 +160,7 @@ async def _serve(
             app.state.gateway.drain.end()
         second.cancel()
         server.should_exit = True
+        await grpc_server.stop(0 if server.force_exit else _LAST_WORDS_S)
         await serving
         return 128 + second.result() if second.done() and not second.cancelled() else 0
 

@@ -33,6 +33,17 @@ class Scope(enum.StrEnum):
     ADMIN = "admin"
 
 
+class Contract(enum.StrEnum):
+    """The tensors that a model offers to legacy clients of Triton (see `gateway.kserve.contracts`)."""
+
+    BATCHED = "batched"
+    """BYTES [rows, 1]; history as JSON."""
+    UNBATCHED = "unbatched"
+    """Shape [1]; `max_token` and `history_len` INT16."""
+    CHATGLM2 = "chatglm2"
+    """Shape [1]; history as a flat list q1, a1, q2, a2, ... of any length."""
+
+
 class ApiKey(BaseModel):
     """A client's key, given in clear text or as its SHA-256 in hexadecimal."""
 
@@ -94,6 +105,13 @@ def _header(value: SecretStr) -> SecretStr:
     return value
 
 
+def _contract(value: str) -> str:
+    name, equals, contract = value.rpartition("=")
+    if contract not in list(Contract) or (equals and not name):
+        raise ValueError(f"{value!r} is not [NAME=]CONTRACT, of a contract {', '.join(Contract)}")
+    return value
+
+
 def _endpoint(value: str) -> str:
     parts = urlsplit(value)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -118,6 +136,9 @@ Upstreams = Annotated[
     Field(min_length=1),
 ]
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], NoDecode, BeforeValidator(_split)]
+Contracts = Annotated[
+    tuple[Annotated[str, AfterValidator(_contract)], ...], NoDecode, BeforeValidator(_split)
+]
 Header = Annotated[SecretStr, AfterValidator(_header)]
 
 

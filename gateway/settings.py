@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from gateway.setting_types import ApiKey, Endpoint, Header, Names, Upstreams, is_loopback
+from gateway.setting_types import ApiKey, Contracts, Endpoint, Header, Names, Upstreams, is_loopback
 
 ENV_PREFIX = "TRITONGATE_"
 
@@ -29,6 +29,20 @@ class Settings(BaseSettings):
     # Where it listens, and which Tritons it talks to.
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    kserve_http_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="second port for HTTP, where Triton's clients look for it; 0 takes a free one; `up` "
+        "listens on 8000 if it is unset",
+    )
+    kserve_grpc_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port for KServe's protocol over gRPC; 0 takes a free one; `up` listens on 8001 if it is "
+        "unset",
+    )
     upstreams: Upstreams = Field(
         ("127.0.0.1:8001",),
         description="gRPC addresses of the Tritons, host:port, comma-separated; dns:///host:port stands for "
@@ -43,7 +57,13 @@ class Settings(BaseSettings):
         json_schema_extra={"flag": False},
     )
     models: Names = Field(
-        (), description="ids of the models to serve; empty serves every entry whose name ends in -stream"
+        (),
+        description="ids of the models to serve; empty serves every entry with the inputs of ours",
+    )
+    contract: Contracts = Field(
+        (),
+        description="tensors that models offer to clients of Triton: batched, unbatched or chatglm2, for all "
+        "or as NAME=CONTRACT, comma-separated; unset: chatglm2 for a ChatGLM2, else batched",
     )
     # Who may use it.
     api_keys: tuple[ApiKey, ...] = Field(
@@ -89,11 +109,6 @@ class Settings(BaseSettings):
     )
     idle_timeout_s: float = Field(
         10.0, gt=0, description="seconds without any sign of life from Triton before a request gives up on it"
-    )
-    delta_channel: Literal["auto", "off"] = Field(
-        "auto",
-        description="auto: streamed answers come over one channel per model and Triton, where the model "
-        "offers it; off: each over a stream of its own",
     )
     ping_interval_s: float = Field(15.0, gt=0, description="seconds between comment pings on open streams")
     load_timeout_s: float = Field(
@@ -146,6 +161,10 @@ class Settings(BaseSettings):
         description="share of requests recorded; a traceparent's own sampled flag decides instead",
     )
 
+    def http_ports(self) -> list[int]:
+        """Return the ports to listen on for HTTP, its own first."""
+        return [self.port, *([] if self.kserve_http_port is None else [self.kserve_http_port])]
+
     @model_validator(mode="after")
     def _guarded(self) -> Self:
         if not (self.api_keys or self.allow_anonymous or is_loopback(self.host)):
@@ -153,6 +172,10 @@ class Settings(BaseSettings):
                 f"host {self.host} is reachable from outside and there are no api_keys: "
                 "add keys, or set allow_anonymous"
             )
+        ports = [self.port, self.kserve_http_port, self.kserve_grpc_port]
+        taken = [port for port in ports if port]
+        if len(set(taken)) < len(taken):
+            raise ValueError("port, kserve_http_port and kserve_grpc_port must differ")
         names = [key.name for key in self.api_keys]
         if len(set(names)) < len(names):
             raise ValueError("api_keys: two keys have the same name")

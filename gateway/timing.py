@@ -1,8 +1,8 @@
-"""Measures how long an entry `M` takes to answer, over gRPC and HTTP, for `tritongate bench`.
+"""Measures how long a model takes to answer legacy clients, over gRPC and HTTP, for `tritongate bench`.
 
 Closed loop: a number of clients, each with its own connection, send the next request as soon as the last one
-is answered. The form of the requests is read from the entry's metadata, so that every contract is measured
-with the same prompt. Knows nothing of gateways: it talks to Triton directly.
+is answered. The form of the requests is read from the model's metadata, so that every contract is measured
+with the same prompt. It speaks the KServe protocol, so a Triton with such a model can be measured, too.
 """
 
 import http.client
@@ -19,7 +19,7 @@ from urllib.parse import quote, urlsplit
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from wire.names import HISTORY, HISTORY_LEN, MAX_TOKEN, PROMPT, RESPONSE, TEMPERATURE
+from gateway.kserve.contracts import HISTORY, HISTORY_LEN, MAX_TOKEN, PROMPT, RESPONSE, TEMPERATURE
 from wire.strings import pack_strings
 
 _MESSAGE_LIMIT_BYTES = 64 * 2**20
@@ -46,6 +46,13 @@ class Work:
     max_token: int = 128
     history_len: int = 10
     timeout_s: float = 600.0
+    key: str | None = None
+    """The gateway's key; None: it needs none."""
+
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """The headers of each request, as gRPC metadata or HTTP's."""
+        return (("authorization", f"Bearer {self.key}"),) if self.key else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,16 +100,18 @@ class Client(Protocol):
 
 
 def read_inputs(grpc_address: str, work: Work) -> list[Input]:
-    """Read the entry's metadata, and return the inputs of every request.
+    """Read the model's metadata, and return the inputs of every request.
 
     Raises:
-        TimingError: Triton was not reached, has no such entry, or one of an unknown contract.
+        TimingError: the server was not reached, or has no such model, or one of an unknown contract.
     """
     with grpc.insecure_channel(grpc_address, options=_OPTIONS) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         try:
             metadata = stub.ModelMetadata(
-                service_pb2.ModelMetadataRequest(name=work.model), timeout=work.timeout_s
+                service_pb2.ModelMetadataRequest(name=work.model),
+                timeout=work.timeout_s,
+                metadata=work.headers,
             )
         except grpc.RpcError as error:
             raise TimingError(f"{grpc_address}: {error.details()}") from error
@@ -140,7 +149,7 @@ class GrpcClient:
     """
 
     def __init__(self, address: str, work: Work, inputs: Sequence[Input]) -> None:
-        self._timeout_s = work.timeout_s
+        self._timeout_s, self._headers = work.timeout_s, work.headers
         self._channel = grpc.insecure_channel(address, options=_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._request = service_pb2.ModelInferRequest(model_name=work.model)
@@ -151,7 +160,7 @@ class GrpcClient:
     def ask(self) -> None:
         """Make one request and read its whole answer."""
         try:
-            answer = self._stub.ModelInfer(self._request, timeout=self._timeout_s)
+            answer = self._stub.ModelInfer(self._request, timeout=self._timeout_s, metadata=self._headers)
         except grpc.RpcError as error:
             raise TimingError(error.details()) from error
         if RESPONSE not in {output.name for output in answer.outputs}:
@@ -166,7 +175,7 @@ class HttpClient:
     """Asks by `POST /v2/models/M/infer`.
 
     Args:
-        url: of Triton's HTTP endpoint.
+        url: of the HTTP endpoint.
         work: the requests to make.
         inputs: their tensors.
     """
@@ -174,7 +183,7 @@ class HttpClient:
     def __init__(self, url: str, work: Work, inputs: Sequence[Input]) -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
-            raise TimingError(f"{url} is not a URL of Triton's HTTP endpoint, such as http://127.0.0.1:8000")
+            raise TimingError(f"{url} is not a URL of an HTTP endpoint, such as http://127.0.0.1:8000")
         self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=work.timeout_s)
         self._path = f"{parts.path.rstrip('/')}/v2/models/{quote(work.model)}/infer"
         tensors = [
@@ -186,12 +195,13 @@ class HttpClient:
             }
             for tensor in inputs
         ]
+        self._headers = {"Content-Type": "application/json", **dict(work.headers)}
         self._body = json.dumps({"inputs": tensors}).encode()
 
     def ask(self) -> None:
         """Make one request and read its whole answer."""
         try:
-            self._connection.request("POST", self._path, self._body, {"Content-Type": "application/json"})
+            self._connection.request("POST", self._path, self._body, self._headers)
             response = self._connection.getresponse()
             document = json.loads(response.read())
         except (OSError, ValueError, http.client.HTTPException) as error:

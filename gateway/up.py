@@ -42,13 +42,12 @@ class TritonFailedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonOptions:
-    """The options that `tritongate up` passes on. Port 0 is any free port."""
+    """The options that `tritongate up` passes on."""
 
     models: tuple[str, ...] = ()
     """`[NAME=]DIR` of each; none: the built-in one."""
-    http_port: int = 8000
-    grpc_port: int = 8001
     metrics_port: int = 8002
+    """0 is any free port."""
     device: str = "auto"
     dtype: str = "auto"
     max_context: int | None = None
@@ -60,16 +59,13 @@ class TritonOptions:
     """These six: limits of each engine; None leaves them to it."""
     trace_endpoint: str | None = None
     """Where Triton and the models send their spans; None: there are none."""
-    contracts: tuple[str, ...] = ()
-    """`[NAME=]CONTRACT`: the contracts of entries `M`; none: the defaults of the checkpoints."""
 
     def command(self) -> list[str]:
         """Return the child's command line."""
         command = [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin"]
         # What its log would say comes as events.
         command += ["--log-level", "critical", "--device", self.device, "--dtype", self.dtype]
-        for name in ("http", "grpc", "metrics"):
-            command += [f"--{name}-port", str(getattr(self, f"{name}_port"))]
+        command += ["--metrics-port", str(self.metrics_port)]
         for name in _ENGINE_LIMITS:
             if (value := getattr(self, name)) is not None:
                 command += ["--" + name.replace("_", "-"), str(value)]
@@ -77,8 +73,6 @@ class TritonOptions:
             command += ["--trace-endpoint", self.trace_endpoint]
         for model in self.models:
             command += ["--model", model]
-        for contract in self.contracts:
-            command += ["--contract", contract]
         return command
 
 
@@ -101,7 +95,7 @@ class Report:
             case events.Starting(log=log):
                 self.say(f"Starting Triton (log: {log})")
             case events.Ready():
-                self.say(f"Triton is ready: gRPC {event.grpc}, HTTP {event.http}, metrics {event.metrics}")
+                self.say(f"Triton is ready: gRPC {event.grpc}, metrics {event.metrics}")
             case events.ModelDown(model=model, reason=reason):
                 self.say(f"Model {model} is down ({reason}); loading it again")
             case events.ModelUp(model=model):

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.generation import Event, Generation
-from gateway.prediction import Prediction, PredictionAnswer
 from gateway.tokenization import Tokenization, Tokens
 
 
@@ -24,11 +23,13 @@ class ModelCard:
     max_context: int | None = None
     unloaded: bool = False
     """It was unloaded on purpose, and is not expected to answer until it is loaded again."""
+    chat_format: str | None = None
+    """The name of its chat format; None until the model was reached, or if it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntriesChanged:
-    """The entries that a load or unload changed on one Triton, in this order; there may be none."""
+    """What a load or unload changed on one Triton: the entry of the model, or nothing."""
 
     upstream: str
     entries: tuple[str, ...]
@@ -44,14 +45,6 @@ class Upstream(Protocol):
 
         Raises:
             GatewayError: before or after the first event; the stream is over then.
-        """
-        ...
-
-    async def predict(self, request: Prediction) -> PredictionAnswer:
-        """Run `request` on the model's request/response entry; cancelling the task cancels the work upstream.
-
-        Raises:
-            GatewayError: there is no answer.
         """
         ...
 

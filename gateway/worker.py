@@ -17,27 +17,31 @@ from pydantic import SecretStr
 
 from gateway.configuration import restore_settings
 from gateway.fleet import Place
+from gateway.listeners import BACKLOG, Listeners
 from gateway.server import run
 from gateway.setting_types import revealed
 from gateway.settings import Settings
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a worker, its listener, and its place among the workers."""
+    """The settings of a worker, its listeners, and its place among the workers."""
 
     settings: dict[str, Any]
     """All settings, secrets in clear text: never log them or put them on a command line."""
-    listener: int
-    """The inherited descriptor of the socket."""
+    http: list[int]
+    """The inherited descriptors of the sockets for HTTP."""
+    grpc: str | None
+    """The address for gRPC, if there is one."""
     place: Place
 
 
 _decoder = msgspec.json.Decoder(Order, dec_hook=lambda kind, text: kind(text))  # of the place's path
 
 
-def encode_order(settings: Settings, listener: int, place: Place) -> bytes:
+def encode_order(settings: Settings, listeners: Listeners, place: Place) -> bytes:
     """Return an order as the line that the worker reads."""
-    order = Order(settings=settings.model_dump(), listener=listener, place=place)
+    http = [listener.fileno() for listener in listeners.http]
+    order = Order(settings=settings.model_dump(), http=http, grpc=listeners.grpc, place=place)
     return msgspec.json.encode(order, enc_hook=_plain) + b"\n"
 
 
@@ -55,9 +59,14 @@ def main() -> int:
     order = decode_order(sys.stdin.buffer.readline())
     orphaned = threading.Event()
     threading.Thread(target=_end_with_input, args=(orphaned,), name="parent", daemon=True).start()
+    listeners = Listeners(
+        http=tuple(socket.socket(fileno=descriptor) for descriptor in order.http), grpc=order.grpc
+    )
+    for listener in listeners.http:
+        listener.listen(BACKLOG)  # again, if the end of the worker before has shut it down
     status = run(
         restore_settings(order.settings),
-        listener=socket.socket(fileno=order.listener),
+        listeners=listeners,
         on_ready=lambda _url: print("ready", flush=True),  # noqa: T201 - read by the parent
         place=order.place,
     )

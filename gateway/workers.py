@@ -2,7 +2,7 @@
 
     this process ──order──▶ worker 0, worker 1, …    each a whole gateway, with a listener of its own
 
-The kernel distributes connections among the listeners. This process holds the listeners too, so that
+The kernel distributes connections among the listeners. This process holds those for HTTP too, so that
 connections waiting for a worker that died are served by its replacement; if that dies soon as well, they are
 reset, and new ones go to the other workers. It serves nothing itself.
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.fleet import Place, answers
-from gateway.listeners import base_url, bind_all, listen_all
+from gateway.listeners import Listeners, base_url, bind_gateway, listen_gateway
 from gateway.logs import configure_logging
 from gateway.server import caught_signals
 from gateway.server import run as run_alone
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 def run(
     settings: Settings,
     *,
-    listeners: Sequence[socket.socket] = (),
+    listeners: Sequence[Listeners] = (),
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
     """Serve in as many processes as the settings say until a signal; return the exit status.
@@ -59,17 +59,22 @@ def run(
 
     Args:
         settings: the gateway's; limits on requests apply to all workers together.
-        listeners: from `bind_all`, one per worker; closed at the end. Empty: they are made here.
+        listeners: from `bind_gateway`, those of each worker; closed at the end. Empty: they are made here.
         on_ready: called with the base URL once every model is ready in every worker.
 
     Raises:
         ListenError: the address cannot be listened on.
     """
-    listeners = listeners or bind_all(settings.host, settings.port, settings.workers)
+    listeners = listeners or bind_gateway(
+        settings.host,
+        settings.http_ports(),
+        grpc_port=settings.kserve_grpc_port,
+        count=settings.workers,
+    )
     if len(listeners) == 1:
-        return run_alone(settings, listener=listeners[0], on_ready=on_ready)
+        return run_alone(settings, listeners=listeners[0], on_ready=on_ready)
     configure_logging(settings.log_level, settings.log_format)
-    listen_all(listeners)
+    listen_gateway(listeners)
     with tempfile.TemporaryDirectory(prefix="tritongate-", dir=_folder()) as folder, new_table() as table:
         places = [
             Place(number=number, count=len(listeners), folder=Path(folder), table=table)
@@ -85,12 +90,12 @@ def _folder() -> str | None:
 
 async def _run(
     settings: Settings,
-    listeners: Sequence[socket.socket],
+    listeners: Sequence[Listeners],
     places: Sequence[Place],
     on_ready: Callable[[str], None] | None,
 ) -> int:
-    workers = [_Worker(settings, listener, place) for listener, place in zip(listeners, places, strict=True)]
-    url = base_url(listeners[0])
+    workers = [_Worker(settings, own, place) for own, place in zip(listeners, places, strict=True)]
+    url = base_url(listeners[0].http[0])
     with caught_signals() as signals:
         keeping = [asyncio.create_task(worker.keep()) for worker in workers]
         announcing = asyncio.create_task(_announce(workers, url, on_ready))
@@ -129,16 +134,16 @@ class _Worker:
 
     Args:
         settings: the gateway's.
-        listener: the worker's own; closed here when no further process will need it.
+        listeners: the worker's own; closed here when no further process will need them.
         place: its number among the workers.
     """
 
-    def __init__(self, settings: Settings, listener: socket.socket, place: Place) -> None:
+    def __init__(self, settings: Settings, listeners: Listeners, place: Place) -> None:
         self.ready = asyncio.Event()
         """Set once all its models have been ready."""
-        self._listener = listener
+        self._listeners = listeners
         self._place = place
-        self._order = encode_order(settings, listener.fileno(), place)
+        self._order = encode_order(settings, listeners, place)
         self._process: asyncio.subprocess.Process | None = None
         self._ending = asyncio.Event()
 
@@ -167,13 +172,14 @@ class _Worker:
     def _turn_away(self) -> None:
         """Stop listening until the next process does: nobody should wait for one that may not come."""
         # One that does not listen is left alone: what it accepts later would be shut down from the beginning.
-        if self._listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            self._listener.shutdown(socket.SHUT_RDWR)
+        for listener in self._listeners.http:
+            if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listener.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
         """Pass a signal on, and replace the process no more: the first makes it drain, the second end."""
         self._ending.set()
-        self._listener.close()
+        self._listeners.close()
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGTERM)
 
@@ -193,7 +199,7 @@ class _Worker:
                 "gateway.worker",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                pass_fds=(self._listener.fileno(), self._place.table),
+                pass_fds=(*(listener.fileno() for listener in self._listeners.http), self._place.table),
                 start_new_session=True,  # a terminal's Ctrl-C is passed on from here, once
             )
         except OSError:  # for example, no memory for another process

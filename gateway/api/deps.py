@@ -8,12 +8,12 @@ from typing import Annotated
 from fastapi import Depends, Request
 from starlette.requests import ClientDisconnect
 
-from gateway.errors import ClientGoneError, ControlDisabledError, UnsupportedMediaTypeError
+from gateway.errors import ClientGoneError, UnsupportedMediaTypeError
 from gateway.exchange import Exchange
 from gateway.flight import Flight
 from gateway.openai.document import Reading
 from gateway.resources import Gateway
-from gateway.setting_types import Scope, is_loopback
+from gateway.setting_types import Scope
 
 
 async def _gateway(request: Request) -> Gateway:
@@ -40,18 +40,23 @@ async def _metrics(request: Request, gateway: GatewayDep, exchange: ExchangeDep)
 
 
 async def _admin(request: Request, gateway: GatewayDep, exchange: ExchangeDep) -> None:
-    settings = gateway.settings
-    if not (settings.api_keys or is_loopback(settings.host)):
-        raise ControlDisabledError(
-            "Without keys, models are controlled from this machine only: add a key with the scope admin."
-        )
-    exchange.key_name = gateway.keyring.authorize(request.headers.get("authorization"), Scope.ADMIN)
+    exchange.key_name = gateway.authorize_admin(request.headers.get("authorization"))
 
 
 async def _json_body(request: Request, gateway: GatewayDep, exchange: ExchangeDep) -> bytes:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaTypeError("The body must be declared as Content-Type: application/json.")
+    return await read_body(request, gateway, exchange)
+
+
+async def read_body(request: Request, gateway: Gateway, exchange: Exchange) -> bytes:
+    """Read the whole body, of whatever type.
+
+    Raises:
+        ClientGoneError: the client hung up before its end.
+        GatewayError: it exceeds a limit.
+    """
     try:
         body = await request.body()
     except ClientDisconnect:

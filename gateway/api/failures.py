@@ -1,4 +1,7 @@
-"""Errors as HTTP answers: one shape, one table, never FastAPI's `{"detail"}`."""
+"""Errors as HTTP answers: one table, never FastAPI's `{"detail"}`.
+
+All have OpenAI's shape, except those of the KServe protocol, whose clients know Triton's: `{"error": text}`.
+"""
 
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -21,19 +24,21 @@ from gateway.errors import (
 Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 
 
-def error_response(error: GatewayError) -> JSONResponse:
-    """Render `error` with its status and headers."""
+def error_response(error: GatewayError, path: str) -> JSONResponse:
+    """Render `error` with its status and headers, in the form that clients of `path` expect."""
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(render(error), error.status, headers)
+    of_triton = path == "/v2" or path.startswith("/v2/")
+    document = {"error": error.message} if of_triton else render(error)
+    return JSONResponse(document, error.status, headers)
 
 
 async def _gateway_error(request: Request, error: GatewayError) -> Response:
     request.state.exchange.fail(error)
-    return error_response(error)
+    return error_response(error, request.scope["path"])
 
 
 async def _validation_error(request: Request, error: RequestValidationError) -> Response:

@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Sequence
 
-from wire.answer import by_segment
+from gateway.chatglm.answer_text import by_segment
 from wire.meta import Segment
 
 

@@ -1,8 +1,9 @@
 """Separates a raw answer in which tools may be called into text and calls.
 
 A segment is a call if its first line is the name of an offered tool and the rest is a call in the format's
-notation (`gateway.chatglm.call_readers`). Everything else is text, as described in `wire.answer`: also a call
-of a tool that was not offered, and a malformed one. Nothing of an answer is lost.
+notation (`gateway.chatglm.call_readers`). Everything else is text, as described in
+`gateway.chatglm.answer_text`: also a call of a tool that was not offered, and a malformed one. Nothing of an
+answer is lost.
 
 Neither text nor a call can be taken back once it was sent. So text that may still be a call is held back, and
 passed on as soon as it cannot be one. The result does not depend on how the answer was cut into deltas. The
@@ -12,11 +13,11 @@ tokens of the text, if they are known, are told beside it; those of calls are no
 import enum
 from collections.abc import Callable, Iterable, Sequence
 
+from gateway.chatglm.answer_text import AnswerText, by_segment
 from gateway.chatglm.call_readers import CallReader, OnPart, Verdict
 from gateway.chatglm.constrained_text import ConstrainedText
 from gateway.chatglm.text_tokens import TextTokens, Told
 from gateway.generation import TokenLogprob
-from wire.answer import AnswerText, by_segment
 from wire.meta import Segment
 
 

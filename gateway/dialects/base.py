@@ -1,6 +1,6 @@
 """Dialects: each translates between our request and event types and one upstream tensor contract.
 
-A dialect knows tensors and our events. It knows nothing of channels, replicas or HTTP, does no input or
+A dialect knows tensors and our events. It knows nothing of connections, backends or HTTP, does no input or
 output, and is shared by all requests; the state of one answer is in that answer's decoder.
 """
 
@@ -14,7 +14,7 @@ from gateway.generation import Event, Generation
 from gateway.tokenization import Tokenization, Tokens
 from wire.channel import Frame
 from wire.meta import Delivered
-from wire.sampling import ChannelStream
+from wire.request import ChannelStream
 
 AnswerDelta = tuple[int, str, int, bytes | None]
 """A delta from a delta channel: index of its choice, text, number of tokens, and a document with anything
@@ -31,8 +31,6 @@ class ModelReport:
     """Name of the model's chat format."""
     max_context: int
     """Prompt and answer together, in tokens."""
-    delta_channel: bool = False
-    """Whether deltas can come over a channel (see `ChannelDialect`)."""
 
 
 class AnswerDecoder(Protocol):
@@ -47,7 +45,7 @@ class AnswerDecoder(Protocol):
         ...
 
     def end(self) -> None:
-        """Check, when no response is left, that the answer was whole.
+        """Check, when no response is left, that the answer was complete.
 
         Raises:
             UpstreamProtocolError: it was not.
@@ -55,12 +53,95 @@ class AnswerDecoder(Protocol):
         ...
 
 
+class ChannelDecoder(AnswerDecoder, Protocol):
+    """Reads one answer whose deltas come over a channel."""
+
+    def delivered(self, response: service_pb2.ModelInferResponse) -> tuple[int, Delivered] | None:
+        """Return the choice that `response` ends, and how much of it must have come over the channel.
+
+        Raises:
+            UpstreamProtocolError: it cannot be understood, or ends a choice without saying so.
+        """
+        ...
+
+    def deltas(self, deltas: Sequence[AnswerDelta]) -> list[Event]:
+        """Return the events in the deltas from the channel, in order.
+
+        Deltas of a choice that must come after something on the request's own stream are kept until `decode`
+        has read it, and are among its events then.
+
+        Raises:
+            UpstreamProtocolError: it cannot be understood.
+        """
+        ...
+
+
+class ChannelDialect(Protocol):
+    """The part of a tensor contract for delta channels (`wire.channel`)."""
+
+    def open_channel(self, model: str, channel_id: str) -> service_pb2.ModelInferRequest:
+        """Return the request that opens a channel to `model`."""
+        ...
+
+    def read_frame(self, response: service_pb2.ModelInferResponse) -> Frame:
+        """Read a response to `open_channel`.
+
+        Raises:
+            UpstreamProtocolError: it cannot be understood.
+        """
+        ...
+
+    def request(
+        self, generation: Generation, report: ModelReport, *, remaining_s: float, channel: ChannelStream
+    ) -> service_pb2.ModelInferRequest:
+        """Like `Dialect.request`, with the deltas going to `channel`."""
+        ...
+
+    def decoder(self, generation: Generation, report: ModelReport) -> ChannelDecoder:
+        """Like `Dialect.decoder`, for an answer whose deltas come over a channel."""
+        ...
+
+
+class TokenizerDialect(Protocol):
+    """The part of a tensor contract for counting tokens."""
+
+    def tokenize(
+        self, tokenization: Tokenization, report: ModelReport, *, remaining_s: float
+    ) -> service_pb2.ModelInferRequest:
+        """Return `tokenization` as tensors for the model that `report` is about.
+
+        Raises:
+            InvalidRequestError: the model cannot express it.
+        """
+        ...
+
+    def read_tokens(
+        self, tokenization: Tokenization, responses: Sequence[service_pb2.ModelInferResponse]
+    ) -> Tokens:
+        """Read all the responses to the request for `tokenization`.
+
+        Raises:
+            UpstreamProtocolError: they cannot be understood.
+        """
+        ...
+
+
 class Dialect(Protocol):
-    """One tensor contract."""
+    """One tensor contract. Its optional parts are None where it does not have them."""
 
     @property
     def inputs(self) -> frozenset[str]:
         """The names of the inputs that identify a model of this contract."""
+        ...
+
+    @property
+    def channels(self) -> ChannelDialect | None:
+        """Delta channels; without them, an answer comes on its request's own stream."""
+        ...
+
+    @property
+    def tokenizer(self) -> TokenizerDialect | None:
+        """The model's tokenizer."""
         ...
 
     def probe(self, model: str) -> service_pb2.ModelInferRequest:
@@ -92,85 +173,4 @@ class Dialect(Protocol):
 
     def decoder(self, generation: Generation, report: ModelReport) -> AnswerDecoder:
         """Return a decoder for the answer of the model that `report` is about to `generation`."""
-        ...
-
-
-class ChannelDecoder(AnswerDecoder, Protocol):
-    """Reads one answer whose deltas come over a channel."""
-
-    def delivered(self, response: service_pb2.ModelInferResponse) -> tuple[int, Delivered] | None:
-        """Return the choice that `response` ends, and how much of it must have come over the channel.
-
-        Raises:
-            UpstreamProtocolError: it cannot be understood, or ends a choice without saying so.
-        """
-        ...
-
-    def deltas(self, deltas: Sequence[AnswerDelta]) -> list[Event]:
-        """Return the events in the deltas from the channel, in order.
-
-        Raises:
-            UpstreamProtocolError: it cannot be understood.
-        """
-        ...
-
-
-class ChannelDialect(Protocol):
-    """The part of a tensor contract for delta channels (`wire.channel`)."""
-
-    def open(self, model: str, channel_id: str) -> service_pb2.ModelInferRequest:
-        """Return the request that opens a channel to `model`."""
-        ...
-
-    def read_frame(self, response: service_pb2.ModelInferResponse) -> Frame:
-        """Read a response to `open`.
-
-        Raises:
-            UpstreamProtocolError: it cannot be understood.
-        """
-        ...
-
-    def request(
-        self, generation: Generation, report: ModelReport, *, remaining_s: float, channel: ChannelStream
-    ) -> service_pb2.ModelInferRequest:
-        """Like `Dialect.request`, with the deltas going to `channel`."""
-        ...
-
-    def decoder(self, generation: Generation, report: ModelReport) -> ChannelDecoder:
-        """Return a decoder for the answer of the model that `report` is about to `generation`."""
-        ...
-
-
-class TokenizerDialect(Protocol):
-    """The part of a tensor contract for the entry with the model's tokenizer."""
-
-    def request(self, tokenization: Tokenization, report: ModelReport) -> service_pb2.ModelInferRequest:
-        """Return `tokenization` as tensors for the model that `report` is about.
-
-        Raises:
-            InvalidRequestError: the model cannot express it.
-        """
-        ...
-
-    def read(self, tokenization: Tokenization, response: service_pb2.ModelInferResponse) -> Tokens:
-        """Read the one response to the request for `tokenization`.
-
-        Raises:
-            UpstreamProtocolError: it cannot be understood; for `strings`, while they are iterated.
-        """
-        ...
-
-
-class NudgeDialect(Protocol):
-    """The part of a tensor contract about nudges: requests that cost a model next to nothing.
-
-    They have their own places in Triton's queue, so that they never take one of another request.
-    """
-
-    def streamed(self, model: str) -> service_pb2.ModelInferRequest:
-        """Return one for the entry of generations, to be sent on a stream."""
-        ...
-
-    def whole(self, model: str) -> service_pb2.ModelInferRequest:
-        """Return one for the tokenizer entry, which is answered by one response."""
         ...

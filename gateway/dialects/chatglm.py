@@ -1,4 +1,4 @@
-"""Our own stream contract (package `wire`): inputs prompt, history, sampling; outputs response, meta.
+"""Our own contract (package `wire`): inputs prompt, history, sampling; outputs response, meta.
 
 Every tensor is BYTES of shape [1, 1]. All three inputs are always sent, since Triton batches only requests
 with the same set of inputs. Decoding is strict: what is not in the contract is an error, never a guess.
@@ -23,30 +23,44 @@ from gateway.generation import (
     PlainText,
     Prompt,
     TokenIds,
+    Turns,
 )
-from gateway.generation import Grammar as AskedGrammar
+from gateway.generation import Grammar as RequestedGrammar
+from gateway.tokenization import Tokenization, Tokens
 from wire import names
-from wire import sampling as wire_sampling
+from wire import request as wire_request
+from wire.channel import Frame, decode_frame
 from wire.grammar import Grammar
 from wire.history import Role, Turn, encode_history
 from wire.limits import GRAMMAR_LIMIT
-from wire.strings import pack_strings
+from wire.request import ChannelStream
+from wire.sampling import Sampling
+from wire.strings import pack_strings, unpack_strings
 
 _PROBE_ID = "probe"
 
 
 class ChatGLMDialect:
-    """See the module; stateless."""
+    """The contract and all of its optional parts; stateless."""
 
     @property
     def inputs(self) -> frozenset[str]:
         """The names of the inputs that identify a model of this contract."""
         return frozenset({names.PROMPT, names.HISTORY, names.SAMPLING})
 
+    @property
+    def channels(self) -> "ChatGLMDialect":
+        """Delta channels: all streamed answers come over one."""
+        return self
+
+    @property
+    def tokenizer(self) -> "ChatGLMDialect":
+        """The model's tokenizer."""
+        return self
+
     def probe(self, model: str) -> service_pb2.ModelInferRequest:
-        """Return the request that probes `model`; it overtakes generations in Triton's queue."""
-        sampling = wire_sampling.encode_sampling(wire_sampling.Probe(probe=True))
-        return infer_request(model, _PROBE_ID, names.URGENT_PRIORITY, (b"", b"", sampling))
+        """Return the request that probes `model`."""
+        return _infer_request(model, _PROBE_ID, wire_request.Probe(probe=True))
 
     def read_probe(self, responses: Sequence[service_pb2.ModelInferResponse]) -> ModelReport:
         """Read the one response to `probe`.
@@ -64,11 +78,15 @@ class ChatGLMDialect:
             heartbeat_age_s=probe.heartbeat_age_s,
             chat_format=probe.format,
             max_context=probe.max_context,
-            delta_channel=probe.delta_channel,
         )
 
     def request(
-        self, generation: Generation, report: ModelReport, *, remaining_s: float
+        self,
+        generation: Generation,
+        report: ModelReport,
+        *,
+        remaining_s: float,
+        channel: ChannelStream | None = None,
     ) -> service_pb2.ModelInferRequest:
         """Return `generation` as tensors.
 
@@ -76,20 +94,106 @@ class ChatGLMDialect:
             generation: its ranges were checked.
             report: of the model that gets the request; its chat format arranges the messages.
             remaining_s: seconds until the generation's deadline, above 0.
+            channel: where the deltas go; None: all text comes with the end of its choice.
 
         Raises:
             InvalidRequestError: the chat format cannot express the conversation.
         """
-        tensors = request_tensors(generation, report, remaining_s=remaining_s)
-        return infer_request(generation.model, generation.request_id, names.DEFAULT_PRIORITY, tensors)
+        prompt = _wire_prompt(generation.prompt, generation.grammar, report.chat_format)
+        sampling = {name: getattr(generation, name) for name in Sampling.__struct_fields__}
+        request = wire_request.Generation(
+            **sampling | {"max_total_tokens": _max_total_tokens(generation, report)},
+            request_id=generation.request_id,
+            role=prompt.role,
+            prompt_token_ids=prompt.ids,
+            raw=prompt.raw,
+            answer_metadata=prompt.answer_metadata,
+            end_after_call_of=prompt.end_after_call_of,
+            grammar=_grammar(generation),
+            channel=channel,
+            deadline_ms=_milliseconds(remaining_s),
+        )
+        return _infer_request(generation.model, generation.request_id, request, prompt)
 
     def decoder(self, generation: Generation, report: ModelReport) -> ChatGLMAnswer:
         """Return a decoder for the answer of the model that `report` is about to `generation`."""
         return ChatGLMAnswer(generation, report)
 
+    def open_channel(self, model: str, channel_id: str) -> service_pb2.ModelInferRequest:
+        """Return the request that opens a channel to `model`."""
+        return _infer_request(model, channel_id, wire_request.OpenChannel(channel_id))
+
+    def read_frame(self, response: service_pb2.ModelInferResponse) -> Frame:
+        """Read a channel's response.
+
+        Raises:
+            UpstreamProtocolError: it cannot be understood.
+        """
+        for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False):
+            if tensor.name == names.META:
+                try:
+                    (document,) = unpack_strings(raw)
+                    return decode_frame(document)
+                except (ValueError, msgspec.MsgspecError) as error:
+                    raise not_understood(str(error)) from error
+        raise not_understood("a frame without its document")
+
+    def tokenize(
+        self, tokenization: Tokenization, report: ModelReport, *, remaining_s: float
+    ) -> service_pb2.ModelInferRequest:
+        """Return `tokenization` as tensors for the model that `report` is about.
+
+        Raises:
+            InvalidRequestError: the chat format cannot express the conversation.
+        """
+        prompt = _wire_prompt(tokenization.prompt, tokenization.grammar, report.chat_format)
+        strings, deadline_ms = tokenization.strings, _milliseconds(remaining_s)
+        request: wire_request.Request
+        if prompt.ids is not None:
+            request = wire_request.Detokenize(detokenize=prompt.ids, strings=strings, deadline_ms=deadline_ms)
+            prompt = _NO_PROMPT
+        elif prompt.raw:
+            request = wire_request.Tokenize(
+                tokenize="text", prefix=tokenization.prefix, strings=strings, deadline_ms=deadline_ms
+            )
+        else:
+            request = wire_request.Tokenize(
+                tokenize="conversation",
+                role=prompt.role,
+                add_generation_prompt=tokenization.answer_next,
+                answer_metadata=prompt.answer_metadata if tokenization.answer_next else None,
+                strings=strings,
+                deadline_ms=deadline_ms,
+            )
+        return _infer_request(tokenization.model, tokenization.request_id, request, prompt)
+
+    def read_tokens(
+        self, tokenization: Tokenization, responses: Sequence[service_pb2.ModelInferResponse]
+    ) -> Tokens:
+        """Read the one response to the request for `tokenization`.
+
+        Raises:
+            UpstreamProtocolError: not one response, or not a tokenization's.
+        """
+        if len(responses) != 1:
+            raise not_understood(f"{len(responses)} responses to a tokenization")
+        text, meta = read(responses[0])
+        tokenized = meta.tokenized
+        if tokenized is None:
+            raise not_understood("no ids in the response to a tokenization")
+        if tokenization.strings != (tokenized.strings is not None):
+            raise not_understood("strings belong to tokenizations that request them")
+        if isinstance(tokenization.prompt, TokenIds):
+            return Tokens(text=text, strings=tokenized.strings)
+        if tokenized.ids is None:
+            raise not_understood("no ids in the response to a tokenization")
+        if tokenized.strings is not None and len(tokenized.strings) != len(tokenized.ids):
+            raise not_understood("not one string for each id")
+        return Tokens(ids=tokenized.ids, strings=tokenized.strings)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WirePrompt:
+class _WirePrompt:
     """A prompt in the wire's form."""
 
     text: str = ""
@@ -101,7 +205,10 @@ class WirePrompt:
     end_after_call_of: list[str] = field(default_factory=list)
 
 
-def wire_prompt(prompt: Prompt, grammar: AskedGrammar | None, chat_format: str) -> WirePrompt:
+_NO_PROMPT = _WirePrompt()
+
+
+def _wire_prompt(prompt: Prompt, grammar: RequestedGrammar | None, chat_format: str) -> _WirePrompt:
     """Return `prompt` in the wire's form, for a model of `chat_format`.
 
     Args:
@@ -119,27 +226,29 @@ def wire_prompt(prompt: Prompt, grammar: AskedGrammar | None, chat_format: str) 
             first_line = None if offer is None else answer_metadata(offer)
             if offer is None and grammar is not None and form.tools is not None:
                 first_line = ""  # The answer is text, not a call.
-            return WirePrompt(
+            return _WirePrompt(
                 text=chat.prompt,
                 role=chat.role,
                 history=chat.history,
                 answer_metadata=first_line,
                 end_after_call_of=last_calls(offer) if offer else [],
             )
+        case Turns(history, text, role):
+            return _WirePrompt(text=text, role=role, history=list(history))
         case PlainText(text):
-            return WirePrompt(text=text, raw=True)
+            return _WirePrompt(text=text, raw=True)
         case TokenIds(ids):
-            return WirePrompt(ids=list(ids), raw=True)
+            return _WirePrompt(ids=list(ids), raw=True)
         case _:
             assert_never(prompt)
 
 
 def _grammar(generation: Generation) -> Grammar | None:
-    asked = generation.grammar
+    grammar = generation.grammar
     offer = generation.prompt.offer if isinstance(generation.prompt, Conversation) else None
-    rules = None if offer is None else call_rules(offer, asked)
+    rules = None if offer is None else call_rules(offer, grammar)
     if offer is None or rules is None:
-        return None if asked is None else Grammar(asked.kind, asked.text)
+        return None if grammar is None else Grammar(grammar.kind, grammar.text)
     text = msgspec.json.encode(rules).decode()
     if len(text) > GRAMMAR_LIMIT:
         raise InvalidRequestError(
@@ -149,70 +258,28 @@ def _grammar(generation: Generation) -> Grammar | None:
     return Grammar("tool_calls", text)
 
 
-def request_tensors(
-    generation: Generation,
-    report: ModelReport,
-    *,
-    remaining_s: float,
-    channel: wire_sampling.ChannelStream | None = None,
-) -> tuple[bytes, bytes, bytes]:
-    """Return the values of the three inputs for `generation`, whose deltas go to `channel` if given.
-
-    Raises:
-        InvalidRequestError: the chat format cannot express the conversation.
-    """
-    prompt = wire_prompt(generation.prompt, generation.grammar, report.chat_format)
-    sampling = wire_sampling.Generation(
-        request_id=generation.request_id,
-        role=prompt.role,
-        prompt_token_ids=prompt.ids,
-        raw=prompt.raw,
-        answer_metadata=prompt.answer_metadata,
-        end_after_call_of=prompt.end_after_call_of,
-        grammar=_grammar(generation),
-        n=generation.n,
-        max_tokens=generation.max_tokens,
-        # With a limit on the total, `max_tokens` need not fit into the context.
-        max_total_tokens=report.max_context if generation.max_tokens_yields else None,
-        min_tokens=generation.min_tokens,
-        temperature=generation.temperature,
-        top_p=generation.top_p,
-        top_k=generation.top_k,
-        min_p=generation.min_p,
-        repetition_penalty=generation.repetition_penalty,
-        presence_penalty=generation.presence_penalty,
-        frequency_penalty=generation.frequency_penalty,
-        seed=generation.seed,
-        logit_bias=dict(generation.logit_bias),
-        logprobs=generation.logprobs,
-        prompt_logprobs=generation.prompt_logprobs,
-        prompt_ranks=generation.prompt_ranks,
-        stop=list(generation.stop),
-        stop_token_ids=list(generation.stop_token_ids),
-        ignore_eos=generation.ignore_eos,
-        include_stop=generation.include_stop,
-        show_special=generation.show_special,
-        echo=generation.echo,
-        stream=generation.stream,
-        channel=channel,
-        return_token_ids=generation.return_token_ids,
-        priority=generation.priority,
-        deadline_ms=max(1, int(remaining_s * 1000)),
-    )
-    return (
-        prompt.text.encode(),
-        encode_history(prompt.history),
-        wire_sampling.encode_sampling(sampling),
-    )
+def _max_total_tokens(generation: Generation, report: ModelReport) -> int | None:
+    """Return the limit on prompt and answer; with one, `max_tokens` need not fit into the context."""
+    limit = generation.max_total_tokens
+    if not generation.max_tokens_yields:
+        return limit
+    return report.max_context if limit is None else min(limit, report.max_context)
 
 
-def infer_request(
-    model: str, request_id: str, priority: int, values: tuple[bytes, bytes, bytes]
+def _milliseconds(seconds: float) -> int:
+    return max(1, int(seconds * 1000))
+
+
+def _infer_request(
+    model: str, request_id: str, request: wire_request.Request, prompt: _WirePrompt = _NO_PROMPT
 ) -> service_pb2.ModelInferRequest:
-    """Return a request to the stream entry of `model` with these `values` of the three inputs."""
-    request = service_pb2.ModelInferRequest(model_name=names.stream_entry(model), id=request_id)
-    request.parameters["priority"].uint64_param = priority
-    for name, value in zip((names.PROMPT, names.HISTORY, names.SAMPLING), values, strict=True):
-        request.inputs.add(name=name, datatype="BYTES", shape=(1, 1))
-        request.raw_input_contents.append(pack_strings([value]))
-    return request
+    """Return `request` to the entry of `model` as tensors."""
+    message = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    for name, value in (
+        (names.PROMPT, prompt.text.encode()),
+        (names.HISTORY, encode_history(prompt.history) if prompt.history else b""),
+        (names.SAMPLING, wire_request.encode_request(request)),
+    ):
+        message.inputs.add(name=name, datatype="BYTES", shape=(1, 1))
+        message.raw_input_contents.append(pack_strings([value]))
+    return message

@@ -1,19 +1,21 @@
-"""Reading the answers of our own stream contract (package `wire`): outputs response and meta, BYTES [1, 1].
+"""Reading the answers of our own contract (package `wire`): outputs response and meta, BYTES [1, 1].
 
 Strict: what is not in the contract is an error, never a guess.
 """
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import msgspec
 from tritonclient.grpc import service_pb2
 
+from gateway.chatglm.answer_text import AnswerText, ContinuedText, by_segment
 from gateway.chatglm.constrained_text import ConstrainedText
 from gateway.chatglm.formats import chat_form
 from gateway.chatglm.text_tokens import Told, in_runs, pieces_of
 from gateway.chatglm.tool_offer import answer_metadata, call_rules, callable_names
 from gateway.chatglm.tool_text import ToolText
-from gateway.dialects.base import ModelReport
+from gateway.dialects.base import AnswerDelta, ModelReport
 from gateway.errors import UpstreamProtocolError
 from gateway.generation import (
     Accepted,
@@ -26,15 +28,35 @@ from gateway.generation import (
     PromptLogprob,
     TokenLogprob,
     TopLogprob,
+    Turns,
     Usage,
 )
 from gateway.pieces import CallPart, Piece
 from wire import meta as wire_meta
 from wire import names
-from wire.answer import AnswerText, ContinuedText
 from wire.strings import unpack_strings
 
 _HEARTBEAT = wire_meta.Meta()
+
+_index = itemgetter(0)
+
+
+class _RawText:
+    """The text of an answer to a conversation in the format's own turns: as the model wrote it."""
+
+    def push(self, text: str, segments: Sequence[wire_meta.Segment] = ()) -> str:
+        """Take one delta; return all of it.
+
+        Raises:
+            ValueError: a segment begins outside `text`, or before the one ahead of it.
+        """
+        for _ in by_segment(text, segments):
+            pass
+        return text
+
+    def finish(self) -> str:
+        """Return what was held back: nothing."""
+        return ""
 
 
 class _Choice:
@@ -84,9 +106,13 @@ class _Choice:
         return "tool_calls" if reason == "stop" and self._any_calls and not cut else reason
 
 
-def _shown_text(generation: Generation, report: ModelReport) -> AnswerText | ContinuedText | ToolText:
+def _shown_text(
+    generation: Generation, report: ModelReport
+) -> AnswerText | ContinuedText | ToolText | _RawText:
     """Return a reader that separates one raw choice of `generation` into text and calls."""
     prompt = generation.prompt
+    if isinstance(prompt, Turns):
+        return _RawText()
     if not isinstance(prompt, Conversation):
         return ContinuedText()
     offer, grammar = prompt.offer, generation.grammar
@@ -107,7 +133,9 @@ def _shown_text(generation: Generation, report: ModelReport) -> AnswerText | Con
 class ChatGLMAnswer:
     """Reads one answer: `accepted`, then deltas and heartbeats.
 
-    Each choice's last delta has its finish reason; the very last one also has the usage.
+    Each choice's last delta has its finish reason; the very last one also has the usage. The deltas of a
+    streamed answer come from its channel, everything else from the request's own stream. Neither waits for
+    the other: deltas that overtake the log-probabilities of the prompt are kept until all of these are there.
 
     Args:
         generation: the request.
@@ -119,6 +147,12 @@ class ChatGLMAnswer:
         """The choices that have not ended."""
         self._accepted = False
         self._wants_ranks = generation.prompt_ranks
+        self._with_segments = isinstance(generation.prompt, Turns)
+        self._prompt_tokens = 0
+        self._unscored = {} if generation.prompt_logprobs is None else dict.fromkeys(self._choices, 0)
+        """By choice, how many log-probabilities of the prompt have come; without those that are complete."""
+        self._kept: list[AnswerDelta] = []
+        """Deltas of those choices."""
 
     def decode(self, response: service_pb2.ModelInferResponse) -> list[Event]:
         """Return the events in `response`.
@@ -129,11 +163,15 @@ class ChatGLMAnswer:
         text, meta = read(response)
         if not self._accepted:
             self._accepted = True
-            return [_accepted(text, meta)]
+            accepted = _accepted(text, meta)
+            self._prompt_tokens = accepted.prompt_tokens
+            return [accepted]
         self._check_order(meta)
         if not text and meta == _HEARTBEAT:
             return [Heartbeat()]
-        return self._delta(meta.index, text, meta.tokens, meta)
+        kept = self._count_prompt_logprobs(meta)
+        events = self._delta(meta.index, text, meta.tokens, meta)
+        return events + self.deltas(kept) if kept else events
 
     def end(self) -> None:
         """Check, when no response is left, that the final one was seen.
@@ -143,6 +181,73 @@ class ChatGLMAnswer:
         """
         if self._choices:
             raise not_understood("it ended without its final response")
+
+    def delivered(self, response: service_pb2.ModelInferResponse) -> tuple[int, wire_meta.Delivered] | None:
+        """Return the choice that `response` ends, and how much of it must have come over the channel.
+
+        Raises:
+            UpstreamProtocolError: it cannot be understood, or ends a choice without saying so.
+        """
+        _, meta = read(response)
+        if meta.finish_reason is not None and meta.delivered is None:
+            raise not_understood("an end that does not say what came over the channel")
+        return None if meta.delivered is None else (meta.index, meta.delivered)
+
+    def deltas(self, deltas: Sequence[AnswerDelta]) -> list[Event]:
+        """Return the events in the deltas from the channel, choice by choice, with plain text joined.
+
+        Raises:
+            UpstreamProtocolError: it cannot be understood.
+        """
+        if self._unscored:
+            self._kept += [delta for delta in deltas if delta[0] in self._unscored]
+            deltas = [delta for delta in deltas if delta[0] not in self._unscored]
+        events: list[Event] = []
+        choice, text, tokens = 0, "", 0
+        # The sort is stable: the order within a choice stays.
+        for index, added, count, document in sorted(deltas, key=_index):
+            if tokens and (index != choice or document is not None):
+                events.append(self._plain(choice, text, tokens))
+                text, tokens = "", 0
+            choice = index
+            if document is None:
+                text += added
+                tokens += count
+            else:
+                events += self._detailed(index, added, count, document)
+        if tokens:
+            events.append(self._plain(choice, text, tokens))
+        return events
+
+    def _detailed(self, index: int, text: str, tokens: int, document: bytes) -> list[Event]:
+        try:
+            meta = wire_meta.decode_meta(document)
+        except msgspec.MsgspecError as error:
+            raise not_understood(str(error)) from error
+        self._check_order(meta)
+        if meta.finish_reason is not None:
+            raise not_understood("an end over the channel")
+        if meta.prompt_logprobs is not None:
+            raise not_understood("log-probabilities of the prompt over the channel")
+        if meta.index:
+            raise not_understood("a choice is named beside its number on the channel")
+        return self._delta(index, text, tokens, meta)
+
+    def _count_prompt_logprobs(self, meta: wire_meta.Meta) -> list[AnswerDelta]:
+        """Count those in `meta`; return the deltas that were kept until the last of them."""
+        count = self._unscored.get(meta.index)
+        if count is None:
+            return []
+        count += len(meta.prompt_logprobs or ())
+        if count < self._prompt_tokens:
+            if meta.finish_reason is not None or meta.tokens:
+                raise not_understood("not all log-probabilities of the prompt came before the answer")
+            self._unscored[meta.index] = count
+            return []
+        del self._unscored[meta.index]
+        kept = [delta for delta in self._kept if delta[0] == meta.index]
+        self._kept = [delta for delta in self._kept if delta[0] != meta.index]
+        return kept
 
     def _delta(self, index: int, text: str, tokens: int, meta: wire_meta.Meta) -> list[Event]:
         """Return the events for a choice's delta of `tokens` tokens; `meta` has the rest of it.
@@ -161,7 +266,8 @@ class ChatGLMAnswer:
             if (meta.usage is None) == (not self._choices):
                 raise not_understood("usage belongs to the end of the last choice")
         prompt_logprobs = self._prompt_logprobs(meta.prompt_logprobs)
-        if meta.finish_reason is None and not (told or tokens or prompt_logprobs):
+        segments = tuple(meta.segments or ()) if self._with_segments else ()
+        if meta.finish_reason is None and not (told or tokens or prompt_logprobs or segments):
             return [Heartbeat()]
         *before, (pieces, logprobs) = in_runs(told) if scored else [(pieces_of(told), ())]
         return [
@@ -176,6 +282,7 @@ class ChatGLMAnswer:
                 token_ids=_ids(meta.token_ids),
                 logprobs=logprobs if scored else None,
                 prompt_logprobs=prompt_logprobs,
+                segments=segments,
                 finish_reason=choice.reason(meta.finish_reason),
                 stop_reason=meta.stop_reason,
                 usage=_usage(meta.usage),
@@ -213,7 +320,7 @@ class ChatGLMAnswer:
             raise not_understood("a response after the final one")
         if meta.accepted is not None:
             raise not_understood("accepted twice")
-        if meta.probe is not None or meta.cancelled is not None:
+        if meta.probe is not None or meta.cancelled is not None or meta.tokenized is not None:
             raise not_understood("the answer to another kind of request")
         if meta.usage is not None and meta.finish_reason is None:
             raise not_understood("usage before the end")

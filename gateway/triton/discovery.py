@@ -1,7 +1,7 @@
 """Finds the models of a Triton, if the configuration names none.
 
-A model is found when its stream entry is loaded and has the inputs of a known contract; any other entry with
-such a name is logged, with its inputs, and left alone.
+A model is found when its entry is loaded and has the inputs of a known contract. Any other entry is logged
+once, with its inputs, and left alone: a Triton may have other models, too.
 """
 
 import asyncio
@@ -11,29 +11,30 @@ from collections.abc import Callable, Sequence
 from gateway.dialects.registry import choose
 from gateway.errors import UpstreamProtocolError
 from gateway.triton.backoff import Backoff
-from gateway.triton.channel import Channel
-from gateway.triton.control import Control, EntryState
-from gateway.triton.health import HealthPolicy
-from gateway.triton.status import TritonError
-from wire.names import STREAM_SUFFIX
+from gateway.triton.client import Client, Control, EntryState
+from gateway.triton.errors import Fault, TritonError
+from gateway.triton.replicas import HealthPolicy
 
 _log = logging.getLogger(__name__)
 
-Found = Callable[[Channel, Sequence[str]], None]
+_NO_FAULT_OF_ENTRY = {Fault.UNREACHABLE, Fault.DEADLINE, Fault.CLOSED}
+"""Failures to read an entry's inputs that are the server's."""
+
+Found = Callable[[Client, Sequence[str]], None]
 
 
 class Discovery:
     """Reads one Triton's repository periodically; run `watch` as a task.
 
     Args:
-        channel: to that Triton.
+        client: of that Triton.
         policy: how often to look.
         found: called after each look with the ids of models that are new since the last, most often none.
     """
 
-    def __init__(self, channel: Channel, policy: HealthPolicy, found: Found) -> None:
-        self._channel = channel
-        self._control = Control(channel, timeout_s=policy.probe_timeout_s)
+    def __init__(self, client: Client, policy: HealthPolicy, found: Found) -> None:
+        self._client = client
+        self._control = Control(client, timeout_s=policy.probe_timeout_s)
         self._policy = policy
         self._found = found
         self._known: set[str] = set()
@@ -48,35 +49,37 @@ class Discovery:
                 found = await self._look()
             except TritonError as error:
                 if reachable:
-                    extra = {"upstream": self._channel.address, "detail": error.detail}
+                    extra = {"upstream": self._client.address, "detail": error.detail}
                     _log.warning("models cannot be listed: %s", error.fault.value, extra=extra)
                 reachable = False
                 await asyncio.sleep(backoff.next())
             else:
                 reachable = True
                 backoff.reset()
-                self._found(self._channel, found)
+                self._found(self._client, found)
                 await asyncio.sleep(self._policy.interval_s)
 
     async def _look(self) -> list[str]:
         loaded = {
-            entry
-            for entry, state in (await self._control.repository()).items()
-            if state is EntryState.READY and entry.endswith(STREAM_SUFFIX)
+            entry for entry, state in (await self._control.repository()).items() if state is EntryState.READY
         }
         # An entry that was unloaded may come back with another contract.
         self._rejected &= loaded
-        new = sorted(loaded - self._known - self._rejected)
-        ours = [entry for entry in new if await self._is_ours(entry)]
+        ours = []
+        for entry in sorted(loaded - self._known - self._rejected):
+            try:
+                inputs = await self._control.inputs(entry)
+            except TritonError as error:
+                if error.fault in _NO_FAULT_OF_ENTRY:
+                    raise
+                continue  # It is just being unloaded, or broken: the next look will tell.
+            try:
+                choose(entry, inputs)
+            except UpstreamProtocolError as error:
+                extra = {"upstream": self._client.address}
+                _log.info("model left out: %s", error.message, extra=extra)
+                self._rejected.add(entry)
+            else:
+                ours.append(entry)
         self._known.update(ours)
-        self._rejected.update(new)
-        self._rejected -= self._known
-        return [entry.removesuffix(STREAM_SUFFIX) for entry in ours]
-
-    async def _is_ours(self, entry: str) -> bool:
-        try:
-            choose(entry, frozenset((await self._control.metadata(entry)).inputs))
-        except UpstreamProtocolError as error:
-            _log.warning("model left out: %s", error.message, extra={"upstream": self._channel.address})
-            return False
-        return True
+        return ours

@@ -6,46 +6,37 @@ Discovers the models if the configuration names none. Knows nothing of HTTP or t
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Sequence
 
-from gateway.errors import ModelNotFoundError, UpstreamProtocolError
+from gateway.errors import InvalidRequestError, ModelNotFoundError, UpstreamProtocolError
 from gateway.generation import Accepted, Delta, Event, Generation
-from gateway.prediction import Prediction, PredictionAnswer
 from gateway.tokenization import Tokenization, Tokens
+from gateway.triton.admin import ModelControl
 from gateway.triton.answering import answer_over_channel, answer_plainly
-from gateway.triton.channel import Channel
+from gateway.triton.answering import tokenize as tokenize_on
+from gateway.triton.backends import Backend, Backends, PoolObserver
+from gateway.triton.client import Client
 from gateway.triton.discovery import Discovery
-from gateway.triton.failover import Tries
-from gateway.triton.health import HealthPolicy, ReplicaReport, ReplicaState
-from gateway.triton.members import Member, Members, PoolObserver
-from gateway.triton.model_control import ModelControl
-from gateway.triton.predicting import predict as predict_on
-from gateway.triton.replicas import Replica
+from gateway.triton.errors import Fault, TritonError
+from gateway.triton.failover import Attempts, TracedCalls
+from gateway.triton.replicas import HealthPolicy, Replica, ReplicaReport, ReplicaState
 from gateway.triton.resolver import Resolve, resolve
-from gateway.triton.status import Fault, TritonError
-from gateway.triton.tokenizing import tokenize as tokenize_on
-from gateway.triton.traced_calls import TracedCalls
 from gateway.upstream import EntriesChanged, ModelCard
-
-R = TypeVar("R", Prediction, Tokenization)
-A = TypeVar("A")
 
 
 class TritonUpstream:
-    """Serves generations from the entries `M-stream` of one or more Tritons.
+    """Serves models, each of which is one entry in the repository of one or more Tritons.
 
     Args:
         upstreams: gRPC addresses `host:port`, and names `dns:///host:port`, which stand for a Triton at each
             address that the host currently has.
-        models: ids of the models to serve; empty: every `M-stream` entry of our contract that the Tritons
-            have. A model once seen stays listed while its Tritons are down.
+        models: ids of the models to serve; empty: every entry of a known contract that the Tritons have. A
+            model once seen stays listed while its Tritons are down.
         idle_timeout_s: seconds without any response after which a request gives up its replica.
         load_timeout_s: longest load of an entry, and longest wait for requests that delay an unload.
         observer: told of health and errors.
         max_attempts: replicas that one generation may try.
         health: how the replicas are watched.
-        delta_channel: stream answers over one channel per model and Triton, if the model offers it.
         repository_key: the key that the Tritons require for listing, loading and unloading, as KEY=VALUE.
         resolve_interval_s: seconds between two lookups of a name while one of its Tritons serves.
         resolve: looks up a name.
@@ -61,7 +52,6 @@ class TritonUpstream:
         observer: PoolObserver | None = None,
         max_attempts: int = 3,
         health: HealthPolicy | None = None,
-        delta_channel: bool = True,
         repository_key: str | None = None,
         resolve_interval_s: float = 10.0,
         resolve: Resolve = resolve,
@@ -71,32 +61,31 @@ class TritonUpstream:
         self._observer = observer
         self._max_attempts = max_attempts
         self._health = health or HealthPolicy()
-        self._delta_channel = delta_channel
         self._repository_key = repository_key
         now = int(time.time())
         self._created = dict.fromkeys(self._configured, now)
         """The models to be served, with the Unix time at which each was first seen."""
-        self._members = Members(
+        self._backends = Backends(
             upstreams,
-            make=self._make_member,
+            make=self._make_backend,
             policy=self._health,
             interval_s=resolve_interval_s,
             resolve=resolve,
             observer=observer,
         )
         self._control = ModelControl(
-            self._channels, self._replica, self._add_replica, timeout_s=load_timeout_s
+            self._clients, self._replica, self._add_replica, timeout_s=load_timeout_s
         )
         self._closed = False
 
     async def start(self) -> None:
         """Connect and begin watching health; returns without waiting for readiness."""
-        self._members.start()
+        self._backends.start()
 
     async def close(self) -> None:
-        """Stop watching and close the channels; running generations end with `UnavailableError`."""
+        """Stop watching and close the clients; running generations end with `UnavailableError`."""
         self._closed = True
-        await self._members.close()
+        await self._backends.close()
 
     def models(self) -> list[ModelCard]:
         """Return the models to be served, as configured or discovered, by name."""
@@ -118,10 +107,10 @@ class TritonUpstream:
 
     async def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
         """Run `request`: see `gateway.upstream.Upstream.generate`."""
-        tries, calls = self._tries(request), TracedCalls(request)
+        attempts, calls = self._attempts(request), TracedCalls(request)
         accepted = delivered = generated = False
         while True:
-            replica = tries.next()
+            replica = attempts.next()
             try:
                 with calls.to(replica) as (call, asked):
                     async with contextlib.aclosing(self._attempt(replica, asked)) as events:
@@ -139,33 +128,24 @@ class TritonUpstream:
                             yield event
             except TritonError as error:
                 replica.suspect(error)
-                tries.failed(error.blame_grammar(request), delivered=delivered)
+                attempts.failed(error.blame_grammar(request), delivered=delivered)
             else:
                 return
 
-    async def predict(self, request: Prediction) -> PredictionAnswer:
-        """Run `request`: see `gateway.upstream.Upstream.predict`."""
-        return await self._answer_whole(request, predict_on)
-
     async def tokenize(self, request: Tokenization) -> Tokens:
         """Run `request`: see `gateway.upstream.Upstream.tokenize`."""
-        return await self._answer_whole(request, tokenize_on)
-
-    async def _answer_whole(self, request: R, ask: Callable[[Replica, R], Awaitable[A]]) -> A:
-        """Run `request`, which has a single response, on one replica after the other."""
-        tries, calls = self._tries(request), TracedCalls(request)
+        attempts, calls = self._attempts(request), TracedCalls(request)
         while True:
-            replica = tries.next()
+            replica = attempts.next()
             try:
                 with calls.to(replica) as (_, asked), replica.in_use():
-                    return await ask(replica, asked)
+                    return await self._tokenize(replica, asked)
             except TritonError as error:
-                if error.fault is Fault.UNREACHABLE:
-                    replica.suspect(error)  # other faults are the entry's, not the engine's
-                tries.failed(error)
+                replica.suspect(error)
+                attempts.failed(error)
 
-    def _tries(self, request: Generation | Prediction | Tokenization) -> Tries:
-        return Tries(
+    def _attempts(self, request: Generation | Tokenization) -> Attempts:
+        return Attempts(
             lambda: self._find(request.model),
             request_id=request.request_id,
             limit=self._max_attempts,
@@ -192,18 +172,26 @@ class TritonUpstream:
         dialect, report = replica.serving()
         try:
             with replica.in_use():
-                # A prompt's log-probabilities are large, and an inbox keeps little for a slow client.
-                plainly = not request.stream or request.prompt_logprobs is not None
-                linked = None if plainly else await replica.open_link()
-                if linked is None:
+                channels = dialect.channels if request.stream else None
+                if channels is None:
                     answer = answer_plainly(
-                        replica.channel, dialect, request, report, idle_timeout_s=self._idle_timeout_s
+                        replica.client, dialect, request, report, idle_timeout_s=self._idle_timeout_s
                     )
                 else:
-                    answer = answer_over_channel(replica.channel, *linked, request, report)
+                    answer = answer_over_channel(replica.client, replica.channel, channels, request, report)
                 async with contextlib.aclosing(answer) as events:
                     async for event in events:
                         yield event
+        except UpstreamProtocolError as error:
+            raise TritonError(Fault.PROTOCOL, error.message, message=error.message) from error
+
+    async def _tokenize(self, replica: Replica, request: Tokenization) -> Tokens:
+        """Run `request` on one replica; raises TritonError, or a GatewayError if it was never sent."""
+        dialect, report = replica.serving()
+        if dialect.tokenizer is None:
+            raise InvalidRequestError("The model's tokenizer cannot be used.", param="model")
+        try:
+            return await tokenize_on(replica.client, dialect.tokenizer, request, report)
         except UpstreamProtocolError as error:
             raise TritonError(Fault.PROTOCOL, error.message, message=error.message) from error
 
@@ -213,7 +201,7 @@ class TritonUpstream:
             raise TritonError(Fault.CLOSED, "the pool was closed").to_gateway()
         if model_id in self._created:
             return self._replicas(model_id)
-        if not self._configured and not any(member.listed for member in self._members.present()):
+        if not self._configured and not any(backend.listed for backend in self._backends.present()):
             # It is not known yet which models there are.
             raise TritonError(Fault.UNREACHABLE, "no repository was read yet").to_gateway()
         raise ModelNotFoundError(f"The model {model_id!r} does not exist.", param="model")
@@ -222,65 +210,66 @@ class TritonUpstream:
         replicas = self._replicas(model_id)
         ready = any(replica.state is ReplicaState.READY for replica in replicas)
         wanted = any(replica.wanted for replica in replicas)
-        contexts = [replica.report.max_context for replica in replicas if replica.report is not None]
+        reports = [replica.report for replica in replicas if replica.report is not None]
         return ModelCard(
             id=model_id,
             ready=ready,
             created=self._created[model_id],
-            max_context=min(contexts, default=None),
+            max_context=min((report.max_context for report in reports), default=None),
             unloaded=bool(replicas) and not ready and not wanted,
+            chat_format=reports[0].chat_format if reports else None,
         )
 
     def _replicas(self, model_id: str) -> list[Replica]:
         return [
-            member.replicas[model_id] for member in self._members.present() if model_id in member.replicas
+            backend.replicas[model_id] for backend in self._backends.present() if model_id in backend.replicas
         ]
 
-    def _channels(self) -> list[Channel]:
-        return [member.channel for member in self._members.present()]
+    def _clients(self) -> list[Client]:
+        return [backend.client for backend in self._backends.present()]
 
-    def _make_member(self, address: str) -> Member:
-        channel = Channel(address, repository_key=self._repository_key)
-        member = Member(
-            channel,
+    def _make_backend(self, address: str) -> Backend:
+        client = Client(address, repository_key=self._repository_key)
+        backend = Backend(
+            client,
             self._health,
-            idle_timeout_s=self._idle_timeout_s if self._delta_channel else None,
+            idle_timeout_s=self._idle_timeout_s,
             observer=self._observer,
-            changed=self._members.lost_health,
+            changed=self._backends.lost_health,
         )
         for model_id in self._configured:
-            member.add(model_id)
+            backend.add(model_id)
         if not self._configured:
-            discovery = Discovery(channel, self._health, self._discovered)
-            member.spawn(discovery.watch(), f"discover on {address}")
-        return member
+            discovery = Discovery(client, self._health, self._discovered)
+            backend.spawn(discovery.watch(), f"discover on {address}")
+        return backend
 
-    def _discovered(self, channel: Channel, model_ids: Sequence[str]) -> None:
+    def _discovered(self, client: Client, model_ids: Sequence[str]) -> None:
         """A repository was read; `model_ids` are models not reported before, perhaps none."""
-        member = self._members.of(channel)
-        if member is None:
+        backend = self._backends.of(client)
+        if backend is None:
             return
-        member.listed = True
+        backend.listed = True
         for model_id in model_ids:
-            if model_id not in member.replicas:
-                self._add_replica(model_id, channel)
+            if model_id not in backend.replicas:
+                self._add_replica(model_id, client)
         self._forget_models()
 
     def _forget_models(self) -> None:
         """Forget models whose Tritons have left, once all other repositories were read."""
-        members = self._members.present()
-        if all(member.listed for member in members):
+        backends = self._backends.present()
+        if all(backend.listed for backend in backends):
             self._created = {
                 model_id: created for model_id, created in self._created.items() if self._replicas(model_id)
             }
 
-    def _replica(self, model_id: str, channel: Channel) -> Replica | None:
-        member = self._members.of(channel)
-        return member.replicas.get(model_id) if member else None
+    def _replica(self, model_id: str, client: Client) -> Replica | None:
+        backend = self._backends.of(client)
+        return backend.replicas.get(model_id) if backend else None
 
-    def _add_replica(self, model_id: str, channel: Channel) -> Replica:
-        member = self._members.of(channel)
-        if member is None:
+    def _add_replica(self, model_id: str, client: Client) -> Replica:
+        backend = self._backends.of(client)
+        if backend is None:
             raise TritonError(Fault.UNREACHABLE, "this Triton is gone")
         self._created.setdefault(model_id, int(time.time()))
-        return member.add(model_id)
+        return backend.add(model_id)

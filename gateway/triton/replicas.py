@@ -1,4 +1,4 @@
-"""One model on one Triton: its health, and how many requests it is running.
+"""One model on one Triton: its health, its delta channel, and how many requests it is running.
 
 Health is determined by probes (`{"probe": true}`, sent to the model itself), because Triton goes on calling a
 model ready after its process has died. A generation whose failure suggests that the replica is at fault takes
@@ -9,54 +9,127 @@ Knows nothing of generations beyond their number, nor of other replicas.
 
 import asyncio
 import contextlib
+import enum
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from gateway.dialects.base import ChannelDialect, Dialect, ModelReport
-from gateway.dialects.registry import choose, choose_channels, choose_nudges
+from gateway.dialects.base import Dialect, ModelReport
+from gateway.dialects.registry import choose
 from gateway.errors import GatewayError
 from gateway.triton.backoff import Backoff
-from gateway.triton.channel import Channel
-from gateway.triton.control import Control, EntryState
-from gateway.triton.delta_link import DeltaLink
-from gateway.triton.health import (
-    STATE_AFTER,
-    HealthPolicy,
-    ReplicaReport,
-    ReplicaState,
-    UpstreamObserver,
-    unable,
-)
-from gateway.triton.nudging import nudge_when_unheard
-from gateway.triton.status import Fault, TritonError
-from wire.names import stream_entry
+from gateway.triton.channel import DeltaChannel
+from gateway.triton.client import Client, Control, EntryState
+from gateway.triton.errors import Fault, TritonError
 
 _log = logging.getLogger(__name__)
+
+
+class ReplicaState(enum.StrEnum):
+    """Only READY takes requests."""
+
+    UNKNOWN = "unknown"
+    """Not probed yet."""
+    READY = "ready"
+    NOT_READY = "not_ready"
+    """The server answers, but the model does not serve: unknown, loading, broken, or of another contract."""
+    UNLOADED = "unloaded"
+    """It was unloaded on purpose, through the gateway or Triton: it is not meant to serve."""
+    UNREACHABLE = "unreachable"
+    STUCK = "stuck"
+    """The model's process is dead, or makes no progress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthPolicy:
+    """How health is watched; all values in seconds."""
+
+    interval_s: float = 1.0
+    """Between probes of a replica that is ready."""
+    probe_timeout_s: float = 5.0
+    stuck_after_s: float = 60.0
+    """An engine whose last loop iteration is older than this is stuck; on a slow CPU a step takes seconds."""
+    backoff_first_s: float = 0.25
+    backoff_limit_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """A replica as `tritongate check` and logs show it."""
+
+    model: str
+    upstream: str
+    state: ReplicaState
+    reason: str
+    report: ModelReport | None
+    """The answer to the latest probe; None until there was one."""
+
+
+class UpstreamObserver(Protocol):
+    """Told of health and errors, for metrics. Called on the event loop; must not block."""
+
+    def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
+        """`model` on `upstream` became able, or unable, to take requests."""
+        ...
+
+    def upstream_error(self, model: str, upstream: str, code: str) -> None:
+        """A generation failed on `upstream`; `code` is a value of `gateway.triton.errors.Fault`."""
+        ...
+
+
+STATE_AFTER = {
+    Fault.UNREACHABLE: ReplicaState.UNREACHABLE,
+    Fault.NOT_READY: ReplicaState.NOT_READY,
+    Fault.STUB_DEAD: ReplicaState.STUCK,
+    Fault.SILENT: ReplicaState.STUCK,
+}
+"""Faults of a generation that put its replica in doubt, and its state until the next probe."""
+
+_FAULT_OF = {
+    ReplicaState.UNREACHABLE: Fault.UNREACHABLE,
+    ReplicaState.STUCK: Fault.SILENT,
+    ReplicaState.UNLOADED: Fault.UNLOADED,
+}
+
+
+def unable(reports: Sequence[ReplicaReport]) -> TritonError:
+    """Return the error for a request when none of a model's replicas is ready, or there is none."""
+    states = {report.state for report in reports}
+    fault = _FAULT_OF.get(states.pop(), Fault.NOT_READY) if len(states) == 1 else Fault.NOT_READY
+    reasons = "; ".join(f"{report.upstream}: {report.state}: {report.reason}" for report in reports)
+    return TritonError(fault, reasons or "no Triton with the model is known")
 
 
 class Replica:
     """One model on one Triton; run `watch`, its health loop, as a task.
 
     Args:
-        model: its id, without the suffix of the repository entry.
-        channel: to the Triton.
+        model: its id, which is the name of its repository entry.
+        client: of the Triton.
         policy: how to watch.
         observer: told when it becomes able or unable to take requests.
-        link: its delta channel; None: it has none.
+        idle_timeout_s: for its delta channel.
     """
 
     def __init__(
         self,
         model: str,
-        channel: Channel,
+        client: Client,
         policy: HealthPolicy,
         observer: UpstreamObserver | None,
         *,
-        link: DeltaLink | None = None,
+        idle_timeout_s: float,
     ) -> None:
         self.model = model
-        self.channel = channel
-        self._link = link
+        self.client = client
+        self.channel = DeltaChannel(
+            model,
+            client,
+            idle_timeout_s=idle_timeout_s,
+            backoff=Backoff(policy.backoff_first_s, policy.backoff_limit_s),
+        )
+        """Its delta channel: open while it is ready, if its contract has them."""
         self.state = ReplicaState.UNKNOWN
         self.reason = "not reached yet"
         self.report: ModelReport | None = None
@@ -73,8 +146,7 @@ class Replica:
         self._idle = asyncio.Event()
         self._idle.set()
         self._dialect: Dialect | None = None
-        self._nudged = False
-        self.control = Control(channel, timeout_s=policy.probe_timeout_s)
+        self.control = Control(client, timeout_s=policy.probe_timeout_s)
         self._policy = policy
         self._observer = observer
         self._suspected = asyncio.Event()
@@ -83,7 +155,7 @@ class Replica:
     @property
     def upstream(self) -> str:
         """The address of its Triton."""
-        return self.channel.address
+        return self.client.address
 
     def describe(self) -> ReplicaReport:
         """Return its current state."""
@@ -101,19 +173,9 @@ class Replica:
             raise unable([self.describe()])
         return self._dialect, self.report
 
-    async def open_link(self) -> tuple[DeltaLink, ChannelDialect] | None:
-        """Return its open delta channel and how to use it; None if answers come on their own streams."""
-        if self._link is None or self._dialect is None or self.report is None:
-            return None
-        dialect = choose_channels(self._dialect) if self.report.delta_channel else None
-        if dialect is None or not await self._link.open(dialect):
-            return None
-        return self._link, dialect
-
     async def close(self) -> None:
         """Close its delta channel; cancel `watch` first."""
-        if self._link is not None:
-            await self._link.close()
+        await self.channel.close()
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -186,10 +248,8 @@ class Replica:
             if error.fault is Fault.QUEUE_FULL:
                 return  # busy, not dead: the state stays
             if error.fault is Fault.STUB_DEAD:
-                # This fault is certain: requests there would hang until their deadline, and so would those
-                # that the entry `M` forwarded to it.
-                for entry in (stream_entry(self.model), self.model):
-                    self.channel.end_inference(entry, error.fault, error.detail)
+                # This fault is certain: requests there would hang until their deadline.
+                self.client.end_inference(self.model, error.fault, error.detail)
             self._become(*await self._judge(error))
         except GatewayError as error:
             self._become(ReplicaState.NOT_READY, error.message)
@@ -202,15 +262,24 @@ class Replica:
             if age > self._policy.stuck_after_s:
                 self._become(ReplicaState.STUCK, f"the engine last made a step {age:.0f} s ago")
             else:
+                await self._open_channel()
                 self._become(ReplicaState.READY, "")
+
+    async def _open_channel(self) -> None:
+        """Open the channel before it is called ready, so that whoever was told so can stream at once."""
+        channels = None if self._dialect is None else self._dialect.channels
+        if channels is None or self._withdrawn or self.state is ReplicaState.READY:
+            return
+        self.channel.start(channels)
+        with contextlib.suppress(TritonError):  # What does not stream can be served without.
+            await self.channel.opened()
 
     async def _probe(self) -> ModelReport:
         dialect = self._dialect
         if dialect is None:
-            entry = stream_entry(self.model)
-            dialect = choose(entry, frozenset((await self.control.metadata(entry)).inputs))
+            dialect = choose(self.model, await self.control.inputs(self.model))
         timeout_s = self._policy.probe_timeout_s
-        responses = self.channel.stream_infer(
+        responses = self.client.stream_infer(
             dialect.probe(self.model),
             deadline=asyncio.get_running_loop().time() + timeout_s,
             idle_timeout_s=timeout_s,
@@ -218,17 +287,6 @@ class Replica:
         async with contextlib.aclosing(responses):
             report = dialect.read_probe([response async for response in responses])
         self._dialect = dialect  # `suspect` may have removed it meanwhile
-        nudges = choose_nudges(dialect)
-        if nudges is not None and not self._nudged:
-            self._nudged = True
-            nudge_when_unheard(
-                self.channel,
-                self.model,
-                nudges,
-                after_s=self._policy.nudge_after_s,
-                timeout_s=timeout_s,
-                note=self._tell_nudge,
-            )
         return report
 
     async def _judge(self, error: TritonError) -> tuple[ReplicaState, str]:
@@ -250,7 +308,7 @@ class Replica:
     async def _why_not_ready(self) -> ReplicaState:
         """Distinguish a model that was unloaded on purpose from one that should be there."""
         try:
-            entry = (await self.control.repository()).get(stream_entry(self.model))
+            entry = (await self.control.repository()).get(self.model)
         except TritonError:
             return self._away()
         if entry is EntryState.LOADING:
@@ -271,11 +329,12 @@ class Replica:
         if state is ReplicaState.READY:
             self._failed = False
             self._ready.set()
+            if self._dialect is not None and self._dialect.channels is not None:
+                self.channel.start(self._dialect.channels)
         else:
             # It may come back as another model, and cannot be unloaded while a channel is open.
             self._dialect = None
-            if self._link is not None:
-                self._link.retire()
+            self.channel.retire()
             self._ready.clear()
         if state is ReplicaState.STUCK:
             self._failed = True
@@ -291,10 +350,6 @@ class Replica:
             extra={"model": self.model, "upstream": self.upstream, "detail": reason},
         )
         self._tell_observer()
-
-    def _tell_nudge(self) -> None:
-        if self._observer is not None:
-            self._observer.upstream_nudge(self.model, self.upstream)
 
     def _tell_observer(self) -> None:
         if self._observer is not None:

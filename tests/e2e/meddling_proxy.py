@@ -10,7 +10,7 @@ import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
 from wire.channel import Frame, decode_frame, encode_frame
-from wire.sampling import OpenChannel, decode_sampling
+from wire.request import OpenChannel, decode_request
 from wire.strings import pack_strings, unpack_strings
 
 _STREAM = "ModelStreamInfer"
@@ -109,4 +109,4 @@ class MeddlingProxy(grpc.GenericRpcHandler):
 def _opens_channel(message: bytes) -> bool:
     request = pb.ModelInferRequest.FromString(message)
     inputs = dict(zip((tensor.name for tensor in request.inputs), request.raw_input_contents, strict=True))
-    return isinstance(decode_sampling(unpack_strings(inputs["sampling"])[0]), OpenChannel)
+    return isinstance(decode_request(unpack_strings(inputs["sampling"])[0]), OpenChannel)

@@ -15,49 +15,40 @@ from tritonclient.grpc import service_pb2
 
 from gateway.errors import GatewayError
 from gateway.generation import Conversation, Event, Generation, Message
-from gateway.triton.channel import Channel
+from gateway.triton.client import Client
+from gateway.triton.errors import TritonError
 from gateway.triton.pool import TritonUpstream
-from gateway.triton.status import TritonError
 from wire.events import Failed, Ready, decode_event
 from wire.strings import pack_strings
 
-QUEUE = 2
-QUEUE_TIMEOUT_S = 1.0
-CONFIG = f"""
+CONFIG = """
 backend: "python"
 max_batch_size: 4
-model_transaction_policy {{ decoupled: true }}
+model_transaction_policy { decoupled: true }
 input [
-  {{ name: "prompt" data_type: TYPE_STRING dims: [ 1 ] }},
-  {{ name: "history" data_type: TYPE_STRING dims: [ 1 ] }},
-  {{ name: "sampling" data_type: TYPE_STRING dims: [ 1 ] }}
+  { name: "prompt" data_type: TYPE_STRING dims: [ 1 ] },
+  { name: "history" data_type: TYPE_STRING dims: [ 1 ] },
+  { name: "sampling" data_type: TYPE_STRING dims: [ 1 ] }
 ]
 output [
-  {{ name: "response" data_type: TYPE_STRING dims: [ 1 ] }},
-  {{ name: "meta" data_type: TYPE_STRING dims: [ 1 ] }}
+  { name: "response" data_type: TYPE_STRING dims: [ 1 ] },
+  { name: "meta" data_type: TYPE_STRING dims: [ 1 ] }
 ]
-instance_group [ {{ count: 1 kind: KIND_CPU }} ]
-dynamic_batching {{
-  priority_levels: 2
-  default_priority_level: 2
-  default_queue_policy {{
-    max_queue_size: {QUEUE}
-    default_timeout_microseconds: {QUEUE_TIMEOUT_S * 1e6:.0f}
-  }}
-}}
+instance_group [ { count: 1 kind: KIND_CPU } ]
+dynamic_batching { }
 """
 
 
 class Scripted:
-    """The server, and the folder of its one entry."""
+    """The server, the key of its repository, and the folder of its one entry."""
 
-    def __init__(self, address: str, entry: Path) -> None:
+    def __init__(self, address: str, repository_key: str, entry: Path) -> None:
         self.address = address
+        self.repository_key = repository_key
         self.entry = entry
 
-    @property
-    def blocking(self) -> Path:
-        return self.entry / "blocking"
+    def connect(self) -> Client:
+        return Client(self.address, repository_key=self.repository_key)
 
     @property
     def saw_cancel(self) -> Path:
@@ -67,7 +58,7 @@ class Scripted:
 @contextlib.contextmanager
 def scripted_triton(repository: Path) -> Iterator[Scripted]:
     """Run the real tritonserver on a repository with that one entry."""
-    entry = repository / "m-stream"
+    entry = repository / "m"
     (entry / "1").mkdir(parents=True)
     (entry / "config.pbtxt").write_text(CONFIG, encoding="utf-8")
     shutil.copy(Path(__file__).with_name("scripted_model.py"), entry / "1" / "model.py")
@@ -79,7 +70,7 @@ def scripted_triton(repository: Path) -> Iterator[Scripted]:
             event = decode_event(line)
             assert not isinstance(event, Failed), event
             if isinstance(event, Ready):
-                yield Scripted(event.grpc, entry)
+                yield Scripted(event.grpc, event.repository_key, entry)
                 break
     finally:
         process.stdin.close()
@@ -96,7 +87,7 @@ async def until(condition: Callable[[], bool], *, within_s: float = 60.0) -> Non
 
 @contextlib.asynccontextmanager
 async def upstream_of(scripted: Scripted, **options: Any) -> AsyncIterator[TritonUpstream]:
-    upstream = TritonUpstream(upstreams=[scripted.address], **options)
+    upstream = TritonUpstream(upstreams=[scripted.address], repository_key=scripted.repository_key, **options)
     await upstream.start()
     try:
         yield upstream
@@ -108,33 +99,34 @@ async def ready(upstream: TritonUpstream) -> None:
     await until(lambda: any(card.ready for card in upstream.models()))
 
 
-def asking(script: str, *, time_s: float = 60.0, model: str = "m") -> Generation:
+def asking(script: str, *, time_s: float = 60.0, model: str = "m", stream: bool = True) -> Generation:
     return Generation(
         request_id="statuses",
         model=model,
         prompt=Conversation((Message(role="user", content=script),)),
         deadline=asyncio.get_running_loop().time() + time_s,
+        stream=stream,
     )
 
 
-async def ask(upstream: TritonUpstream, script: str, *, time_s: float = 60.0) -> list[Event]:
-    return [event async for event in upstream.generate(asking(script, time_s=time_s))]
+async def ask(upstream: TritonUpstream, script: str, **options: Any) -> list[Event]:
+    return [event async for event in upstream.generate(asking(script, **options))]
 
 
-async def failure(upstream: TritonUpstream, script: str, *, time_s: float = 60.0) -> GatewayError:
+async def failure(upstream: TritonUpstream, script: str, **options: Any) -> GatewayError:
     with pytest.raises(GatewayError) as raised:
-        await ask(upstream, script, time_s=time_s)
-    assert not any(secret in raised.value.message for secret in ("secret", "/", "Traceback", "m-stream"))
+        await ask(upstream, script, **options)
+    assert not any(secret in raised.value.message for secret in ("secret", "/", "Traceback", "m_0"))
     return raised.value
 
 
-async def stream_failure(channel: Channel, entry: str, shape: list[int]) -> TritonError:
+async def stream_failure(client: Client, entry: str, shape: list[int]) -> TritonError:
     request = service_pb2.ModelInferRequest(model_name=entry, id="statuses")
     for name in ("prompt", "history", "sampling"):
         request.inputs.add(name=name, datatype="BYTES", shape=shape)
         request.raw_input_contents.append(pack_strings([b"{}"]))
     deadline = asyncio.get_running_loop().time() + 60
-    responses = channel.stream_infer(request, deadline=deadline, idle_timeout_s=60)
+    responses = client.stream_infer(request, deadline=deadline, idle_timeout_s=60)
     with pytest.raises(TritonError) as raised:
         await anext(responses)
     return raised.value

@@ -15,13 +15,11 @@ from gateway.errors import (
     UnavailableError,
     UpstreamProtocolError,
 )
-from gateway.generation import Delta
-from gateway.triton.channel import Channel
+from gateway.generation import Delta, PlainText, TokenIds
+from gateway.tokenization import Tokenization
+from gateway.triton.errors import Fault
 from gateway.triton.pool import TritonUpstream
-from gateway.triton.status import Fault
 from tests.e2e.scripted_triton import (
-    QUEUE,
-    QUEUE_TIMEOUT_S,
     Scripted,
     ask,
     asking,
@@ -42,12 +40,21 @@ PATIENCE_S = 5.0
 """The model must have had the request before: it notes that it was cancelled."""
 
 
-async def test_models_are_found_and_answer(upstream: TritonUpstream) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+async def test_models_are_found_and_answer(upstream: TritonUpstream, *, stream: bool) -> None:
     assert [card.id for card in upstream.models()] == ["m"]
     assert upstream.model("m").max_context == 8
-    events = await ask(upstream, "hello")
-    assert isinstance(events[-1], Delta)
-    assert events[-1].text == "hello"
+    deltas = [event for event in await ask(upstream, "hello", stream=stream) if isinstance(event, Delta)]
+    assert "".join(delta.text for delta in deltas) == "hello"
+    assert deltas[-1].finish_reason == "stop"
+
+
+async def test_tokens_are_counted_by_the_same_entry(upstream: TritonUpstream) -> None:
+    deadline = asyncio.get_running_loop().time() + 60
+    fields = {"request_id": "statuses", "model": "m", "deadline": deadline}
+    there = await upstream.tokenize(Tokenization(prompt=PlainText("你好"), **fields))
+    back = await upstream.tokenize(Tokenization(prompt=TokenIds(tuple(there.ids)), **fields))
+    assert back.text == "你好"
 
 
 @pytest.mark.parametrize(
@@ -70,21 +77,21 @@ def test_what_clients_get_over_http(scripted: Scripted) -> None:
     codes = {"invalid_request": 400, "context_length_exceeded": 400, "queue_full": 429}
     codes |= {"internal": 502, "shutting_down": 503, "deadline_exceeded": 504}
     scripts = {"hello": 200, "raise": 502} | {f"refuse {code}": status for code, status in codes.items()}
-    with contextlib.closing(ServeProcess(scripted.address)) as gateway:
+    key = {"TRITONGATE_REPOSITORY_KEY": scripted.repository_key}
+    with contextlib.closing(ServeProcess(scripted.address, **key)) as gateway:
         for script, status in scripts.items():
             body = {"model": "m", "messages": [{"role": "user", "content": script}], "stream": True}
             answer = httpx.post(gateway.base_url + "/v1/chat/completions", json=body, timeout=60)
             assert answer.status_code == status, script
             assert ("retry-after" in answer.headers) == (status in {429, 503}), script
             assert status == 200 or set(answer.json()["error"]) == {"message", "type", "param", "code"}
-            assert not any(secret in answer.text for secret in ("secret", "Traceback", "m-stream"))
+            assert not any(secret in answer.text for secret in ("secret", "Traceback", "m_0"))
             # After a refusal that puts the replica in doubt the gateway has none until its next probe.
             wait_until(gateway.is_ready)
 
 
 async def test_a_burst_of_refusals_leaves_the_server_alive(upstream: TritonUpstream) -> None:
     """Asked for their statuses by `triton_grpc_error`, tritonserver 2.51 dies of one in some hundreds."""
-    # One after another: two at once wait for Triton's batcher, now and then for half a second.
     for _ in range(3000):
         assert type(await failure(upstream, "refuse invalid_request")) is InvalidRequestError
 
@@ -94,55 +101,43 @@ async def test_an_exception_in_execute(upstream: TritonUpstream) -> None:
 
 
 async def test_tensors_of_another_shape(scripted: Scripted) -> None:
-    channel = Channel(scripted.address)
+    client = scripted.connect()
     try:
-        error = await stream_failure(channel, "m-stream", [1])
+        error = await stream_failure(client, "m", [1])
         assert error.fault is Fault.INTERNAL
         assert "unexpected shape" in error.detail
     finally:
-        await channel.close()
+        await client.close()
 
 
-async def test_tritons_queue_when_it_is_full_and_when_it_takes_too_long(
-    upstream: TritonUpstream, scripted: Scripted
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_requests_own_deadline(
+    upstream: TritonUpstream, scripted: Scripted, *, stream: bool
 ) -> None:
-    blocking = asyncio.create_task(ask(upstream, "block"))
-    try:
-        await until(scripted.blocking.exists)
-        asked = [asyncio.create_task(failure(upstream, "hello")) for _ in range(QUEUE + 1)]
-        # One is refused when the others are in the queue, whatever the order in which Triton takes them.
-        (refused,), queued = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-        assert type(refused.result()) is RateLimitError
-        await asyncio.sleep(QUEUE_TIMEOUT_S)
-    finally:
-        scripted.blocking.unlink(missing_ok=True)
-    assert [type(error) for error in await asyncio.gather(*queued)] == [DeadlineError] * QUEUE
-    await blocking
-
-
-async def test_the_requests_own_deadline(upstream: TritonUpstream, scripted: Scripted) -> None:
     scripted.saw_cancel.unlink(missing_ok=True)
-    assert type(await failure(upstream, "beat", time_s=PATIENCE_S)) is DeadlineError
+    assert type(await failure(upstream, "beat", time_s=PATIENCE_S, stream=stream)) is DeadlineError
     await until(scripted.saw_cancel.exists)
 
 
-async def test_silence(scripted: Scripted) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+async def test_silence(scripted: Scripted, *, stream: bool) -> None:
     async with upstream_of(scripted, idle_timeout_s=PATIENCE_S) as upstream:
         await ready(upstream)
         scripted.saw_cancel.unlink(missing_ok=True)
-        error = await failure(upstream, "hang")
+        error = await failure(upstream, "hang", stream=stream)
         assert type(error) is UnavailableError
         assert "stopped answering" in error.message
         await until(scripted.saw_cancel.exists)
         await ready(upstream)
 
 
+@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("script", ["hang", "beat"])
 async def test_hanging_up_is_seen_by_the_model(
-    upstream: TritonUpstream, scripted: Scripted, script: str
+    upstream: TritonUpstream, scripted: Scripted, script: str, *, stream: bool
 ) -> None:
     scripted.saw_cancel.unlink(missing_ok=True)
-    events = upstream.generate(asking(script))
+    events = upstream.generate(asking(script, stream=stream))
     await anext(events)
     await events.aclose()
     await until(scripted.saw_cancel.exists)

@@ -16,13 +16,10 @@ from gateway.generation import (
     TokenLogprob,
     Usage,
 )
-from gateway.prediction import OutputTensor, Prediction, PredictionAnswer
 from gateway.tokenization import Tokenization, Tokens
 from gateway.upstream import EntriesChanged, ModelCard
-from wire.strings import pack_strings
 
 Script = Callable[[Generation], AsyncGenerator[Event, None]]
-Predict = Callable[[Prediction], Awaitable[PredictionAnswer]]
 Tokenize = Callable[[Tokenization], Awaitable[Tokens]]
 
 
@@ -82,24 +79,6 @@ def _word(
     )
 
 
-async def repeat(request: Prediction) -> PredictionAnswer:
-    """Answer a prediction with its own inputs."""
-    return PredictionAnswer(
-        version="1",
-        outputs=tuple(
-            OutputTensor(
-                name=tensor.name,
-                datatype=tensor.datatype,
-                shape=tensor.shape,
-                raw=pack_strings(
-                    str(value).encode() if isinstance(value, int) else value for value in tensor.values
-                ),
-            )
-            for tensor in request.inputs
-        ),
-    )
-
-
 async def by_code_point(request: Tokenization) -> Tokens:
     """Take each character for a token."""
     match request.prompt:
@@ -115,18 +94,17 @@ async def by_code_point(request: Tokenization) -> Tokens:
 
 
 class FakeUpstream:
-    """Serves `models` by `script`, predictions by `predicting`; `running` and `cancelled` count both."""
+    """Serves `models` by `script`; `running` and `cancelled` count generations and tokenizations."""
 
     def __init__(self, script: Script | None = None, models: tuple[str, ...] = ("glm", "org/glm-2")) -> None:
         self.script = script or (lambda _request: say("Hello", " wor", "ld"))
         self.ready = True
         self.started = self.closed = False
         self.requests: list[Generation] = []
-        self.predicting: Predict = repeat
-        self.predictions: list[Prediction] = []
         self.tokenizing: Tokenize = by_code_point
         self.tokenizations: list[Tokenization] = []
         self.running = self.cancelled = 0
+        self.chat_format: str | None = "chatglm3"
         self.unloaded: set[str] = set()
         self.changes: list[tuple[str, str, bool, str | None]] = []
         """Of each load and unload: which, the model, whether to reload, the one upstream."""
@@ -139,17 +117,6 @@ class FakeUpstream:
             async for event in self.script(request):
                 yield event
         except (asyncio.CancelledError, GeneratorExit):
-            self.cancelled += 1
-            raise
-        finally:
-            self.running -= 1
-
-    async def predict(self, request: Prediction) -> PredictionAnswer:
-        self.predictions.append(request)
-        self.running += 1
-        try:
-            return await self.predicting(request)
-        except asyncio.CancelledError:
             self.cancelled += 1
             raise
         finally:
@@ -174,6 +141,7 @@ class FakeUpstream:
                 created=1,
                 max_context=64,
                 unloaded=name in self.unloaded,
+                chat_format=self.chat_format,
             )
             for name in self._models
         ]
@@ -188,7 +156,7 @@ class FakeUpstream:
         self.model(model_id)
         self.changes.append(("load", model_id, reload, upstream))
         self.unloaded.discard(model_id)
-        return [EntriesChanged(upstream="triton:8001", entries=(model_id + "-stream", model_id))]
+        return [EntriesChanged(upstream="triton:8001", entries=(model_id,))]
 
     async def unload(self, model_id: str, *, upstream: str | None) -> list[EntriesChanged]:
         self.model(model_id)

@@ -20,6 +20,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from tests.gateway.kserve.legacy import predict_body
+
 RIGHT, WRONG = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
 GENERATING = ("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses")
 
@@ -70,9 +72,8 @@ def mend(body: Any, more: Mapping[str, Any]) -> None:
         message["role"] = "assistant" if message["role"] == "assistant" else "user"
         for name in ("tool_calls", "function_call", "tool_call_id", "name"):
             message.pop(name, None)
-    for tensor in body.get("inputs") or ():
-        tensor["contents"] = {"bytes_contents": ["aGk="]}
-        tensor |= {"datatype": "BYTES", "shape": [1]}
+    if "inputs" in body:
+        body |= {"inputs": predict_body()["inputs"], "outputs": [], "model_version": ""}
     body |= more
 
 

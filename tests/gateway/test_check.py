@@ -29,7 +29,7 @@ async def test_all_is_well(triton: FakeTriton) -> None:
 
 
 async def test_a_model_that_is_not_there(triton: FakeTriton) -> None:
-    triton.models["n-stream"] = FakeModel(state="UNAVAILABLE")
+    triton.models["n"] = FakeModel(state="UNAVAILABLE")
     findings = await check(settings(upstreams=[triton.address], models=["m", "n"]), timeout_s=10)
     assert [finding.ok for finding in findings] == [True, True, False, False]
     assert findings[-1].text == "model n: ready on no upstream"

@@ -13,12 +13,14 @@ import gateway.cli
 from gateway.check import Finding
 from gateway.cli import greeting, main
 from gateway.configuration import settings_table
-from gateway.listeners import bind
+from gateway.listeners import base_url, bind, bind_gateway
+from gateway.setting_types import revealed
 from gateway.settings import Settings
 from gateway.up import TritonOptions
 from wire.events import Ready
 
-READY = Ready(grpc="127.0.0.1:1", http="127.0.0.1:2", metrics="127.0.0.1:3", models=["m", "n"])
+READY = Ready(grpc="127.0.0.1:1", metrics="127.0.0.1:3", repository_key="some=key", models=["m", "n"])
+KSERVE = ["--kserve-http-port", "0", "--kserve-grpc-port", "0"]
 
 
 @pytest.fixture
@@ -74,9 +76,29 @@ def test_a_taken_port_is_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         for command in ("serve", "up"):
-            status, text = run(command, "--port", str(taken.getsockname()[1]))
-            assert status == 1
-            assert "Address already in use" in text
+            for flag in ("--port", "--kserve-http-port", "--kserve-grpc-port"):
+                ports = {"--port": "0", "--kserve-http-port": "0", "--kserve-grpc-port": "0"}
+                ports[flag] = str(taken.getsockname()[1])
+                status, text = run(command, *(word for pair in ports.items() for word in pair))
+                assert status == 1
+                assert "Address already in use" in text
+
+
+def test_triton_clients_are_served_where_triton_used_to_be(
+    served: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def bind_gateway(host: str, ports: list[int], **more: Any) -> list[Any]:
+        asked.append((ports, more["grpc_port"]))
+        return []
+
+    monkeypatch.setattr(gateway.cli, "bind_gateway", bind_gateway)
+    run("up", "--port", "8080")
+    run("up", "--kserve-http-port", "9000")
+    assert asked == [([8080, 8000], 8001), ([8080, 9000], 8001)]
+    assert run("serve")[0] == 0
+    assert (served[-1].kserve_http_port, served[-1].kserve_grpc_port) == (None, None)
 
 
 def test_up(served: list[Any]) -> None:
@@ -85,7 +107,7 @@ def test_up(served: list[Any]) -> None:
         "a=/x",
         "--model",
         "/y",
-        "--triton-grpc-port",
+        "--metrics-port",
         "0",
         "--dtype",
         "float32",
@@ -94,11 +116,12 @@ def test_up(served: list[Any]) -> None:
     ]
     limits = ["--max-waiting", "3", "--max-batched-tokens", "9", "--burst-tokens", "12"]
     limits += ["--burst-steps", "0"]
-    assert run("up", *arguments, "--device", "cpu", *limits)[0] == 0
+    contracts = ["--contract", "a=unbatched", "--contract", "batched"]
+    assert run("up", *arguments, *KSERVE, "--device", "cpu", *limits, *contracts)[0] == 0
     options, settings = served
     assert options == TritonOptions(
         models=("a=/x", "/y"),
-        grpc_port=0,
+        metrics_port=0,
         device="cpu",
         dtype="float32",
         max_batched_tokens=9,
@@ -107,10 +130,13 @@ def test_up(served: list[Any]) -> None:
     )
     assert (settings.upstreams, settings.models, settings.max_waiting) == (("127.0.0.1:1",), ("m", "n"), 3)
     assert (settings.drain_s, settings.log_level) == (5.0, "warning")
+    assert revealed(settings.repository_key) == "some=key"
+    assert settings.contract == ("a=unbatched", "batched")
+    assert (settings.kserve_http_port, settings.kserve_grpc_port) == (0, 0)
 
 
 def test_up_keeps_what_was_asked_for(served: list[Any]) -> None:
-    assert run("up", "--port", "0", "--drain-s", "1", "--log-level", "info")[0] == 0
+    assert run("up", "--port", "0", *KSERVE, "--drain-s", "1", "--log-level", "info")[0] == 0
     assert (served[1].drain_s, served[1].log_level) == (1.0, "info")
 
 
@@ -121,11 +147,18 @@ def test_up_refuses_what_it_cannot(dtype: str, served: list[Any]) -> None:
 
 
 def test_the_greeting_is_a_command(tmp_path: Path) -> None:
-    text = greeting("http://127.0.0.1:1", ["it's", "n"], keyed=False)
+    (alone,) = bind_gateway("127.0.0.1", [0])
+    (listeners,) = bind_gateway("127.0.0.1", [0, 0], grpc_port=0)
+    text = greeting("http://127.0.0.1:1", ["it's", "n"], alone, keyed=False)
+    assert "Triton" not in text
     command = shlex.split(next(line for line in text.splitlines() if line.startswith("curl")))
     assert command[1] == "http://127.0.0.1:1/v1/chat/completions"
     assert json.loads(command[-1])["model"] == "it's"
-    assert "Authorization: Bearer $KEY" in greeting("u", ["m"], keyed=True)
+    text = greeting("u", ["m"], listeners, keyed=True)
+    assert "Authorization: Bearer $KEY" in text
+    assert f"For clients of Triton: HTTP {base_url(listeners.http[1])}, gRPC {listeners.grpc}\n" in text
+    for each in (alone, listeners):
+        each.close()
 
 
 @pytest.mark.parametrize("ok", [True, False])

@@ -22,7 +22,7 @@ def gateway_asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             asked.append((*self.to, model, action, options))
             if model != "m":
                 raise RemoteError("no such model (404)")
-            changes = [{"upstream": "a:1", "entries": ["m-stream", "m"]}, {"upstream": "b:1", "entries": []}]
+            changes = [{"upstream": "a:1", "entries": ["m"]}, {"upstream": "b:1", "entries": []}]
             unloaded = {"unloaded": True} if action == "unload" else {}
             return {"model": {"ready": action == "load", **unloaded}, "changes": changes}
 
@@ -37,7 +37,7 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
 
 def test_load(gateway_asked: list[Any]) -> None:
     status, text = run("load", "m", "--url", "http://g", "--key", "k", "--reload", "--upstream", "a:1")
-    assert (status, text) == (0, "a:1: loaded m-stream, m\nb:1: nothing to load\nm is ready\n")
+    assert (status, text) == (0, "a:1: loaded m\nb:1: nothing to load\nm is ready\n")
     assert gateway_asked == [("http://g", "k", "m", "load", {"reload": True, "upstream": "a:1"})]
 
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from gateway.listeners import ListenError, base_url, bind, bind_all, listen_all
+from gateway.listeners import ListenError, base_url, bind, bind_all, bind_gateway, listen_all, listen_gateway
 
 
 def test_a_taken_port_is_told() -> None:
@@ -69,3 +69,49 @@ def test_who_comes_second_to_a_bound_address_may_not_listen(host: str) -> None:
         listen_all(first)
         with pytest.raises(ListenError, match="Address already in use"):
             listen_all(second)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_gateway_has_several_addresses(count: int, host: str) -> None:
+    listeners = bind_gateway(host, [0, 0], grpc_port=0, count=count)
+    with contextlib.ExitStack() as stack:
+        for each in listeners:
+            stack.callback(each.close)
+        assert len(listeners) == count
+        assert len({tuple(each.getsockname() for each in own.http) for own in listeners}) == 1
+        assert len({own.grpc for own in listeners}) == 1
+        assert len({each.getsockname()[1] for each in listeners[0].http}) == 2
+        assert listeners[0].grpc is not None
+        assert listeners[0].grpc.startswith(host + ":")
+        assert [own.reserved is None for own in listeners] == [False, True][:count]
+        listen_gateway(listeners)
+        for own in listeners:
+            socket.create_connection(own.http[1].getsockname()[:2], 10).close()
+
+
+@pytest.mark.parametrize("grpc", [False, True])
+def test_a_gateway_gives_everything_back_if_one_address_is_taken(grpc: bool) -> None:
+    with bind("127.0.0.1", 0) as taken, bind("127.0.0.1", 0) as free:
+        taken.listen()
+        port, other = taken.getsockname()[1], free.getsockname()[1]
+        free.close()
+        ports = [other] if grpc else [other, port]
+        with pytest.raises(ListenError, match=f"port {port}: Address already in use"):
+            bind_gateway("127.0.0.1", ports, grpc_port=port if grpc else None)
+        bind("127.0.0.1", other).close()
+
+
+def test_who_comes_second_to_the_address_of_grpc_may_not_listen() -> None:
+    (first,) = bind_gateway("127.0.0.1", [0], grpc_port=0)
+    assert first.reserved is not None
+    port = first.reserved.getsockname()[1]
+    (second,) = bind_gateway("127.0.0.1", [0], grpc_port=port)
+    with socket.socket() as other:  # as gRPC does
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        with pytest.raises(ListenError, match="Address already in use"):
+            listen_gateway([second])
+    first.close()
+    second.close()

@@ -21,7 +21,6 @@ CONTRACT = {
     "key_tokens": {"key", "model", "kind"},
     "upstream_errors": {"model", "upstream", "code"},
     "upstream_healthy": {"model", "upstream"},
-    "upstream_nudges": {"model", "upstream"},
     "upstream_lookups": {"upstream", "outcome"},
 }
 
@@ -67,15 +66,14 @@ def test_nothing_is_left_of_an_upstream_that_left() -> None:
             metrics.upstream_health(model, upstream, healthy=True)
             metrics.upstream_error(model, upstream, "silent")
             metrics.upstream_error(model, upstream, "internal")
-            metrics.upstream_nudge(model, upstream)
     metrics.upstream_left("h:1")
     text = metrics.render().decode()
     assert 'upstream_healthy{model="m",upstream="h:1"}' not in text
-    assert text.count('upstream="h:1"') == 6  # errors and nudges, until Prometheus has read them
+    assert text.count('upstream="h:1"') == 4  # errors, until Prometheus has read them
     metrics.upstream_forgotten("h:1")
     text = metrics.render().decode()
     assert 'upstream="h:1"' not in text
-    assert text.count('upstream="h:2"') == 8
+    assert text.count('upstream="h:2"') == 6
 
 
 def test_apps_share_nothing() -> None:

@@ -3,11 +3,12 @@ import http.server
 import json
 import math
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from gateway.generation import Turns
 from gateway.timing import (
     GrpcClient,
     HttpClient,
@@ -18,9 +19,10 @@ from gateway.timing import (
     percentile,
     read_inputs,
 )
-from tests.gateway.triton.fake_triton import FakeModel, FakeTriton, inputs_of
-
-NAMES = ("prompt", "history", "temperature", "max_token", "history_len")
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.kserve.legacy import echo, over_grpc
+from tests.gateway.serving import on_socket
+from tests.gateway.triton.fake_triton import FakeModel, FakeTriton
 
 
 class Connections:
@@ -84,68 +86,49 @@ def test_percentiles_are_of_what_was_measured() -> None:
     assert percentile([7.0], 50) == 7
 
 
-@pytest.fixture
-async def triton() -> AsyncIterator[FakeTriton]:
-    triton = FakeTriton()
-    await triton.start()
-    yield triton
-    await triton.stop()
-
-
 CONTRACTS = {
-    "batched": (
-        FakeModel(inputs=NAMES[:4]),
-        {"history": ((1, 1), ("",)), "max_token": ((1, 1), ("128",)), "temperature": ((1, 1), ("0.8",))},
-    ),
-    "unbatched": (
-        FakeModel(
-            inputs=NAMES,
-            shape=(1,),
-            declared=dict.fromkeys(("max_token", "history_len"), ("INT16", (1,))),
-        ),
-        {"prompt": ((1,), ("你好",)), "max_token": ((1,), (128,)), "history_len": ((1,), (10,))},
-    ),
-    "chatglm2": (
-        FakeModel(inputs=NAMES, shape=(1,), declared={"history": ("BYTES", (-1,))}),
-        {"history": ((0,), ()), "history_len": ((1,), ("10",))},
-    ),
+    "batched": {
+        "history": ((1, 1), ("",)),
+        "max_token": ((1, 1), ("128",)),
+        "history_len": ((1, 1), ("10",)),
+    },
+    "unbatched": {"prompt": ((1,), ("你好",)), "max_token": ((1,), (128,)), "history_len": ((1,), (10,))},
+    "chatglm2": {"history": ((0,), ()), "history_len": ((1,), ("10",))},
 }
+KEY = "secret"
 
 
 @pytest.mark.parametrize("contract", CONTRACTS)
-async def test_a_contract_is_read_from_the_entry_and_asked_over_grpc(
-    triton: FakeTriton, contract: str
-) -> None:
-    work = Work(model="m", concurrency=2, count=6)
-    triton.models["m"], expected = CONTRACTS[contract]
-    inputs = await asyncio.to_thread(read_inputs, triton.address, work)
-    assert [tensor.name for tensor in inputs] == list(triton.models["m"].inputs)
-    read = {tensor.name: (tensor.shape, tensor.values) for tensor in inputs}
-    assert expected.items() <= read.items()
-    timing = await asyncio.to_thread(measure, "grpc", lambda: GrpcClient(triton.address, work, inputs), work)
-    assert (timing.answered, timing.failed, timing.first_failure) == (6, 0, None)
-    assert len(triton.requests) == 6
-    for tensor, raw in zip(triton.requests[0].inputs, triton.requests[0].raw_input_contents, strict=True):
-        assert tuple(tensor.shape) == read[tensor.name][0]
-        assert len(raw) == 2 if tensor.datatype == "INT16" else not raw or len(raw) >= 4
-    assert inputs_of_prompt(triton.requests[0]) == "你好".encode()
+async def test_a_contract_is_read_from_the_model_and_asked_over_grpc_and_http(contract: str) -> None:
+    upstream = FakeUpstream(echo)
+    limits = {"contract": contract, "api_keys": [{"name": "bench", "key": KEY}]}
+    work = Work(model="glm", concurrency=2, count=6, key=KEY)
+    async with over_grpc(upstream, **limits) as (_, _, address):
+        inputs = await asyncio.to_thread(read_inputs, address, work)
+        read = {tensor.name: (tensor.shape, tensor.values) for tensor in inputs}
+        assert CONTRACTS[contract].items() <= read.items()
+        timing = await asyncio.to_thread(measure, "grpc", lambda: GrpcClient(address, work, inputs), work)
+        assert (timing.answered, timing.failed, timing.first_failure) == (6, 0, None)
+    async with on_socket(upstream, **limits) as served:
+        url = str(served.http.base_url)
+        timing = await asyncio.to_thread(measure, "http", lambda: HttpClient(url, work, inputs), work)
+        assert (timing.answered, timing.failed, timing.first_failure) == (6, 0, None)
+    assert len(upstream.requests) == 12
+    assert {request.prompt for request in upstream.requests} == {Turns((), "你好")}
 
 
-def inputs_of_prompt(request: Any) -> bytes:
-    del request.inputs[1:], request.raw_input_contents[1:]
-    return inputs_of(request)["prompt"]
-
-
-async def test_what_cannot_be_measured_is_told(triton: FakeTriton) -> None:
-    with pytest.raises(TimingError, match="unknown model"):
-        await asyncio.to_thread(read_inputs, triton.address, Work(model="m"))
+async def test_what_cannot_be_measured_is_told() -> None:
+    async with over_grpc(FakeUpstream(echo)) as (_, _, address):
+        with pytest.raises(TimingError, match="unknown model"):
+            await asyncio.to_thread(read_inputs, address, Work(model="m"))
+    with pytest.raises(TimingError, match=address):
+        await asyncio.to_thread(read_inputs, address, Work(model="m"))
+    triton = FakeTriton()
+    await triton.start()
     triton.models["m"] = FakeModel(inputs=("text_input",))
     with pytest.raises(TimingError, match="text_input"):
         await asyncio.to_thread(read_inputs, triton.address, Work(model="m"))
-    triton.models["m"] = FakeModel(inputs=NAMES)
     await triton.stop()
-    with pytest.raises(TimingError, match=triton.address):
-        await asyncio.to_thread(read_inputs, triton.address, Work(model="m"))
 
 
 INPUTS = [

@@ -14,7 +14,7 @@ import pytest
 from gateway.up import EmbeddedTriton, Report, TritonFailedError, TritonOptions, run_up
 from wire import events
 
-READY = '{"event":"ready","grpc":"127.0.0.1:1","http":"127.0.0.1:2","metrics":"127.0.0.1:3","models":["m"]}'
+READY = '{"event":"ready","grpc":"127.0.0.1:1","metrics":"127.0.0.1:3","repository_key":"k=v","models":["m"]}'
 UNTIL_EOF = "import sys; sys.stdin.read()"
 
 
@@ -31,19 +31,17 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def test_command_line() -> None:
     options = TritonOptions(
         models=("a=/x", "/y"),
-        http_port=0,
+        metrics_port=0,
         device="cuda:1",
         dtype="float32",
-        contracts=("a=unbatched",),
         max_running=512,
         kv_memory_gib=1.5,
     )
     command = options.command()
     assert command[:4] == [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin"]
     assert " ".join(command[4:]) == (
-        "--log-level critical --device cuda:1 --dtype float32 --http-port 0 --grpc-port 8001 "
-        "--metrics-port 8002 --max-running 512 --kv-memory-gib 1.5 "
-        "--model a=/x --model /y --contract a=unbatched"
+        "--log-level critical --device cuda:1 --dtype float32 --metrics-port 0 --max-running 512 "
+        "--kv-memory-gib 1.5 --model a=/x --model /y"
     )
 
 

@@ -10,9 +10,20 @@ from hypothesis import strategies as st
 
 from gateway.configuration import restore_settings
 from gateway.fleet import Place
+from gateway.listeners import Listeners
 from gateway.settings import Settings
 from gateway.worker import decode_order, encode_order
 
+
+class Socket:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+
+LISTENERS = Listeners(http=(Socket(5), Socket(6)), grpc="[::1]:7")  # type: ignore[arg-type]
 PLACE = Place(number=1, count=3, folder=Path("/nowhere"), table=7)
 
 words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
@@ -32,7 +43,10 @@ keys = st.fixed_dictionaries(
 hashes = st.just({"sha256": "0aF9" * 16})
 values: dict[str, st.SearchStrategy[Any]] = {
     "host": words,
-    "port": st.integers(0, 65535),
+    "port": st.integers(0, 1023),
+    "kserve_http_port": st.none() | st.integers(1024, 9999),
+    "kserve_grpc_port": st.none() | st.integers(10_000, 65535),
+    "contract": st.lists(st.sampled_from(["batched", "m=unbatched", "a/b=chatglm2"])).map(tuple),
     "upstreams": st.lists(addresses, min_size=1).map(tuple),
     "repository_key": st.none() | st.just("a-header=with = signs, and commas"),
     "models": st.lists(words).map(tuple),
@@ -45,7 +59,6 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "default_max_tokens": bounds,
     "max_choices": st.integers(1, 128),
     "strict": st.booleans(),
-    "delta_channel": st.sampled_from(["auto", "off"]),
     "log_level": st.sampled_from(["debug", "info", "warning", "error"]),
     "log_format": st.sampled_from(["json", "text"]),
     "log_sample": share,
@@ -67,7 +80,7 @@ def test_every_setting_is_tried_below() -> None:
 def test_an_order_has_every_setting_secrets_too(chosen: dict[str, Any]) -> None:
     with variables():
         settings = restore_settings({"allow_anonymous": True} | chosen)
-    line = encode_order(settings, 5, PLACE)
+    line = encode_order(settings, LISTENERS, PLACE)
     assert line.count(b"\n") == 1
     # What has changed since must not part a replaced worker from the others.
     with variables(
@@ -79,7 +92,7 @@ def test_an_order_has_every_setting_secrets_too(chosen: dict[str, Any]) -> None:
         order = decode_order(line)
         restored = restore_settings(order.settings)
     assert restored.model_dump() == settings.model_dump()
-    assert (order.listener, order.place) == (5, PLACE)
+    assert (order.http, order.grpc, order.place) == ([5, 6], "[::1]:7", PLACE)
 
 
 @contextmanager

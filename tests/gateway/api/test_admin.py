@@ -30,7 +30,7 @@ async def test_a_model_is_unloaded_and_loaded() -> None:
         answer = (await served.http.post("/v1/models/glm/load", json={})).json()
         assert answer["model"]["ready"]
         assert "unloaded" not in answer["model"]
-        assert answer["changes"] == [{"upstream": "triton:8001", "entries": ["glm-stream", "glm"]}]
+        assert answer["changes"] == [{"upstream": "triton:8001", "entries": ["glm"]}]
         await served.http.post("/v1/models/org/glm-2/load", json={"reload": True, "upstream": "a:1"})
         assert served.metric(
             "requests_total", route="/v1/models/{model_id:path}/unload", model="glm", status="200"

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.chatglm.answer_text import AnswerText
 from gateway.chatglm.call_readers import FencedCallReader
 from gateway.chatglm.text_tokens import Told, pieces_of
 from gateway.chatglm.tool_text import ToolText
 from gateway.generation import TokenLogprob
 from gateway.pieces import CallPart, Piece
-from wire.answer import AnswerText
 from wire.fenced_calls import OPENING, write_call
 from wire.meta import Segment
 

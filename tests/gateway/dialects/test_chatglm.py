@@ -18,8 +18,8 @@ from gateway.generation import (
     Usage,
 )
 from wire.history import Turn, decode_history
-from wire.sampling import Generation as WireGeneration
-from wire.sampling import Probe, decode_sampling
+from wire.request import Generation as WireGeneration
+from wire.request import Probe, decode_request
 from wire.strings import pack_strings, unpack_strings
 
 DIALECT = ChatGLMDialect()
@@ -68,7 +68,7 @@ def tensors(request: service_pb2.ModelInferRequest) -> dict[str, bytes]:
 
 
 def sampling_of(request: service_pb2.ModelInferRequest) -> WireGeneration:
-    document = decode_sampling(tensors(request)["sampling"])
+    document = decode_request(tensors(request)["sampling"])
     assert isinstance(document, WireGeneration)
     return document
 
@@ -81,9 +81,9 @@ def test_a_conversation_becomes_the_three_tensors() -> None:
         Message(role="user", content="🙂"),
     )
     request = DIALECT.request(generation(prompt=Conversation(messages)), CHATGLM3, remaining_s=9.5)
-    assert request.model_name == "m-stream"
+    assert request.model_name == "m"
     assert request.id == "req-1"
-    assert request.parameters["priority"].uint64_param == 2
+    assert not request.parameters, "entries have no priorities"
     inputs = tensors(request)
     assert list(inputs) == ["prompt", "history", "sampling"]
     assert inputs["prompt"].decode() == "🙂"
@@ -108,29 +108,30 @@ def test_every_field_of_a_generation_reaches_the_model() -> None:
         "presence_penalty": -0.5,
         "frequency_penalty": 0.75,
         "seed": -9,
-        "stop_token_ids": (1, 2),
-        "stop": ("a", "b"),
+        "stop_token_ids": [1, 2],
+        "stop": ["a", "b"],
         "logit_bias": {5: -1.5},
         "logprobs": 3,
         "prompt_logprobs": 4,
         **dict.fromkeys(("ignore_eos", "include_stop", "show_special", "echo", "prompt_ranks"), True),
-        **dict.fromkeys(("stream", "return_token_ids"), True),
+        "return_token_ids": True,
+        "max_total_tokens": 40,
         "priority": -4,
     }
     sent = sampling_of(DIALECT.request(generation(**fields), CHATGLM3, remaining_s=1))
     for name, value in fields.items():
-        expected = list(value) if isinstance(value, tuple) else value
-        assert getattr(sent, name) == expected, name
+        assert getattr(sent, name) == value, name
     assert sent.request_id == "req-1"
-    untouched = set(Generation.__dataclass_fields__) - set(fields)
+    untouched = set(Generation.__struct_fields__) - set(fields)
     # The last two are asked about by themselves (`test_chatglm_prompts`).
     about_itself = {"request_id", "model", "prompt", "prompt_field", "deadline", "headers"}
-    assert untouched == about_itself | {"grammar", "max_tokens_yields"}
+    # A channel says whether it streams.
+    assert untouched == about_itself | {"stream", "grammar", "max_tokens_yields"}
 
 
-def test_a_generation_that_asks_for_nothing_sends_the_defaults_and_no_stream() -> None:
+def test_a_generation_that_asks_for_nothing_sends_the_defaults() -> None:
     request = DIALECT.request(generation(), CHATGLM3, remaining_s=0.0001)
-    assert sampling_of(request) == WireGeneration(request_id="req-1", stream=False, deadline_ms=1)
+    assert sampling_of(request) == WireGeneration(request_id="req-1", deadline_ms=1)
 
 
 def test_a_streamed_answer_becomes_events() -> None:
@@ -222,6 +223,7 @@ NOT_UNDERSTOOD = {
     "another choice": response("x", {"index": 1}),
     "a cancel's answer": response("", {"cancelled": True}),
     "a probe's answer": response("", {"probe": PROBE}),
+    "a tokenization's answer": response("", {"tokenized": {"ids": [1]}}),
     "an unknown key": response("", {"surprise": 1}),
     "another version": response("", {"v": 2}),
     "not JSON": response("", b"{"),
@@ -249,13 +251,13 @@ def test_a_response_that_is_not_in_the_contract_is_an_error(broken: service_pb2.
         answer.decode(broken)
 
 
-def test_a_probe_overtakes_and_sends_all_three_inputs() -> None:
+def test_a_probe_sends_all_three_inputs() -> None:
     request = DIALECT.probe("m")
-    assert request.model_name == "m-stream"
-    assert request.parameters["priority"].uint64_param == 1
+    assert request.model_name == "m"
+    assert not request.parameters
     inputs = tensors(request)
     assert list(inputs) == ["prompt", "history", "sampling"]
-    assert isinstance(decode_sampling(inputs["sampling"]), Probe)
+    assert isinstance(decode_request(inputs["sampling"]), Probe)
 
 
 def test_a_probes_report_is_read() -> None:

@@ -1,12 +1,12 @@
 """Answers of several choices, and log-probabilities; the rest is what `test_chatglm.py` is about."""
 
 import json
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from tritonclient.grpc import service_pb2
 
-from gateway.dialects.chatglm_channel import ChatGLMChannels
+from gateway.dialects.chatglm import ChatGLMDialect
 from gateway.errors import UpstreamProtocolError
 from gateway.generation import Accepted, Delta, Heartbeat, PromptLogprob, TokenLogprob, TopLogprob, Usage
 from tests.gateway.dialects.test_chatglm import ACCEPTED, CHATGLM3, END, FINAL, USAGE, decoded, response
@@ -57,7 +57,7 @@ def test_two_choices_out_of_order_are_an_error(responses: list[service_pb2.Model
 
 
 def test_each_choice_makes_its_own_calls() -> None:
-    answer = ChatGLMChannels().decoder(replace(asked(), n=2), CHATGLM3)
+    answer = ChatGLMDialect().decoder(replace(asked(), n=2), CHATGLM3)
     answer.decode(response(meta=ACCEPTED))
     opened = json.dumps({"segments": [OPENED]}).encode()
     events = answer.deltas([(0, "\n ok", 2, None), (1, CALL, 9, None), (0, ".", 1, None), (1, "", 1, opened)])
@@ -96,7 +96,7 @@ def test_what_is_told_of_a_prompt_is_carried_over_by_itself(rank: int | None) ->
     first = {"id": 3, "token": "x", "bytes": [120], "logprob": None, "top": []}
     ranked = {} if rank is None else {"rank": rank}
     (_, delta, _) = decoded(
-        response(meta=ACCEPTED),
+        response(meta={"accepted": {"request_id": "r", "prompt_tokens": 2}}),
         response("", {"prompt_logprobs": [first, first | {"logprob": -1.5, "top": [top]} | ranked]}),
         response("x", END),
         prompt_logprobs=1,

@@ -4,16 +4,16 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from gateway.dialects.base import ModelReport
-from gateway.dialects.chatglm_channel import ChatGLMChannels
+from gateway.dialects.chatglm import ChatGLMDialect
 from gateway.errors import UpstreamProtocolError
 from gateway.generation import Conversation, Delta, Generation, Message, PlainText
 from tests.gateway.dialects.test_chatglm import CHATGLM3
 from wire.channel import Frame, encode_frame
 from wire.meta import Delivered, Meta, Usage, encode_meta
-from wire.sampling import ChannelStream, OpenChannel, decode_sampling
+from wire.request import ChannelStream, OpenChannel, decode_request
 from wire.strings import pack_strings, unpack_strings
 
-DIALECT = ChatGLMChannels()
+DIALECT = ChatGLMDialect()
 REPORT = ModelReport(heartbeat_age_s=0, chat_format="chatglm3", max_context=512)
 END = Meta(
     tokens=1,
@@ -43,24 +43,23 @@ def generation(**changes: Any) -> Generation:
 
 
 def sampling_of(request: service_pb2.ModelInferRequest) -> Any:
-    return decode_sampling(unpack_strings(request.raw_input_contents[2])[0])
+    return decode_request(unpack_strings(request.raw_input_contents[2])[0])
 
 
-def test_a_channel_is_opened_ahead_of_generations() -> None:
-    request = DIALECT.open("m", "c")
-    assert request.model_name == "m-stream"
+def test_a_channel_is_opened_by_a_request_of_its_own() -> None:
+    request = DIALECT.open_channel("m", "c")
+    assert request.model_name == "m"
     assert [tensor.name for tensor in request.inputs] == ["prompt", "history", "sampling"]
-    assert request.parameters["priority"].uint64_param == 1
+    assert not request.parameters
     assert sampling_of(request) == OpenChannel("c")
 
 
 def test_a_generation_names_its_channel_and_is_otherwise_what_it_is_without() -> None:
     channel = ChannelStream(id="c", stream=4)
     request = DIALECT.request(generation(seed=3), REPORT, remaining_s=2, channel=channel)
-    assert request.parameters["priority"].uint64_param == 2
     sampling = sampling_of(request)
     assert sampling.channel == channel
-    assert (sampling.seed, sampling.stream, sampling.deadline_ms) == (3, True, 2000)
+    assert (sampling.seed, sampling.deadline_ms) == (3, 2000)
 
 
 def test_a_frame_is_read() -> None:
@@ -121,7 +120,12 @@ def test_the_last_response_says_what_was_delivered() -> None:
     assert decoder.delivered(response("", encode_meta(Meta()))) is None
 
 
-@pytest.mark.parametrize("document", [b"[", encode_meta(END), encode_meta(Meta(index=1))])
+SCORED = Meta(prompt_logprobs=[])
+
+
+@pytest.mark.parametrize(
+    "document", [b"[", encode_meta(END), encode_meta(Meta(index=1)), encode_meta(SCORED)]
+)
 def test_what_does_not_belong_to_a_delta_is_a_protocol_error(document: bytes) -> None:
     with pytest.raises(UpstreamProtocolError):
         DIALECT.decoder(generation(), CHATGLM3).deltas([(0, "x", 1, document)])

@@ -2,8 +2,9 @@
 
 import pytest
 
-from gateway.errors import InvalidRequestError
-from gateway.generation import Accepted, Conversation, Grammar, Message, PlainText, TokenIds
+from gateway.dialects.base import ModelReport
+from gateway.errors import InvalidRequestError, UpstreamProtocolError
+from gateway.generation import Accepted, Conversation, Grammar, Message, PlainText, TokenIds, Turns
 from tests.gateway.dialects.test_chatglm import (
     ACCEPTED,
     CHATGLM2,
@@ -16,7 +17,8 @@ from tests.gateway.dialects.test_chatglm import (
     tensors,
 )
 from wire.grammar import Grammar as WireGrammar
-from wire.history import decode_history
+from wire.history import Turn, decode_history
+from wire.meta import Segment
 
 
 def test_what_the_models_chat_format_cannot_hold_is_refused() -> None:
@@ -64,8 +66,38 @@ def test_an_answer_held_to_a_grammar_is_text_as_it_stands(prompt: Conversation |
     assert [event.text for event in rest] == [" [[训练时间]]", " "]
 
 
-@pytest.mark.parametrize("yields", [False, True])
-def test_a_bound_that_yields_to_the_context_comes_with_one_on_all_tokens(*, yields: bool) -> None:
-    asked = generation(max_tokens=11, max_tokens_yields=yields)
-    sent = sampling_of(DIALECT.request(asked, CHATGLM3, remaining_s=1))
-    assert (sent.max_tokens, sent.max_total_tokens) == (11, CHATGLM3.max_context if yields else None)
+@pytest.mark.parametrize(
+    ("yields", "limit", "sent"),
+    [(False, None, None), (True, None, 512), (False, 40, 40), (True, 40, 40), (True, 600, 512)],
+)
+def test_a_bound_that_yields_to_the_context_comes_with_one_on_all_tokens(
+    *, yields: bool, limit: int | None, sent: int | None
+) -> None:
+    asked = generation(max_tokens=11, max_tokens_yields=yields, max_total_tokens=limit)
+    sampling = sampling_of(DIALECT.request(asked, CHATGLM3, remaining_s=1))
+    assert (sampling.max_tokens, sampling.max_total_tokens) == (11, sent)
+
+
+@pytest.mark.parametrize("report", [CHATGLM2, CHATGLM3])
+def test_turns_go_to_the_model_as_they_are_and_its_answer_comes_raw(report: ModelReport) -> None:
+    turns = (Turn("system", "s", tools=[{"name": "f"}]), Turn("assistant", "c", metadata="f"))
+    asked = generation(prompt=Turns(turns, "q", "observation"))
+    request = DIALECT.request(asked, report, remaining_s=1)
+    assert tensors(request)["prompt"] == b"q"
+    assert decode_history(tensors(request)["history"]) == list(turns)
+    sampling = sampling_of(request)
+    assert (sampling.role, sampling.raw, sampling.answer_metadata) == ("observation", False, None)
+    answer = DIALECT.decoder(asked, report)
+    answer.decode(response(meta=ACCEPTED))
+    segment = {"at": 5, "role": "assistant"}
+    (delta,) = answer.decode(response(" f\n{}\n [[训练时间]] ", END | {"segments": [segment]}))
+    assert delta.text == " f\n{}\n [[训练时间]] "
+    assert delta.segments == (Segment(5, "assistant"),)
+    assert delta.finish_reason == "stop"
+
+
+def test_a_segment_outside_a_raw_answers_text_is_an_error() -> None:
+    answer = DIALECT.decoder(generation(prompt=Turns((), "q")), CHATGLM3)
+    answer.decode(response(meta=ACCEPTED))
+    with pytest.raises(UpstreamProtocolError):
+        answer.decode(response("x", END | {"segments": [{"at": 2, "role": "assistant"}]}))

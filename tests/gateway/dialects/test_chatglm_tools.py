@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from gateway.dialects.chatglm import ChatGLMDialect
-from gateway.dialects.chatglm_channel import ChatGLMChannels
 from gateway.errors import InvalidRequestError
 from gateway.generation import Delta, Event, Generation
 from gateway.openai.chat_request import read_chat_request
@@ -19,8 +18,8 @@ from triton_models.text.tokenizers import load_tokenizer
 from wire.fenced_calls import write_call
 from wire.grammar import Grammar, decode_tool_calls
 from wire.history import decode_history
-from wire.sampling import Generation as WireGeneration
-from wire.sampling import decode_sampling
+from wire.request import Generation as WireGeneration
+from wire.request import decode_request
 
 DIALECT = ChatGLMDialect()
 TOKENIZER = load_tokenizer(GOLDEN / "chatglm3", "chatglm3")
@@ -44,7 +43,7 @@ def asked(**parameters: Any) -> Generation:
 
 def sent(**parameters: Any) -> tuple[WireGeneration, dict[str, bytes]]:
     inputs = tensors(DIALECT.request(asked(**parameters), CHATGLM3, remaining_s=1))
-    sampling = decode_sampling(inputs["sampling"])
+    sampling = decode_request(inputs["sampling"])
     assert isinstance(sampling, WireGeneration)
     return sampling, inputs
 
@@ -164,7 +163,7 @@ def test_an_answer_in_one_piece_has_its_calls_too() -> None:
 
 
 def test_over_a_channel_it_is_the_same() -> None:
-    answer = ChatGLMChannels().decoder(asked(), CHATGLM3)
+    answer = ChatGLMDialect().decoder(asked(), CHATGLM3)
     answer.decode(response(meta=ACCEPTED))
     opened = json.dumps({"segments": [OPENED]}).encode()
     events = answer.deltas(

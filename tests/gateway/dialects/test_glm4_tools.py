@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from gateway.dialects.base import ModelReport
 from gateway.dialects.chatglm import ChatGLMDialect
-from gateway.dialects.chatglm_channel import ChatGLMChannels
 from gateway.generation import Accepted, Delta, Event
 from gateway.openai.answer import encode
 from gateway.openai.chat_answer import ChatAnswer
@@ -20,7 +19,7 @@ from tests.gateway.dialects.test_chatglm import ACCEPTED, END, response, tensors
 from tests.gateway.dialects.test_chatglm_tool_streams import as_events, responses_of
 from tests.gateway.dialects.test_chatglm_tools import OPENED, TOOLS, USER, asked, deltas
 from wire.history import decode_history
-from wire.sampling import decode_sampling
+from wire.request import decode_request
 
 DIALECT = ChatGLMDialect()
 GLM4 = ModelReport(heartbeat_age_s=0, chat_format="glm4", max_context=512)
@@ -44,7 +43,7 @@ def test_the_model_is_asked_in_its_own_words() -> None:
     system, _, called = decode_history(inputs["history"])
     assert (system.content, [tool["name"] for tool in system.tools or ()]) == ("", ["get_weather", "now"])
     assert (called.metadata, called.content) == ("now", '{"zone": "京"}')
-    sampling: Any = decode_sampling(inputs["sampling"])
+    sampling: Any = decode_request(inputs["sampling"])
     assert (sampling.role, sampling.answer_metadata) == ("observation", "now")
     assert sampling.end_after_call_of == ["now"]
 
@@ -69,7 +68,7 @@ def test_arguments_are_passed_on_as_they_come() -> None:
 
 
 def test_arguments_come_over_a_channel_too() -> None:
-    decoder = ChatGLMChannels().decoder(asked(), GLM4)
+    decoder = ChatGLMDialect().decoder(asked(), GLM4)
     pieces = ["get_weather\n", '{"city":', ' "x"}']
     events = [event for piece in pieces for event in decoder.deltas([(0, piece, 2, None)])]
     assert [event.calls for event in events if isinstance(event, Delta)] == [
@@ -77,7 +76,7 @@ def test_arguments_come_over_a_channel_too() -> None:
         (CallPart("get_weather", '{"city":'),),
         (CallPart(None, ' "x"}'),),
     ]
-    joined = ChatGLMChannels().decoder(asked(), GLM4).deltas([(0, piece, 2, None) for piece in pieces])
+    joined = ChatGLMDialect().decoder(asked(), GLM4).deltas([(0, piece, 2, None) for piece in pieces])
     assert joined == [Delta(tokens=6, pieces=(CallPart("get_weather", '{"city": "x"}'),))]
 
 

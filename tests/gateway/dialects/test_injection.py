@@ -25,8 +25,8 @@ from triton_models.serving.chat_text import ChatText
 from triton_models.text.formats import chat_format
 from triton_models.text.tokenizers import load_tokenizer
 from wire.history import decode_history
-from wire.sampling import Generation as WireGeneration
-from wire.sampling import decode_sampling
+from wire.request import Generation as WireGeneration
+from wire.request import decode_request
 
 DIALECT = ChatGLMDialect()
 FORMATS = ("chatglm2", "chatglm3", "glm4")
@@ -141,7 +141,7 @@ def prompt_ids(request: Any, name: str, text: ChatText) -> list[int]:
     report = ModelReport(heartbeat_age_s=0, chat_format=name, max_context=512)
     generation = request.generation(request_id="r", deadline=0)
     inputs = tensors(DIALECT.request(generation, report, remaining_s=1))
-    sampling = decode_sampling(inputs["sampling"])
+    sampling = decode_request(inputs["sampling"])
     assert isinstance(sampling, WireGeneration)
     return text.prompt_ids(sampling, inputs["prompt"].decode(), decode_history(inputs["history"]))
 

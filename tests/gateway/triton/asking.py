@@ -15,7 +15,7 @@ class Asked:
 
     def __init__(self, pool: TritonUpstream, **changes: Any) -> None:
         self.events: list[Event] = []
-        self.task = asyncio.create_task(self._collect(pool, generation(**changes)))
+        self.task = asyncio.create_task(self._collect(pool, generation(stream=True, **changes)))
 
     async def _collect(self, pool: TritonUpstream, request: Any) -> None:
         async for event in pool.generate(request):
@@ -32,7 +32,7 @@ class Asked:
 
 async def begun(pool: TritonUpstream, fake: FakeChannels) -> AsyncGenerator[Event, None]:
     """Ask, have it accepted as number 0, and return what the test is to read by itself."""
-    events = pool.generate(generation())
+    events = pool.generate(generation(stream=True))
     first = asyncio.create_task(anext(events))
     await until(lambda: bool(fake.own))
     fake.accept(0)

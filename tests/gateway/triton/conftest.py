@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gateway.triton import delta_link
-from gateway.triton.health import HealthPolicy, ReplicaState
+from gateway.triton import channel as delta_channel
 from gateway.triton.pool import TritonUpstream
+from gateway.triton.replicas import HealthPolicy, ReplicaState
 from tests.gateway.triton.fake_channel import FakeChannels
 from tests.gateway.triton.fake_resolver import NAME, FakeResolver
 from tests.gateway.triton.fake_triton import FakeTriton, until
@@ -46,7 +46,7 @@ async def triton(tritons: Callable[[], Awaitable[FakeTriton]]) -> FakeTriton:
 
 @pytest.fixture
 def fake(triton: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> FakeChannels:
-    monkeypatch.setattr(delta_link, "OPEN_WAIT_S", 60.0)  # what is asked is to go over a channel
+    monkeypatch.setattr(delta_channel, "OPEN_WAIT_S", 60.0)  # however slow the machine
     return FakeChannels(triton.model)
 
 
@@ -55,7 +55,6 @@ class Observer:
         self.healthy: dict[tuple[str, str], bool] = {}
         self.errors: list[tuple[str, str, str]] = []
         self.forgotten: list[str] = []
-        self.nudges: Counter[tuple[str, str]] = Counter()
         self.lookups: Counter[tuple[str, str]] = Counter()
 
     def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
@@ -63,9 +62,6 @@ class Observer:
 
     def upstream_error(self, model: str, upstream: str, code: str) -> None:
         self.errors.append((model, upstream, code))
-
-    def upstream_nudge(self, model: str, upstream: str) -> None:
-        self.nudges[model, upstream] += 1
 
     def upstream_left(self, upstream: str) -> None:
         for model, left in list(self.healthy):

@@ -11,14 +11,13 @@ from tests.gateway.triton.fake_triton import FakeModel, Response, inputs_of, rep
 from wire.channel import Frame, encode_frame
 from wire.meta import Accepted, Delivered, Meta, Usage, encode_meta
 from wire.refusal import RefusalCode, refusal_text
-from wire.sampling import decode_sampling
+from wire.request import decode_request
 
 
 class FakeChannels:
     """Takes over a fake model's answers; only the newest channel can be written to."""
 
     def __init__(self, model: FakeModel) -> None:
-        model.report = msgspec.structs.replace(model.report, delta_channel=True)
         model.channel = self._channel
         model.answer = self._answer
         self.ids: list[str] = []
@@ -56,8 +55,9 @@ class FakeChannels:
         """End the channel as when something between resets it."""
         self._frames.put_nowait(None)
 
-    def accept(self, stream: int) -> None:
-        self.own[stream].put_nowait(reply(meta=Meta(accepted=Accepted(request_id="r", prompt_tokens=5))))
+    def accept(self, stream: int, *, prompt_tokens: int = 5) -> None:
+        accepted = Accepted(request_id="r", prompt_tokens=prompt_tokens)
+        self.own[stream].put_nowait(reply(meta=Meta(accepted=accepted)))
 
     def finish(
         self,
@@ -80,7 +80,7 @@ class FakeChannels:
         self.own[stream].put_nowait(reply(text, meta, final=last))
 
     async def _channel(self, request: Any, context: Any) -> AsyncIterator[Response]:
-        self.ids.append(decode_sampling(inputs_of(request)["sampling"]).open_channel)
+        self.ids.append(decode_request(inputs_of(request)["sampling"]).open_channel)
         self._frames = asyncio.Queue()
         self.number = 0
         try:
@@ -94,7 +94,7 @@ class FakeChannels:
             self.closed += 1
 
     async def _answer(self, request: Any, context: Any) -> AsyncIterator[Response]:
-        channel = decode_sampling(inputs_of(request)["sampling"]).channel
+        channel = decode_request(inputs_of(request)["sampling"]).channel
         if channel is None:
             self.plain += 1
             yield reply(meta=Meta(accepted=Accepted(request_id="r", prompt_tokens=5)))

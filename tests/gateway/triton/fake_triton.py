@@ -12,8 +12,9 @@ from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
 from gateway.generation import Conversation, Generation, Message
 from tests.ports import free_ports
-from wire.meta import Accepted, Meta, ProbeReport, Usage, encode_meta
-from wire.sampling import OpenChannel, Probe, decode_sampling
+from wire.channel import Frame, encode_frame
+from wire.meta import Accepted, Delivered, Meta, ProbeReport, Tokenized, Usage, encode_meta
+from wire.request import Detokenize, OpenChannel, Probe, Request, Tokenize, decode_request
 from wire.strings import pack_strings, unpack_strings
 
 Response = service_pb2.ModelStreamInferResponse
@@ -22,7 +23,7 @@ Predict = Callable[[Any, Any], Awaitable[service_pb2.ModelInferResponse]]
 
 
 def reply(text: str = "", meta: Meta | bytes | None = None, *, final: bool = False) -> Response:
-    """One response of a stream entry, as Triton sends it."""
+    """One response of a model, as Triton sends it."""
     response = service_pb2.ModelInferResponse()
     response.parameters["triton_final_response"].bool_param = final
     document = meta if isinstance(meta, bytes) else encode_meta(meta or Meta())
@@ -43,8 +44,12 @@ def accepted(prompt_tokens: int = 5) -> Response:
 
 
 def finished(text: str = "", tokens: int = 0, *, completion_tokens: int = 2) -> Response:
+    """An end, also of a streamed answer of which nothing came over its channel."""
     usage = Usage(prompt_tokens=5, completion_tokens=completion_tokens)
-    return reply(text, Meta(tokens=tokens, finish_reason="stop", usage=usage), final=True)
+    delivered = Delivered(deltas=0, frame=0)
+    return reply(
+        text, Meta(tokens=tokens, finish_reason="stop", usage=usage, delivered=delivered), final=True
+    )
 
 
 async def hello(request: Any, context: Any) -> AsyncIterator[Response]:
@@ -52,6 +57,17 @@ async def hello(request: Any, context: Any) -> AsyncIterator[Response]:
     yield accepted()
     yield reply("Hel", Meta(tokens=1))
     yield finished("lo", 1)
+
+
+async def two_ids(request: Any, context: Any) -> AsyncIterator[Response]:
+    """The ids of any text."""
+    yield reply(meta=Meta(tokenized=Tokenized(ids=[0, 5])), final=True)
+
+
+async def quiet(request: Any, context: Any) -> AsyncIterator[Response]:
+    """A delta channel that is opened and carries nothing."""
+    yield reply(meta=encode_frame(Frame(frame=0)))
+    await asyncio.Event().wait()
 
 
 async def repeat(request: Any, context: Any) -> service_pb2.ModelInferResponse:
@@ -82,8 +98,9 @@ class FakeModel:
     reason: str = ""
     answer: Script = hello
     probe: Script | None = None
-    channel: Script | None = None
+    channel: Script = quiet
     """What answers the requests that open delta channels."""
+    tokenize: Script = two_ids
     report: ProbeReport = field(
         default_factory=lambda: ProbeReport(
             heartbeat_age_s=0.01, running=0, waiting=0, format="chatglm3", max_context=512
@@ -100,7 +117,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     """The server. It can be stopped and started again on the same port."""
 
     def __init__(self) -> None:
-        self.models = {"m-stream": FakeModel()}
+        self.models = {"m": FakeModel()}
         self.port = 0
         self.live = True
         self.restriction: tuple[str, str] | None = None
@@ -116,7 +133,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     @property
     def model(self) -> FakeModel:
-        return self.models["m-stream"]
+        return self.models["m"]
 
     @property
     def address(self) -> str:
@@ -206,32 +223,36 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             raise
 
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Response]:  # noqa: N802
+        kind: Request | None = None
         try:
             async for request in requests:
-                async for response in self._serve(request, context):
+                kind = decode_request(inputs_of(request)["sampling"])
+                async for response in self._serve(request, kind, context):
                     yield response
             self.half_closed += 1
         except (asyncio.CancelledError, GeneratorExit):  # grpc drops a generator that is between responses
-            self.cancelled.set()
+            if not isinstance(kind, OpenChannel):
+                self.cancelled.set()
             raise
 
-    async def _serve(self, request: Any, context: Any) -> AsyncIterator[Response]:
+    async def _serve(self, request: Any, kind: Request, context: Any) -> AsyncIterator[Response]:
         model = self.models.get(request.model_name)
         if model is None or model.state != "READY":
             missing = "is not found" if model is None else "has no available versions"
             yield Response(error_message=f"Request for unknown model: '{request.model_name}' {missing}")
             return
         script = model.answer
-        sampling = decode_sampling(inputs_of(request)["sampling"])
-        if isinstance(sampling, OpenChannel) and model.channel is not None:
+        if isinstance(kind, OpenChannel):
             script = model.channel
-        elif isinstance(sampling, Probe):
+        elif isinstance(kind, Probe):
             model.probes += 1
             if model.probe is None:
                 yield reply(meta=Meta(probe=model.report), final=True)
                 return
             script = model.probe
         else:
+            if isinstance(kind, Tokenize | Detokenize):
+                script = model.tokenize
             self.requests.append(request)
             self.metadata.append(dict(context.invocation_metadata()))
         async for response in script(request, context):
@@ -256,13 +277,12 @@ async def until(condition: Callable[[], bool], *, within_s: float = 60.0) -> Non
 
 
 def generation(**changes: Any) -> Generation:
-    """A request with half a minute of time; must be made inside the event loop."""
+    """A request with half a minute of time, not streamed; must be made inside the event loop."""
     fields: dict[str, Any] = {
         "request_id": "req-1",
         "model": "m",
         "prompt": Conversation((Message(role="user", content="hi"),)),
         "deadline": asyncio.get_running_loop().time() + 30,
-        "stream": True,
     }
     return Generation(**(fields | changes))
 

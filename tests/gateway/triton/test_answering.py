@@ -3,19 +3,35 @@
 import asyncio
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
-from gateway.errors import UpstreamProtocolError
-from gateway.generation import Accepted, Heartbeat
+from gateway.errors import DeadlineError, InvalidRequestError, UnavailableError, UpstreamProtocolError
+from gateway.generation import Accepted, Delta, Heartbeat, PlainText, Turns
+from gateway.tokenization import Tokenization
 from gateway.triton import answering
-from gateway.triton.inbox import Inbox
+from gateway.triton.channel import DeltaBuffer
 from tests.gateway.triton.asking import Asked, asked, begun
 from tests.gateway.triton.fake_channel import FakeChannels
-from tests.gateway.triton.fake_triton import FakeTriton, refusing, reply, until
-from wire.meta import Meta, Segment, TokenLogprob
+from tests.gateway.triton.fake_triton import (
+    FakeTriton,
+    Response,
+    finished,
+    generation,
+    hanging,
+    inputs_of,
+    losing,
+    refusing,
+    reply,
+    until,
+)
+from wire.history import Turn
+from wire.meta import Accepted as WireAccepted
+from wire.meta import Meta, PromptLogprob, Segment, TokenLogprob
+from wire.refusal import RefusalCode, refusal_text
+from wire.request import decode_request
 
 Serve = Callable[..., Any]
 
@@ -142,30 +158,108 @@ async def test_heartbeats_of_either_stream_keep_a_request_alive(
     assert sum(isinstance(event, Heartbeat) for event in asking.events) == 4
 
 
-async def test_what_is_not_streamed_or_tells_of_its_prompt_or_is_not_offered_or_switched_off_is_plain(
+async def test_what_is_not_streamed_comes_with_its_end_on_its_own_stream(
     triton: FakeTriton, fake: FakeChannels, serve: Serve
 ) -> None:
-    await Asked(await serve(triton), stream=False).task
-    await Asked(await serve(triton), prompt_logprobs=0).task
-    await Asked(await serve(triton, delta_channel=False)).task
-    triton.model.report = type(triton.model.report)(
-        heartbeat_age_s=0.01, running=0, waiting=0, format="chatglm3", max_context=512
-    )
-    await Asked(await serve(triton)).task
-    assert (fake.plain, fake.ids) == (4, [])
+    pool = await serve(triton)
+    answer = [event async for event in pool.generate(generation())]
+    assert [event.text for event in answer if isinstance(event, Delta)] == ["Hello"]
+    assert (fake.plain, len(fake.own)) == (1, 0)
+
+
+def scored(token: str) -> Response:
+    return reply(meta=Meta(prompt_logprobs=[PromptLogprob(7, token, [97], -1.0, [])]))
+
+
+async def test_deltas_that_overtake_the_prompts_log_probabilities_wait_for_them(
+    triton: FakeTriton, fake: FakeChannels, serve: Serve
+) -> None:
+    asking, number = await asked(await serve(triton), fake, n=2, prompt_logprobs=0)
+    fake.frame((number, "a"), (number + 1, "x"))
+    fake.accept(number, prompt_tokens=2)
+    fake.frame((number, "b"))
+    for token in "pq":
+        fake.own[number].put_nowait(scored(token))
+    await until(lambda: asking.text == "ab")
+    assert [[each.token for each in delta.prompt_logprobs] for delta in asking.deltas] == [["p"], ["q"], []]
+    one = PromptLogprob(7, "p", [97], -1.0, [])
+    fake.own[number].put_nowait(reply(meta=Meta(index=1, prompt_logprobs=[one, one])))
+    await until(lambda: asking.text == "abx")
+    fake.finish(number, 2, last=False)
+    fake.finish(number, 1, index=1)
+    await asking.task
+
+
+async def test_an_end_before_all_of_the_prompts_log_probabilities_is_an_error(
+    triton: FakeTriton, fake: FakeChannels, serve: Serve
+) -> None:
+    asking, number = await asked(await serve(triton), fake, prompt_logprobs=0)
+    fake.accept(number, prompt_tokens=2)
+    fake.own[number].put_nowait(scored("p"))
+    fake.finish(number, 0)
+    with pytest.raises(UpstreamProtocolError):
+        await asyncio.wait_for(asking.task, 60)
+
+
+async def test_what_a_slow_client_leaves_on_its_own_stream_is_not_read_ahead(
+    triton: FakeTriton, fake: FakeChannels, serve: Serve
+) -> None:
+    """Log-probabilities of a long prompt take megabytes: Triton holds them until the client reads on."""
+    count, sent = 400, 0
+    pool = await serve(triton, idle_timeout_s=3)
+    large = [PromptLogprob(7, "p" * 100_000, [97], -1.0, [])]
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[Response]:
+        nonlocal sent
+        yield reply(meta=Meta(accepted=WireAccepted(request_id="r", prompt_tokens=count)))
+        for _ in range(count):
+            yield reply(meta=Meta(prompt_logprobs=large))
+            sent += 1
+        yield finished()
+
+    triton.model.answer = answer
+    events = pool.generate(generation(stream=True, prompt_logprobs=0))
+    await anext(events)
+    for _ in range(20):  # longer than the idle timeout: it is the client that is waited for
+        await asyncio.sleep(0.2)
+        fake.frame()
+    assert sent < count
+    read = [event async for event in events]
+    assert sum(len(event.prompt_logprobs) for event in read if isinstance(event, Delta)) == count
+
+
+async def test_turns_are_answered_raw_with_their_segments(
+    triton: FakeTriton, fake: FakeChannels, serve: Serve
+) -> None:
+    prompt = Turns((Turn("system", "s"),), "q", "observation")
+    asking, number = await asked(await serve(triton), fake, prompt=prompt, max_total_tokens=9)
+    fake.accept(number)
+    fake.frame((number, "\n [[训练时间]]"))
+    fake.frame((number, "a\nb", Meta(segments=[Segment(1, "assistant")])))
+    fake.frame((number, "", Meta(segments=[Segment(0, "user")])))
+    fake.finish(number, 3)
+    await asking.task
+    assert [(each.text, each.segments) for each in asking.deltas] == [
+        ("\n [[训练时间]]", ()),
+        ("a\nb", (Segment(1, "assistant"),)),
+        ("", (Segment(0, "user"),)),
+        ("", ()),
+    ]
+    sent: Any = decode_request(inputs_of(triton.requests[-1])["sampling"])
+    assert (sent.role, sent.raw, sent.max_total_tokens) == ("observation", False, 9)
 
 
 async def test_an_answer_that_was_given_up_is_freed_without_a_collection(
     triton: FakeTriton, fake: FakeChannels, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    living: weakref.WeakSet[Inbox] = weakref.WeakSet()
+    living: weakref.WeakSet[DeltaBuffer] = weakref.WeakSet()
 
-    class Watched(Inbox):
+    class Watched(DeltaBuffer):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             living.add(self)
 
-    monkeypatch.setattr(answering, "Inbox", Watched)
+    monkeypatch.setattr(answering, "DeltaBuffer", Watched)
     pool = await serve(triton)
     gc.disable()
     try:
@@ -178,3 +272,52 @@ async def test_an_answer_that_was_given_up_is_freed_without_a_collection(
         await until(lambda: not living)
     finally:
         gc.enable()
+
+
+def tokenization(*, time_s: float = 30) -> Tokenization:
+    deadline = asyncio.get_running_loop().time() + time_s
+    return Tokenization(request_id="req-1", model="m", prompt=PlainText("hi"), deadline=deadline)
+
+
+async def test_the_models_own_entry_counts(triton: Any, serve: Any, observer: Any) -> None:
+    pool = await serve(triton)
+    assert list((await pool.tokenize(tokenization())).ids) == [0, 5]
+    assert triton.metadata[-1]["x-request-id"] == "req-1"
+    assert triton.requests[-1].model_name == "m"
+    assert observer.errors == []
+
+
+async def test_its_refusal_is_the_clients_and_nonsense_the_models(triton: Any, serve: Any) -> None:
+    async def twice(request: Any, context: Any) -> AsyncIterator[Response]:
+        yield reply()
+        yield reply(final=True)
+
+    pool = await serve(triton)
+    triton.model.tokenize = refusing(refusal_text(RefusalCode.INVALID_REQUEST, "no such id"))
+    with pytest.raises(InvalidRequestError, match="no such id"):
+        await pool.tokenize(tokenization())
+    triton.model.tokenize = twice
+    with pytest.raises(UpstreamProtocolError):
+        await pool.tokenize(tokenization())
+
+
+async def test_it_ends_with_its_deadline_and_is_cancelled_then(triton: Any, serve: Any) -> None:
+    pool = await serve(triton)
+    triton.model.tokenize = hanging()
+    with pytest.raises(DeadlineError):
+        await pool.tokenize(tokenization(time_s=1))
+    await asyncio.wait_for(triton.cancelled.wait(), 60)
+    with pytest.raises(DeadlineError):
+        await pool.tokenize(tokenization(time_s=-1))
+
+
+async def test_another_backend_is_tried_where_one_fails(tritons: Any, serve: Any) -> None:
+    broken, well = await tritons(), await tritons()
+    pool = await serve(broken, well)
+    broken.model.tokenize = losing()
+    for _ in range(2):
+        assert list((await pool.tokenize(tokenization())).ids) == [0, 5]
+        await until(lambda: all(replica.state == "ready" for replica in pool.replicas()))
+    well.model.tokenize = losing()
+    with pytest.raises(UnavailableError):
+        await pool.tokenize(tokenization())

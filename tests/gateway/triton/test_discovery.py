@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from gateway.triton.channel import Channel
+from gateway.triton.client import Client, Control
 from gateway.triton.discovery import Discovery
-from gateway.triton.health import HealthPolicy
+from gateway.triton.errors import Fault, TritonError
+from gateway.triton.replicas import HealthPolicy
 from tests.gateway.triton.fake_triton import FakeModel, until
 
 
@@ -17,21 +18,21 @@ class Found:
         self.looks = 0
         self.models: list[str] = []
 
-    def __call__(self, channel: Channel, models: Any) -> None:
+    def __call__(self, client: Client, models: Any) -> None:
         self.looks += 1
         self.models += models
 
 
 @pytest.fixture
 async def found(triton: Any, fast: HealthPolicy) -> AsyncIterator[Found]:
-    channel = Channel(triton.address)
+    client = Client(triton.address)
     found = Found()
-    task = asyncio.create_task(Discovery(channel, fast, found).watch())
+    task = asyncio.create_task(Discovery(client, fast, found).watch())
     yield found
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-    await channel.close()
+    await client.close()
 
 
 async def looks(found: Found, count: int = 2) -> None:
@@ -39,20 +40,20 @@ async def looks(found: Found, count: int = 2) -> None:
     await until(lambda: found.looks >= enough)
 
 
-async def test_stream_entries_of_our_contract_are_found_once(triton: Any, found: Found) -> None:
-    triton.models["m-tokenizer"] = FakeModel(inputs=("request",))
+async def test_entries_of_our_contract_are_found_once(triton: Any, found: Found) -> None:
+    triton.models["other"] = FakeModel(inputs=("request",))
     await looks(found, 3)
     assert found.models == ["m"]
-    triton.models["n-stream"] = FakeModel()
+    triton.models["n"] = FakeModel()
     await looks(found)
     assert found.models == ["m", "n"]
 
 
 async def test_an_entry_that_is_not_loaded_is_not_found_until_it_is(triton: Any, found: Found) -> None:
-    triton.models["n-stream"] = FakeModel(state="LOADING")
+    triton.models["n"] = FakeModel(state="LOADING")
     await looks(found)
     assert found.models == ["m"]
-    triton.models["n-stream"].state = "READY"
+    triton.models["n"].state = "READY"
     await looks(found)
     assert found.models == ["m", "n"]
 
@@ -60,21 +61,41 @@ async def test_an_entry_that_is_not_loaded_is_not_found_until_it_is(triton: Any,
 async def test_an_entry_of_another_contract_is_named_once_in_the_log_with_its_inputs(
     triton: Any, found: Found, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING):
-        triton.models["foreign-stream"] = FakeModel(inputs=("text_input", "sampling_parameters"))
+    with caplog.at_level(logging.INFO):
+        triton.models["foreign"] = FakeModel(inputs=("text_input", "sampling_parameters"))
         await looks(found, 3)
-    told = [record.getMessage() for record in caplog.records if "foreign-stream" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "foreign" in record.getMessage()]
     assert len(told) == 1
     assert "sampling_parameters, text_input" in told[0]
     assert found.models == ["m"]
 
 
+async def test_an_entry_that_cannot_be_read_hides_no_other(
+    triton: Any, found: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Control.inputs
+    broken = True
+
+    async def inputs(self: Control, entry: str) -> Any:
+        if entry == "a" and broken:
+            raise TritonError(Fault.INTERNAL, "it is broken")
+        return await read(self, entry)
+
+    monkeypatch.setattr(Control, "inputs", inputs)
+    triton.models |= {"a": FakeModel(), "n": FakeModel()}
+    await looks(found)
+    assert found.models == ["m", "n"]
+    broken = False
+    await looks(found)
+    assert found.models == ["m", "n", "a"]
+
+
 async def test_an_entry_that_comes_back_as_ours_is_found(triton: Any, found: Found) -> None:
-    triton.models["n-stream"] = FakeModel(inputs=("text_input",))
+    triton.models["n"] = FakeModel(inputs=("text_input",))
     await looks(found)
-    del triton.models["n-stream"]
+    del triton.models["n"]
     await looks(found)
-    triton.models["n-stream"] = FakeModel()
+    triton.models["n"] = FakeModel()
     await looks(found)
     assert found.models == ["m", "n"]
 

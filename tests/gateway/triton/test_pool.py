@@ -16,8 +16,8 @@ from gateway.errors import (
     UpstreamProtocolError,
 )
 from gateway.generation import Accepted, Conversation, Delta, Event, Grammar, Heartbeat, Message
-from gateway.triton.health import ReplicaState
 from gateway.triton.pool import TritonUpstream
+from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_triton import (
     FakeModel,
     accepted,
@@ -90,8 +90,8 @@ async def test_an_unknown_model_is_not_found(triton: Any, serve: Serve) -> None:
 
 
 async def test_models_are_found_where_none_are_configured(triton: Any, serve: Serve) -> None:
-    triton.models["b-stream"] = FakeModel()
-    triton.models["b-tokenizer"] = FakeModel(inputs=("request",))
+    triton.models["b"] = FakeModel()
+    triton.models["foreign"] = FakeModel(inputs=("request",))
     pool = await serve(triton, models=[])
     assert [card.id for card in pool.models()] == ["b", "m"]
     assert text(await collect(pool, generation(model="b"))) == "Hello"
@@ -139,7 +139,7 @@ async def test_a_model_that_is_not_there_is_an_immediate_503(
         ("tritongate:deadline_exceeded: late", DeadlineError),
         ("Request timeout expired", DeadlineError),
         ("tritongate:shutting_down: bye", UnavailableError),
-        ("Stub process 'm-stream_0_0' is not healthy.", UnavailableError),
+        ("Stub process 'm_0_0' is not healthy.", UnavailableError),
         ("tritongate:internal: /etc/passwd", UpstreamProtocolError),
         ("Traceback: /models/m/1/model.py", UpstreamProtocolError),
     ],

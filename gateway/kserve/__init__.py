@@ -1,0 +1,1 @@
+"""The KServe door: clients written for ChatGLM on Triton work unchanged against the gateway."""

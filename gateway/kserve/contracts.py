@@ -1,0 +1,453 @@
+"""The tensors of legacy clients, which spoke to ChatGLM on Triton before there was a gateway.
+
+A model offers one of three contracts, since it can declare only one set of tensors. All are read and written
+here, whatever encoding brings them (JSON, binary data, protobuf). The values come as text or, in one
+contract, as INT16, and are parsed strictly: anything but a number in range is refused with an error that
+names the field. `max_token` limits prompt and answer together, like `max_length` in the original code, and is
+itself cut to the context without an error. Knows nothing of HTTP, gRPC or how answers are made.
+"""
+
+import itertools
+import math
+import re
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from gateway.errors import InvalidRequestError
+from gateway.kserve.history import ClientHistory, Shape, encode_history, parse_flat, parse_history
+from gateway.kserve.reply import Reply
+from gateway.setting_types import Contract
+from wire.history import Turn
+from wire.strings import each_string, pack_strings
+
+PROMPT: Final = "prompt"
+HISTORY: Final = "history"
+TEMPERATURE: Final = "temperature"
+MAX_TOKEN: Final = "max_token"  # noqa: S105 - a tensor's name
+HISTORY_LEN: Final = "history_len"
+RESPONSE: Final = "response"
+
+BYTES: Final = "BYTES"
+INT16: Final = "INT16"
+
+KEPT_ITEMS: Final = 10
+"""Items of history that are used if the client does not say how many."""
+
+HIGHEST_TEMPERATURE: Final = 2.0
+
+MAX_ROWS: Final = 64
+"""Most questions in one request."""
+
+MAX_TENSORS: Final = 32
+MAX_RANK: Final = 8
+
+VERSION: Final = "1"
+"""What every served model's only version is called."""
+
+# The output of `str` and `repr` for Python's numbers.
+_NUMBER = re.compile(rb"[0-9]{1,20}(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,2})?")
+_INTEGER = re.compile(rb"[0-9]{1,9}")
+
+Row = Mapping[str, Sequence[bytes] | Sequence[int]]
+"""One question's tensors by name, flat: strings as bytes, INT16 as int. Optional ones may be missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A tensor of a contract, without the batch dimension."""
+
+    name: str
+    datatype: str = BYTES
+    size: int = 1
+    """Number of elements of its only dimension; -1: any number."""
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """A contract's tensors."""
+
+    inputs: tuple[Declared, ...]
+    outputs: tuple[Declared, ...] = (Declared(RESPONSE), Declared(HISTORY))
+    max_rows: int = 0
+    """0: without a batch dimension."""
+
+
+SIGNATURES: Final[Mapping[Contract, Signature]] = {
+    Contract.BATCHED: Signature(
+        inputs=(
+            *map(Declared, (PROMPT, HISTORY, TEMPERATURE, MAX_TOKEN)),
+            Declared(HISTORY_LEN, optional=True),
+        ),
+        max_rows=MAX_ROWS,
+    ),
+    Contract.UNBATCHED: Signature(
+        inputs=(
+            *map(Declared, (PROMPT, HISTORY, TEMPERATURE)),
+            Declared(MAX_TOKEN, INT16),
+            Declared(HISTORY_LEN, INT16),
+        ),
+    ),
+    Contract.CHATGLM2: Signature(
+        inputs=(
+            Declared(PROMPT),
+            Declared(HISTORY, size=-1),
+            *map(Declared, (TEMPERATURE, MAX_TOKEN, HISTORY_LEN)),
+        ),
+        outputs=(Declared(RESPONSE), Declared(HISTORY, size=-1)),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor as a client sends it or gets it; `values` are its elements in row-major order."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    values: Sequence[bytes] | Sequence[int]
+
+    @classmethod
+    def read(
+        cls,
+        name: str,
+        datatype: str,
+        shape: Sequence[int],
+        elements: Sequence[Any] | bytes,
+        *,
+        path: str,
+        at: str,
+    ) -> Self:
+        """Check an input.
+
+        Args:
+            name: the tensor's.
+            datatype: as the client says.
+            shape: one size may be -1; it follows from the number of elements.
+            elements: the values, strings as str or bytes; or all of them as Triton serialises them.
+            path: the tensor's place in the request, for errors.
+            at: the place of the elements within the tensor.
+
+        Raises:
+            InvalidRequestError: the elements do not suit the datatype or the shape.
+        """
+        if datatype not in (BYTES, INT16):
+            raise _wrong(f"{path}.datatype", f"only {BYTES} and {INT16} are known")
+        if len(shape) > MAX_RANK:
+            raise _wrong(f"{path}.shape", f"more than {MAX_RANK} dimensions")
+        if isinstance(elements, bytes):
+            elements = _unpacked(datatype, shape, elements, f"{path}.{at}")
+        read: Callable[[Any, str], Any] = _read_string if datatype == BYTES else _read_int16
+        values = [read(value, f"{path}.{at}.{number}") for number, value in enumerate(elements)]
+        return cls(name, datatype, _complete(shape, len(values), f"{path}.shape"), values)
+
+    def packed(self) -> bytes:
+        """Return an output's elements as Triton serialises them: a 4-byte length before each."""
+        return pack_strings(value for value in self.values if isinstance(value, bytes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferRequest:
+    """A client's request, in whichever encoding it came."""
+
+    model: str
+    inputs: Sequence[Tensor]
+    outputs: Sequence[str] = ()
+    """Names of the outputs to return; empty: all."""
+    version: str = ""
+    id: str = ""
+    """Repeated in the answer."""
+    timeout_us: int = 0
+    """The client's own limit in microseconds; 0: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferAnswer:
+    """The answer to a request."""
+
+    model: str
+    id: str
+    outputs: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One row of a request."""
+
+    prompt: str
+    history: ClientHistory
+    """The part of the earlier conversation that is used."""
+    temperature: float
+    max_total_tokens: int
+
+
+def choose_contract(contracts: Mapping[str, Contract], model: str, chat_format: str | None) -> Contract:
+    """Return the contract of `model`: its own in `contracts`, else that of all (""), else its format's."""
+    of_format = Contract.CHATGLM2 if chat_format == "chatglm2" else Contract.BATCHED
+    return contracts.get(model) or contracts.get("") or of_format
+
+
+def config_document(model: str, contract: Contract) -> dict[str, Any]:
+    """Return the model's configuration, as Triton writes it."""
+    signature = SIGNATURES[contract]
+
+    def declared(tensor: Declared) -> dict[str, Any]:
+        kind = "TYPE_STRING" if tensor.datatype == BYTES else f"TYPE_{tensor.datatype}"
+        optional = {"optional": True} if tensor.optional else {}
+        return {"name": tensor.name, "data_type": kind, "dims": [tensor.size], **optional}
+
+    return {
+        "name": model,
+        "platform": "tritongate",
+        "backend": "",
+        "max_batch_size": signature.max_rows,
+        "input": [declared(tensor) for tensor in signature.inputs],
+        "output": [declared(tensor) for tensor in signature.outputs],
+        "model_transaction_policy": {"decoupled": False},
+    }
+
+
+def metadata_document(model: str, contract: Contract) -> dict[str, Any]:
+    """Return the model's metadata, as the KServe protocol writes it."""
+    signature = SIGNATURES[contract]
+
+    def declared(tensor: Declared) -> dict[str, Any]:
+        shape = _shape_of(signature, tensor)
+        return {"name": tensor.name, "datatype": tensor.datatype, "shape": shape}
+
+    return {
+        "name": model,
+        "versions": [VERSION],
+        "platform": "tritongate",
+        "inputs": [declared(tensor) for tensor in signature.inputs],
+        "outputs": [declared(tensor) for tensor in signature.outputs],
+    }
+
+
+def read_questions(
+    contract: Contract, request: InferRequest, chat_format: str
+) -> tuple[list[Question], bool]:
+    """Read a request's rows.
+
+    A client of a batched model may know it as one without a batch dimension, and then leave it out.
+
+    Args:
+        contract: the model's.
+        request: the client's; the elements of each tensor are as many as its shape says.
+        chat_format: the checkpoint's; with ChatGLM2, an empty history counts as one of pairs.
+
+    Returns:
+        The questions, and whether the outputs have the batch dimension.
+
+    Raises:
+        InvalidRequestError: a tensor is missing, unknown or of another type or shape, or a value cannot be
+            used; the message names the field and, of several rows, the row.
+    """
+    signature = SIGNATURES[contract]
+    known = {tensor.name for tensor in signature.outputs}
+    for number, name in enumerate(request.outputs):
+        if name not in known:
+            raise _wrong(
+                f"outputs.{number}.name",
+                f"the model has no output {_short(name)}; it has {', '.join(sorted(known))}",
+            )
+    given, batch_dimension = _checked_inputs(signature, request)
+    rows = {len(tensor.values) for tensor in given.values()} if signature.max_rows else {1}
+    if len(rows) > 1:
+        raise InvalidRequestError("inputs: all must have the same number of rows.", param="inputs")
+    (count,) = rows
+    if not 0 < count <= max(signature.max_rows, 1):
+        raise InvalidRequestError(
+            f"inputs: a request has 1 to {signature.max_rows} rows, not {count}.", param="inputs"
+        )
+    questions = []
+    for number in range(count):
+        row: Row = {
+            name: tensor.values[number : number + 1] if signature.max_rows else tensor.values
+            for name, tensor in given.items()
+        }
+        try:
+            questions.append(read_question(contract, row, chat_format))
+        except InvalidRequestError as error:
+            if count == 1:
+                raise
+            raise InvalidRequestError(f"row {number}: {error.message}") from None
+    return questions, batch_dimension
+
+
+def write_outputs(
+    contract: Contract,
+    request: InferRequest,
+    answers: Sequence[tuple[Question, Reply]],
+    *,
+    batch_dimension: bool,
+) -> list[Tensor]:
+    """Return the requested outputs: `response`, and `history` with the new round in the client's own form."""
+    values = {
+        RESPONSE: [[reply.response.encode()] for _, reply in answers],
+        HISTORY: [
+            encode_history(question.history.extended(Turn("user", question.prompt), reply.turns))
+            for question, reply in answers
+        ],
+    }
+    batched = bool(SIGNATURES[contract].max_rows) and batch_dimension
+    outputs = []
+    for name in dict.fromkeys(request.outputs) or values:
+        rows = values[name]
+        shape = (len(rows), 1) if batched else (len(rows[0]),)
+        outputs.append(Tensor(name, BYTES, shape, [value for row in rows for value in row]))
+    return outputs
+
+
+def read_question(contract: Contract, row: Row, chat_format: str) -> Question:
+    """Read one row.
+
+    Raises:
+        InvalidRequestError: a value cannot be used; the message names its field.
+    """
+    try:
+        prompt = _string(row, PROMPT).decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"prompt is not UTF-8: {error}") from None
+    return Question(
+        prompt=prompt,
+        history=_cut(_history(contract, row, chat_format), row),
+        temperature=_temperature(_string(row, TEMPERATURE)),
+        max_total_tokens=_integer(row, MAX_TOKEN, least=1),
+    )
+
+
+def _checked_inputs(signature: Signature, request: InferRequest) -> tuple[dict[str, Tensor], bool]:
+    declared = {tensor.name: tensor for tensor in signature.inputs}
+    given: dict[str, Tensor] = {}
+    batch_dimension = True
+    for number, tensor in enumerate(request.inputs):
+        expected = declared.get(tensor.name)
+        if expected is None:
+            message = f"the model has no input {_short(tensor.name)}; it has {', '.join(declared)}"
+            raise _wrong(f"inputs.{number}.name", message)
+        if tensor.name in given:
+            raise _wrong(f"inputs.{number}.name", f"{tensor.name} is there twice")
+        if tensor.datatype != expected.datatype:
+            message = f"{tensor.name} is {expected.datatype}, not {_short(tensor.datatype)}"
+            raise _wrong(f"inputs.{number}.datatype", message)
+        shape = _shape_of(signature, expected)
+        if signature.max_rows and len(tensor.shape) == 1:
+            batch_dimension = False
+            shape = shape[1:]
+        if len(tensor.shape) != len(shape) or any(
+            have != want for have, want in zip(tensor.shape, shape, strict=True) if want >= 0
+        ):
+            message = f"{tensor.name} has the shape {list(tensor.shape)}, and the model takes {shape}"
+            raise _wrong(f"inputs.{number}.shape", message)
+        given[tensor.name] = tensor
+    missing = [name for name, each in declared.items() if name not in given and not each.optional]
+    if missing:
+        raise InvalidRequestError(f"inputs: {', '.join(missing)} missing.", param="inputs")
+    return given, batch_dimension
+
+
+def _shape_of(signature: Signature, tensor: Declared) -> list[int]:
+    return [-1, tensor.size] if signature.max_rows else [tensor.size]
+
+
+def _history(contract: Contract, row: Row, chat_format: str) -> ClientHistory:
+    if contract is Contract.CHATGLM2:
+        return parse_flat([value for value in row[HISTORY] if isinstance(value, bytes)])
+    empty = Shape.PAIRS if chat_format == "chatglm2" else Shape.OBJECTS
+    return parse_history(_string(row, HISTORY), empty)
+
+
+def _cut(history: ClientHistory, row: Row) -> ClientHistory:
+    if HISTORY_LEN not in row:
+        return history.last_items(KEPT_ITEMS)
+    return history.last_rounds(_integer(row, HISTORY_LEN, least=0))
+
+
+def _temperature(text: bytes) -> float:
+    if _NUMBER.fullmatch(text.strip()) and (value := float(text)) <= HIGHEST_TEMPERATURE:
+        return value
+    raise InvalidRequestError(
+        f"temperature must be a decimal number from 0 to {HIGHEST_TEMPERATURE:g}, not {_shown(text)}"
+    )
+
+
+def _integer(row: Row, name: str, *, least: int) -> int:
+    value = _only(row, name)
+    if isinstance(value, bytes):
+        if _INTEGER.fullmatch(value.strip()) and int(value) >= least:
+            return int(value)
+        raise InvalidRequestError(f"{name} must be a whole number of at least {least}, not {_shown(value)}")
+    if value < least:
+        raise InvalidRequestError(
+            f"{name} must be at least {least}, not {value} (INT16 ends at 32767, and more wraps around)"
+        )
+    return value
+
+
+def _string(row: Row, name: str) -> bytes:
+    value = _only(row, name)
+    if not isinstance(value, bytes):
+        raise InvalidRequestError(f"{name} must be a string")
+    return value
+
+
+def _only(row: Row, name: str) -> bytes | int:
+    values = row[name]
+    if len(values) != 1:
+        raise InvalidRequestError(f"{name} must be one value, not {len(values)}")
+    return values[0]
+
+
+def _unpacked(datatype: str, shape: Sequence[int], raw: bytes, path: str) -> Sequence[Any]:
+    if datatype == INT16 and len(raw) % 2 == 0:
+        return struct.unpack(f"<{len(raw) // 2}h", raw)
+    most = len(raw) if min(shape, default=1) < 0 else min(math.prod(shape), len(raw))
+    try:
+        return list(itertools.islice(each_string(raw), most + 1))  # a body has room for millions
+    except ValueError as error:
+        raise _wrong(path, str(error)) from None
+
+
+def _read_string(value: Any, path: str) -> bytes:
+    try:
+        return value if isinstance(value, bytes) else str.encode(value)
+    except (TypeError, UnicodeEncodeError):
+        raise _wrong(path, f"an element of {BYTES} is a string of Unicode text") from None
+
+
+def _read_int16(value: Any, path: str) -> int:
+    if type(value) is int and -(2**15) <= value < 2**15:
+        return value
+    raise _wrong(path, f"an element of {INT16} is a whole number from -32768 to 32767")
+
+
+def _complete(shape: Sequence[int], count: int, path: str) -> tuple[int, ...]:
+    """Return `shape` with its -1, if there is one, replaced by the size for `count` elements."""
+    if list(shape).count(-1) > 1:
+        raise _wrong(path, "only one size may be -1")
+    known = math.prod(size for size in shape if size != -1)
+    if -1 in shape and known > 0 and count % known == 0:
+        shape = [count // known if size < 0 else size for size in shape]
+    if min(shape, default=0) < 0 or math.prod(shape) != count:
+        raise _wrong(path, f"{list(shape)} does not hold {count} elements")
+    return tuple(shape)
+
+
+def _wrong(path: str, message: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{path}: {message}.", param=path)
+
+
+def _short(name: str) -> str:
+    return repr(name if len(name) <= _SHOWN else name[:_SHOWN] + "…")
+
+
+def _shown(text: bytes) -> str:
+    return repr(text[:_SHOWN].decode(errors="replace"))
+
+
+_SHOWN: Final = 40
+"""How much of a client's own text an error repeats."""

@@ -1,0 +1,288 @@
+"""The KServe protocol over gRPC: `inference.GRPCInferenceService`, as Triton serves it.
+
+Each call, and each request of a stream, has a record of its own: key, limits, metrics, trace and log line are
+those of HTTP requests. Methods that the gateway does not offer are refused by name. Tensors are read into
+`gateway.kserve.contracts` types.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from google.protobuf import json_format
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+from tritonclient.grpc import service_pb2
+
+from gateway.errors import (
+    GatewayError,
+    InternalError,
+    InvalidRequestError,
+    MethodNotAllowedError,
+    RateLimitError,
+)
+from gateway.exchange import Exchange
+from gateway.kserve.contracts import BYTES, MAX_TENSORS, VERSION, InferAnswer, InferRequest, Tensor
+from gateway.kserve.door import Door
+from gateway.listeners import ListenError
+from gateway.middleware import Records
+from gateway.setting_types import Scope
+
+_SERVICE: Final = "inference.GRPCInferenceService"
+_METHODS: Final = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
+_AHEAD: Final = 64
+"""Requests of one stream that are served at once."""
+_LONGEST_MESSAGE: Final = 1000
+"""In characters: gRPC sends a status message in a header of at most 16 KiB, with non-ASCII bytes as `%XX`."""
+_FINAL: Final = "triton_final_response"
+
+_CODES: Final[Mapping[int, grpc.StatusCode]] = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    405: grpc.StatusCode.UNIMPLEMENTED,
+    409: grpc.StatusCode.ABORTED,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    499: grpc.StatusCode.CANCELLED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+"""By the status of an error over HTTP; all others are INTERNAL."""
+_PROBES: Final = ("ServerLive", "ServerReady")
+_ADMIN: Final = ("RepositoryModelLoad", "RepositoryModelUnload")
+
+_log = logging.getLogger(__name__)
+
+
+class GrpcServer:
+    """Serves `door` at one address.
+
+    Args:
+        door: what is served.
+        records: of the gateway.
+    """
+
+    def __init__(self, door: Door, records: Records) -> None:
+        self._door = door
+        self._gateway = door.gateway
+        self._records = records
+        self._server: grpc.aio.Server | None = None
+        self._documents: dict[str, Callable[[Any], dict[str, Any]]] = {
+            "ServerLive": lambda _: {"live": True},
+            "ServerReady": lambda _: {"ready": door.ready()},
+            "ModelReady": lambda request: {"ready": door.model_ready(request.name, request.version)},
+            "ServerMetadata": lambda _: door.server_metadata(),
+            "ModelMetadata": lambda request: door.metadata(request.name, request.version),
+            "ModelConfig": lambda request: {"config": door.config(request.name, request.version)},
+            "ModelStatistics": lambda request: door.statistics(request.name, request.version),
+            "RepositoryIndex": lambda request: {"models": door.index(ready=request.ready)},
+        }
+        """The answers that need no waiting, as protobuf's JSON."""
+
+    async def start(self, address: str) -> None:
+        """Begin to serve at `address`, host:port; other processes of this gateway may do so, too.
+
+        Raises:
+            ListenError: another program has the address.
+        """
+        settings = self._gateway.settings
+        self._server = grpc.aio.server(
+            maximum_concurrent_rpcs=2 * (settings.max_in_flight + settings.max_waiting) + _AHEAD,
+            options=(
+                ("grpc.max_receive_message_length", settings.max_body_bytes),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", 1),
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.keepalive_time_ms", 60_000),
+            ),
+        )
+        handlers = {name: self._handler(name) for name in _METHODS}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+        try:
+            self._server.add_insecure_port(address)
+        except RuntimeError:
+            raise ListenError(f"cannot listen on {address} for gRPC: the address is in use") from None
+        await self._server.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, and cancel after `grace_s` those that still run."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+    def _handler(self, name: str) -> Any:
+        # Without a deserialiser, so that what is no message gets a status of ours.
+        if name == "ModelStreamInfer":
+            return grpc.stream_stream_rpc_method_handler(self._stream)
+
+        async def unary(data: bytes, context: Any) -> bytes:
+            answer = await self._serve(name, data, context)
+            if isinstance(answer, GatewayError):
+                await _abort(context, answer)
+            return bytes(answer.SerializeToString())
+
+        return grpc.unary_unary_rpc_method_handler(unary)
+
+    async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        """Serve each request of a stream, several at once; the answers come in the requests' order.
+
+        An error is part of the answers, unless the metadata ask for the status of the first one to end the
+        stream. Each request has one answer, which is marked as its final one, so no empty final response
+        follows, whether the client asked for one or not.
+        """
+        ends = dict(context.invocation_metadata()).get("triton_grpc_error") == "true"
+        answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(_AHEAD)
+        running: set[asyncio.Task[Any]] = set()
+
+        async def read() -> None:
+            async for data in requests:
+                task = asyncio.create_task(self._serve("ModelStreamInfer", data, context))
+                running.add(task)
+                task.add_done_callback(running.discard)
+                await answers.put(task)
+            await answers.put(None)
+
+        reading = asyncio.create_task(read())
+        try:
+            while (task := await answers.get()) is not None:
+                answer = await task
+                if isinstance(answer, GatewayError):
+                    if ends:
+                        await _abort(context, answer)
+                    message = service_pb2.ModelStreamInferResponse(error_message=answer.message)
+                else:
+                    answer.parameters[_FINAL].bool_param = True
+                    message = service_pb2.ModelStreamInferResponse(infer_response=answer)
+                yield message.SerializeToString()
+        finally:
+            for each in (reading, *running):
+                each.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.gather(reading, *running, return_exceptions=True)
+
+    async def _serve(self, name: str, data: bytes, context: Any) -> Any:
+        """Serve one request; return the answer, or the error that it ends with."""
+        metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
+        probe = name in _PROBES
+        async with self._records.opened(
+            method="GRPC", headers=metadata, route=lambda: f"/{_SERVICE}/{name}", probe=probe
+        ) as exchange:
+            try:
+                await self._records.admit(exchange, probe=probe)
+                self._authorize(name, metadata.get("authorization"), exchange)
+                remaining_s = context.time_remaining()
+                if remaining_s is not None:
+                    limit = asyncio.get_running_loop().time() + remaining_s
+                    exchange.deadline = min(exchange.deadline, limit)
+                answer = await self._answer(name, self._received(name, data, exchange), exchange)
+            except GatewayError as error:
+                exchange.fail(error)
+                return error
+            except Exception:  # noqa: BLE001 - the outermost frame of a request: the server goes on
+                _log.exception("a request failed unexpectedly")
+                failure = InternalError("The gateway failed; its log says why under this request's id.")
+                exchange.fail(failure)
+                return failure
+            exchange.status = HTTPStatus.OK
+            return answer
+
+    def _authorize(self, name: str, header: str | None, exchange: Exchange) -> None:
+        if name in _ADMIN:
+            exchange.key_name = self._gateway.authorize_admin(header)
+        elif name not in _PROBES:
+            exchange.key_name = self._gateway.keyring.authorize(header, Scope.INFERENCE)
+
+    def _received(self, name: str, data: bytes, exchange: Exchange) -> Any:
+        """Count the bytes of a request among those that are held, and return the message."""
+        settings = self._gateway.settings
+        if not self._gateway.body_bytes.add_within(len(data), settings.max_held_body_bytes):
+            raise RateLimitError("Too many requests are being sent at once.")
+        exchange.resources.callback(self._release, len(data))
+        try:
+            request = GetMessageClass(_METHODS[name].input_type).FromString(data)
+        except DecodeError:
+            raise InvalidRequestError("This is not the message that the method takes.") from None
+        if settings.log_prompts:
+            exchange.body = json_format.MessageToJson(request, indent=None).encode()
+        return request
+
+    async def _answer(self, name: str, request: Any, exchange: Exchange) -> Message:
+        answer = GetMessageClass(_METHODS[name].output_type)()
+        if name in ("ModelInfer", "ModelStreamInfer"):
+            return _write(await self._door.infer(_read(request), exchange, _connected))
+        if name in self._documents:
+            json_format.ParseDict(self._documents[name](request), answer)
+            return answer
+        if name == "RepositoryModelLoad":
+            await self._door.load(request.model_name, dict(request.parameters))
+        elif name == "RepositoryModelUnload":
+            await self._door.unload(request.model_name)
+        else:
+            raise MethodNotAllowedError(f"The gateway does not offer {name}.")
+        exchange.model = request.model_name
+        return answer
+
+    def _release(self, count: int) -> None:
+        self._gateway.body_bytes.own -= count
+
+
+async def _connected() -> Mapping[str, str]:
+    """Wait for ever: a client's hang-up cancels the call's task."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def _read(request: Any) -> InferRequest:
+    """Read a ModelInferRequest.
+
+    Raises:
+        InvalidRequestError: its tensors are not consistent; the message names the field.
+    """
+    if max(len(request.inputs), len(request.outputs)) > MAX_TENSORS:
+        raise InvalidRequestError(f"inputs: more than {MAX_TENSORS} tensors.")
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        raise InvalidRequestError("raw_input_contents: not as many as there are inputs.")
+    for tensor in (*request.inputs, *request.outputs):
+        for name in ("shared_memory_region", "classification"):
+            if name in tensor.parameters:
+                raise InvalidRequestError(f"{tensor.name[:40]}: the parameter {name} is not supported here.")
+    inputs = []
+    for number, tensor in enumerate(request.inputs):
+        path, contents = f"inputs.{number}", tensor.contents
+        at = "contents.bytes_contents" if tensor.datatype == BYTES else "contents.int_contents"
+        if raw and tensor.HasField("contents"):
+            raise InvalidRequestError(f"{path}.contents: raw_input_contents are there, too.")
+        elements = contents.bytes_contents if tensor.datatype == BYTES else contents.int_contents
+        if raw:
+            elements, at = raw[number], "contents"
+        inputs.append(Tensor.read(tensor.name, tensor.datatype, tensor.shape, elements, path=path, at=at))
+    timeout = request.parameters["timeout"].int64_param if "timeout" in request.parameters else 0
+    return InferRequest(
+        model=request.model_name,
+        version=request.model_version,
+        id=request.id,
+        inputs=inputs,
+        outputs=[output.name for output in request.outputs],
+        timeout_us=max(timeout, 0),
+    )
+
+
+def _write(answer: InferAnswer) -> Any:
+    response = service_pb2.ModelInferResponse(model_name=answer.model, model_version=VERSION, id=answer.id)
+    for tensor in answer.outputs:
+        response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        response.raw_output_contents.append(tensor.packed())
+    return response
+
+
+async def _abort(context: Any, error: GatewayError) -> None:
+    code = _CODES.get(error.status, grpc.StatusCode.INTERNAL)
+    await context.abort(code, error.message[:_LONGEST_MESSAGE])

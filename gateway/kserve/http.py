@@ -1,0 +1,276 @@
+"""The KServe protocol over HTTP: `/v2/...`, as Triton serves it.
+
+https://github.com/kserve/open-inference-protocol, with Triton's extensions for binary tensor data,
+statistics, model configuration and model repository. Tensors are read into `gateway.kserve.contracts` types.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import chain
+from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from pydantic import BaseModel, BeforeValidator, Field
+from starlette.responses import JSONResponse, Response
+
+from gateway.api.deps import AdminKey, ExchangeDep, GatewayDep, InferenceKey, read_body
+from gateway.errors import InvalidRequestError, PermissionDeniedError, UnsupportedMediaTypeError
+from gateway.kserve.contracts import MAX_RANK, MAX_TENSORS, VERSION, InferAnswer, InferRequest, Tensor
+from gateway.kserve.door import Door
+from gateway.openai.document import read_object, validate
+from gateway.setting_types import is_loopback
+
+HEADER_LENGTH = "Inference-Header-Content-Length"
+
+_NOT_READY = 400
+"""The protocol asks for a status of 4xx; this one is Triton's."""
+
+
+async def _door(request: Request) -> Door:
+    door: Door = request.app.state.door
+    return door
+
+
+async def _own_site(request: Request, gateway: GatewayDep) -> None:
+    """Keep out web pages of other sites: these requests need nothing that a browser asks about first."""
+    host, origin = request.headers.get("host", ""), request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != host:
+        raise PermissionDeniedError("Web pages of other sites may not send this request.")
+    if not gateway.settings.api_keys and is_loopback(gateway.settings.host):
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        if not is_loopback(name):
+            raise PermissionDeniedError("This request must be addressed to this machine by a loopback name.")
+
+
+DoorDep = Annotated[Door, Depends(_door)]
+
+router = APIRouter(include_in_schema=False)
+"""Not in the OpenAPI document: the protocol has one of its own."""
+
+
+def no_bool(value: Any) -> Any:
+    """Refuse true and false, which are numbers in Python, but not in JSON."""
+    if isinstance(value, bool):
+        raise ValueError("a number is needed")  # noqa: TRY004 - what pydantic turns into a field's fault
+    return value
+
+
+T = TypeVar("T")
+Items = Annotated[tuple[T, ...], Field(fail_fast=True)]
+"""Validated up to the first fault: a body has room for millions, and only one is reported."""
+Size = Annotated[int, BeforeValidator(no_bool), Field(ge=-1, lt=2**31)]
+
+
+class InputTensor(BaseModel):
+    """What all requests say of an input."""
+
+    name: str = Field(min_length=1)
+    datatype: str
+    shape: Annotated[Items[Size], Field(max_length=MAX_RANK)]
+
+
+class OutputTensor(BaseModel):
+    """What all requests say of a requested output."""
+
+    name: str = Field(min_length=1)
+
+
+class _Input(InputTensor):
+    data: Any = None
+    parameters: dict[str, Any] = {}
+
+
+class _Output(OutputTensor):
+    parameters: dict[str, Any] = {}
+
+
+class _Body(BaseModel):
+    """A request for inference; what has no effect on the answer is accepted, as by Triton."""
+
+    id: str = ""
+    inputs: Annotated[Items[_Input], Field(max_length=MAX_TENSORS)]
+    outputs: Annotated[Items[_Output], Field(max_length=MAX_TENSORS)] = ()
+    parameters: dict[str, Any] = {}
+
+
+@router.get("/v2/health/live")
+@router.head("/v2/health/live")
+async def live() -> Response:
+    """Tell that the process is alive."""
+    return Response()
+
+
+@router.get("/v2/health/ready")
+@router.head("/v2/health/ready")
+async def ready(door: DoorDep) -> Response:
+    """Tell whether requests will be served."""
+    return Response(status_code=200 if door.ready() else _NOT_READY)
+
+
+@router.get("/v2", dependencies=[InferenceKey])
+async def server_metadata(door: DoorDep) -> Response:
+    """Describe the server."""
+    return JSONResponse(door.server_metadata())
+
+
+@router.post("/v2/repository/index", dependencies=[InferenceKey])
+async def index(request: Request, gateway: GatewayDep, exchange: ExchangeDep, door: DoorDep) -> Response:
+    """List the models."""
+    document = _optional_object(await read_body(request, gateway, exchange))
+    return JSONResponse(door.index(ready=document.get("ready") is True))
+
+
+@router.post("/v2/repository/models/{model:path}/load", dependencies=[AdminKey, Depends(_own_site)])
+async def load(
+    model: str, request: Request, gateway: GatewayDep, exchange: ExchangeDep, door: DoorDep
+) -> Response:
+    """Load a model and wait until it answers."""
+    parameters = _optional_object(await read_body(request, gateway, exchange)).get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise InvalidRequestError("parameters: an object is needed.")
+    await door.load(model, parameters)
+    exchange.model = model
+    return Response()
+
+
+@router.post("/v2/repository/models/{model:path}/unload", dependencies=[AdminKey, Depends(_own_site)])
+async def unload(model: str, exchange: ExchangeDep, door: DoorDep) -> Response:
+    """Unload a model and wait until it is gone."""
+    await door.unload(model)
+    exchange.model = model
+    return Response()
+
+
+async def model_ready(model: str, door: DoorDep, version: str = "") -> Response:
+    """Tell whether requests for a model will be served."""
+    return Response(status_code=200 if door.model_ready(model, version) else _NOT_READY)
+
+
+def _telling(describe: Callable[[Door, str, str], Any]) -> Callable[..., Awaitable[Response]]:
+    async def tell(door: DoorDep, model: str = "", version: str = "") -> Response:
+        return JSONResponse(describe(door, model, version))
+
+    return tell
+
+
+async def infer(  # noqa: PLR0917 - FastAPI passes all by name
+    request: Request, gateway: GatewayDep, exchange: ExchangeDep, door: DoorDep, model: str, version: str = ""
+) -> Response:
+    """Answer the questions of a request."""
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise UnsupportedMediaTypeError("Compressed bodies are not supported: send this one as it is.")
+    body = await read_body(request, gateway, exchange)
+    asked, binary = read_infer_request(model, version, body, request.headers.get(HEADER_LENGTH))
+    answer = await door.infer(asked, exchange, request.receive)
+    return write_infer_answer(answer, binary)
+
+
+router.get("/v2/models/stats", dependencies=[InferenceKey])(_telling(Door.statistics))
+for _path in ("/v2/models/{model:path}/versions/{version}", "/v2/models/{model:path}"):
+    router.get(_path + "/ready", dependencies=[InferenceKey])(model_ready)
+    for _end, _describe in (("/config", Door.config), ("/stats", Door.statistics), ("", Door.metadata)):
+        router.get(_path + _end, dependencies=[InferenceKey])(_telling(_describe))
+    router.post(_path + "/infer", dependencies=[InferenceKey])(infer)
+
+
+def read_infer_request(
+    model: str, version: str, body: bytes, header_length: str | None = None
+) -> tuple[InferRequest, Callable[[str], bool]]:
+    """Read the body of a request for inference: JSON, perhaps with binary data of tensors behind it.
+
+    Args:
+        model: from the path, as `version`, which may be empty.
+        version: see `model`.
+        body: all of it.
+        header_length: how many bytes of it are JSON; None: all.
+
+    Returns:
+        The request, and a function that tells of an output's name whether its data shall be binary.
+
+    Raises:
+        InvalidRequestError: not such a body; the message names the field.
+    """
+    end = len(body)
+    if header_length is not None:
+        if not (header_length.isascii() and header_length.isdigit() and int(header_length[:12]) <= end):
+            raise InvalidRequestError(f"{HEADER_LENGTH} is not a length within the body.")
+        end = int(header_length)
+    message = validate(_Body, read_object(body[:end]))
+    inputs = []
+    for number, tensor in enumerate(message.inputs):
+        path = f"inputs.{number}"
+        _refuse(tensor.parameters, path)
+        size = tensor.parameters.get("binary_data_size")
+        if size is None:
+            elements: Sequence[Any] | bytes = _flat(tensor.data, f"{path}.data")
+        elif type(size) is int and 0 <= size <= len(body) - end and header_length is not None:
+            elements, end = body[end : end + size], end + size
+        else:
+            raise InvalidRequestError(f"{path}.parameters.binary_data_size: not so much data follows.")
+        inputs.append(Tensor.read(tensor.name, tensor.datatype, tensor.shape, elements, path=path, at="data"))
+    if end < len(body):
+        raise InvalidRequestError(f"The body has {len(body) - end} bytes that belong to no input.")
+    by_default = message.parameters.get("binary_data_output") is True
+    binary = {}
+    for number, output in enumerate(message.outputs):
+        _refuse(output.parameters, f"outputs.{number}")
+        binary[output.name] = output.parameters.get("binary_data", by_default) is True
+    timeout_us = message.parameters.get("timeout", 0)
+    if type(timeout_us) is not int or timeout_us < 0:
+        raise InvalidRequestError("parameters.timeout: a number of microseconds is needed.")
+    request = InferRequest(
+        model=model,
+        version=version,
+        id=message.id,
+        inputs=inputs,
+        outputs=list(binary),
+        timeout_us=timeout_us,
+    )
+    return request, lambda name: binary.get(name, by_default)
+
+
+def write_infer_answer(answer: InferAnswer, binary: Callable[[str], bool]) -> Response:
+    """Return the response with `answer`; the data of outputs that are `binary` follow its JSON."""
+    outputs: list[dict[str, Any]] = []
+    blobs = []
+    for tensor in answer.outputs:
+        document: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
+        if binary(tensor.name):
+            blobs.append(tensor.packed())
+            document["parameters"] = {"binary_data_size": len(blobs[-1])}
+        else:
+            document["data"] = [value.decode() for value in tensor.values if isinstance(value, bytes)]
+        outputs.append(document)
+    head = {"id": answer.id} if answer.id else {}
+    head |= {"model_name": answer.model, "model_version": VERSION}
+    text = msgspec.json.encode({**head, "outputs": outputs})
+    if not blobs:
+        return Response(text, media_type="application/json")
+    return Response(
+        text + b"".join(blobs),
+        media_type="application/octet-stream",
+        headers={HEADER_LENGTH: str(len(text))},
+    )
+
+
+def _flat(data: Any, path: str) -> list[Any]:
+    """Return the elements of `data`, which may be nested like the shape, or flat."""
+    for _ in range(MAX_RANK):
+        if not (isinstance(data, list) and data and all(type(each) is list for each in data)):
+            break
+        data = list(chain.from_iterable(data))
+    if isinstance(data, list):
+        return data
+    raise InvalidRequestError(f"{path}: a list of elements is needed.", param=path)
+
+
+def _refuse(parameters: Mapping[str, Any], path: str) -> None:
+    """Refuse what reaches into the server's memory, or asks for another kind of output."""
+    for name in ("shared_memory_region", "classification"):
+        if parameters.get(name):
+            raise InvalidRequestError(f"{path}.parameters.{name}: not supported here.")
+
+
+def _optional_object(body: bytes) -> dict[str, Any]:
+    return read_object(body) if body.strip() else {}

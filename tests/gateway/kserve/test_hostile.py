@@ -1,0 +1,182 @@
+"""A thousand hostile requests at the door, and bodies to choke on: 4xx, and nothing dies."""
+
+import asyncio
+import copy
+import json
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.kserve.http import HEADER_LENGTH
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.kserve.legacy import body, echo, predict_body, unbatched
+from tests.gateway.serving import in_process, on_socket
+
+INFER = "/v2/models/glm/infer"
+PREDICT = "/MutilBackendService/Predict"
+MANY = 1000
+
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    2**15,
+    2**31,
+    2**63,
+    2**70,
+    -(2**63),
+    1e308,
+    "",
+    "\x00",
+    "x" * 5000,
+    "你" * 1000,
+    [],
+    {},
+    [[]],
+    [None],
+    [[["x"], "x"]],
+    ["x"] * 2000,
+    [1] * 2000,
+    {"a": {}},
+)
+DEEP = "[" * 100_000
+DEEP_ENOUGH = 10
+HEADERS = ("0", "1", "-1", "x", "", "99999999999999999999", "½", "1e3", "0x10")
+
+
+def leaves(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the paths of everything in a document, but for what is nested deeply."""
+    if len(path) > DEEP_ENOUGH:
+        return [path]
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    return [path, *(each for key, child in children for each in leaves(child, (*path, key)))]
+
+
+def change(document: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    at = document
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return document
+
+
+def odd_value(_: Any, choose: random.Random) -> Any:
+    return copy.deepcopy(choose.choice(ODD))
+
+
+def doubled(node: Any, _: random.Random) -> Any:
+    return [node, node]
+
+
+def deeper(node: Any, choose: random.Random) -> Any:
+    for _ in range(choose.choice((1, 7, 8, 9, 500))):
+        node = [node]
+    return node
+
+
+def with_parameters(node: Any, choose: random.Random) -> Any:
+    names = ("binary_data_size", "shared_memory_region", "binary_data", "timeout", "classification", "x")
+    extra = {"parameters": {choose.choice(names): choose.choice(ODD)}}
+    return node | extra if isinstance(node, dict) else extra
+
+
+MUTATIONS: tuple[Callable[[Any, random.Random], Any], ...] = (odd_value, doubled, deeper, with_parameters)
+"""What takes the place of something in a right document."""
+
+
+def hostile(choose: random.Random) -> tuple[str, bytes, dict[str, str]]:
+    """Make up a request: its path, body and headers."""
+    make, path = choose.choice(((body, INFER), (unbatched, INFER), (predict_body, PREDICT)))
+    document = make()
+    for _ in range(choose.randint(1, 3)):
+        found = leaves(document)
+        place = choose.choice(found)
+        node = document
+        for key in place:
+            node = node[key]
+        document = change(document, place, choose.choice(MUTATIONS)(node, choose))
+    content = json.dumps(document).encode()
+    headers = {"Content-Type": "application/json"}
+    kind = choose.randrange(8)
+    if kind == 0:
+        content = content[: choose.randrange(len(content) + 1)]
+    elif kind == 1:
+        content += choose.randbytes(choose.choice((1, 4, 1000)))
+    elif kind == 2:
+        headers[HEADER_LENGTH] = choose.choice((*HEADERS[:6], str(choose.randrange(2 * len(content) + 1))))
+    elif kind == 3:
+        content = choose.choice((DEEP.encode(), b'{"a":' * 50_000, choose.randbytes(100), b"\x00", b""))
+    elif kind == 4:
+        model = choose.choice(("..", "%00", "glm%2f..", "a" * 3000, "glm/versions/x", "%ff"))
+        path = f"/v2/models/{model}/infer" if path == INFER else path
+    return path, content, headers
+
+
+async def test_a_thousand_hostile_requests_are_the_clients_fault() -> None:
+    choose = random.Random(20)
+    statuses: Counter[int] = Counter()
+    async with in_process(FakeUpstream(echo)) as served:
+        for number in range(MANY):
+            path, content, headers = hostile(choose)
+            answer = await served.http.post(path, content=content, headers=headers)
+            assert answer.status_code < 500, (number, path, content[:300], answer.text)
+            assert "Traceback" not in answer.text
+            statuses[answer.status_code] += 1
+        assert statuses[400] > MANY // 2, statuses
+        assert set(statuses) <= {200, 400, 404, 413}, statuses
+        assert (await served.http.post(INFER, json=body())).status_code == 200
+        await served.until_idle()
+        assert served.gateway.body_bytes.own == 0
+
+
+@pytest.mark.parametrize("size", [5, 20])
+@pytest.mark.parametrize("path", [INFER, PREDICT, "/v2/repository/index", "/v2/repository/models/glm/load"])
+async def test_a_body_of_megabytes_is_refused(path: str, size: int) -> None:
+    content = json.dumps(body(prompt="x" * size * 10**6)).encode()
+    async with on_socket(FakeUpstream(echo)) as served:
+        answer = await served.http.post(path, content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 413
+        assert (await served.http.post(INFER, json=body())).status_code == 200
+
+
+@pytest.mark.parametrize("size", [1, 30])
+async def test_hundreds_of_thousands_of_tiny_chunks(size: int) -> None:
+    """As one body within the limit, and as one beyond it: each is a chunk of its own on the wire."""
+    count = 200_000
+    right = json.dumps(body()).encode()
+    piece = b"%x\r\n%s\r\n" % (size, b" " * size)
+
+    async def ask(url: httpx.URL) -> bytes:
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode())
+        for _ in range(count // 1000):
+            writer.write(piece * 1000)
+            await writer.drain()
+        writer.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(right), right))
+        status = await reader.readline()
+        writer.close()
+        return status
+
+    async with on_socket(FakeUpstream(echo)) as served:
+        status = await asyncio.wait_for(ask(served.http.base_url), 60)
+        assert status.split()[1] == (b"200" if size == 1 else b"413")
+        assert (await served.http.post(INFER, json=body())).status_code == 200
+
+
+async def test_tiny_chunks_in_process() -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(20_000):
+            yield b" "
+        yield json.dumps(body()).encode()
+
+    async with in_process(FakeUpstream(echo)) as served:
+        assert (await served.http.post(INFER, content=chunks())).status_code == 200

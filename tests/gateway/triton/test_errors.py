@@ -1,0 +1,177 @@
+import grpc
+import pytest
+
+from gateway.errors import GatewayError
+from gateway.generation import Conversation, Tool, ToolOffer
+from gateway.triton.errors import MESSAGE_LIMIT, TREATMENTS, Fault, classify
+from tests.gateway.triton.fake_triton import generation
+from wire.refusal import RefusalCode, refusal_text
+
+SECRETS = ("/models", "Traceback", "request id", "tritongate:", "m_0")
+
+TABLE = [
+    # The texts and statuses of tritonserver 2.51, then grpc's own, then our models' refusals.
+    (None, "Request for unknown model: 'nope-stream' is not found", Fault.NOT_READY, 503),
+    (None, "Request for unknown model: 'm' has no available versions", Fault.NOT_READY, 503),
+    (
+        grpc.StatusCode.NOT_FOUND,
+        "Request for unknown model: 'm' has no available versions",
+        Fault.NOT_READY,
+        503,
+    ),
+    (grpc.StatusCode.UNAVAILABLE, "Server not ready", Fault.NOT_READY, 503),
+    (
+        None,
+        "[request id: r] Server is stopping, scheduler for model has stopped accepting new requests",
+        Fault.NOT_READY,
+        503,
+    ),
+    (None, "[request id: rid-1] Exceeds maximum queue size", Fault.QUEUE_FULL, 429),
+    (grpc.StatusCode.UNAVAILABLE, "[request id: rid-1] Exceeds maximum queue size", Fault.QUEUE_FULL, 429),
+    (grpc.StatusCode.UNAVAILABLE, "[request id: a]b[c]] Exceeds maximum queue size", Fault.QUEUE_FULL, 429),
+    (grpc.StatusCode.UNAVAILABLE, "[request id: rid-1] Request timeout expired", Fault.DEADLINE, 504),
+    (None, "Request timeout expired", Fault.DEADLINE, 504),
+    (
+        grpc.StatusCode.INTERNAL,
+        "Stub process 'm_0_0' is not healthy.",
+        Fault.STUB_DEAD,
+        503,
+    ),
+    (
+        grpc.StatusCode.INTERNAL,
+        "Failed to process the request(s) for model 'm', message: Exceeds maximum queue size\nAt: /models/m",
+        Fault.INTERNAL,
+        502,
+    ),
+    (
+        None,
+        "[request id: r] unexpected shape for input 'sampling' for model 'm'. Expected [-1,1], got [1].",
+        Fault.INTERNAL,
+        502,
+    ),
+    (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "[request id: r] expected 3 inputs but got 2",
+        Fault.TENSORS_REFUSED,
+        502,
+    ),
+    (
+        grpc.StatusCode.UNAVAILABLE,
+        "explicit model load / unload is not allowed if polling is enabled",
+        Fault.NOT_PERMITTED,
+        403,
+    ),
+    (
+        grpc.StatusCode.UNAVAILABLE,
+        "This protocol is restricted, expecting header 'triton-grpc-protocol-key'",
+        Fault.NOT_PERMITTED,
+        403,
+    ),
+    (grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses", Fault.UNREACHABLE, 503),
+    (grpc.StatusCode.UNAVAILABLE, "Socket closed", Fault.UNREACHABLE, 503),
+    (
+        grpc.StatusCode.INTERNAL,
+        'Failed "execute_batch": (<SendMessageOperation>,)',
+        Fault.UNREACHABLE,
+        503,
+    ),
+    (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", Fault.DEADLINE, 504),
+    (grpc.StatusCode.CANCELLED, "", Fault.UNREACHABLE, 503),
+    (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max (9 vs. 8)", Fault.TOO_LARGE, 400),
+    (
+        grpc.StatusCode.UNKNOWN,
+        "Stream removed (CLIENT: Received message larger than max (9 vs. 8))",
+        Fault.TOO_LARGE,
+        400,
+    ),
+    (
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "CLIENT: Sent message larger than max (9)",
+        Fault.TOO_LARGE,
+        400,
+    ),
+    (grpc.StatusCode.RESOURCE_EXHAUSTED, "out of everything", Fault.INTERNAL, 502),
+    (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", Fault.INTERNAL, 502),
+    (None, "", Fault.INTERNAL, 502),
+    (grpc.StatusCode.INVALID_ARGUMENT, "tritongate:invalid_request: bad seed", Fault.INVALID_REQUEST, 400),
+    (None, "tritongate:invalid_grammar: no such keyword", Fault.INVALID_GRAMMAR, 400),
+    (
+        None,
+        "[request id: r] tritongate:context_length_exceeded: 9 tokens are too many",
+        Fault.CONTEXT_LENGTH,
+        400,
+    ),
+    (grpc.StatusCode.UNAVAILABLE, "tritongate:queue_full: 512 are waiting", Fault.QUEUE_FULL, 429),
+    (grpc.StatusCode.UNAVAILABLE, "tritongate:deadline_exceeded: 3 s", Fault.DEADLINE, 504),
+    (grpc.StatusCode.UNAVAILABLE, "tritongate:shutting_down: unloading", Fault.NOT_READY, 503),
+    (grpc.StatusCode.CANCELLED, "tritongate:cancelled: by request", Fault.CANCELLED, 503),
+    (grpc.StatusCode.INTERNAL, "tritongate:internal: at /models/x.py", Fault.INTERNAL, 502),
+    (None, "tritongate:unheard_of: what", Fault.INTERNAL, 502),
+]
+
+
+@pytest.mark.parametrize(("code", "text", "fault", "status"), TABLE)
+def test_what_triton_says_becomes_one_fault_and_one_status(
+    code: grpc.StatusCode | None, text: str, fault: Fault, status: int
+) -> None:
+    error = classify(text, code)
+    assert error.fault is fault
+    assert error.detail == text
+    told = error.to_gateway()
+    assert isinstance(told, GatewayError)
+    assert told.status == status
+    assert not any(secret in told.message for secret in SECRETS)
+    assert (told.retry_after_s is not None) == (status in {429, 503})
+
+
+def test_every_fault_has_a_treatment_and_every_refusal_a_fault() -> None:
+    assert set(TREATMENTS) == set(Fault)
+    for code in RefusalCode:
+        assert classify(refusal_text(code, "why")).fault.value in {code.value, "not_ready"}
+
+
+def test_only_refusals_of_the_request_itself_are_passed_on_in_their_own_words() -> None:
+    passed_on = {
+        code for code in RefusalCode if "own words" in classify(refusal_text(code, "own words")).message
+    }
+    assert passed_on == {
+        RefusalCode.INVALID_REQUEST,
+        RefusalCode.INVALID_GRAMMAR,
+        RefusalCode.CONTEXT_LENGTH_EXCEEDED,
+    }
+
+
+def test_a_refusal_is_shown_without_what_follows_its_first_line_and_not_at_any_length() -> None:
+    shown = classify(
+        refusal_text(RefusalCode.INVALID_REQUEST, "no such seed\n\nAt:\n  /models/m.py(1)")
+    ).message
+    assert shown == "no such seed"
+    shown = classify(refusal_text(RefusalCode.INVALID_REQUEST, "x" * 10_000)).message
+    assert len(shown) == MESSAGE_LIMIT
+
+
+def test_a_request_that_may_have_done_harm_or_was_refused_for_itself_is_not_repeated_elsewhere() -> None:
+    assert {fault for fault in Fault if TREATMENTS[fault].failover} == {
+        Fault.QUEUE_FULL,
+        Fault.UNREACHABLE,
+        Fault.NOT_READY,
+        Fault.UNLOADED,
+        Fault.STUB_DEAD,
+        Fault.SILENT,
+        Fault.CHANNEL_LOST,
+        Fault.NO_CHANNEL,
+    }
+    assert [fault for fault in Fault if TREATMENTS[fault].same_replica] == [Fault.CHANNEL_LOST]
+
+
+async def test_a_refused_grammar_is_blamed_on_the_field_that_it_came_from() -> None:
+    offer = ToolOffer(tools=tuple(Tool(name=name, description=None, parameters={}) for name in ("a", "b")))
+    request = generation(prompt=Conversation((), offer))
+    for code, words, param in (
+        ("invalid_grammar", "no such keyword", "tools"),
+        ("invalid_grammar", "tool b: parameters.enum must be a list", "tools.1.function.parameters"),
+        ("invalid_grammar", "tool c: nobody's", "tools"),
+        ("invalid_request", "tool b: bad seed", None),
+    ):
+        told = classify(f"tritongate:{code}: {words}").blame_grammar(request).to_gateway()
+        assert (told.message, told.param) == (words, param)
