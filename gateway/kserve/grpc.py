@@ -15,7 +15,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 from google.protobuf import json_format
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
 
@@ -213,13 +213,12 @@ class GrpcServer:
             exchange.body = json_format.MessageToJson(request, indent=None).encode()
         return request
 
-    async def _answer(self, name: str, request: Any, exchange: Exchange) -> Message:
-        answer = GetMessageClass(_METHODS[name].output_type)()
+    async def _answer(self, name: str, request: Any, exchange: Exchange) -> Any:
         if name in ("ModelInfer", "ModelStreamInfer"):
             return _write(await self._door.infer(_read(request), exchange, _connected))
+        answer = GetMessageClass(_METHODS[name].output_type)()
         if name in self._documents:
-            json_format.ParseDict(self._documents[name](request), answer)
-            return answer
+            return json_format.ParseDict(self._documents[name](request), answer)
         if name == "RepositoryModelLoad":
             await self._door.load(request.model_name, dict(request.parameters))
         elif name == "RepositoryModelUnload":

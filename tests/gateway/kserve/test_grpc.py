@@ -27,23 +27,13 @@ from gateway.generation import Event, Generation, Turns
 from gateway.kserve.grpc import GrpcServer
 from gateway.listeners import ListenError
 from tests.gateway.fake_upstream import FakeUpstream, say, say_and_hang
-from tests.gateway.kserve.legacy import VALUES, echo, over_grpc
+from tests.gateway.kserve.legacy import VALUES, echo, over_grpc, question
 from tests.gateway.serving import settings, until
 from wire.history import Turn
-from wire.strings import pack_strings, unpack_strings
+from wire.strings import unpack_strings
 
 ROUTE = "/inference.GRPCInferenceService/"
 CODE = grpc.StatusCode
-
-
-def question(model: str = "glm", **changes: Any) -> Any:
-    """Contract 1 as a message; a changed value of None leaves its tensor out."""
-    request = service_pb2.ModelInferRequest(model_name=model, id="7")
-    for name, value in (VALUES | changes).items():
-        if value is not None:
-            request.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
-            request.raw_input_contents.append(pack_strings([value.encode()]))
-    return request
 
 
 async def refusal(call: Any) -> tuple[Any, str]:
