@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from gateway.setting_types import revealed
 from gateway.settings import Settings
-from gateway.triton.channel import Channel
-from gateway.triton.control import Control
-from gateway.triton.health import ReplicaReport, ReplicaState
+from gateway.triton.client import Client, Control
+from gateway.triton.errors import Fault, TritonError
 from gateway.triton.pool import TritonUpstream
+from gateway.triton.replicas import ReplicaReport, ReplicaState
 from gateway.triton.resolver import Name, Resolve, name_in, resolve
-from gateway.triton.status import Fault, TritonError
 
 _POLL_S = 0.05
 
@@ -63,8 +62,8 @@ async def _look_up(name: Name, timeout_s: float, resolve: Resolve) -> tuple[Sequ
 
 
 async def _reach(settings: Settings, address: str, timeout_s: float) -> Finding:
-    channel = Channel(address, repository_key=revealed(settings.repository_key))
-    control = Control(channel, timeout_s=timeout_s)
+    client = Client(address, repository_key=revealed(settings.repository_key))
+    control = Control(client, timeout_s=timeout_s)
     try:
         live = await control.live()
         if not settings.models:
@@ -73,7 +72,7 @@ async def _reach(settings: Settings, address: str, timeout_s: float) -> Finding:
         why = f" ({error.message})" if error.fault is Fault.NOT_PERMITTED else ""
         return Finding(ok=False, text=f"upstream {address}: {error.fault.value}{why}")
     finally:
-        await channel.close()
+        await client.close()
     return Finding(ok=live, text=f"upstream {address}: {'live' if live else 'not live'}")
 
 

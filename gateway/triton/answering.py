@@ -16,15 +16,15 @@ from tritonclient.grpc import service_pb2
 from gateway.dialects.base import ChannelDecoder, ChannelDialect, Dialect, ModelReport, TokenizerDialect
 from gateway.generation import Event, Generation
 from gateway.tokenization import Tokenization, Tokens
-from gateway.triton.channel import Channel
-from gateway.triton.delta_channel import DeltaBuffer, DeltaChannel
-from gateway.triton.status import Fault, TritonError
+from gateway.triton.channel import DeltaBuffer, DeltaChannel
+from gateway.triton.client import Client
+from gateway.triton.errors import Fault, TritonError
 from wire.meta import Delivered
 from wire.request import ChannelStream
 
 
 async def answer_plainly(
-    channel: Channel, dialect: Dialect, generation: Generation, report: ModelReport, *, idle_timeout_s: float
+    client: Client, dialect: Dialect, generation: Generation, report: ModelReport, *, idle_timeout_s: float
 ) -> AsyncGenerator[Event, None]:
     """Run `generation` with all of its answer on its own stream.
 
@@ -34,7 +34,7 @@ async def answer_plainly(
         InvalidRequestError: the model cannot express the request.
     """
     decoder = dialect.decoder(generation, report)
-    responses = channel.stream_infer(
+    responses = client.stream_infer(
         dialect.request(generation, report, remaining_s=_remaining_s(generation)),
         deadline=generation.deadline,
         idle_timeout_s=idle_timeout_s,
@@ -48,28 +48,28 @@ async def answer_plainly(
 
 
 async def answer_over_channel(
-    channel: Channel,
-    delta_channel: DeltaChannel,
+    client: Client,
+    channel: DeltaChannel,
     dialect: ChannelDialect,
     generation: Generation,
     report: ModelReport,
 ) -> AsyncGenerator[Event, None]:
-    """Run `generation` with its deltas on `delta_channel`, once that is open.
+    """Run `generation` with its deltas on `channel`, once that is open.
 
     Raises:
         TritonError: it failed; `NO_CHANNEL` if the channel did not open, `CHANNEL_LOST` if it was lost.
         UpstreamProtocolError: the answer cannot be understood.
         InvalidRequestError: the model cannot express the request.
     """
-    await delta_channel.opened()
-    numbers = delta_channel.next_numbers(generation.n)
-    address = ChannelStream(id=delta_channel.id, stream=numbers.start)
+    await channel.opened()
+    numbers = channel.next_numbers(generation.n)
+    address = ChannelStream(id=channel.id, stream=numbers.start)
     request = dialect.request(generation, report, remaining_s=_remaining_s(generation), channel=address)
     now = asyncio.get_running_loop().time()
     buffer = DeltaBuffer(numbers, now, lambda: own.cancel())  # noqa: PLW0108 - `own` does not exist yet
-    with delta_channel.deliver(buffer):
-        own = asyncio.create_task(_read_own_stream(channel, request, generation, buffer))
-        answer = _Answer(delta_channel, buffer, dialect.decoder(generation, report))
+    with channel.deliver(buffer):
+        own = asyncio.create_task(_read_own_stream(client, request, generation, buffer))
+        answer = _Answer(channel, buffer, dialect.decoder(generation, report))
         try:
             async with contextlib.aclosing(answer.events()) as events:
                 async for event in events:
@@ -79,7 +79,7 @@ async def answer_over_channel(
             await asyncio.wait({own})
         except TritonError as error:
             if error.fault is Fault.CHANNEL_LOST:
-                delta_channel.lose(address.id, error)
+                channel.lose(address.id, error)
             raise
         finally:
             own.cancel()
@@ -88,7 +88,7 @@ async def answer_over_channel(
 
 
 async def tokenize(
-    channel: Channel, dialect: TokenizerDialect, tokenization: Tokenization, report: ModelReport
+    client: Client, dialect: TokenizerDialect, tokenization: Tokenization, report: ModelReport
 ) -> Tokens:
     """Run `tokenization`.
 
@@ -97,7 +97,7 @@ async def tokenize(
         UpstreamProtocolError: the answer cannot be understood.
         InvalidRequestError: the model cannot express it.
     """
-    responses = channel.stream_infer(
+    responses = client.stream_infer(
         dialect.tokenize(tokenization, report, remaining_s=_remaining_s(tokenization)),
         deadline=tokenization.deadline,
         idle_timeout_s=math.inf,  # there are no heartbeats
@@ -110,8 +110,8 @@ async def tokenize(
 class _Answer:
     """Merges deltas and responses into one ordered stream of events."""
 
-    def __init__(self, delta_channel: DeltaChannel, buffer: DeltaBuffer, decoder: ChannelDecoder) -> None:
-        self._delta_channel = delta_channel
+    def __init__(self, channel: DeltaChannel, buffer: DeltaBuffer, decoder: ChannelDecoder) -> None:
+        self._channel = channel
         self._buffer = buffer
         self._decoder = decoder
 
@@ -144,7 +144,7 @@ class _Answer:
         Raises:
             TritonError: one was lost.
         """
-        buffer, channel = self._buffer, self._delta_channel
+        buffer, channel = self._buffer, self._channel
         if not 0 <= index < len(buffer.received):
             return  # the decoder reports the fault
         channel.wake_after(delivered.frame, buffer)
@@ -156,12 +156,12 @@ class _Answer:
 
 
 async def _read_own_stream(
-    channel: Channel, request: service_pb2.ModelInferRequest, generation: Generation, buffer: DeltaBuffer
+    client: Client, request: service_pb2.ModelInferRequest, generation: Generation, buffer: DeltaBuffer
 ) -> None:
     """Put the responses of the request's own stream, and its end, into `buffer`."""
     loop = asyncio.get_running_loop()
     # No idle timeout here: the channel's reader sees the deltas too, and decides whether the model is silent.
-    responses = channel.stream_infer(
+    responses = client.stream_infer(
         request, deadline=generation.deadline, idle_timeout_s=math.inf, headers=generation.headers
     )
     try:

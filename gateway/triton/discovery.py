@@ -11,31 +11,30 @@ from collections.abc import Callable, Sequence
 from gateway.dialects.registry import choose
 from gateway.errors import UpstreamProtocolError
 from gateway.triton.backoff import Backoff
-from gateway.triton.channel import Channel
-from gateway.triton.control import Control, EntryState
-from gateway.triton.health import HealthPolicy
-from gateway.triton.status import Fault, TritonError
+from gateway.triton.client import Client, Control, EntryState
+from gateway.triton.errors import Fault, TritonError
+from gateway.triton.replicas import HealthPolicy
 
 _log = logging.getLogger(__name__)
 
 _NO_FAULT_OF_ENTRY = {Fault.UNREACHABLE, Fault.DEADLINE, Fault.CLOSED}
 """Failures to read an entry's inputs that are the server's."""
 
-Found = Callable[[Channel, Sequence[str]], None]
+Found = Callable[[Client, Sequence[str]], None]
 
 
 class Discovery:
     """Reads one Triton's repository periodically; run `watch` as a task.
 
     Args:
-        channel: to that Triton.
+        client: of that Triton.
         policy: how often to look.
         found: called after each look with the ids of models that are new since the last, most often none.
     """
 
-    def __init__(self, channel: Channel, policy: HealthPolicy, found: Found) -> None:
-        self._channel = channel
-        self._control = Control(channel, timeout_s=policy.probe_timeout_s)
+    def __init__(self, client: Client, policy: HealthPolicy, found: Found) -> None:
+        self._client = client
+        self._control = Control(client, timeout_s=policy.probe_timeout_s)
         self._policy = policy
         self._found = found
         self._known: set[str] = set()
@@ -50,14 +49,14 @@ class Discovery:
                 found = await self._look()
             except TritonError as error:
                 if reachable:
-                    extra = {"upstream": self._channel.address, "detail": error.detail}
+                    extra = {"upstream": self._client.address, "detail": error.detail}
                     _log.warning("models cannot be listed: %s", error.fault.value, extra=extra)
                 reachable = False
                 await asyncio.sleep(backoff.next())
             else:
                 reachable = True
                 backoff.reset()
-                self._found(self._channel, found)
+                self._found(self._client, found)
                 await asyncio.sleep(self._policy.interval_s)
 
     async def _look(self) -> list[str]:
@@ -69,15 +68,15 @@ class Discovery:
         ours = []
         for entry in sorted(loaded - self._known - self._rejected):
             try:
-                inputs = (await self._control.metadata(entry)).inputs
+                inputs = await self._control.inputs(entry)
             except TritonError as error:
                 if error.fault in _NO_FAULT_OF_ENTRY:
                     raise
                 continue  # It is just being unloaded, or broken: the next look will tell.
             try:
-                choose(entry, frozenset(inputs))
+                choose(entry, inputs)
             except UpstreamProtocolError as error:
-                extra = {"upstream": self._channel.address}
+                extra = {"upstream": self._client.address}
                 _log.info("model left out: %s", error.message, extra=extra)
                 self._rejected.add(entry)
             else:

@@ -1,11 +1,19 @@
-"""Failover: the replicas that one request tries in turn, until one answers or no other may be tried."""
+"""The attempts of one request, each on another replica, until one answers or no other may be tried.
+
+They are calls in the trace of the HTTP request.
+"""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Generic, TypeVar
 
-from gateway.triton.health import ReplicaState, UpstreamObserver, unable
-from gateway.triton.replicas import Replica
-from gateway.triton.status import Fault, TritonError
+from gateway.generation import Generation
+from gateway.tokenization import Tokenization
+from gateway.tracing import Attribute, Part, current_trace
+from gateway.triton.errors import Fault, TritonError
+from gateway.triton.replicas import Replica, ReplicaState, UpstreamObserver, unable
 
 _log = logging.getLogger(__name__)
 
@@ -22,8 +30,12 @@ _NO_FAULT_OF_UPSTREAM = {
 _LOGGED_LIMIT = 2000
 """How many characters of an upstream's error text are logged."""
 
+R = TypeVar("R", Generation, Tokenization)
 
-class Tries:
+_NOWHERE = Part()
+
+
+class Attempts:
     """The attempts of one request.
 
     Args:
@@ -112,3 +124,44 @@ def least_outstanding(replicas: Sequence[Replica]) -> Replica | None:
     chosen = min(ready, key=lambda replica: (replica.outstanding, replica.last_chosen))
     chosen.last_chosen = max(replica.last_chosen for replica in replicas) + 1
     return chosen
+
+
+class TracedCalls(Generic[R]):
+    """Records the calls for one request in the trace of the current task's HTTP request.
+
+    An HTTP request with several prompts has one of these per prompt.
+
+    Args:
+        request: to be sent to a Triton.
+    """
+
+    def __init__(self, request: R) -> None:
+        self._request: R = request
+        self._trace = current_trace.get()
+        self._called: list[str] = []
+        if self._trace is not None:
+            self._trace.calls.append(self._called)
+
+    @contextmanager
+    def to(self, replica: Replica) -> Iterator[tuple[Part, R]]:
+        """Record a call to `replica`.
+
+        Yields the call's part of the trace, and the request with the headers that continue the trace there. A
+        TritonError that leaves the block is recorded as the call's failure.
+        """
+        if self._trace is None:
+            yield _NOWHERE, self._request
+            return
+        self._called.append(replica.upstream)
+        attributes: dict[str, Attribute] = {
+            "server.address": replica.upstream,
+            "rpc.system": "grpc",
+            "gen_ai.request.model": replica.model,
+            "tritongate.attempt": len(self._called),
+        }
+        with self._trace.part("call", attributes) as part:
+            try:
+                yield part, replace(self._request, headers=part.headers) if part.headers else self._request
+            except TritonError as error:
+                part.fail(error.fault.value)
+                raise

@@ -11,18 +11,16 @@ from collections.abc import AsyncGenerator, Sequence
 from gateway.errors import InvalidRequestError, ModelNotFoundError, UpstreamProtocolError
 from gateway.generation import Accepted, Delta, Event, Generation
 from gateway.tokenization import Tokenization, Tokens
+from gateway.triton.admin import ModelControl
 from gateway.triton.answering import answer_over_channel, answer_plainly
 from gateway.triton.answering import tokenize as tokenize_on
-from gateway.triton.channel import Channel
+from gateway.triton.backends import Backend, Backends, PoolObserver
+from gateway.triton.client import Client
 from gateway.triton.discovery import Discovery
-from gateway.triton.failover import Tries
-from gateway.triton.health import HealthPolicy, ReplicaReport, ReplicaState
-from gateway.triton.members import Member, Members, PoolObserver
-from gateway.triton.model_control import ModelControl
-from gateway.triton.replicas import Replica
+from gateway.triton.errors import Fault, TritonError
+from gateway.triton.failover import Attempts, TracedCalls
+from gateway.triton.replicas import HealthPolicy, Replica, ReplicaReport, ReplicaState
 from gateway.triton.resolver import Resolve, resolve
-from gateway.triton.status import Fault, TritonError
-from gateway.triton.traced_calls import TracedCalls
 from gateway.upstream import EntriesChanged, ModelCard
 
 
@@ -67,27 +65,27 @@ class TritonUpstream:
         now = int(time.time())
         self._created = dict.fromkeys(self._configured, now)
         """The models to be served, with the Unix time at which each was first seen."""
-        self._members = Members(
+        self._backends = Backends(
             upstreams,
-            make=self._make_member,
+            make=self._make_backend,
             policy=self._health,
             interval_s=resolve_interval_s,
             resolve=resolve,
             observer=observer,
         )
         self._control = ModelControl(
-            self._channels, self._replica, self._add_replica, timeout_s=load_timeout_s
+            self._clients, self._replica, self._add_replica, timeout_s=load_timeout_s
         )
         self._closed = False
 
     async def start(self) -> None:
         """Connect and begin watching health; returns without waiting for readiness."""
-        self._members.start()
+        self._backends.start()
 
     async def close(self) -> None:
-        """Stop watching and close the channels; running generations end with `UnavailableError`."""
+        """Stop watching and close the clients; running generations end with `UnavailableError`."""
         self._closed = True
-        await self._members.close()
+        await self._backends.close()
 
     def models(self) -> list[ModelCard]:
         """Return the models to be served, as configured or discovered, by name."""
@@ -109,10 +107,10 @@ class TritonUpstream:
 
     async def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
         """Run `request`: see `gateway.upstream.Upstream.generate`."""
-        tries, calls = self._tries(request), TracedCalls(request)
+        attempts, calls = self._attempts(request), TracedCalls(request)
         accepted = delivered = generated = False
         while True:
-            replica = tries.next()
+            replica = attempts.next()
             try:
                 with calls.to(replica) as (call, asked):
                     async with contextlib.aclosing(self._attempt(replica, asked)) as events:
@@ -130,24 +128,24 @@ class TritonUpstream:
                             yield event
             except TritonError as error:
                 replica.suspect(error)
-                tries.failed(error.blame_grammar(request), delivered=delivered)
+                attempts.failed(error.blame_grammar(request), delivered=delivered)
             else:
                 return
 
     async def tokenize(self, request: Tokenization) -> Tokens:
         """Run `request`: see `gateway.upstream.Upstream.tokenize`."""
-        tries, calls = self._tries(request), TracedCalls(request)
+        attempts, calls = self._attempts(request), TracedCalls(request)
         while True:
-            replica = tries.next()
+            replica = attempts.next()
             try:
                 with calls.to(replica) as (_, asked), replica.in_use():
                     return await self._tokenize(replica, asked)
             except TritonError as error:
                 replica.suspect(error)
-                tries.failed(error)
+                attempts.failed(error)
 
-    def _tries(self, request: Generation | Tokenization) -> Tries:
-        return Tries(
+    def _attempts(self, request: Generation | Tokenization) -> Attempts:
+        return Attempts(
             lambda: self._find(request.model),
             request_id=request.request_id,
             limit=self._max_attempts,
@@ -177,10 +175,10 @@ class TritonUpstream:
                 channels = dialect.channels if request.stream else None
                 if channels is None:
                     answer = answer_plainly(
-                        replica.channel, dialect, request, report, idle_timeout_s=self._idle_timeout_s
+                        replica.client, dialect, request, report, idle_timeout_s=self._idle_timeout_s
                     )
                 else:
-                    answer = answer_over_channel(replica.channel, replica.deltas, channels, request, report)
+                    answer = answer_over_channel(replica.client, replica.channel, channels, request, report)
                 async with contextlib.aclosing(answer) as events:
                     async for event in events:
                         yield event
@@ -193,7 +191,7 @@ class TritonUpstream:
         if dialect.tokenizer is None:
             raise InvalidRequestError("The model's tokenizer cannot be used.", param="model")
         try:
-            return await tokenize_on(replica.channel, dialect.tokenizer, request, report)
+            return await tokenize_on(replica.client, dialect.tokenizer, request, report)
         except UpstreamProtocolError as error:
             raise TritonError(Fault.PROTOCOL, error.message, message=error.message) from error
 
@@ -203,7 +201,7 @@ class TritonUpstream:
             raise TritonError(Fault.CLOSED, "the pool was closed").to_gateway()
         if model_id in self._created:
             return self._replicas(model_id)
-        if not self._configured and not any(member.listed for member in self._members.present()):
+        if not self._configured and not any(backend.listed for backend in self._backends.present()):
             # It is not known yet which models there are.
             raise TritonError(Fault.UNREACHABLE, "no repository was read yet").to_gateway()
         raise ModelNotFoundError(f"The model {model_id!r} does not exist.", param="model")
@@ -224,54 +222,54 @@ class TritonUpstream:
 
     def _replicas(self, model_id: str) -> list[Replica]:
         return [
-            member.replicas[model_id] for member in self._members.present() if model_id in member.replicas
+            backend.replicas[model_id] for backend in self._backends.present() if model_id in backend.replicas
         ]
 
-    def _channels(self) -> list[Channel]:
-        return [member.channel for member in self._members.present()]
+    def _clients(self) -> list[Client]:
+        return [backend.client for backend in self._backends.present()]
 
-    def _make_member(self, address: str) -> Member:
-        channel = Channel(address, repository_key=self._repository_key)
-        member = Member(
-            channel,
+    def _make_backend(self, address: str) -> Backend:
+        client = Client(address, repository_key=self._repository_key)
+        backend = Backend(
+            client,
             self._health,
             idle_timeout_s=self._idle_timeout_s,
             observer=self._observer,
-            changed=self._members.lost_health,
+            changed=self._backends.lost_health,
         )
         for model_id in self._configured:
-            member.add(model_id)
+            backend.add(model_id)
         if not self._configured:
-            discovery = Discovery(channel, self._health, self._discovered)
-            member.spawn(discovery.watch(), f"discover on {address}")
-        return member
+            discovery = Discovery(client, self._health, self._discovered)
+            backend.spawn(discovery.watch(), f"discover on {address}")
+        return backend
 
-    def _discovered(self, channel: Channel, model_ids: Sequence[str]) -> None:
+    def _discovered(self, client: Client, model_ids: Sequence[str]) -> None:
         """A repository was read; `model_ids` are models not reported before, perhaps none."""
-        member = self._members.of(channel)
-        if member is None:
+        backend = self._backends.of(client)
+        if backend is None:
             return
-        member.listed = True
+        backend.listed = True
         for model_id in model_ids:
-            if model_id not in member.replicas:
-                self._add_replica(model_id, channel)
+            if model_id not in backend.replicas:
+                self._add_replica(model_id, client)
         self._forget_models()
 
     def _forget_models(self) -> None:
         """Forget models whose Tritons have left, once all other repositories were read."""
-        members = self._members.present()
-        if all(member.listed for member in members):
+        backends = self._backends.present()
+        if all(backend.listed for backend in backends):
             self._created = {
                 model_id: created for model_id, created in self._created.items() if self._replicas(model_id)
             }
 
-    def _replica(self, model_id: str, channel: Channel) -> Replica | None:
-        member = self._members.of(channel)
-        return member.replicas.get(model_id) if member else None
+    def _replica(self, model_id: str, client: Client) -> Replica | None:
+        backend = self._backends.of(client)
+        return backend.replicas.get(model_id) if backend else None
 
-    def _add_replica(self, model_id: str, channel: Channel) -> Replica:
-        member = self._members.of(channel)
-        if member is None:
+    def _add_replica(self, model_id: str, client: Client) -> Replica:
+        backend = self._backends.of(client)
+        if backend is None:
             raise TritonError(Fault.UNREACHABLE, "this Triton is gone")
         self._created.setdefault(model_id, int(time.time()))
-        return member.add(model_id)
+        return backend.add(model_id)

@@ -1,4 +1,4 @@
-"""One model on one Triton: its health, and how many requests it is running.
+"""One model on one Triton: its health, its delta channel, and how many requests it is running.
 
 Health is determined by probes (`{"probe": true}`, sent to the model itself), because Triton goes on calling a
 model ready after its process has died. A generation whose failure suggests that the replica is at fault takes
@@ -9,27 +9,96 @@ Knows nothing of generations beyond their number, nor of other replicas.
 
 import asyncio
 import contextlib
+import enum
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from gateway.dialects.base import Dialect, ModelReport
 from gateway.dialects.registry import choose
 from gateway.errors import GatewayError
 from gateway.triton.backoff import Backoff
-from gateway.triton.channel import Channel
-from gateway.triton.control import Control, EntryState
-from gateway.triton.delta_channel import DeltaChannel
-from gateway.triton.health import (
-    STATE_AFTER,
-    HealthPolicy,
-    ReplicaReport,
-    ReplicaState,
-    UpstreamObserver,
-    unable,
-)
-from gateway.triton.status import Fault, TritonError
+from gateway.triton.channel import DeltaChannel
+from gateway.triton.client import Client, Control, EntryState
+from gateway.triton.errors import Fault, TritonError
 
 _log = logging.getLogger(__name__)
+
+
+class ReplicaState(enum.StrEnum):
+    """Only READY takes requests."""
+
+    UNKNOWN = "unknown"
+    """Not probed yet."""
+    READY = "ready"
+    NOT_READY = "not_ready"
+    """The server answers, but the model does not serve: unknown, loading, broken, or of another contract."""
+    UNLOADED = "unloaded"
+    """It was unloaded on purpose, through the gateway or Triton: it is not meant to serve."""
+    UNREACHABLE = "unreachable"
+    STUCK = "stuck"
+    """The model's process is dead, or makes no progress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthPolicy:
+    """How health is watched; all values in seconds."""
+
+    interval_s: float = 1.0
+    """Between probes of a replica that is ready."""
+    probe_timeout_s: float = 5.0
+    stuck_after_s: float = 60.0
+    """An engine whose last loop iteration is older than this is stuck; on a slow CPU a step takes seconds."""
+    backoff_first_s: float = 0.25
+    backoff_limit_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """A replica as `tritongate check` and logs show it."""
+
+    model: str
+    upstream: str
+    state: ReplicaState
+    reason: str
+    report: ModelReport | None
+    """The answer to the latest probe; None until there was one."""
+
+
+class UpstreamObserver(Protocol):
+    """Told of health and errors, for metrics. Called on the event loop; must not block."""
+
+    def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
+        """`model` on `upstream` became able, or unable, to take requests."""
+        ...
+
+    def upstream_error(self, model: str, upstream: str, code: str) -> None:
+        """A generation failed on `upstream`; `code` is a value of `gateway.triton.errors.Fault`."""
+        ...
+
+
+STATE_AFTER = {
+    Fault.UNREACHABLE: ReplicaState.UNREACHABLE,
+    Fault.NOT_READY: ReplicaState.NOT_READY,
+    Fault.STUB_DEAD: ReplicaState.STUCK,
+    Fault.SILENT: ReplicaState.STUCK,
+}
+"""Faults of a generation that put its replica in doubt, and its state until the next probe."""
+
+_FAULT_OF = {
+    ReplicaState.UNREACHABLE: Fault.UNREACHABLE,
+    ReplicaState.STUCK: Fault.SILENT,
+    ReplicaState.UNLOADED: Fault.UNLOADED,
+}
+
+
+def unable(reports: Sequence[ReplicaReport]) -> TritonError:
+    """Return the error for a request when none of a model's replicas is ready, or there is none."""
+    states = {report.state for report in reports}
+    fault = _FAULT_OF.get(states.pop(), Fault.NOT_READY) if len(states) == 1 else Fault.NOT_READY
+    reasons = "; ".join(f"{report.upstream}: {report.state}: {report.reason}" for report in reports)
+    return TritonError(fault, reasons or "no Triton with the model is known")
 
 
 class Replica:
@@ -37,7 +106,7 @@ class Replica:
 
     Args:
         model: its id, which is the name of its repository entry.
-        channel: to the Triton.
+        client: of the Triton.
         policy: how to watch.
         observer: told when it becomes able or unable to take requests.
         idle_timeout_s: for its delta channel.
@@ -46,17 +115,17 @@ class Replica:
     def __init__(
         self,
         model: str,
-        channel: Channel,
+        client: Client,
         policy: HealthPolicy,
         observer: UpstreamObserver | None,
         *,
         idle_timeout_s: float,
     ) -> None:
         self.model = model
-        self.channel = channel
-        self.deltas = DeltaChannel(
+        self.client = client
+        self.channel = DeltaChannel(
             model,
-            channel,
+            client,
             idle_timeout_s=idle_timeout_s,
             backoff=Backoff(policy.backoff_first_s, policy.backoff_limit_s),
         )
@@ -77,7 +146,7 @@ class Replica:
         self._idle = asyncio.Event()
         self._idle.set()
         self._dialect: Dialect | None = None
-        self.control = Control(channel, timeout_s=policy.probe_timeout_s)
+        self.control = Control(client, timeout_s=policy.probe_timeout_s)
         self._policy = policy
         self._observer = observer
         self._suspected = asyncio.Event()
@@ -86,7 +155,7 @@ class Replica:
     @property
     def upstream(self) -> str:
         """The address of its Triton."""
-        return self.channel.address
+        return self.client.address
 
     def describe(self) -> ReplicaReport:
         """Return its current state."""
@@ -106,7 +175,7 @@ class Replica:
 
     async def close(self) -> None:
         """Close its delta channel; cancel `watch` first."""
-        await self.deltas.close()
+        await self.channel.close()
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -180,7 +249,7 @@ class Replica:
                 return  # busy, not dead: the state stays
             if error.fault is Fault.STUB_DEAD:
                 # This fault is certain: requests there would hang until their deadline.
-                self.channel.end_inference(self.model, error.fault, error.detail)
+                self.client.end_inference(self.model, error.fault, error.detail)
             self._become(*await self._judge(error))
         except GatewayError as error:
             self._become(ReplicaState.NOT_READY, error.message)
@@ -198,10 +267,9 @@ class Replica:
     async def _probe(self) -> ModelReport:
         dialect = self._dialect
         if dialect is None:
-            metadata = await self.control.metadata(self.model)
-            dialect = choose(self.model, frozenset(metadata.inputs))
+            dialect = choose(self.model, await self.control.inputs(self.model))
         timeout_s = self._policy.probe_timeout_s
-        responses = self.channel.stream_infer(
+        responses = self.client.stream_infer(
             dialect.probe(self.model),
             deadline=asyncio.get_running_loop().time() + timeout_s,
             idle_timeout_s=timeout_s,
@@ -252,11 +320,11 @@ class Replica:
             self._failed = False
             self._ready.set()
             if self._dialect is not None and self._dialect.channels is not None:
-                self.deltas.start(self._dialect.channels)
+                self.channel.start(self._dialect.channels)
         else:
             # It may come back as another model, and cannot be unloaded while a channel is open.
             self._dialect = None
-            self.deltas.retire()
+            self.channel.retire()
             self._ready.clear()
         if state is ReplicaState.STUCK:
             self._failed = True

@@ -16,7 +16,7 @@ from deploy.docker import triton_health
 from deploy.docker.start_triton import main as start_triton
 from gateway.configuration import load_settings, settings_table
 from gateway.setting_types import revealed
-from gateway.triton.health import HealthPolicy
+from gateway.triton.replicas import HealthPolicy
 from gateway.up import TritonOptions
 from tests.deploy.compose_file import load_compose
 

@@ -1,9 +1,9 @@
 """A `1/model.py` that does what its prompt says, to see how Triton carries each failure.
 
 `refuse CODE`, `raise`, `hang` (accepted, then nothing until cancelled, which is noted by a file `cancelled`
-in the entry's folder), `beat` (the same with heartbeats), `die`; anything else is answered by itself, over the
-channel if the request names one. The tokens of a text are its characters. It is loading as long as there is
-a file `hold` in the folder.
+in the entry's folder), `beat` (the same with heartbeats), `die`; anything else is answered by itself, over
+the channel if the request names one. The tokens of a text are its characters. It is loading as long as there
+is a file `hold` in the folder.
 """
 
 import os
@@ -26,11 +26,12 @@ USAGE = Usage(prompt_tokens=1, completion_tokens=1)
 REPORT = ProbeReport(heartbeat_age_s=0, running=0, waiting=0, format="chatglm3", max_context=8)
 BEAT_S = 0.05
 STATUSES = {
-    RefusalCode.INVALID_REQUEST: pb_utils.TritonError.INVALID_ARG,
-    RefusalCode.CONTEXT_LENGTH_EXCEEDED: pb_utils.TritonError.INVALID_ARG,
-    RefusalCode.CANCELLED: pb_utils.TritonError.CANCELLED,
-    RefusalCode.INTERNAL: pb_utils.TritonError.INTERNAL,
+    RefusalCode.INVALID_REQUEST: "INVALID_ARG",
+    RefusalCode.CONTEXT_LENGTH_EXCEEDED: "INVALID_ARG",
+    RefusalCode.CANCELLED: "CANCELLED",
+    RefusalCode.INTERNAL: "INTERNAL",
 }
+"""Those that are not UNAVAILABLE, by name: Triton adds them to its module after this one is read."""
 
 
 class Call:
@@ -46,7 +47,7 @@ class Call:
         self._send("", encode_frame(frame), final=False)
 
     def refuse(self, code: RefusalCode, message: str) -> None:
-        status = STATUSES.get(code, pb_utils.TritonError.UNAVAILABLE)
+        status = getattr(pb_utils.TritonError, STATUSES.get(code, "UNAVAILABLE"))
         error = pb_utils.TritonError(refusal_text(code, message), status)
         self._respond(pb_utils.InferenceResponse(error=error), final=True)
 
@@ -104,11 +105,11 @@ class TritonPythonModel:
             match decode_request(document):
                 case Probe():
                     call.send("", Meta(probe=REPORT), final=True)
-                case OpenChannel(channel_id):
+                case OpenChannel(open_channel=channel_id):
                     self.channels[channel_id] = Channel(call)
                 case Tokenize():
                     call.send("", Meta(tokenized=Tokenized(ids=list(map(ord, prompt.decode())))), final=True)
-                case Detokenize(ids):
+                case Detokenize(detokenize=ids):
                     call.send("".join(map(chr, ids)), Meta(tokenized=Tokenized()), final=True)
                 case Generation() as generation:
                     self._obey(*prompt.decode().partition(" ")[::2], generation, call)

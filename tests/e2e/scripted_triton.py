@@ -15,9 +15,9 @@ from tritonclient.grpc import service_pb2
 
 from gateway.errors import GatewayError
 from gateway.generation import Conversation, Event, Generation, Message
-from gateway.triton.channel import Channel
+from gateway.triton.client import Client
+from gateway.triton.errors import TritonError
 from gateway.triton.pool import TritonUpstream
-from gateway.triton.status import TritonError
 from wire.events import Failed, Ready, decode_event
 from wire.strings import pack_strings
 
@@ -47,8 +47,8 @@ class Scripted:
         self.repository_key = repository_key
         self.entry = entry
 
-    def connect(self) -> Channel:
-        return Channel(self.address, repository_key=self.repository_key)
+    def connect(self) -> Client:
+        return Client(self.address, repository_key=self.repository_key)
 
     @property
     def saw_cancel(self) -> Path:
@@ -120,13 +120,13 @@ async def failure(upstream: TritonUpstream, script: str, **options: Any) -> Gate
     return raised.value
 
 
-async def stream_failure(channel: Channel, entry: str, shape: list[int]) -> TritonError:
+async def stream_failure(client: Client, entry: str, shape: list[int]) -> TritonError:
     request = service_pb2.ModelInferRequest(model_name=entry, id="statuses")
     for name in ("prompt", "history", "sampling"):
         request.inputs.add(name=name, datatype="BYTES", shape=shape)
         request.raw_input_contents.append(pack_strings([b"{}"]))
     deadline = asyncio.get_running_loop().time() + 60
-    responses = channel.stream_infer(request, deadline=deadline, idle_timeout_s=60)
+    responses = client.stream_infer(request, deadline=deadline, idle_timeout_s=60)
     with pytest.raises(TritonError) as raised:
         await anext(responses)
     return raised.value

@@ -6,9 +6,9 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from gateway.errors import UnavailableError
-from gateway.triton.health import ReplicaState
+from gateway.triton.errors import Fault
 from gateway.triton.pool import TritonUpstream
-from gateway.triton.status import Fault
+from gateway.triton.replicas import ReplicaState
 from tests.e2e.scripted_triton import (
     Scripted,
     ask,
@@ -31,11 +31,11 @@ async def test_a_model_that_triton_does_not_know(scripted: Scripted) -> None:
         await until(lambda: upstream.replicas()[0].state is ReplicaState.NOT_READY)
         with pytest.raises(UnavailableError):
             [event async for event in upstream.generate(asking("hello", model="other"))]
-    channel = scripted.connect()
+    client = scripted.connect()
     try:
-        assert (await stream_failure(channel, "other", [1, 1])).fault is Fault.NOT_READY
+        assert (await stream_failure(client, "other", [1, 1])).fault is Fault.NOT_READY
     finally:
-        await channel.close()
+        await client.close()
 
 
 async def test_a_stub_that_dies_and_is_brought_back(upstream: TritonUpstream) -> None:
@@ -48,31 +48,31 @@ async def test_a_stub_that_dies_and_is_brought_back(upstream: TritonUpstream) ->
 
 
 async def test_an_unloaded_model(upstream: TritonUpstream, scripted: Scripted) -> None:
-    channel = scripted.connect()
+    client = scripted.connect()
     try:
-        await channel.unary("RepositoryModelUnload", UNLOAD, timeout_s=60)
-        assert (await stream_failure(channel, "m", [1, 1])).fault is Fault.NOT_READY
+        await client.unary("RepositoryModelUnload", UNLOAD, timeout_s=60)
+        assert (await stream_failure(client, "m", [1, 1])).fault is Fault.NOT_READY
         readiness = service_pb2.ModelReadyRequest(name="m")
-        assert not (await channel.unary("ModelReady", readiness, timeout_s=60)).ready
+        assert not (await client.unary("ModelReady", readiness, timeout_s=60)).ready
         await until(lambda: not upstream.model("m").ready)
         assert type(await failure(upstream, "hello")) is UnavailableError
     finally:
-        await channel.unary("RepositoryModelLoad", LOAD, timeout_s=60)
-        await channel.close()
+        await client.unary("RepositoryModelLoad", LOAD, timeout_s=60)
+        await client.close()
     await ready(upstream)
 
 
 async def test_a_model_that_is_being_loaded(scripted: Scripted) -> None:
     """503 while it loads, also to a gateway that is started meanwhile; then it serves."""
     hold = scripted.entry / "hold"
-    channel = scripted.connect()
+    client = scripted.connect()
     loading = None
     try:
         async with upstream_of(scripted) as upstream:
             await ready(upstream)
             hold.touch()
-            await channel.unary("RepositoryModelUnload", UNLOAD, timeout_s=60)
-            loading = asyncio.create_task(channel.unary("RepositoryModelLoad", LOAD, timeout_s=60))
+            await client.unary("RepositoryModelUnload", UNLOAD, timeout_s=60)
+            loading = asyncio.create_task(client.unary("RepositoryModelLoad", LOAD, timeout_s=60))
             await until(lambda: upstream.replicas()[0].state is ReplicaState.NOT_READY)
             error = await failure(upstream, "hello")
             assert type(error) is UnavailableError
@@ -89,4 +89,4 @@ async def test_a_model_that_is_being_loaded(scripted: Scripted) -> None:
         hold.unlink(missing_ok=True)
         if loading is not None:
             await loading
-        await channel.close()
+        await client.close()

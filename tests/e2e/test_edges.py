@@ -227,7 +227,7 @@ def test_a_gateway_that_is_full_says_so_and_sends_nothing_that_is_late(
 def hurried(relay: Relay) -> Iterator[ServeProcess]:
     """A gateway with little room and little time, which bears its Triton's silence for longer than that."""
     settings = {"request_timeout_s": REQUEST_TIMEOUT_S, "idle_timeout_s": 60, "max_in_flight": 1}
-    settings |= {"max_waiting": 1}
+    settings |= {"max_waiting": 1, "models": "chatglm3"}
     variables = {f"TRITONGATE_{name.upper()}": str(value) for name, value in settings.items()}
     process = ServeProcess(relay.address, **variables)
     yield process

@@ -86,7 +86,7 @@ async def break_under_load(up: UpProcess, victim: psutil.Process) -> None:
 
 async def test_dead_stub_then_dead_server_then_a_clean_end(own_up: UpProcess) -> None:
     processes = len(own_up.tree())
-    await break_under_load(own_up, own_up.stub("chatglm3-stream"))
+    await break_under_load(own_up, own_up.stub("chatglm3"))
     await break_under_load(own_up, own_up.server())
     await asyncio.to_thread(wait_until, lambda: len(own_up.tree()) == processes)
     assert own_up.stop() == 0

@@ -1,5 +1,6 @@
-"""Models come and go while `tritongate up` runs: by the gateway, by command, by curl on Triton."""
+"""Models come and go while `tritongate up` runs: by the gateway, by command, by another gateway."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -14,11 +15,12 @@ import openai
 import psutil
 import pytest
 
+from tests.e2e.serve_process import ServeProcess
 from tests.e2e.up_process import GOLDEN, UpProcess, command_of, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-ENTRIES = ["chatglm3-tokenizer", "chatglm3-stream", "chatglm3"]
+ENTRY = ["chatglm3"]
 TIMEOUT_S = 120.0
 HELLO: list[Any] = [{"role": "user", "content": "你好"}]
 KEYS = json.dumps(
@@ -70,11 +72,11 @@ def ask(up: UpProcess, **options: Any) -> Any:
 
 def test_a_model_is_unloaded_and_its_memory_comes_back(up: UpProcess) -> None:
     before = ask(up, max_tokens=8).choices[0].message.content
-    assert len(stubs(up)) == len(ENTRIES)
+    assert len(stubs(up)) == 1
     memory = sum(process.memory_info().rss for process in stubs(up))
     answer = change(up, "unload")
     assert answer.status_code == 200, answer.text
-    assert answer.json()["changes"][0]["entries"] == ENTRIES[::-1]
+    assert answer.json()["changes"][0]["entries"] == ENTRY
     wait_until(lambda: not stubs(up))
     assert memory > 100 * 2**20
     assert model(up)["unloaded"]
@@ -85,7 +87,7 @@ def test_a_model_is_unloaded_and_its_memory_comes_back(up: UpProcess) -> None:
     assert (refused.value.status_code, "retry-after" in refused.value.response.headers) == (503, True)
     assert change(up, "unload").json()["changes"][0]["entries"] == []
     answer = change(up, "load")
-    assert answer.json()["changes"][0]["entries"] == ENTRIES
+    assert answer.json()["changes"][0]["entries"] == ENTRY
     assert answer.json()["model"]["ready"]
     assert ask(up, max_tokens=8).choices[0].message.content == before
 
@@ -102,7 +104,7 @@ def test_requests_in_flight_finish_and_parallel_changes_conflict(up: UpProcess) 
     assert chunks[-1].choices[0].finish_reason == "length"
     assert statuses == [200, 409, 409, 409]
     assert model(up)["ready"]
-    wait_until(lambda: len(stubs(up)) == len(ENTRIES))
+    wait_until(lambda: len(stubs(up)) == 1)
 
 
 def test_who_may_and_what_may_not(up: UpProcess) -> None:
@@ -139,22 +141,30 @@ def test_by_command(up: UpProcess) -> None:
     assert command(up, "unload", "chatglm3", key="sk-client")[0] == 1
 
 
-def test_by_curl_on_triton(up: UpProcess) -> None:
+def test_by_another_gateway(up: UpProcess) -> None:
     """The supervisor leaves alone what somebody unloaded, and readiness follows."""
-    repository = up.triton_http + "/v2/repository/models/chatglm3-stream"
-    assert httpx.post(repository + "/unload", json={}, timeout=TIMEOUT_S).status_code == 200
-    wait_until(lambda: model(up).get("unloaded", False))
-    assert httpx.get(up.base_url + "/health/ready", timeout=TIMEOUT_S).status_code == 200
-    wait_until(lambda: len(stubs(up)) == len(ENTRIES) - 1)
-    assert httpx.post(repository + "/load", json={}, timeout=120).status_code == 200
-    wait_until(lambda: model(up)["ready"])
+    with contextlib.closing(ServeProcess(up.triton_grpc, TRITONGATE_REPOSITORY_KEY=key_of(up))) as other:
+        url = f"{other.base_url}/v1/models/chatglm3"
+        assert httpx.post(url + "/unload", json={}, timeout=TIMEOUT_S).status_code == 200
+        wait_until(lambda: model(up).get("unloaded", False))
+        assert httpx.get(up.base_url + "/health/ready", timeout=TIMEOUT_S).status_code == 200
+        wait_until(lambda: not stubs(up))
+        assert httpx.post(url + "/load", json={}, timeout=120).status_code == 200
+        wait_until(lambda: model(up)["ready"])
     assert ask(up, max_tokens=2).choices[0].finish_reason == "length"
+
+
+def key_of(up: UpProcess) -> str:
+    """Return the key of the private Triton's repository, from the server's flags."""
+    flag = "--grpc-restricted-protocol="
+    (restricted,) = (word for word in up.server().cmdline() if word.startswith(flag))
+    return restricted.removeprefix(flag).partition(":")[2]
 
 
 def test_what_cannot_be_loaded_says_why(up: UpProcess) -> None:
     assert change(up, "unload").status_code == 200
     config = next(
-        Path(word.partition("=")[2]) / "chatglm3-stream" / "config.pbtxt"
+        Path(word.partition("=")[2]) / "chatglm3" / "config.pbtxt"
         for word in up.server().cmdline()
         if word.startswith("--model-repository=")
     )

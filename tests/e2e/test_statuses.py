@@ -17,8 +17,8 @@ from gateway.errors import (
 )
 from gateway.generation import Delta, PlainText, TokenIds
 from gateway.tokenization import Tokenization
+from gateway.triton.errors import Fault
 from gateway.triton.pool import TritonUpstream
-from gateway.triton.status import Fault
 from tests.e2e.scripted_triton import (
     Scripted,
     ask,
@@ -101,13 +101,13 @@ async def test_an_exception_in_execute(upstream: TritonUpstream) -> None:
 
 
 async def test_tensors_of_another_shape(scripted: Scripted) -> None:
-    channel = scripted.connect()
+    client = scripted.connect()
     try:
-        error = await stream_failure(channel, "m", [1])
+        error = await stream_failure(client, "m", [1])
         assert error.fault is Fault.INTERNAL
         assert "unexpected shape" in error.detail
     finally:
-        await channel.close()
+        await client.close()
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -1,19 +1,20 @@
 """`/tokenize` and `/detokenize` on the real Triton, beside what the OpenAI routes count."""
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import httpx
-import numpy as np
 import openai
 import pytest
-from tritonclient.grpc import InferenceServerClient, InferInput
-from tritonclient.utils import InferenceServerException
-from wire.tokenizing import Tokenizing, encode_tokenizing
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.e2e.stream_client import StreamClient
 from tests.e2e.up_process import UpProcess, wait_until
+from wire.request import Tokenize, encode_request
+from wire.strings import pack_strings
 
 pytestmark = pytest.mark.e2e
 
@@ -65,6 +66,11 @@ def tokens(http: httpx.Client, **body: Any) -> Any:
     return answer.json()
 
 
+def by_the_model(triton: StreamClient, model: str, text: str) -> list[int] | None:
+    ((_, meta),) = triton.stream(model, text, tokenize="text")
+    return meta.tokenized.ids
+
+
 def refusal(http: httpx.Client, path: str, **body: Any) -> tuple[int, Any, Any]:
     answer = http.post(path, json=body)
     error = answer.json()["error"]
@@ -77,7 +83,7 @@ def test_text_goes_there_and_back(model: str, text: str, http: httpx.Client, tri
     with_prefix = tokens(http, model=model, prompt=text)
     bare = tokens(http, model=model, prompt=text, add_special_tokens=False)
     assert with_prefix["count"] == len(with_prefix["tokens"])
-    assert with_prefix["tokens"][2:] == bare["tokens"] == triton.tokenize(model, text=text)[0]
+    assert with_prefix["tokens"][2:] == bare["tokens"] == by_the_model(triton, model, text)
     for each in (with_prefix, bare):
         assert http.post("/detokenize", json={"model": model, "tokens": each["tokens"]}).json() == {
             "prompt": text
@@ -174,23 +180,52 @@ def test_a_million_tokens_are_told_and_more_are_refused(http: httpx.Client) -> N
     assert refusal(http, "/detokenize", model="chatglm3", tokens=[7] * (2**20 + 1)) == (400, "tokens", None)
 
 
-def test_a_full_tokenizer_says_so_and_forgets_who_left(http: httpx.Client, up: UpProcess) -> None:
-    long = InferInput("request", [1], "BYTES")
-    long.set_data_from_numpy(np.array([encode_tokenizing(Tokenizing(text="a" * 400_000, strings=True))]))
-    refused: list[str] = []
+class Flood:
+    """Long texts that nobody waits for, sent directly to the model, and what it refuses."""
 
-    def ended(result: Any, error: Any) -> None:
-        if error is not None and "queue size" in str(error):
-            refused.append(str(error))
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._calls: list[Any] = []
+        self.refused: list[str] = []
 
-    client = InferenceServerClient(up.triton_grpc)
-    calls: list[Any] = []
+    def rise(self, count: int, *, text: str = "a" * 400_000, deadline_ms: int | None = None) -> None:
+        document = encode_request(Tokenize(tokenize="text", strings=True, deadline_ms=deadline_ms))
+        request = service_pb2.ModelInferRequest(model_name="chatglm3")
+        for name, value in (("prompt", text.encode()), ("history", b""), ("sampling", document)):
+            request.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
+            request.raw_input_contents.append(pack_strings([value]))
+        for _ in range(count):
+            self._calls.append(self._stub.ModelStreamInfer(iter([request])))
+            threading.Thread(target=self._read, args=(self._calls[-1],), daemon=True).start()
+
+    def ebb(self) -> None:
+        for call in self._calls:
+            call.cancel()
+
+    def close(self) -> None:
+        self.ebb()
+        self._channel.close()
+
+    def _read(self, call: Any) -> None:
+        with contextlib.suppress(grpc.RpcError):
+            self.refused.extend(message.error_message for message in call if message.error_message)
+
+
+@pytest.fixture
+def flood(up: UpProcess) -> Iterator[Flood]:
+    flood = Flood(up.triton_grpc)
+    yield flood
+    flood.close()
+
+
+def test_a_full_tokenizer_says_so_and_forgets_who_left(http: httpx.Client, flood: Flood) -> None:
     answers: list[httpx.Response] = []
 
     def refuses_while_full() -> bool:
-        before = len(refused)
-        calls.extend(client.async_infer("chatglm3-tokenizer", [long], ended) for _ in range(100))
-        wait_until(lambda: len(refused) > before)
+        before = len(flood.refused)
+        flood.rise(100)
+        wait_until(lambda: len(flood.refused) > before)
         with contextlib.suppress(httpx.ReadTimeout):  # it may get the place of one that was just done
             answers.append(http.post("/tokenize", json={"model": "chatglm3", "prompt": "a"}, timeout=2))
         return bool(answers) and answers[-1].status_code != 200
@@ -199,38 +234,19 @@ def test_a_full_tokenizer_says_so_and_forgets_who_left(http: httpx.Client, up: U
     full = answers[-1]
     assert (full.status_code, full.headers["retry-after"]) == (429, "1")
     assert full.json()["error"]["message"] == "The model's queue is full; try again shortly."
-    assert all("StatusCode.UNAVAILABLE" in each for each in refused)  # as from a queue of Triton's own
-    for call in calls:
-        call.cancel()
-    # Were they tokenised all the same, 64 of them would take half a minute.
+    assert all("tritongate:queue_full:" in each for each in flood.refused)
+    flood.ebb()
+    # Were they tokenized all the same, 64 of them would take half a minute.
     wait_until(lambda: http.post("/tokenize", json={"model": "chatglm3", "prompt": "a"}).status_code == 200)
-    client.close()
 
 
-def test_a_request_waits_for_the_tokenizer_no_longer_than_it_says(up: UpProcess) -> None:
-    def text(content: str) -> list[InferInput]:
-        tensor = InferInput("request", [1], "BYTES")
-        tensor.set_data_from_numpy(np.array([encode_tokenizing(Tokenizing(text=content, strings=True))]))
-        return [tensor]
+def test_a_request_waits_for_the_tokenizer_no_longer_than_it_says(flood: Flood) -> None:
+    def late() -> list[str]:
+        return [each for each in flood.refused if "tritongate:deadline_exceeded:" in each]
 
-    client = InferenceServerClient(up.triton_grpc)
-    busy: list[Any] = []
-    late: list[Any] = []
+    def refuses_what_is_late() -> bool:
+        flood.rise(1)
+        flood.rise(1, text="a", deadline_ms=1)
+        return bool(late())
 
-    def ignored(result: Any, error: Any) -> None:
-        pass
-
-    def ask() -> bool:
-        busy.append(client.async_infer("chatglm3-tokenizer", text("a" * 400_000), ignored))
-        try:
-            client.infer("chatglm3-tokenizer", text("a"), timeout=1000)  # microseconds
-        except InferenceServerException as error:
-            late.append(error)
-        return bool(late)
-
-    wait_until(ask)
-    assert late[0].status() == "StatusCode.UNAVAILABLE"
-    assert "Request timeout expired" in late[0].message()
-    for call in busy:
-        call.cancel()
-    client.close()
+    wait_until(refuses_what_is_late)

@@ -18,7 +18,7 @@ MODELS = ("chatglm3", "chatglm2")
 
 @pytest.fixture
 async def upstream(up: UpProcess) -> AsyncIterator[TritonUpstream]:
-    upstream = TritonUpstream(upstreams=[up.triton_grpc])
+    upstream = TritonUpstream(upstreams=[up.triton_grpc], models=MODELS)
     await upstream.start()
     async with asyncio.timeout(30):
         while {card.id for card in upstream.models() if card.ready} != set(MODELS):  # noqa: ASYNC110 - it has no event

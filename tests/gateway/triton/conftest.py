@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gateway.triton import delta_channel
-from gateway.triton.health import HealthPolicy, ReplicaState
+from gateway.triton import channel as delta_channel
 from gateway.triton.pool import TritonUpstream
+from gateway.triton.replicas import HealthPolicy, ReplicaState
 from tests.gateway.triton.fake_channel import FakeChannels
 from tests.gateway.triton.fake_resolver import NAME, FakeResolver
 from tests.gateway.triton.fake_triton import FakeTriton, until

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Sequence
 
 from gateway.generation import Delta
-from gateway.triton.health import ReplicaState
 from gateway.triton.pool import TritonUpstream
+from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_triton import FakeTriton, generation, until
 
 NAME = "dns:///triton:8001"

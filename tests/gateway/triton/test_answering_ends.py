@@ -1,4 +1,4 @@
-"""Answers over a delta channel that nobody reads any more, or reads too slowly, and what closes channels."""
+"""What is missing from an answer over a delta channel, or too much, and channels that are lost."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,12 +6,190 @@ from typing import Any
 
 import pytest
 
-from gateway.errors import ClientGoneError, UnavailableError
-from gateway.generation import Delta
-from gateway.triton import delta_channel
-from tests.gateway.triton.asking import asked, begun
+from gateway.errors import ClientGoneError, UnavailableError, UpstreamProtocolError
+from gateway.generation import Accepted, Delta
+from gateway.triton import channel as delta_channel
+from tests.gateway.triton.asking import Asked, asked, begun
 from tests.gateway.triton.fake_channel import FakeChannels
-from tests.gateway.triton.fake_triton import FakeTriton, until
+from tests.gateway.triton.fake_triton import FakeTriton, generation, refusing, reply, until
+from wire.meta import Meta
+
+Serve = Callable[..., Any]
+
+
+def missing_from_one_choice(fake: FakeChannels, number: int) -> None:
+    fake.accept(number)
+    fake.frame((number, "a"))
+    fake.frame((number, "b"))
+    fake.finish(number, 1, index=1, last=False)
+
+
+def end_of_a_choice_that_nobody_asked_for(fake: FakeChannels, number: int) -> None:
+    fake.accept(number)
+    fake.finish(number, 0, index=2, last=False)
+
+
+def end_that_does_not_count(fake: FakeChannels, number: int) -> None:
+    fake.accept(number)
+    fake.own[number].put_nowait(reply("x", Meta(tokens=1, finish_reason="stop"), final=True))
+
+
+def own_stream_that_ends_without_an_end(fake: FakeChannels, number: int) -> None:
+    fake.own[number].put_nowait(reply(meta=Meta(), final=True))
+
+
+@pytest.mark.parametrize(
+    ("choices", "answer"),
+    [
+        (2, missing_from_one_choice),
+        (2, end_of_a_choice_that_nobody_asked_for),
+        (1, end_that_does_not_count),
+        (1, own_stream_that_ends_without_an_end),
+    ],
+)
+async def test_what_is_out_of_contract_is_an_error(
+    triton: FakeTriton,
+    fake: FakeChannels,
+    serve: Serve,
+    choices: int,
+    answer: Callable[[FakeChannels, int], None],
+) -> None:
+    asking, number = await asked(await serve(triton), fake, n=choices)
+    answer(fake, number)
+    with pytest.raises(UpstreamProtocolError):
+        await asyncio.wait_for(asking.task, 60)
+
+
+async def test_a_delta_too_many_is_no_answer_either(
+    triton: FakeTriton, fake: FakeChannels, serve: Serve
+) -> None:
+    asking, number = await asked(await serve(triton), fake)
+    fake.accept(number)
+    fake.frame((number, "a"))
+    fake.frame((number, "b"))
+    await until(lambda: asking.text == "ab")
+    fake.finish(number, 1)
+    with pytest.raises(UpstreamProtocolError):
+        await asyncio.wait_for(asking.task, 60)
+
+
+async def test_a_missing_delta_is_noticed_by_the_count(
+    triton: FakeTriton, fake: FakeChannels, serve: Serve, observer: Any
+) -> None:
+    asking, number = await asked(await serve(triton), fake)
+    fake.accept(number)
+    fake.frame((number, "a"))
+    fake.frame()
+    fake.finish(number, 2)
+    with pytest.raises(UpstreamProtocolError):
+        await asyncio.wait_for(asking.task, 60)
+    assert asking.text == "a"
+    assert asking.deltas[-1].usage is None
+    assert observer.errors == [("m", triton.address, "protocol")]
+
+
+async def test_a_delta_that_is_missing_from_a_frame_still_to_come_is_noticed_with_that_frame(
+    triton: FakeTriton, fake: FakeChannels, serve: Serve
+) -> None:
+    asking, number = await asked(await serve(triton), fake)
+    fake.accept(number)
+    fake.frame((number, "a"))
+    fake.finish(number, 2, frame=2)
+    await until(lambda: asking.text == "a")
+    await asyncio.sleep(0.05)
+    assert not asking.task.done()
+    fake.frame()
+    with pytest.raises(UpstreamProtocolError):
+        await asyncio.wait_for(asking.task, 60)
+
+
+async def test_a_request_of_which_nothing_is_heard_is_given_up(
+    triton: FakeTriton, fake: FakeChannels, serve: Serve, observer: Any
+) -> None:
+    pool = await serve(triton, idle_timeout_s=3)
+    asking, number = await asked(pool, fake)
+    fake.accept(number)
+    while not asking.task.done():
+        fake.frame()
+        await asyncio.sleep(0.05)
+    with pytest.raises(UnavailableError, match="stopped answering"):
+        await asking.task
+    assert observer.errors == [("m", triton.address, "silent")]
+    await asyncio.wait_for(triton.cancelled.wait(), 60)
+
+
+async def test_requests_of_a_lost_channel_are_sent_again_over_the_next_or_end(
+    triton: FakeTriton, fake: FakeChannels, serve: Serve, observer: Any
+) -> None:
+    pool = await serve(triton)
+    (started, one), (accepted, two), (untouched, three) = [await asked(pool, fake) for _ in range(3)]
+    fake.accept(one)
+    fake.accept(two)
+    fake.frame((one, "par"))
+    await until(lambda: started.text == "par" and bool(accepted.events))
+    fake.lose()
+    with pytest.raises(UnavailableError, match="was lost"):
+        await asyncio.wait_for(started.task, 60)
+    await until(lambda: len(fake.own) == 5)
+    assert len(fake.ids) == 2
+    for number in set(fake.own) - {one, two, three}:
+        fake.accept(number)
+        fake.finish(number, 0, text="Hello")
+    await asyncio.wait_for(asyncio.gather(accepted.task, untouched.task), 60)
+    for again in (accepted, untouched):
+        assert again.text == "Hello"
+        assert sum(isinstance(event, Accepted) for event in again.events) == 1
+    assert fake.plain == 0, "what streams goes over a channel"
+    assert observer.errors == [("m", triton.address, "channel_lost")] * 3
+    assert pool.model("m").ready, "the model is well"
+
+
+async def test_a_channel_that_only_the_model_knows_to_be_lost_is_opened_anew(
+    triton: FakeTriton, fake: FakeChannels, serve: Serve
+) -> None:
+    pool = await serve(triton)
+    asking, number = await asked(pool, fake)
+    fake.accept(number)
+    fake.finish(number, 0, text="x")
+    await asking.task
+    fake.ids[-1] = "something else"  # as after the model was loaded anew
+    again, number = await asked(pool, fake)
+    assert len(fake.ids) == 2
+    fake.accept(number)
+    fake.finish(number, 0, text="Hello")
+    await asyncio.wait_for(again.task, 60)
+    assert again.text == "Hello"
+    await until(lambda: fake.closed == 1)
+
+
+async def test_a_stream_waits_a_moment_for_its_channel_and_is_a_503_then(
+    triton: FakeTriton, fake: FakeChannels, serve: Serve, observer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_channel, "OPEN_WAIT_S", 0.05)
+    fake.silent = True
+    pool = await serve(triton)
+    with pytest.raises(UnavailableError, match="stream") as raised:
+        await Asked(pool).task
+    assert raised.value.retry_after_s
+    assert observer.errors == [("m", triton.address, "no_channel")]
+    assert triton.requests == []
+    assert pool.model("m").ready
+    assert [event async for event in pool.generate(generation())], "what does not stream needs none"
+
+
+async def test_another_backend_is_tried_where_there_is_no_channel(
+    tritons: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_channel, "OPEN_WAIT_S", 1.0)
+    without, well = await tritons(), await tritons()
+    without.model.channel = refusing("tritongate:unavailable: too many channels")
+    pool = await serve(without, well)
+    for _ in range(3):
+        asking = Asked(pool)
+        await asking.task
+        assert asking.text == "Hello"
+    assert without.requests == []
+
 
 Serve = Callable[..., Any]
 

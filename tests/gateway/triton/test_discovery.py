@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from gateway.triton.channel import Channel
-from gateway.triton.control import Control
+from gateway.triton.client import Client, Control
 from gateway.triton.discovery import Discovery
-from gateway.triton.health import HealthPolicy
-from gateway.triton.status import Fault, TritonError
+from gateway.triton.errors import Fault, TritonError
+from gateway.triton.replicas import HealthPolicy
 from tests.gateway.triton.fake_triton import FakeModel, until
 
 
@@ -19,21 +18,21 @@ class Found:
         self.looks = 0
         self.models: list[str] = []
 
-    def __call__(self, channel: Channel, models: Any) -> None:
+    def __call__(self, client: Client, models: Any) -> None:
         self.looks += 1
         self.models += models
 
 
 @pytest.fixture
 async def found(triton: Any, fast: HealthPolicy) -> AsyncIterator[Found]:
-    channel = Channel(triton.address)
+    client = Client(triton.address)
     found = Found()
-    task = asyncio.create_task(Discovery(channel, fast, found).watch())
+    task = asyncio.create_task(Discovery(client, fast, found).watch())
     yield found
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-    await channel.close()
+    await client.close()
 
 
 async def looks(found: Found, count: int = 2) -> None:
@@ -74,15 +73,15 @@ async def test_an_entry_of_another_contract_is_named_once_in_the_log_with_its_in
 async def test_an_entry_that_cannot_be_read_hides_no_other(
     triton: Any, found: Found, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = Control.metadata
+    read = Control.inputs
     broken = True
 
-    async def metadata(self: Control, entry: str) -> Any:
+    async def inputs(self: Control, entry: str) -> Any:
         if entry == "a" and broken:
             raise TritonError(Fault.INTERNAL, "it is broken")
         return await read(self, entry)
 
-    monkeypatch.setattr(Control, "metadata", metadata)
+    monkeypatch.setattr(Control, "inputs", inputs)
     triton.models |= {"a": FakeModel(), "n": FakeModel()}
     await looks(found)
     assert found.models == ["m", "n"]

@@ -16,8 +16,8 @@ from gateway.errors import (
     UpstreamProtocolError,
 )
 from gateway.generation import Accepted, Conversation, Delta, Event, Grammar, Heartbeat, Message
-from gateway.triton.health import ReplicaState
 from gateway.triton.pool import TritonUpstream
+from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_triton import (
     FakeModel,
     accepted,

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from tritonclient.grpc import service_pb2
 
-from gateway.triton.channel import Channel
-from gateway.triton.health import HealthPolicy, ReplicaState
-from gateway.triton.replicas import Replica
-from gateway.triton.status import Fault, TritonError
-from tests.gateway.triton.fake_triton import accepted, generation, hanging, until
+from gateway.triton.client import Client
+from gateway.triton.errors import Fault, TritonError
+from gateway.triton.replicas import HealthPolicy, Replica, ReplicaReport, ReplicaState, unable
+from tests.gateway.triton.fake_triton import accepted, generation, hanging, reply, until
+from wire.meta import Meta
 
 
 class Observer:
@@ -30,15 +30,15 @@ class Observer:
 
 @contextlib.asynccontextmanager
 async def watched(triton: Any, policy: HealthPolicy, observer: Any = None) -> AsyncIterator[Replica]:
-    channel = Channel(triton.address)
-    replica = Replica("m", channel, policy, observer, idle_timeout_s=10)
+    client = Client(triton.address)
+    replica = Replica("m", client, policy, observer, idle_timeout_s=10)
     task = asyncio.create_task(replica.watch())
     yield replica
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
     await replica.close()
-    await channel.close()
+    await client.close()
 
 
 async def becomes(replica: Replica, state: ReplicaState) -> None:
@@ -148,7 +148,7 @@ async def test_a_dead_stub_is_found_though_triton_calls_the_model_ready(
         await becomes(replica, ReplicaState.READY)
         triton.model.answer = hanging(accepted())
         dialect, report = replica.serving()
-        running = replica.channel.stream_infer(
+        running = replica.client.stream_infer(
             dialect.request(generation(), report, remaining_s=100),
             deadline=asyncio.get_running_loop().time() + 100,
             idle_timeout_s=100,
@@ -182,7 +182,7 @@ async def test_a_model_that_does_not_answer_is_told_from_a_server_that_does_not(
         async def frozen(self: Any) -> bool:
             raise TritonError(Fault.DEADLINE, "frozen")
 
-        monkeypatch.setattr("gateway.triton.control.Control.live", frozen)
+        monkeypatch.setattr("gateway.triton.client.Control.live", frozen)
         await becomes(replica, ReplicaState.UNREACHABLE)
 
 
@@ -238,3 +238,79 @@ async def test_a_state_is_logged_when_it_changes_not_at_every_probe(
                 triton.model.report = msgspec.structs.replace(triton.model.report, heartbeat_age_s=age)
                 await until(lambda age=age: f"{age} s" in replica.reason)
     assert [record.getMessage() for record in caplog.records] == ["replica is ready", "replica is stuck"]
+
+
+class Asking:
+    """An observer that has a request for whatever is called ready."""
+
+    def __init__(self) -> None:
+        self.replica: Replica | None = None
+        self.formats: list[str] = []
+
+    def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
+        if healthy and self.replica is not None:
+            self.formats.append(self.replica.serving()[1].chat_format)
+
+    def upstream_error(self, model: str, upstream: str, code: str) -> None:
+        raise AssertionError("no generation was made")
+
+
+async def test_a_probe_that_was_asked_before_a_suspicion_and_answered_after_it(
+    triton: Any, fast: HealthPolicy
+) -> None:
+    """Once let a replica be called ready that no request could be made for."""
+    asked, release = asyncio.Event(), asyncio.Event()
+
+    async def slow(request: Any, context: Any) -> AsyncIterator[Any]:
+        asked.set()
+        await release.wait()
+        yield reply(meta=Meta(probe=triton.model.report), final=True)
+
+    client = Client(triton.address)
+    asking = Asking()
+    asking.replica = replica = Replica("m", client, fast, asking, idle_timeout_s=10)
+    watching = asyncio.create_task(replica.watch())
+    await until(lambda: replica.state is ReplicaState.READY)
+    triton.model.probe = slow
+    await asked.wait()
+    replica.suspect(TritonError(Fault.UNREACHABLE, "the stream broke off"))
+    assert replica.state is ReplicaState.UNREACHABLE
+    release.set()
+    await until(lambda: replica.state is ReplicaState.READY)
+    assert asking.formats == ["chatglm3"] * 2
+    watching.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+    await replica.close()
+    await client.close()
+
+
+async def test_a_suspicion_is_looked_into_at_once(triton: Any, fast: HealthPolicy) -> None:
+    async with watched(triton, replace(fast, interval_s=3600)) as replica:
+        await becomes(replica, ReplicaState.READY)
+        replica.suspect(TritonError(Fault.SILENT, "nothing came"))
+        assert replica.state is ReplicaState.STUCK
+        await becomes(replica, ReplicaState.READY)
+        replica.suspect(TritonError(Fault.INVALID_REQUEST, "the client's own"))
+        assert replica.state is ReplicaState.READY
+
+
+def report(state: ReplicaState) -> ReplicaReport:
+    return ReplicaReport(model="m", upstream="somewhere:8001", state=state, reason="why", report=None)
+
+
+@pytest.mark.parametrize(
+    ("states", "fault"),
+    [
+        ([], Fault.NOT_READY),
+        ([ReplicaState.UNKNOWN], Fault.NOT_READY),
+        ([ReplicaState.UNREACHABLE, ReplicaState.UNREACHABLE], Fault.UNREACHABLE),
+        ([ReplicaState.STUCK], Fault.SILENT),
+        ([ReplicaState.STUCK, ReplicaState.UNREACHABLE], Fault.NOT_READY),
+    ],
+)
+def test_a_request_that_finds_nobody_is_told_why(states: list[ReplicaState], fault: Fault) -> None:
+    error = unable([report(state) for state in states])
+    assert error.fault is fault
+    assert error.to_gateway().status == 503
+    assert error.to_gateway().retry_after_s

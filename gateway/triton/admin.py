@@ -9,6 +9,7 @@ Knows nothing of HTTP or of permissions.
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,11 +23,9 @@ from gateway.errors import (
     UnavailableError,
     UpstreamProtocolError,
 )
-from gateway.triton.channel import Channel
-from gateway.triton.control import Control, EntryState, load_failure
-from gateway.triton.health import ReplicaState, unable
-from gateway.triton.replicas import Replica
-from gateway.triton.status import Fault, TritonError
+from gateway.triton.client import Client, Control, EntryState
+from gateway.triton.errors import MESSAGE_LIMIT, Fault, TritonError
+from gateway.triton.replicas import Replica, ReplicaState, unable
 from gateway.upstream import EntriesChanged
 
 _log = logging.getLogger(__name__)
@@ -37,28 +36,30 @@ _ANSWERS_WITHIN_S = 15.0
 _DEAD_UNLOADS_WITHIN_S = 2.0
 """A dead instance holds no memory, but streams that ran on it keep it in state UNLOADING for ever."""
 
+_LOAD_FAILURE = re.compile(r"is at UNAVAILABLE state: (?:Internal: )?(.*)", re.DOTALL)
+_TRACEBACK = re.compile(r"\s+At:\n.*", re.DOTALL)
+_DEAD_STUB = "is not healthy"
+
 _LOAD_FAILED = {Fault.INTERNAL, Fault.TENSORS_REFUSED}
 """Faults of a load that are about the model; the admin is told Triton's own words."""
 
-ListChannels = Callable[[], Sequence[Channel]]
-FindReplica = Callable[[str, Channel], Replica | None]
-AddReplica = Callable[[str, Channel], Replica]
+ListClients = Callable[[], Sequence[Client]]
+FindReplica = Callable[[str, Client], Replica | None]
+AddReplica = Callable[[str, Client], Replica]
 
 
 class ModelControl:
     """Controls models, one change of each model at a time.
 
     Args:
-        channels: returns the channels to the current Tritons.
+        clients: returns the clients to the current Tritons.
         find: returns the replica of a model on a Triton; None if it was never seen there.
         add: makes a replica, for a model that is served from now on.
         timeout_s: for loading a model, and for the requests in flight to end before it is unloaded.
     """
 
-    def __init__(
-        self, channels: ListChannels, find: FindReplica, add: AddReplica, *, timeout_s: float
-    ) -> None:
-        self._channels = channels
+    def __init__(self, clients: ListClients, find: FindReplica, add: AddReplica, *, timeout_s: float) -> None:
+        self._clients = clients
         self._find = find
         self._add = add
         self._timeout_s = timeout_s
@@ -79,10 +80,10 @@ class ModelControl:
             GatewayError: the error of the first Triton that failed; the others may have been changed.
         """
         with self._exclusive(model):
-            channels = await self._having(model, upstream)
+            clients = await self._having(model, upstream)
             if reload:
-                return [await self._load_on(model, channel, reload=True) for channel in channels]
-            return await _all(self._load_on(model, channel, reload=False) for channel in channels)
+                return [await self._load_on(model, client, reload=True) for client in clients]
+            return await _all(self._load_on(model, client, reload=False) for client in clients)
 
     async def unload(self, model: str, *, upstream: str | None) -> list[EntriesChanged]:
         """Unload `model` where it is loaded, after its requests in flight have ended.
@@ -95,8 +96,8 @@ class ModelControl:
             GatewayError: as for `load`.
         """
         with self._exclusive(model):
-            channels = await self._having(model, upstream)
-            return await _all(self._unload_on(model, channel) for channel in channels)
+            clients = await self._having(model, upstream)
+            return await _all(self._unload_on(model, client) for client in clients)
 
     @contextlib.contextmanager
     def _exclusive(self, model: str) -> Iterator[None]:
@@ -108,51 +109,51 @@ class ModelControl:
         finally:
             self._changing.discard(model)
 
-    async def _having(self, model: str, upstream: str | None) -> list[Channel]:
+    async def _having(self, model: str, upstream: str | None) -> list[Client]:
         """Return the requested Tritons that have the model on disk."""
-        channels = self._channels()
-        if not channels:
+        clients = self._clients()
+        if not clients:
             raise unable([]).to_gateway()
-        requested = [channel for channel in channels if upstream in (None, channel.address)]
+        requested = [client for client in clients if upstream in (None, client.address)]
         if not requested:
-            known = ", ".join(channel.address for channel in channels)
+            known = ", ".join(client.address for client in clients)
             raise InvalidRequestError(f"There is no upstream {upstream!r}, only {known}.", param="upstream")
         found, unknown = [], None
-        for channel in requested:
+        for client in requested:
             try:
-                if model in await Control(channel).repository():
-                    found.append(channel)
+                if model in await Control(client).repository():
+                    found.append(client)
             except TritonError as error:
                 unknown = error.to_gateway()
         if found:
             return found
         raise unknown or ModelNotFoundError(f"No Triton has a model {model!r}.")
 
-    async def _load_on(self, model: str, channel: Channel, *, reload: bool) -> EntriesChanged:
-        control = Control(channel)
-        replica = self._find(model, channel)
+    async def _load_on(self, model: str, client: Client, *, reload: bool) -> EntriesChanged:
+        control = Control(client)
+        replica = self._find(model, client)
         patience_s = self._patience_s(replica)
         serves_on = not reload and replica is not None and replica.state is ReplicaState.READY
-        with _as_gateway_errors(channel):
+        with _as_gateway_errors(client):
             with _withdrawn(None if serves_on else replica, wanted=True):
                 if reload:
                     await self._unload_entry(model, control, patience_s)
                 changed = await self._load_entry(model, control)
             if replica is None:
-                replica = await self._serve(model, channel, control)
+                replica = await self._serve(model, client, control)
         if not await replica.ready_within(_ANSWERS_WITHIN_S):
             raise UnavailableError(
-                f"The model {model!r} is loaded on {channel.address}, but does not answer "
+                f"The model {model!r} is loaded on {client.address}, but does not answer "
                 f"({replica.reason}); it may have to be reloaded."
             )
-        return _changed("loaded", model, channel, changed=changed)
+        return _changed("loaded", model, client, changed=changed)
 
-    async def _unload_on(self, model: str, channel: Channel) -> EntriesChanged:
-        replica = self._find(model, channel)
+    async def _unload_on(self, model: str, client: Client) -> EntriesChanged:
+        replica = self._find(model, client)
         patience_s = self._patience_s(replica)
-        with _as_gateway_errors(channel), _withdrawn(replica, wanted=False):
-            changed = await self._unload_entry(model, Control(channel), patience_s)
-        return _changed("unloaded", model, channel, changed=changed)
+        with _as_gateway_errors(client), _withdrawn(replica, wanted=False):
+            changed = await self._unload_entry(model, Control(client), patience_s)
+        return _changed("unloaded", model, client, changed=changed)
 
     async def _load_entry(self, model: str, control: Control) -> bool:
         """Load the model unless it is loaded; return whether it had to be."""
@@ -200,10 +201,10 @@ class ModelControl:
             )
         return error.to_gateway()
 
-    async def _serve(self, model: str, channel: Channel, control: Control) -> Replica:
+    async def _serve(self, model: str, client: Client, control: Control) -> Replica:
         """Start serving a model that was unknown on this Triton, if its contract is known."""
-        choose(model, frozenset((await control.metadata(model)).inputs))
-        return self._find(model, channel) or self._add(model, channel)
+        choose(model, await control.inputs(model))
+        return self._find(model, client) or self._add(model, client)
 
 
 async def _state(model: str, control: Control) -> EntryState:
@@ -219,13 +220,13 @@ async def _state(model: str, control: Control) -> EntryState:
 
 
 @contextlib.contextmanager
-def _as_gateway_errors(channel: Channel) -> Iterator[None]:
+def _as_gateway_errors(client: Client) -> Iterator[None]:
     """Turn errors into the gateway's own, with the name of this Triton in the message."""
     try:
         yield
     except (TritonError, GatewayError) as error:
         said = error.to_gateway() if isinstance(error, TritonError) else error
-        words = f"{channel.address}: {said.message}"
+        words = f"{client.address}: {said.message}"
         raise type(said)(words, param=said.param, retry_after_s=said.retry_after_s) from error
 
 
@@ -233,11 +234,20 @@ def _withdrawn(replica: Replica | None, *, wanted: bool) -> contextlib.AbstractC
     return contextlib.nullcontext() if replica is None else replica.withdrawn(wanted=wanted)
 
 
-def _changed(what: str, model: str, channel: Channel, *, changed: bool) -> EntriesChanged:
+def _changed(what: str, model: str, client: Client, *, changed: bool) -> EntriesChanged:
     entries = (model,) if changed else ()
-    extra = {"model": model, "upstream": channel.address, "entries": list(entries)}
+    extra = {"model": model, "upstream": client.address, "entries": list(entries)}
     _log.info("model %s", what, extra=extra)
-    return EntriesChanged(upstream=channel.address, entries=entries)
+    return EntriesChanged(upstream=client.address, entries=entries)
+
+
+def load_failure(detail: str) -> str:
+    """Return why Triton could not load an entry, as one line without traceback; it may contain a path."""
+    found = _LOAD_FAILURE.search(detail)
+    reason = _TRACEBACK.sub("", found[1] if found else detail)
+    if _DEAD_STUB in reason:
+        return "its process died while loading; is there enough memory?"
+    return " ".join(reason.split()).rstrip(";")[:MESSAGE_LIMIT]
 
 
 async def _all(changes: Iterable[Coroutine[Any, Any, EntriesChanged]]) -> list[EntriesChanged]:

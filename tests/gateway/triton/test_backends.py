@@ -8,8 +8,8 @@ import pytest
 
 from gateway.errors import ModelNotFoundError, UnavailableError
 from gateway.generation import Delta
-from gateway.triton import members
-from gateway.triton.health import ReplicaState
+from gateway.triton import backends
+from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_resolver import NAME, FakeResolver, addresses, ask, ready_on
 from tests.gateway.triton.fake_triton import (
     FakeModel,
@@ -58,7 +58,7 @@ async def test_what_runs_on_a_triton_that_vanished_ends_well_and_nothing_new_goe
     await ready_on(pool, going)
     running = pool.generate(generation())
     await anext(running)
-    member = pool._members.present()[0]
+    backend = pool._backends.present()[0]
     resolver.records["triton"] = [staying.address]
     await ready_on(pool, staying)
     assert addresses(pool) == [staying.address]
@@ -66,13 +66,13 @@ async def test_what_runs_on_a_triton_that_vanished_ends_well_and_nothing_new_goe
     for _ in range(3):
         assert await ask(pool) == "Hello"
     assert len(staying.requests) == 3
-    assert member.state is members.MemberState.LEAVING
+    assert backend.state is backends.BackendState.LEAVING
     probes = going.model.probes
     await until(lambda: going.model.probes > probes)  # its health still ends what would hang
     release.set()
     text = "".join([event.text async for event in running if isinstance(event, Delta)])
     assert text == "Hello"
-    await until(lambda: member.state is members.MemberState.GONE)
+    await until(lambda: backend.state is backends.BackendState.GONE)
     probes = going.model.probes
     await asyncio.sleep(0.2)
     assert going.model.probes <= probes + 1
@@ -92,7 +92,7 @@ async def test_an_address_that_comes_back_while_it_is_seen_off_goes_on_as_it_was
     running = [pool.generate(generation(request_id=f"req-{number}")) for number in range(2)]
     for events in running:
         await anext(events)
-    (before,) = [each for each in pool._members.present() if each.channel.address == flapping.address]
+    (before,) = [each for each in pool._backends.present() if each.client.address == flapping.address]
     for _ in range(3):
         resolver.records["triton"] = [staying.address]
         await until(lambda: addresses(pool) == [staying.address])
@@ -102,7 +102,7 @@ async def test_an_address_that_comes_back_while_it_is_seen_off_goes_on_as_it_was
         # Its health is the address's: nothing has to be found out anew.
         assert addresses(pool, ReplicaState.READY).count(flapping.address) == 1
         assert observer.healthy["m", flapping.address]
-    (after,) = [each for each in pool._members.present() if each.channel.address == flapping.address]
+    (after,) = [each for each in pool._backends.present() if each.client.address == flapping.address]
     assert after is before
     assert not flapping.cancelled.is_set()
     for events in running:
@@ -111,7 +111,7 @@ async def test_an_address_that_comes_back_while_it_is_seen_off_goes_on_as_it_was
     flapping.model.answer = staying.model.answer = hello
     await asyncio.sleep(0.1)
     assert sorted(addresses(pool, ReplicaState.READY)) == sorted(both)
-    assert before in pool._members.present()
+    assert before in pool._backends.present()
     assert [await ask(pool) for _ in range(2)] == ["Hello"] * 2
 
 
@@ -123,7 +123,7 @@ async def test_an_address_that_comes_back_later_is_a_new_one(
     pool = await named()
     await ready_on(pool, triton, other)
     resolver.records["triton"] = [other.address]
-    await until(lambda: len(pool._members._members) == 1)
+    await until(lambda: len(pool._backends._backends) == 1)
     resolver.records["triton"] = [triton.address, other.address]
     await ready_on(pool, triton, other)
     assert [await ask(pool) for _ in range(2)] == ["Hello"] * 2
@@ -132,7 +132,7 @@ async def test_an_address_that_comes_back_later_is_a_new_one(
 async def test_the_labels_of_who_vanished_go_away(
     tritons: Any, named: Any, resolver: FakeResolver, observer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "_FORGET_AFTER_S", 0.05)
+    monkeypatch.setattr(backends, "_FORGET_AFTER_S", 0.05)
     going, staying = [await tritons() for _ in range(2)]
     resolver.records["triton"] = [going.address, staying.address]
     pool = await named()
@@ -141,10 +141,10 @@ async def test_the_labels_of_who_vanished_go_away(
     await until(lambda: observer.forgotten == [going.address])
     assert observer.healthy == {("m", staying.address): True}
     # Who is back before that is not forgotten.
-    monkeypatch.setattr(members, "_FORGET_AFTER_S", 3)
+    monkeypatch.setattr(backends, "_FORGET_AFTER_S", 3)
     resolver.records["triton"] = [going.address]
     await ready_on(pool, going)
-    await until(lambda: len(pool._members._members) == 1)
+    await until(lambda: len(pool._backends._backends) == 1)
     resolver.records["triton"] = [going.address, staying.address]
     await ready_on(pool, going, staying)
     await asyncio.sleep(3.5)
@@ -202,7 +202,7 @@ async def test_a_load_on_a_triton_that_vanishes_fails_as_on_one_that_cannot_be_r
         await loading
 
 
-async def test_a_pool_is_closed_whatever_its_members_are_at(
+async def test_a_pool_is_closed_whatever_its_backends_are_at(
     tritons: Any, named: Any, resolver: FakeResolver
 ) -> None:
     going, staying = [await tritons() for _ in range(2)]

@@ -2,7 +2,7 @@
 
 Triton fails in four ways: a gRPC status; a bare text in `error_message` of an open stream, without a code; a
 refusal from one of our models (`wire.refusal`) inside either; or silence. `classify` turns the first three
-into a `Fault`, `gateway.triton.channel` the last, and `TREATMENTS` says what each fault means. The texts are
+into a `Fault`, `gateway.triton.client` the last, and `TREATMENTS` says what each fault means. The texts are
 those of tritonserver 2.51, where the end-to-end tests provoke them, except for those marked below.
 
 Only a refusal's own words reach a client, first line only: everything else of Triton's text (tracebacks,
@@ -71,7 +71,7 @@ class Fault(enum.StrEnum):
     UNREAD = "unread"
     """The client does not read, and too much is waiting for it."""
     CLOSED = "closed"
-    """The gateway itself is closing its channels."""
+    """The gateway itself is closing its connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,13 +212,6 @@ class TritonError(Exception):
         about_text = part is not None and part.tool is None
         field = request.grammar_field(None if part is None else part.tool, text=about_text)
         return TritonError(self.fault, self.detail, message=self.message, param=field)
-
-    def blame_client(self) -> "TritonError":
-        """Return this error for tensors that a client made itself: it gets Triton's own message."""
-        if self.fault is not Fault.TENSORS_REFUSED:
-            return self
-        words = _REQUEST_ID.sub("", self.detail, count=1).partition("\n")[0][:MESSAGE_LIMIT]
-        return TritonError(Fault.INVALID_REQUEST, self.detail, message=words)
 
     @property
     def failover(self) -> bool:

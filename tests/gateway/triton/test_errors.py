@@ -3,7 +3,7 @@ import pytest
 
 from gateway.errors import GatewayError
 from gateway.generation import Conversation, Tool, ToolOffer
-from gateway.triton.status import MESSAGE_LIMIT, TREATMENTS, Fault, classify
+from gateway.triton.errors import MESSAGE_LIMIT, TREATMENTS, Fault, classify
 from tests.gateway.triton.fake_triton import generation
 from wire.refusal import RefusalCode, refusal_text
 

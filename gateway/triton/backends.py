@@ -1,12 +1,12 @@
 """The current Tritons of the pool: those configured by address, and those found behind names.
 
-A member is one address, with its own health and one channel, however many names lead to it.
+A backend is one address, with its own health and one client, however many names lead to it.
 
     present ──its last name lost it──▶ leaving ──nothing runs there any more──▶ gone
        ▲                                  │
        └────────────found again───────────┘
 
-Only present members get new requests. Knows nothing of which models there should be.
+Only present backends get new requests. Knows nothing of which models there should be.
 """
 
 import asyncio
@@ -16,20 +16,19 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol
 
 from gateway.triton.backoff import Backoff
-from gateway.triton.channel import Channel
-from gateway.triton.health import HealthPolicy, ReplicaState, UpstreamObserver
-from gateway.triton.replicas import Replica
+from gateway.triton.client import Client
+from gateway.triton.errors import Fault
+from gateway.triton.replicas import HealthPolicy, Replica, ReplicaState, UpstreamObserver
 from gateway.triton.resolver import Name, NameWatch, Outcome, Resolve, name_in
-from gateway.triton.status import Fault
 
 _log = logging.getLogger(__name__)
 
 _FORGET_AFTER_S = 60.0
-"""How long a member's error counters outlive it, so that Prometheus reads the last errors."""
+"""How long a backend's error counters outlive it, so that Prometheus reads the last errors."""
 
 
 class PoolObserver(UpstreamObserver, Protocol):
-    """Told of members, for metrics. Called on the event loop; must not block."""
+    """Told of backends, for metrics. Called on the event loop; must not block."""
 
     def upstream_left(self, upstream: str) -> None:
         """`upstream` takes no new requests and has no health metrics any more; it may come back."""
@@ -44,8 +43,8 @@ class PoolObserver(UpstreamObserver, Protocol):
         ...
 
 
-class MemberState(enum.StrEnum):
-    """The state of a member."""
+class BackendState(enum.StrEnum):
+    """The state of a backend."""
 
     PRESENT = "present"
     LEAVING = "leaving"
@@ -53,11 +52,11 @@ class MemberState(enum.StrEnum):
     GONE = "gone"
 
 
-class Member:
-    """One Triton: its channel, the replicas of its models, and the tasks that watch them.
+class Backend:
+    """One Triton: its client, the replicas of its models, and the tasks that watch them.
 
     Args:
-        channel: to the Triton; closed with the member.
+        client: of the Triton; closed with the backend.
         policy: how health is watched.
         idle_timeout_s: for the delta channels.
         observer: told of its replicas' health while it is present.
@@ -66,15 +65,15 @@ class Member:
 
     def __init__(
         self,
-        channel: Channel,
+        client: Client,
         policy: HealthPolicy,
         *,
         idle_timeout_s: float,
         observer: UpstreamObserver | None,
-        changed: Callable[["Member"], None],
+        changed: Callable[["Backend"], None],
     ) -> None:
-        self.channel = channel
-        self.state = MemberState.PRESENT
+        self.client = client
+        self.state = BackendState.PRESENT
         self.replicas: dict[str, Replica] = {}
         """By model."""
         self.listed = False
@@ -92,16 +91,16 @@ class Member:
 
     def add(self, model: str) -> Replica:
         """Start watching a model on it."""
-        replica = Replica(model, self.channel, self._policy, self, idle_timeout_s=self._idle_timeout_s)
+        replica = Replica(model, self.client, self._policy, self, idle_timeout_s=self._idle_timeout_s)
         self.replicas[model] = replica
-        self.spawn(replica.watch(), f"watch {model} on {self.channel.address}")
+        self.spawn(replica.watch(), f"watch {model} on {self.client.address}")
         return replica
 
     def spawn(self, work: Coroutine[None, None, None], name: str) -> None:
-        """Run `work` until the member is closed."""
+        """Run `work` until the backend is closed."""
         self._tasks.append(asyncio.create_task(work, name=name))
 
-    def become(self, state: MemberState) -> None:
+    def become(self, state: BackendState) -> None:
         """Enter `state`; when it comes back, report its health again."""
         self.state = state
         for replica in self.replicas.values():
@@ -120,11 +119,11 @@ class Member:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for replica in self.replicas.values():
             await replica.close()
-        await self.channel.close(fault, detail)
+        await self.client.close(fault, detail)
 
     def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
-        """Pass on a replica's health, unless this member is leaving."""
-        if self.state is not MemberState.PRESENT:
+        """Pass on a replica's health, unless this backend is leaving."""
+        if self.state is not BackendState.PRESENT:
             return
         if self._observer is not None:
             self._observer.upstream_health(model, upstream, healthy=healthy)
@@ -137,23 +136,23 @@ class Member:
             self._observer.upstream_error(model, upstream, code)
 
 
-class Members:
-    """All members. Call `start` inside the event loop.
+class Backends:
+    """All backends. Call `start` inside the event loop.
 
     Args:
         upstreams: addresses `host:port`, and names `dns:///host:port`.
-        make: returns a new member for an address, with its models.
+        make: returns a new backend for an address, with its models.
         policy: has the pauses between lookups of a name while none of its Tritons serves.
         interval_s: seconds between two lookups of a name otherwise.
         resolve: looks up a name.
-        observer: told of members that come and go.
+        observer: told of backends that come and go.
     """
 
     def __init__(
         self,
         upstreams: Sequence[str],
         *,
-        make: Callable[[str], Member],
+        make: Callable[[str], Backend],
         policy: HealthPolicy,
         interval_s: float,
         resolve: Resolve,
@@ -175,13 +174,13 @@ class Members:
         self._observer = observer
         self._led_to: dict[Name, Sequence[str]] = {}
         """The last known addresses of each name."""
-        self._members: dict[str, Member] = {}
+        self._backends: dict[str, Backend] = {}
         """Present and leaving ones by address."""
         self._looking: list[asyncio.Task[None]] = []
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        """Tasks that wait for leaving members to become idle, by address."""
+        """Tasks that wait for leaving backends to become idle, by address."""
         self._seeing_off: set[asyncio.Task[None]] = set()
-        """The same tasks, and those that close members that are gone."""
+        """The same tasks, and those that close backends that are gone."""
 
     def start(self) -> None:
         """Add the configured addresses, and start looking up the names."""
@@ -189,26 +188,26 @@ class Members:
         self._looking += [asyncio.create_task(watch.watch()) for watch in self._watches]
 
     async def close(self) -> None:
-        """Close all members; their running requests end with `Fault.CLOSED`."""
+        """Close all backends; their running requests end with `Fault.CLOSED`."""
         for task in (*self._looking, *self._leaving.values()):
             task.cancel()
         await asyncio.gather(*self._looking, *self._seeing_off, return_exceptions=True)
-        for member in self._members.values():
-            await member.close(Fault.CLOSED, "the pool was closed")
+        for backend in self._backends.values():
+            await backend.close(Fault.CLOSED, "the pool was closed")
 
-    def present(self) -> list[Member]:
-        """Return the members that may get new requests."""
-        return [member for member in self._members.values() if member.state is MemberState.PRESENT]
+    def present(self) -> list[Backend]:
+        """Return the backends that may get new requests."""
+        return [backend for backend in self._backends.values() if backend.state is BackendState.PRESENT]
 
-    def of(self, channel: Channel) -> Member | None:
-        """Return the member, present or leaving, that `channel` belongs to."""
-        member = self._members.get(channel.address)
-        return member if member is not None and member.channel is channel else None
+    def of(self, client: Client) -> Backend | None:
+        """Return the backend, present or leaving, that `client` belongs to."""
+        backend = self._backends.get(client.address)
+        return backend if backend is not None and backend.client is client else None
 
-    def lost_health(self, member: Member) -> None:
-        """Look up the names of `member` again, if none of their Tritons serves."""
+    def lost_health(self, backend: Backend) -> None:
+        """Look up the names of `backend` again, if none of their Tritons serves."""
         for watch in self._watches:
-            if member.channel.address in self._led_to.get(watch.name, ()):
+            if backend.client.address in self._led_to.get(watch.name, ()):
                 watch.look_soon()
 
     def serves(self, name: Name) -> bool:
@@ -222,53 +221,53 @@ class Members:
         if outcome is Outcome.FAILED:
             return
         if outcome is Outcome.NONE:
-            # The resolver may have lost its data: a member that serves exists, whatever the resolver says.
+            # The resolver may have lost its data: a backend that serves exists, whatever the resolver says.
             addresses = [address for address in self._led_to.get(name, ()) if self._is_ready(address)]
         self._led_to[name] = addresses
         self._settle()
 
     def _is_ready(self, address: str) -> bool:
-        member = self._members.get(address)
-        return member is not None and member.ready
+        backend = self._backends.get(address)
+        return backend is not None and backend.ready
 
     def _settle(self) -> None:
-        """Make the named addresses, and no others, the members."""
+        """Make the named addresses, and no others, the backends."""
         wanted = dict.fromkeys([*self._fixed, *(each for led in self._led_to.values() for each in led)])
         for address in wanted:
-            member = self._members.get(address)
-            if member is None:
-                self._members[address] = self._make(address)
+            backend = self._backends.get(address)
+            if backend is None:
+                self._backends[address] = self._make(address)
                 self._say("appeared", address)
-            elif member.state is MemberState.LEAVING:
+            elif backend.state is BackendState.LEAVING:
                 self._leaving.pop(address).cancel()
-                member.become(MemberState.PRESENT)
+                backend.become(BackendState.PRESENT)
                 self._say("came back", address)
-        for member in self.present():
-            if member.channel.address not in wanted:
-                self._lose(member)
+        for backend in self.present():
+            if backend.client.address not in wanted:
+                self._lose(backend)
 
-    def _lose(self, member: Member) -> None:
-        address = member.channel.address
-        member.become(MemberState.LEAVING)
+    def _lose(self, backend: Backend) -> None:
+        address = backend.client.address
+        backend.become(BackendState.LEAVING)
         if self._observer is not None:
             self._observer.upstream_left(address)
         self._say("left", address)
-        task = asyncio.create_task(self._see_off(member), name=f"see off {address}")
+        task = asyncio.create_task(self._see_off(backend), name=f"see off {address}")
         self._leaving[address] = task
         self._seeing_off.add(task)
         task.add_done_callback(self._seeing_off.discard)
 
-    async def _see_off(self, member: Member) -> None:
-        address = member.channel.address
-        await member.idle()
-        # From here on it cannot come back: the same address would be a new member.
-        member.become(MemberState.GONE)
-        del self._members[address], self._leaving[address]
-        await member.close(Fault.UNREACHABLE, "no name leads to this address any more")
+    async def _see_off(self, backend: Backend) -> None:
+        address = backend.client.address
+        await backend.idle()
+        # From here on it cannot come back: the same address would be a new backend.
+        backend.become(BackendState.GONE)
+        del self._backends[address], self._leaving[address]
+        await backend.close(Fault.UNREACHABLE, "no name leads to this address any more")
         asyncio.get_running_loop().call_later(_FORGET_AFTER_S, self._forget, address)
 
     def _forget(self, address: str) -> None:
-        if address not in self._members and self._observer is not None:
+        if address not in self._backends and self._observer is not None:
             self._observer.upstream_forgotten(address)
 
     def _say(self, what: str, address: str) -> None:

@@ -16,7 +16,8 @@ from gateway.errors import (
     UpstreamProtocolError,
 )
 from gateway.generation import Delta
-from gateway.triton.health import ReplicaState
+from gateway.triton.admin import load_failure
+from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_triton import FakeModel, accepted, finished, generation, until
 
 
@@ -202,7 +203,7 @@ async def test_a_dead_instance_is_not_waited_for(triton: Any, serve: Any, monkey
     async def dead(request: Any, context: Any) -> AsyncIterator[Any]:
         yield await context.abort(grpc.StatusCode.INTERNAL, "Stub process 'm_0_0' is not healthy.")
 
-    monkeypatch.setattr("gateway.triton.model_control._DEAD_UNLOADS_WITHIN_S", 0.1)
+    monkeypatch.setattr("gateway.triton.admin._DEAD_UNLOADS_WITHIN_S", 0.1)
     pool = await serve(triton)
     triton.model.probe, triton.model.lingers = dead, asyncio.Event()
     await until(lambda: pool.replicas()[0].state is ReplicaState.STUCK)
@@ -222,7 +223,7 @@ async def test_a_dead_instance_is_not_waited_for(triton: Any, serve: Any, monkey
 async def test_one_that_is_loaded_and_does_not_answer_is_told(
     triton: Any, serve: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("gateway.triton.model_control._ANSWERS_WITHIN_S", 2)
+    monkeypatch.setattr("gateway.triton.admin._ANSWERS_WITHIN_S", 2)
     pool = await serve(triton)
     triton.model.inputs = ("other",)
     await unload(pool)
@@ -309,3 +310,24 @@ async def test_closing_ends_a_change(triton: Any, serve: Any) -> None:
         await loading
     with pytest.raises(UnavailableError):
         await load(pool)
+
+
+@pytest.mark.parametrize(
+    ("detail", "reason"),
+    [
+        (
+            "version 1 is at UNAVAILABLE state: Internal: Error: /ckpt: no\nweights\n\nAt:\n  /x: load\n;\n",
+            "Error: /ckpt: no weights",
+        ),
+        (
+            "version 1 is at UNAVAILABLE state: Internal: Stub process 'm_0_0' is not healthy.;",
+            "its process died while loading; is there enough memory?",
+        ),
+        (
+            "failed to load 'm', failed to poll from model repository",
+            "failed to load 'm', failed to poll from model repository",
+        ),
+    ],
+)
+def test_a_failed_load_is_told_in_one_line(detail: str, reason: str) -> None:
+    assert load_failure(detail) == reason

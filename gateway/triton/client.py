@@ -1,0 +1,273 @@
+"""A gRPC client of one Triton: streamed inference, and control calls.
+
+The raw stub is used because `tritonclient.grpc.aio` drops `triton_enable_empty_final_response` on streams
+and answers reserved parameters with a bare CancelledError. This module knows Triton's stream protocol (final
+flag, `error_message`, deadlines, cancelling), its repository and metadata, but nothing of tensors, models'
+health or our events.
+"""
+
+import asyncio
+import contextlib
+import enum
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from typing import Any
+
+import grpc
+import grpc.aio
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from gateway.tracing import Headers
+from gateway.triton.errors import Fault, TritonError, classify
+
+MESSAGE_LIMIT_BYTES = 64 * 2**20
+
+_OPTIONS = [
+    # A whole answer with log-probabilities can exceed grpc's default of 4 MiB.
+    ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_LIMIT_BYTES),
+    # A proxy in the environment is for outgoing traffic, not for nearby Tritons.
+    ("grpc.enable_http_proxy", 0),
+    # Health probes run every second, so pings are only sent on a connection that went silent, and close it if
+    # the peer vanished. Servers allow pings this rare.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # Each health probe gets a fresh connection attempt: a returning server is noticed within about a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+
+_EOF_WAIT_S = 1.0
+
+_RESTRICTED = "triton-grpc-protocol-"
+_REPOSITORY = "Repository"
+"""The prefix of the methods in Triton's protocol `model-repository`."""
+
+_UNLOADED = "unloaded"
+"""The reason that Triton gives for an entry that is unavailable because it was unloaded."""
+
+FINAL = "triton_final_response"
+WANT_EMPTY_FINAL = "triton_enable_empty_final_response"
+
+
+class EntryState(enum.IntEnum):
+    """The state of a repository entry; with several versions, the smallest of their states."""
+
+    LOADING = 0
+    READY = 1
+    UNLOADING = 2
+    """Its running requests are still being answered."""
+    FAILED = 3
+    """It could not be loaded."""
+    UNLOADED = 4
+    """It was unloaded on purpose."""
+    NEVER_LOADED = 5
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether any of it is in memory."""
+        return self <= EntryState.UNLOADING
+
+
+class Client:
+    """A connection to one Triton. Must be made inside the running event loop.
+
+    Args:
+        address: `host:port` of Triton's gRPC endpoint.
+        repository_key: the key this Triton requires for listing, loading and unloading models, as KEY=VALUE
+            (see its `--grpc-restricted-protocol`); None: no key.
+    """
+
+    def __init__(self, address: str, *, repository_key: str | None = None) -> None:
+        self.address = address
+        key, _, value = (repository_key or "").partition("=")
+        self._repository_headers = ((_RESTRICTED + key, value),) if key else ()
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._calls: set[_Call] = set()
+
+    async def close(self, fault: Fault = Fault.CLOSED, detail: str = "the client was closed") -> None:
+        """End every running call with `fault` and close the connection."""
+        for call in list(self._calls):
+            call.end(fault, detail)
+        await self._channel.close()
+
+    def end_inference(self, entry: str, fault: Fault, detail: str) -> None:
+        """End every running request to `entry` with `fault`: they would never be answered."""
+        for call in list(self._calls):
+            if call.entry == entry:
+                call.end(fault, detail)
+
+    async def unary(self, method: str, request: Any, *, timeout_s: float) -> Any:
+        """Call the unary `method` of GRPCInferenceService.
+
+        Raises:
+            TritonError: with any fault.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        headers = self._repository_headers if method.startswith(_REPOSITORY) else ()
+        running = getattr(self._stub, method)(request, timeout=timeout_s, metadata=headers)
+        with self._tracked(running) as call:
+            return await call.answer(lambda: call.grpc, deadline=deadline, idle_timeout_s=timeout_s)
+
+    async def stream_infer(
+        self,
+        request: service_pb2.ModelInferRequest,
+        *,
+        deadline: float,
+        idle_timeout_s: float,
+        headers: Headers = (),
+    ) -> AsyncGenerator[service_pb2.ModelInferResponse, None]:
+        """Send one request on a stream of its own and yield its responses that hold tensors.
+
+        Ends after the response that Triton marks as final. Closing the generator, or cancelling the task that
+        waits in it, cancels the call at once; so does every error. The time that the caller spends between
+        two responses does not count towards `idle_timeout_s`.
+
+        Args:
+            request: its `id` also travels as the header `x-request-id`, so it is printable ASCII.
+            deadline: of the event loop's clock, in seconds; infinity: none.
+            idle_timeout_s: longest wait for any one response; infinity: as long as the deadline.
+            headers: further headers of the call.
+
+        Raises:
+            TritonError: with any fault; `SILENT` for the idle timeout, `DEADLINE` for the deadline.
+        """
+        request.parameters[WANT_EMPTY_FINAL].bool_param = True
+        stream = self._stub.ModelStreamInfer(
+            timeout=None if math.isinf(deadline) else max(0.0, deadline - asyncio.get_running_loop().time()),
+            # Never `triton_grpc_error`: with it, tritonserver 2.51 crashes at one refusal in some hundreds.
+            # It would turn texts into statuses, but our refusals have their code in the text.
+            metadata=(("x-request-id", request.id), *headers),
+        )
+        with self._tracked(stream, request.model_name) as call:
+            await call.answer(
+                lambda: _send(stream, request), deadline=deadline, idle_timeout_s=idle_timeout_s
+            )
+            final = False
+            while not final:
+                message = await call.answer(stream.read, deadline=deadline, idle_timeout_s=idle_timeout_s)
+                if message is grpc.aio.EOF:
+                    raise TritonError(Fault.PROTOCOL, "the stream ended before its final response")
+                if message.error_message:
+                    raise classify(message.error_message)
+                response = message.infer_response
+                final = response.parameters[FINAL].bool_param
+                if response.outputs:
+                    yield response
+            # Let the stream end by its status, not by a reset: to proxies, one reset per request looks like
+            # the HTTP/2 "rapid reset" attack. The answer is complete, so a failure no longer matters.
+            with contextlib.suppress(TritonError):
+                await call.answer(stream.read, deadline=deadline, idle_timeout_s=_EOF_WAIT_S)
+
+    @contextlib.contextmanager
+    def _tracked(self, running: grpc.aio.Call, entry: str | None = None) -> Iterator["_Call"]:
+        """Let others find and end the call during the block, and end it when the block is left."""
+        call = _Call(running, entry)
+        self._calls.add(call)
+        try:
+            yield call
+        finally:
+            self._calls.discard(call)
+            running.cancel()
+
+
+class Control:
+    """Control calls on one Triton. Each raises `TritonError`, with any fault.
+
+    Args:
+        client: of that Triton; not closed here.
+        timeout_s: for each call.
+    """
+
+    def __init__(self, client: Client, *, timeout_s: float = 5.0) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+
+    async def live(self) -> bool:
+        """Ask whether the server is up (its models need not be)."""
+        return bool((await self._call("ServerLive", service_pb2.ServerLiveRequest())).live)
+
+    async def repository(self) -> dict[str, EntryState]:
+        """Return the entries that are on the repository's disk, loaded or not, by name."""
+        index = await self._call("RepositoryIndex", service_pb2.RepositoryIndexRequest())
+        states: dict[str, EntryState] = {}
+        for version in index.models:
+            state = _entry_state(version.state, version.reason)
+            states[version.name] = min(state, states.get(version.name, state))
+        return states
+
+    async def load(self, entry: str, *, timeout_s: float) -> None:
+        """Load `entry` and wait until it is ready, including warm-up; a loaded entry stays as it is."""
+        request = service_pb2.RepositoryModelLoadRequest(model_name=entry)
+        await self._client.unary("RepositoryModelLoad", request, timeout_s=timeout_s)
+
+    async def unload(self, entry: str) -> None:
+        """Begin to unload `entry`: it takes no new requests, and goes when the last one is answered."""
+        await self._call("RepositoryModelUnload", service_pb2.RepositoryModelUnloadRequest(model_name=entry))
+
+    async def inputs(self, entry: str) -> frozenset[str]:
+        """Return the names of the inputs of `entry`, which must be loaded."""
+        answer = await self._call("ModelMetadata", service_pb2.ModelMetadataRequest(name=entry))
+        return frozenset(tensor.name for tensor in answer.inputs)
+
+    async def _call(self, method: str, request: Any) -> Any:
+        return await self._client.unary(method, request, timeout_s=self._timeout_s)
+
+
+def _entry_state(state: str, reason: str) -> EntryState:
+    if state == "UNAVAILABLE":
+        return EntryState.UNLOADED if reason in ("", _UNLOADED) else EntryState.FAILED
+    return EntryState[state] if state else EntryState.NEVER_LOADED
+
+
+class _Call:
+    """A running call that can be ended from outside with a given error."""
+
+    def __init__(self, running: grpc.aio.Call, entry: str | None) -> None:
+        self.grpc = running
+        self.entry = entry
+        """The repository entry of an inference; None for calls about Triton itself."""
+        self._end: tuple[Fault, str] | None = None
+
+    def end(self, fault: Fault, detail: str) -> None:
+        """Cancel the call; `answer` raises a TritonError of `fault`."""
+        self._end = fault, detail
+        self.grpc.cancel()
+
+    async def answer(
+        self, operation: Callable[[], Awaitable[Any]], *, deadline: float, idle_timeout_s: float
+    ) -> Any:
+        """Await `operation`, turning every kind of failure into a TritonError."""
+        idle_end = asyncio.get_running_loop().time() + idle_timeout_s
+        try:
+            async with asyncio.timeout_at(min(deadline, idle_end)):
+                return await operation()
+        except TimeoutError:
+            if deadline <= idle_end:
+                raise TritonError(Fault.DEADLINE, "the request's deadline passed") from None
+            raise TritonError(Fault.SILENT, f"no response within {idle_timeout_s} s") from None
+        except grpc.aio.AioRpcError as error:
+            raise classify(error.details() or "", error.code()) from error
+        except asyncio.CancelledError:
+            # grpc raises the same error for a call cancelled by `end` and for a cancelled task.
+            if self._end is not None and not _task_is_cancelled():
+                raise TritonError(*self._end) from None
+            raise
+
+
+def _task_is_cancelled() -> bool:
+    """Tell whether the running task was asked to end.
+
+    A function of its own, because a frame that holds both the task and its CancelledError is part of a cycle,
+    which only the garbage collector frees.
+    """
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+async def _send(call: grpc.aio.StreamStreamCall, request: service_pb2.ModelInferRequest) -> None:
+    await call.write(request)
+    # Once the stream is half-closed, Triton ends it, even after errors that would otherwise leave it open.
+    await call.done_writing()
