@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import grpc
 import grpc.aio
@@ -59,6 +59,13 @@ _PROBES: Final = ("ServerLive", "ServerReady")
 _ADMIN: Final = ("RepositoryModelLoad", "RepositoryModelUnload")
 
 _log = logging.getLogger(__name__)
+
+
+class _Refusal(NamedTuple):
+    """How a request ends without an answer; an error would hold what it was raised in."""
+
+    code: grpc.StatusCode
+    message: str
 
 
 class GrpcServer:
@@ -124,8 +131,8 @@ class GrpcServer:
 
         async def unary(data: bytes, context: Any) -> bytes:
             answer = await self._serve(name, data, context)
-            if isinstance(answer, GatewayError):
-                await _abort(context, answer)
+            if isinstance(answer, _Refusal):
+                await context.abort(*answer)
             return bytes(answer.SerializeToString())
 
         return grpc.unary_unary_rpc_method_handler(unary)
@@ -153,9 +160,9 @@ class GrpcServer:
         try:
             while (task := await answers.get()) is not None:
                 answer = await task
-                if isinstance(answer, GatewayError):
+                if isinstance(answer, _Refusal):
                     if ends:
-                        await _abort(context, answer)
+                        await context.abort(*answer)
                     message = service_pb2.ModelStreamInferResponse(error_message=answer.message)
                 else:
                     answer.parameters[_FINAL].bool_param = True
@@ -168,7 +175,7 @@ class GrpcServer:
                 await asyncio.gather(reading, *running, return_exceptions=True)
 
     async def _serve(self, name: str, data: bytes, context: Any) -> Any:
-        """Serve one request; return the answer, or the error that it ends with."""
+        """Serve one request; return the message, or the status that it ends with."""
         metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
         probe = name in _PROBES
         async with self._records.opened(
@@ -184,12 +191,12 @@ class GrpcServer:
                 answer = await self._answer(name, self._received(name, data, exchange), exchange)
             except GatewayError as error:
                 exchange.fail(error)
-                return error
+                return _refused(error)
             except Exception:  # noqa: BLE001 - the outermost frame of a request: the server goes on
                 _log.exception("a request failed unexpectedly")
                 failure = InternalError("The gateway failed; its log says why under this request's id.")
                 exchange.fail(failure)
-                return failure
+                return _refused(failure)
             exchange.status = HTTPStatus.OK
             return answer
 
@@ -282,6 +289,6 @@ def _write(answer: InferAnswer) -> Any:
     return response
 
 
-async def _abort(context: Any, error: GatewayError) -> None:
+def _refused(error: GatewayError) -> _Refusal:
     code = _CODES.get(error.status, grpc.StatusCode.INTERNAL)
-    await context.abort(code, error.message[:_LONGEST_MESSAGE])
+    return _Refusal(code, error.message[:_LONGEST_MESSAGE])

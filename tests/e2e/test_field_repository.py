@@ -18,7 +18,8 @@ HELLO = "你好"
 @pytest.fixture(scope="module")
 def glm(up: UpProcess) -> Iterator[str]:
     """The URL of chatglm3 with the unbatched contract, before the Triton where others have another one."""
-    with gateway(up.triton_grpc, "--contract", "chatglm3=unbatched") as url:
+    arguments = ("--models", "chatglm3,chatglm2", "--contract", "chatglm3=unbatched")
+    with gateway(up.triton_grpc, *arguments) as url:
         yield f"{url}/v2/models/chatglm3"
 
 
