@@ -7,7 +7,7 @@ those of HTTP requests. Methods that the gateway does not offer are refused by n
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Final, NamedTuple
@@ -27,7 +27,7 @@ from gateway.errors import (
     RateLimitError,
 )
 from gateway.exchange import Exchange
-from gateway.kserve.contracts import BYTES, MAX_TENSORS, VERSION, InferAnswer, InferRequest, Tensor
+from gateway.kserve.contracts import BYTES, MAX_TENSORS, VERSION, InferRequest, Tensor
 from gateway.kserve.door import Door
 from gateway.listeners import ListenError
 from gateway.middleware import Records
@@ -222,7 +222,8 @@ class GrpcServer:
 
     async def _answer(self, name: str, request: Any, exchange: Exchange) -> Any:
         if name in ("ModelInfer", "ModelStreamInfer"):
-            return _write(await self._door.infer(_read(request), exchange, _connected))
+            asked = _read(request)
+            return _write(asked, await self._door.infer(asked, exchange, _connected))
         answer = GetMessageClass(_METHODS[name].output_type)()
         if name in self._documents:
             return json_format.ParseDict(self._documents[name](request), answer)
@@ -281,9 +282,9 @@ def _read(request: Any) -> InferRequest:
     )
 
 
-def _write(answer: InferAnswer) -> Any:
-    response = service_pb2.ModelInferResponse(model_name=answer.model, model_version=VERSION, id=answer.id)
-    for tensor in answer.outputs:
+def _write(request: InferRequest, outputs: Sequence[Tensor]) -> Any:
+    response = service_pb2.ModelInferResponse(model_name=request.model, model_version=VERSION, id=request.id)
+    for tensor in outputs:
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         response.raw_output_contents.append(tensor.packed())
     return response
