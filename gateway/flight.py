@@ -6,9 +6,10 @@ the end of a drain; the first to happen ends the others. Knows nothing of JSON o
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
 from time import perf_counter
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from gateway.admission import Admission
 from gateway.batch import together

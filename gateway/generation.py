@@ -14,6 +14,7 @@ from gateway.pieces import CallPart, Piece
 from gateway.tracing import Headers
 from wire.history import Role, Turn
 from wire.meta import Segment
+from wire.sampling import Sampling
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 StopReason = str | int
@@ -140,9 +141,8 @@ class Grammar:
     field: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """A validated request for text. Ranges were checked by the HTTP layer."""
+class Generation(Sampling, frozen=True, kw_only=True):
+    """A validated request for text: what is to be answered, and how it is sampled (`wire.sampling`)."""
 
     request_id: str
     model: str
@@ -151,53 +151,14 @@ class Generation:
     """Of the event loop's clock, in seconds."""
     headers: Headers = ()
     """Further headers of the call upstream: the trace context."""
-
     prompt_field: str | None = None
     """The prompt's name in the request, if it has several."""
-    n: int = 1
-    """Number of choices: answers to the prompt, sampled independently."""
-    max_tokens: int | None = None
-    """New tokens of each choice, at least 0; None: the rest of the context."""
     max_tokens_yields: bool = False
     """`max_tokens` is the gateway's default, not the client's: cut it to the context instead of refusing."""
-    max_total_tokens: int | None = None
-    """Limit on prompt and answer together; it shortens the answer instead of refusing the request."""
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 keeps every token."""
-    min_p: float = 0.0
-    """0 keeps every token."""
-    repetition_penalty: float = 1.0
-    """For tokens in prompt or answer; 1 has no effect."""
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    """The first choice's seed; each further one's is one higher. None: each choice draws its own."""
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    include_stop: bool = False
-    """Keep at the end of a choice's text what stopped it: the stop string, or the text of the stop id."""
-    show_special: bool = False
-    """Show the answer's special tokens in its text, by name; none of them opens a segment then."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    logprobs: int | None = None
-    """Number of alternatives reported beside each sampled token; None: no log-probabilities at all."""
-    prompt_logprobs: int | None = None
-    """The same for the prompt's tokens, reported with each choice."""
-    prompt_ranks: bool = False
-    """With them, each token's rank."""
     grammar: Grammar | None = None
     """None: the text is free."""
-    echo: bool = False
-    """Begin each choice's text with the prompt. For prompts of text or ids only."""
     stream: bool = False
-    """False: the model sends the whole answer at once."""
-    return_token_ids: bool = False
-    """Report the ids of the prompt and of the answer."""
-    priority: int = 0
+    """False: the model sends all of the answer at once."""
 
     def grammar_field(self, tool: str | None = None, *, text: bool = False) -> str | None:
         """Return the name in the request of the grammar's source; None: the answer is free, or there are two.

@@ -7,12 +7,13 @@ knows JSON or tensors.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from gateway.generation import Grammar, Prompt
 from gateway.tracing import Headers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tokenization:
+class Tokenization(Struct, frozen=True, kw_only=True):
     """What is to be tokenized: a conversation or text into ids; ids into text."""
 
     request_id: str

@@ -34,6 +34,7 @@ from wire.grammar import Grammar
 from wire.history import Role, Turn, encode_history
 from wire.limits import GRAMMAR_LIMIT
 from wire.request import ChannelStream
+from wire.sampling import Sampling
 from wire.strings import pack_strings, unpack_strings
 
 _PROBE_ID = "probe"
@@ -99,7 +100,9 @@ class ChatGLMDialect:
             InvalidRequestError: the chat format cannot express the conversation.
         """
         prompt = _wire_prompt(generation.prompt, generation.grammar, report.chat_format)
+        sampling = {name: getattr(generation, name) for name in Sampling.__struct_fields__}
         request = wire_request.Generation(
+            **sampling | {"max_total_tokens": _max_total_tokens(generation, report)},
             request_id=generation.request_id,
             role=prompt.role,
             prompt_token_ids=prompt.ids,
@@ -107,31 +110,7 @@ class ChatGLMDialect:
             answer_metadata=prompt.answer_metadata,
             end_after_call_of=prompt.end_after_call_of,
             grammar=_grammar(generation),
-            n=generation.n,
-            max_tokens=generation.max_tokens,
-            max_total_tokens=_max_total_tokens(generation, report),
-            min_tokens=generation.min_tokens,
-            temperature=generation.temperature,
-            top_p=generation.top_p,
-            top_k=generation.top_k,
-            min_p=generation.min_p,
-            repetition_penalty=generation.repetition_penalty,
-            presence_penalty=generation.presence_penalty,
-            frequency_penalty=generation.frequency_penalty,
-            seed=generation.seed,
-            logit_bias=dict(generation.logit_bias),
-            logprobs=generation.logprobs,
-            prompt_logprobs=generation.prompt_logprobs,
-            prompt_ranks=generation.prompt_ranks,
-            stop=list(generation.stop),
-            stop_token_ids=list(generation.stop_token_ids),
-            ignore_eos=generation.ignore_eos,
-            include_stop=generation.include_stop,
-            show_special=generation.show_special,
-            echo=generation.echo,
             channel=channel,
-            return_token_ids=generation.return_token_ids,
-            priority=generation.priority,
             deadline_ms=_milliseconds(remaining_s),
         )
         return _infer_request(generation.model, generation.request_id, request, prompt)

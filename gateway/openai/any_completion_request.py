@@ -1,8 +1,8 @@
 """What requests for completions take, of messages or of a text, beside what every request for text does."""
 
-from dataclasses import replace
 from typing import Annotated
 
+from msgspec.structs import replace
 from pydantic import Field
 
 from gateway.errors import InvalidRequestError

@@ -1,11 +1,11 @@
 """`POST /v1/chat/completions`: the request as OpenAI defines it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
 
+from msgspec.structs import replace
 from pydantic import Field
 
 from gateway.chatglm.tool_offer import call_rules

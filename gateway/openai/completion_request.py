@@ -1,11 +1,11 @@
 """`POST /v1/completions`: texts, or lists of token ids, to be continued exactly as given."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any
 
+from msgspec.structs import replace
 from pydantic import Discriminator, Field, Tag
 
 from gateway.errors import InvalidRequestError

@@ -204,12 +204,8 @@ class GenerationRequest(Strict, ABC):
             presence_penalty=float(self.presence_penalty or 0),
             frequency_penalty=float(self.frequency_penalty or 0),
             seed=self.seed,
-            stop=()
-            if self.stop is None
-            else (self.stop,)
-            if isinstance(self.stop, str)
-            else tuple(self.stop),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
+            stop=[self.stop] if isinstance(self.stop, str) else list(self.stop or ()),
+            stop_token_ids=list(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             include_stop=bool(self.include_stop_str_in_output),
             show_special=self.skip_special_tokens is False,

@@ -1,11 +1,11 @@
 """`POST /v1/responses`: the request as OpenAI defines it, for a server that stores no responses."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
+from msgspec.structs import replace
 from pydantic import BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 

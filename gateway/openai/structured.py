@@ -6,11 +6,11 @@ which schemas and grammars can be enforced; its refusal comes back as a 400 that
 """
 
 from abc import ABC
-from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
+from msgspec.structs import replace
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 

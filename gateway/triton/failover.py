@@ -6,8 +6,9 @@ They are calls in the trace of the HTTP request.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Generic, TypeVar
+
+from msgspec.structs import replace
 
 from gateway.generation import Generation
 from gateway.tokenization import Tokenization

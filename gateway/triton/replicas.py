@@ -262,7 +262,17 @@ class Replica:
             if age > self._policy.stuck_after_s:
                 self._become(ReplicaState.STUCK, f"the engine last made a step {age:.0f} s ago")
             else:
+                await self._open_channel()
                 self._become(ReplicaState.READY, "")
+
+    async def _open_channel(self) -> None:
+        """Open the channel before it is called ready, so that whoever was told so can stream at once."""
+        channels = None if self._dialect is None else self._dialect.channels
+        if channels is None or self._withdrawn or self.state is ReplicaState.READY:
+            return
+        self.channel.start(channels)
+        with contextlib.suppress(TritonError):  # What does not stream can be served without.
+            await self.channel.opened()
 
     async def _probe(self) -> ModelReport:
         dialect = self._dialect

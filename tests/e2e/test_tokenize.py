@@ -169,14 +169,14 @@ def test_ids_that_a_model_answered_with_are_its_own(http: httpx.Client, sdk: ope
     assert http.post("/detokenize", json={"model": "chatglm3", "tokens": ids}).status_code == 200
 
 
-def test_a_million_tokens_are_told_and_more_are_refused(http: httpx.Client) -> None:
+def test_a_million_tokens_are_returned_and_more_are_refused(http: httpx.Client) -> None:
     text = "a" * 1_000_000
     shown = tokens(http, model="chatglm3", prompt=text, add_special_tokens=False, return_token_strs=True)
     assert shown["count"] == len(shown["tokens"]) == len(shown["token_strs"]) > 100_000
     assert "".join(shown["token_strs"]).strip() == text
     refused = http.post("/tokenize", json={"model": "chatglm3", "prompt": "\U0001d800" * 1_000_000})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
-    assert refused.json()["error"]["message"].endswith("at most 1048576 are told")
+    assert refused.json()["error"]["message"].endswith("at most 1048576 are returned")
     assert refusal(http, "/detokenize", model="chatglm3", tokens=[7] * (2**20 + 1)) == (400, "tokens", None)
 
 

@@ -1,9 +1,9 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.batch import together
 from gateway.errors import (

@@ -17,6 +17,8 @@ CALLS = st.sampled_from(
 )
 SEGMENTS = st.lists(CALLS | st.lists(PIECES | CALLS, max_size=5).map("".join), min_size=1, max_size=3)
 
+PROMPT_TOKENS = 7
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -47,10 +49,10 @@ class Choice:
     def documents(self, index: int, request: Generation) -> Iterator[tuple[str, dict[str, Any]]]:
         """Return the text and the meta of each response, the last one's without usage."""
         if request.prompt_logprobs is not None:
-            told = [logprob(each, b"ab", index, request.prompt_logprobs) for each in range(5)]
+            told = [logprob(each, b"ab", index, request.prompt_logprobs) for each in range(PROMPT_TOKENS)]
             told[0] |= {"logprob": None, "top": []}
             ids_too: dict[str, Any] = {"token_ids": []} if request.return_token_ids else {}
-            for begin, end in pairwise([0, 1 + index % 3, 4, 5]):
+            for begin, end in pairwise([0, 1 + index % 3, 4, PROMPT_TOKENS]):
                 yield "", {"index": index, "prompt_logprobs": told[begin:end], "logprobs": [], **ids_too}
         text = "".join(self.segments)
         starts = [sum(map(len, self.segments[:number])) for number in range(1, len(self.segments))]
@@ -111,12 +113,12 @@ BEHIND_JSON = Choice(("\nSo", 'f\n{"a": 1} Done', "now\n{}", "\n Done"), 3, "sto
 
 def responses(choices: Sequence[Choice], request: Generation, order: Sequence[int]) -> Iterator[Any]:
     """Return what the model's side sends; `order` says which choice goes on next."""
-    accepted: dict[str, Any] = {"request_id": "r", "prompt_tokens": 7}
+    accepted: dict[str, Any] = {"request_id": "r", "prompt_tokens": PROMPT_TOKENS}
     if request.return_token_ids:
         accepted["prompt_token_ids"] = [1, 2]
     yield response(meta={"accepted": accepted})
     total = sum(len(choice.tokens) for choice in choices)
-    usage = {"prompt_tokens": 7, "completion_tokens": total, "cached_tokens": 2}
+    usage = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": total, "cached_tokens": 2}
     waiting = {index: list(choice.documents(index, request)) for index, choice in enumerate(choices)}
     turn = 0
     while waiting:

@@ -22,7 +22,14 @@ from gateway.app import create_app
 from gateway.dialects.base import ModelReport
 from gateway.dialects.chatglm import ChatGLMDialect
 from gateway.generation import Event, Generation
-from tests.gateway.api.made_answers import BEHIND_FENCED, BEHIND_JSON, CHOICES, Choice, responses
+from tests.gateway.api.made_answers import (
+    BEHIND_FENCED,
+    BEHIND_JSON,
+    CHOICES,
+    PROMPT_TOKENS,
+    Choice,
+    responses,
+)
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.serving import CHAT, MESSAGES, settings
 
@@ -171,7 +178,7 @@ def test_completions(choices: list[Choice], order: list[int], asked: Any, runner
         check_stop_reason(parts, choice, choices[index])
         if logprobs is not None:
             for name, told in choice["logprobs"].items():
-                assert len(told) == len(choices[index].tokens) + 5 * echo
+                assert len(told) == len(choices[index].tokens) + PROMPT_TOKENS * echo
                 nulls = [0] if echo and name in {"token_logprobs", "top_logprobs"} else []
                 assert [place for place, each in enumerate(told) if each is None] == nulls
                 told_in_parts = [each for part in parts for each in (part["logprobs"] or {}).get(name, ())]

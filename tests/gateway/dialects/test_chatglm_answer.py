@@ -1,9 +1,9 @@
 """Answers of several choices, and log-probabilities; the rest is what `test_chatglm.py` is about."""
 
 import json
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from tritonclient.grpc import service_pb2
 
 from gateway.dialects.chatglm import ChatGLMDialect

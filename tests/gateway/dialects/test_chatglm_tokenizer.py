@@ -1,6 +1,7 @@
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.dialects.base import ModelReport
@@ -98,8 +99,8 @@ def test_what_the_format_cannot_hold_is_refused() -> None:
 
 
 TEXT = Tokenization(request_id="r", model="m", prompt=PlainText("é"), deadline=0)
-SHOWN = replace(TEXT, strings=True)
-BACK = replace(TEXT, prompt=Ids((7,)))
+SHOWN = msgspec.structs.replace(TEXT, strings=True)
+BACK = msgspec.structs.replace(TEXT, prompt=Ids((7,)))
 
 
 def test_the_answer_is_read() -> None:

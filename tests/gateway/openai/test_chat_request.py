@@ -25,7 +25,7 @@ def test_the_minimum_asks_for_the_defaults() -> None:
         None,
         None,
         None,
-        (),
+        [],
     )
     assert not generation.stream
 
@@ -55,7 +55,7 @@ def test_every_parameter_arrives() -> None:
     generation = asked.generation(request_id="r", deadline=0)
     assert (generation.max_tokens, generation.min_tokens) == (7, 7)
     assert (generation.temperature, generation.top_p, generation.top_k) == (0.0, 0.5, 3)
-    assert (generation.seed, generation.stop, generation.stop_token_ids) == (-(2**63), ("a", "b"), (2, 3))
+    assert (generation.seed, generation.stop, generation.stop_token_ids) == (-(2**63), ["a", "b"], [2, 3])
     assert (generation.min_p, generation.repetition_penalty) == (1.0, 1.5)
     assert (generation.presence_penalty, generation.frequency_penalty) == (-2.0, 0.5)
     assert generation.logit_bias == {5: -100.0, 7: 1.5}

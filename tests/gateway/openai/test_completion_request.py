@@ -55,7 +55,7 @@ def test_every_parameter_arrives() -> None:
     generation = asked.generation(request_id="r", deadline=0)
     assert (generation.max_tokens, generation.min_tokens, generation.top_k) == (7, 7, 3)
     assert (generation.temperature, generation.top_p, generation.seed) == (0.0, 0.5, -1)
-    assert (generation.stop, generation.stop_token_ids) == (("x",), (2,))
+    assert (generation.stop, generation.stop_token_ids) == (["x"], [2])
     assert (generation.min_p, generation.repetition_penalty) == (0.5, 2.0)
     assert (generation.presence_penalty, generation.frequency_penalty) == (1.0, -1.0)
     assert generation.logit_bias == {5: -100.0}

@@ -53,11 +53,11 @@ def test_every_parameter_arrives() -> None:
         skip_special_tokens=False,
     ).generation(request_id="r", deadline=0)
     assert (generation.max_tokens, generation.temperature, generation.top_p) == (5, 0.0, 0.5)
-    assert (generation.logprobs, generation.stream, generation.seed, generation.stop) == (20, True, 7, ("x",))
+    assert (generation.logprobs, generation.stream, generation.seed, generation.stop) == (20, True, 7, ["x"])
     assert (generation.top_k, generation.min_p, generation.repetition_penalty) == (3, 0.5, 1.5)
     assert (generation.presence_penalty, generation.frequency_penalty) == (1.0, -1.0)
     assert (generation.logit_bias, generation.min_tokens) == ({5: -100.0}, 2)
-    assert (generation.ignore_eos, generation.stop_token_ids) == (True, (2,))
+    assert (generation.ignore_eos, generation.stop_token_ids) == (True, [2])
     assert (generation.priority, generation.show_special) == (-3, True)
     assert read(include=[LOGPROBS]).generation(request_id="r", deadline=0).logprobs == 0
     for choice in ("none", "auto", "required"):
