@@ -46,6 +46,10 @@ MAX_RANK: Final = 8
 VERSION: Final = "1"
 """What every served model's only version is called."""
 
+PLATFORM: Final = "tritongate"
+
+_CONFIG_TYPES: Final = {BYTES: "TYPE_STRING", INT16: "TYPE_INT16"}
+
 # The output of `str` and `repr` for Python's numbers.
 _NUMBER = re.compile(rb"[0-9]{1,20}(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,2})?")
 _INTEGER = re.compile(rb"[0-9]{1,9}")
@@ -165,15 +169,6 @@ class InferRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InferAnswer:
-    """The answer to a request."""
-
-    model: str
-    id: str
-    outputs: Sequence[Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """One row of a request."""
 
@@ -193,38 +188,30 @@ def choose_contract(contracts: Mapping[str, Contract], model: str, chat_format: 
 def config_document(model: str, contract: Contract) -> dict[str, Any]:
     """Return the model's configuration, as Triton writes it."""
     signature = SIGNATURES[contract]
-
-    def declared(tensor: Declared) -> dict[str, Any]:
-        kind = "TYPE_STRING" if tensor.datatype == BYTES else f"TYPE_{tensor.datatype}"
-        optional = {"optional": True} if tensor.optional else {}
-        return {"name": tensor.name, "data_type": kind, "dims": [tensor.size], **optional}
-
-    return {
-        "name": model,
-        "platform": "tritongate",
-        "backend": "",
-        "max_batch_size": signature.max_rows,
-        "input": [declared(tensor) for tensor in signature.inputs],
-        "output": [declared(tensor) for tensor in signature.outputs],
-        "model_transaction_policy": {"decoupled": False},
-    }
+    inputs, outputs = (
+        [
+            {"name": each.name, "data_type": _CONFIG_TYPES[each.datatype], "dims": [each.size]}
+            | ({"optional": True} if each.optional else {})
+            for each in tensors
+        ]
+        for tensors in (signature.inputs, signature.outputs)
+    )
+    head = {"name": model, "platform": PLATFORM, "backend": "", "max_batch_size": signature.max_rows}
+    return {**head, "input": inputs, "output": outputs, "model_transaction_policy": {"decoupled": False}}
 
 
 def metadata_document(model: str, contract: Contract) -> dict[str, Any]:
     """Return the model's metadata, as the KServe protocol writes it."""
     signature = SIGNATURES[contract]
-
-    def declared(tensor: Declared) -> dict[str, Any]:
-        shape = _shape_of(signature, tensor)
-        return {"name": tensor.name, "datatype": tensor.datatype, "shape": shape}
-
-    return {
-        "name": model,
-        "versions": [VERSION],
-        "platform": "tritongate",
-        "inputs": [declared(tensor) for tensor in signature.inputs],
-        "outputs": [declared(tensor) for tensor in signature.outputs],
-    }
+    inputs, outputs = (
+        [
+            {"name": each.name, "datatype": each.datatype, "shape": _shape_of(signature, each)}
+            for each in tensors
+        ]
+        for tensors in (signature.inputs, signature.outputs)
+    )
+    head = {"name": model, "versions": [VERSION], "platform": PLATFORM}
+    return {**head, "inputs": inputs, "outputs": outputs}
 
 
 def read_questions(

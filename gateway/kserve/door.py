@@ -22,9 +22,9 @@ from gateway.flight import Flight, Receive
 from gateway.generation import Delta, Generation, Turns
 from gateway.kserve.contracts import (
     VERSION,
-    InferAnswer,
     InferRequest,
     Question,
+    Tensor,
     choose_contract,
     config_document,
     metadata_document,
@@ -147,8 +147,8 @@ class Door:
         """
         await self.gateway.upstream.unload(model, upstream=None)
 
-    async def infer(self, request: InferRequest, exchange: Exchange, receive: Receive) -> InferAnswer:
-        """Answer the questions of a request.
+    async def infer(self, request: InferRequest, exchange: Exchange, receive: Receive) -> list[Tensor]:
+        """Answer the questions of a request; return the outputs that it asks for.
 
         Args:
             request: a client's; its shapes fit its elements.
@@ -162,10 +162,10 @@ class Door:
         exchange.model = card.id
         began, rows = time.perf_counter(), 0
         try:
-            answer, rows = await self._infer(card, request, exchange, receive)
+            outputs, rows = await self._infer(card, request, exchange, receive)
         finally:
             self._count(card.id, rows, time.perf_counter() - began, exchange.queued_s or 0.0)
-        return answer
+        return outputs
 
     def _count(self, model: str, rows: int, seconds: float, queued_s: float) -> None:
         """Count a request that took `seconds`; it has failed if it has no `rows`."""
@@ -186,7 +186,7 @@ class Door:
 
     async def _infer(
         self, card: ModelCard, request: InferRequest, exchange: Exchange, receive: Receive
-    ) -> tuple[InferAnswer, int]:
+    ) -> tuple[list[Tensor], int]:
         contract, chat_format = self._contract(card), card.chat_format or ""
         questions, batch_dimension = read_questions(contract, request, chat_format)
         if request.timeout_us:
@@ -205,7 +205,7 @@ class Door:
             for question, answer in zip(questions, answers, strict=True)
         ]
         outputs = write_outputs(contract, request, pairs, batch_dimension=batch_dimension)
-        return InferAnswer(model=card.id, id=request.id, outputs=outputs), len(questions)
+        return outputs, len(questions)
 
     def _card(self, model: str, model_version: str) -> ModelCard:
         try:

@@ -7,15 +7,15 @@ those of HTTP requests. Methods that the gateway does not offer are refused by n
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import grpc
 import grpc.aio
 from google.protobuf import json_format
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
 
@@ -27,7 +27,7 @@ from gateway.errors import (
     RateLimitError,
 )
 from gateway.exchange import Exchange
-from gateway.kserve.contracts import BYTES, MAX_TENSORS, VERSION, InferAnswer, InferRequest, Tensor
+from gateway.kserve.contracts import BYTES, MAX_TENSORS, VERSION, InferRequest, Tensor
 from gateway.kserve.door import Door
 from gateway.listeners import ListenError
 from gateway.middleware import Records
@@ -59,6 +59,13 @@ _PROBES: Final = ("ServerLive", "ServerReady")
 _ADMIN: Final = ("RepositoryModelLoad", "RepositoryModelUnload")
 
 _log = logging.getLogger(__name__)
+
+
+class _Refusal(NamedTuple):
+    """How a request ends without an answer; an error would hold what it was raised in."""
+
+    code: grpc.StatusCode
+    message: str
 
 
 class GrpcServer:
@@ -124,8 +131,8 @@ class GrpcServer:
 
         async def unary(data: bytes, context: Any) -> bytes:
             answer = await self._serve(name, data, context)
-            if isinstance(answer, GatewayError):
-                await _abort(context, answer)
+            if isinstance(answer, _Refusal):
+                await context.abort(*answer)
             return bytes(answer.SerializeToString())
 
         return grpc.unary_unary_rpc_method_handler(unary)
@@ -153,9 +160,9 @@ class GrpcServer:
         try:
             while (task := await answers.get()) is not None:
                 answer = await task
-                if isinstance(answer, GatewayError):
+                if isinstance(answer, _Refusal):
                     if ends:
-                        await _abort(context, answer)
+                        await context.abort(*answer)
                     message = service_pb2.ModelStreamInferResponse(error_message=answer.message)
                 else:
                     answer.parameters[_FINAL].bool_param = True
@@ -168,7 +175,7 @@ class GrpcServer:
                 await asyncio.gather(reading, *running, return_exceptions=True)
 
     async def _serve(self, name: str, data: bytes, context: Any) -> Any:
-        """Serve one request; return the answer, or the error that it ends with."""
+        """Serve one request; return the message, or the status that it ends with."""
         metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
         probe = name in _PROBES
         async with self._records.opened(
@@ -184,12 +191,12 @@ class GrpcServer:
                 answer = await self._answer(name, self._received(name, data, exchange), exchange)
             except GatewayError as error:
                 exchange.fail(error)
-                return error
+                return _refused(error)
             except Exception:  # noqa: BLE001 - the outermost frame of a request: the server goes on
                 _log.exception("a request failed unexpectedly")
                 failure = InternalError("The gateway failed; its log says why under this request's id.")
                 exchange.fail(failure)
-                return failure
+                return _refused(failure)
             exchange.status = HTTPStatus.OK
             return answer
 
@@ -213,13 +220,13 @@ class GrpcServer:
             exchange.body = json_format.MessageToJson(request, indent=None).encode()
         return request
 
-    async def _answer(self, name: str, request: Any, exchange: Exchange) -> Message:
-        answer = GetMessageClass(_METHODS[name].output_type)()
+    async def _answer(self, name: str, request: Any, exchange: Exchange) -> Any:
         if name in ("ModelInfer", "ModelStreamInfer"):
-            return _write(await self._door.infer(_read(request), exchange, _connected))
+            asked = _read(request)
+            return _write(asked, await self._door.infer(asked, exchange, _connected))
+        answer = GetMessageClass(_METHODS[name].output_type)()
         if name in self._documents:
-            json_format.ParseDict(self._documents[name](request), answer)
-            return answer
+            return json_format.ParseDict(self._documents[name](request), answer)
         if name == "RepositoryModelLoad":
             await self._door.load(request.model_name, dict(request.parameters))
         elif name == "RepositoryModelUnload":
@@ -275,14 +282,14 @@ def _read(request: Any) -> InferRequest:
     )
 
 
-def _write(answer: InferAnswer) -> Any:
-    response = service_pb2.ModelInferResponse(model_name=answer.model, model_version=VERSION, id=answer.id)
-    for tensor in answer.outputs:
+def _write(request: InferRequest, outputs: Sequence[Tensor]) -> Any:
+    response = service_pb2.ModelInferResponse(model_name=request.model, model_version=VERSION, id=request.id)
+    for tensor in outputs:
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         response.raw_output_contents.append(tensor.packed())
     return response
 
 
-async def _abort(context: Any, error: GatewayError) -> None:
+def _refused(error: GatewayError) -> _Refusal:
     code = _CODES.get(error.status, grpc.StatusCode.INTERNAL)
-    await context.abort(code, error.message[:_LONGEST_MESSAGE])
+    return _Refusal(code, error.message[:_LONGEST_MESSAGE])

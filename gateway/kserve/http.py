@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.api.deps import AdminKey, ExchangeDep, GatewayDep, InferenceKey, read_body
 from gateway.errors import InvalidRequestError, PermissionDeniedError, UnsupportedMediaTypeError
-from gateway.kserve.contracts import MAX_RANK, MAX_TENSORS, VERSION, InferAnswer, InferRequest, Tensor
+from gateway.kserve.contracts import MAX_RANK, MAX_TENSORS, VERSION, InferRequest, Tensor
 from gateway.kserve.door import Door
 from gateway.openai.document import read_object, validate
 from gateway.setting_types import is_loopback
@@ -162,8 +162,7 @@ async def infer(  # noqa: PLR0917 - FastAPI passes all by name
         raise UnsupportedMediaTypeError("Compressed bodies are not supported: send this one as it is.")
     body = await read_body(request, gateway, exchange)
     asked, binary = read_infer_request(model, version, body, request.headers.get(HEADER_LENGTH))
-    answer = await door.infer(asked, exchange, request.receive)
-    return write_infer_answer(answer, binary)
+    return write_infer_answer(asked, await door.infer(asked, exchange, request.receive), binary)
 
 
 router.get("/v2/models/stats", dependencies=[InferenceKey])(_telling(Door.statistics))
@@ -230,21 +229,23 @@ def read_infer_request(
     return request, lambda name: binary.get(name, by_default)
 
 
-def write_infer_answer(answer: InferAnswer, binary: Callable[[str], bool]) -> Response:
-    """Return the response with `answer`; the data of outputs that are `binary` follow its JSON."""
-    outputs: list[dict[str, Any]] = []
+def write_infer_answer(
+    request: InferRequest, outputs: Sequence[Tensor], binary: Callable[[str], bool]
+) -> Response:
+    """Return the response to `request`; the data of outputs that are `binary` follow its JSON."""
+    documents: list[dict[str, Any]] = []
     blobs = []
-    for tensor in answer.outputs:
+    for tensor in outputs:
         document: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
         if binary(tensor.name):
             blobs.append(tensor.packed())
             document["parameters"] = {"binary_data_size": len(blobs[-1])}
         else:
             document["data"] = [value.decode() for value in tensor.values if isinstance(value, bytes)]
-        outputs.append(document)
-    head = {"id": answer.id} if answer.id else {}
-    head |= {"model_name": answer.model, "model_version": VERSION}
-    text = msgspec.json.encode({**head, "outputs": outputs})
+        documents.append(document)
+    head = {"id": request.id} if request.id else {}
+    head |= {"model_name": request.model, "model_version": VERSION}
+    text = msgspec.json.encode({**head, "outputs": documents})
     if not blobs:
         return Response(text, media_type="application/json")
     return Response(

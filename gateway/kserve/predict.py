@@ -9,6 +9,7 @@ parameters) are refused.
 
 import base64
 import binascii
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,7 +21,7 @@ from starlette.responses import Response
 from gateway.api.deps import ExchangeDep, InferenceKey, JsonBody
 from gateway.api.openapi import body_of, whole
 from gateway.errors import InvalidRequestError
-from gateway.kserve.contracts import MAX_TENSORS, VERSION, InferAnswer, InferRequest, Tensor
+from gateway.kserve.contracts import MAX_TENSORS, VERSION, InferRequest, Tensor
 from gateway.kserve.http import DoorDep, InputTensor, Items, OutputTensor, no_bool
 from gateway.openai.document import read_object, validate, without_neutral
 
@@ -116,8 +117,9 @@ class PredictAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 )
 async def predict(request: Request, body: JsonBody, exchange: ExchangeDep, door: DoorDep) -> Response:
     """Answer a ModelInferRequest in protobuf's JSON."""
-    answer = await door.infer(read_predict_request(body), exchange, request.receive)
-    return Response(write_predict_answer(answer), media_type="application/json")
+    asked = read_predict_request(body)
+    answer = write_predict_answer(asked, await door.infer(asked, exchange, request.receive))
+    return Response(answer, media_type="application/json")
 
 
 def read_predict_request(body: bytes) -> InferRequest:
@@ -147,18 +149,18 @@ def read_predict_request(body: bytes) -> InferRequest:
     )
 
 
-def write_predict_answer(answer: InferAnswer) -> bytes:
-    """Return the JSON of `answer`."""
+def write_predict_answer(request: InferRequest, outputs: Sequence[Tensor]) -> bytes:
+    """Return the JSON of the answer to `request`."""
     return msgspec.json.encode(
         PredictAnswer(
-            model_name=answer.model,
+            model_name=request.model,
             outputs=[
                 OutputTensorDocument(tensor.name, tensor.datatype, [str(size) for size in tensor.shape])
-                for tensor in answer.outputs
+                for tensor in outputs
             ],
-            raw_output_contents=[tensor.packed() for tensor in answer.outputs],
+            raw_output_contents=[tensor.packed() for tensor in outputs],
             model_version=VERSION,
-            id=answer.id,
+            id=request.id,
         )
     )
 

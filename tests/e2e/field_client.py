@@ -1,4 +1,4 @@
-"""The field's clients, as they are written there: HTTP with JSON, gRPC with tritonclient."""
+"""Legacy clients of Triton, as they are written in the field: HTTP with JSON, gRPC with tritonclient."""
 
 import json
 from typing import Any
@@ -11,7 +11,7 @@ TIMEOUT_S = 100.0
 
 
 class FieldError(Exception):
-    """Triton's answer was an error; `status` is HTTP's."""
+    """The answer was an error; `status` is HTTP's."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -33,7 +33,7 @@ def infer(url: str, inputs: list[dict[str, Any]], timeout_s: float = TIMEOUT_S) 
 
 
 def ask_batched(
-    triton_http: str,
+    url: str,
     prompt: str,
     history: str = "",
     *,
@@ -49,7 +49,7 @@ def ask_batched(
         tensor(name, [1, 1], [[value]] if nested else [value])  # both are said in the field
         for name, value in values.items()
     ]
-    outputs = infer(f"{triton_http}/v2/models/{model}/infer", inputs, timeout_s)
+    outputs = infer(f"{url}/v2/models/{model}/infer", inputs, timeout_s)
     return outputs["response"][0], outputs["history"][0]
 
 

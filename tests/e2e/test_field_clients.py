@@ -1,10 +1,11 @@
-"""Clients that already speak to ChatGLM on Triton: unchanged, against the entry of the model's own name."""
+"""Clients that already speak to ChatGLM on Triton: unchanged, on the gateway's ports for them."""
 
 import ast
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import openai
 import pytest
 import tritonclient.grpc as grpcclient
@@ -18,7 +19,6 @@ from tests.e2e.field_client import (
     infer,
     tensor,
 )
-from tests.e2e.stream_client import StreamClient
 from tests.e2e.up_process import UpProcess, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -29,17 +29,17 @@ HELLO = "你好"
 
 @pytest.fixture
 def grpc(up: UpProcess) -> Iterator[grpcclient.InferenceServerClient]:
-    with grpcclient.InferenceServerClient(up.triton_grpc) as client:
+    with grpcclient.InferenceServerClient(up.kserve_grpc) as client:
         yield client
 
 
-def test_four_threads_ask_ten_times(up: UpProcess, triton: StreamClient) -> None:
+def test_four_threads_ask_ten_times(up: UpProcess) -> None:
     steps = up.gauge("tritongate_engine_batch_size_count", model="chatglm3")
     sequences = up.gauge("tritongate_engine_batch_size_sum", model="chatglm3")
 
     def ask(number: int) -> tuple[str, str]:
         return ask_batched(
-            up.triton_http, f"{HELLO}{number}", temperature="0.7", max_token="120", nested=number % 2 == 0
+            up.kserve_http, f"{HELLO}{number}", temperature="0.7", max_token="120", nested=number % 2 == 0
         )
 
     with ThreadPoolExecutor(4) as threads:
@@ -52,16 +52,17 @@ def test_four_threads_ask_ten_times(up: UpProcess, triton: StreamClient) -> None
         return (up.gauge("tritongate_engine_batch_size_sum", model="chatglm3") - sequences) / max(after, 1)
 
     wait_until(lambda: batch_size() > 1)
-    assert triton.statistics("chatglm3")[0] >= 10
+    (statistics,) = httpx.get(f"{up.kserve_http}/v2/models/chatglm3/stats").json()["model_stats"]
+    assert statistics["inference_count"] >= 10
 
 
 def test_two_turns_with_the_history_as_json_and_as_a_literal(up: UpProcess) -> None:
-    first, history = ask_batched(up.triton_http, HELLO)
+    first, history = ask_batched(up.kserve_http, HELLO)
     literal = str(ast.literal_eval(history))
     assert literal != history
-    second = [ask_batched(up.triton_http, "And?", fed, max_token="80") for fed in (history, literal)]
+    second = [ask_batched(up.kserve_http, "And?", fed, max_token="80") for fed in (history, literal)]
     assert second[0] == second[1]
-    assert second[0][0] != ask_batched(up.triton_http, "And?", max_token="80")[0]
+    assert second[0][0] != ask_batched(up.kserve_http, "And?", max_token="80")[0]
     turns = [("user", HELLO), ("assistant", first), ("user", "And?"), ("assistant", second[0][0])]
     assert conversation(second[0][1]) == turns
     assert ast.literal_eval(second[0][1]) == json.loads(second[0][1])
@@ -75,9 +76,9 @@ def test_the_answer_is_that_of_the_openai_api(up: UpProcess, sdk: openai.OpenAI)
         prompt_tokens = completion.usage.prompt_tokens
         expected = completion.choices[0].message.content
         if model == "chatglm3":
-            answer, _ = ask_batched(up.triton_http, HELLO, max_token=str(prompt_tokens + 20))
+            answer, _ = ask_batched(up.kserve_http, HELLO, max_token=str(prompt_tokens + 20))
         else:
-            with grpcclient.InferenceServerClient(up.triton_grpc) as client:
+            with grpcclient.InferenceServerClient(up.kserve_grpc) as client:
                 answer, _ = ask_chatglm2(client, HELLO, [], max_token=str(prompt_tokens + 20))
         assert answer == expected
 
@@ -87,19 +88,19 @@ def test_only_the_last_ten_items_count(up: UpProcess) -> None:
     items = [
         {"role": role, "content": f"{role} {number}"} for number in range(5) for role in ("user", "assistant")
     ]
-    kept = ask_batched(up.triton_http, HELLO, json.dumps(items), max_token="300")
-    assert ask_batched(up.triton_http, HELLO, json.dumps(older + items), max_token="300") == kept
+    kept = ask_batched(up.kserve_http, HELLO, json.dumps(items), max_token="300")
+    assert ask_batched(up.kserve_http, HELLO, json.dumps(older + items), max_token="300") == kept
     assert len(conversation(kept[1])) == 12
 
 
 def test_temperature_and_length_are_each_requests_own(up: UpProcess) -> None:
     """The field's batches took the maximum of all."""
-    alone, _ = ask_batched(up.triton_http, HELLO, max_token="24")
+    alone, _ = ask_batched(up.kserve_http, HELLO, max_token="24")
 
     def ask(number: int) -> str:
         if number % 2:
-            return ask_batched(up.triton_http, HELLO, temperature="1.9", max_token="200")[0]
-        return ask_batched(up.triton_http, HELLO, max_token="24")[0]
+            return ask_batched(up.kserve_http, HELLO, temperature="1.9", max_token="200")[0]
+        return ask_batched(up.kserve_http, HELLO, max_token="24")[0]
 
     with ThreadPoolExecutor(12) as threads:
         answers = list(threads.map(ask, range(12)))
@@ -108,7 +109,7 @@ def test_temperature_and_length_are_each_requests_own(up: UpProcess) -> None:
 
 
 def test_rows_of_one_request_are_answered_each_by_itself(up: UpProcess) -> None:
-    url = f"{up.triton_http}/v2/models/chatglm3/infer"
+    url = f"{up.kserve_http}/v2/models/chatglm3/infer"
     prompts, lengths = [HELLO, "hi"], ["30", "50"]
     rows = [
         tensor("prompt", [2, 1], prompts),
@@ -117,7 +118,7 @@ def test_rows_of_one_request_are_answered_each_by_itself(up: UpProcess) -> None:
         tensor("max_token", [2, 1], lengths),
     ]
     alone = [
-        ask_batched(up.triton_http, prompt, max_token=length)
+        ask_batched(up.kserve_http, prompt, max_token=length)
         for prompt, length in zip(prompts, lengths, strict=True)
     ]
     outputs = infer(url, rows)
@@ -128,13 +129,14 @@ def test_rows_of_one_request_are_answered_each_by_itself(up: UpProcess) -> None:
     assert raised.value.status == 400
 
 
-def test_max_token_is_the_total_and_never_over_the_context(up: UpProcess, triton: StreamClient) -> None:
-    ids, _, _ = triton.tokenize("chatglm3", messages=[{"role": "user", "content": HELLO}])
+def test_max_token_is_the_total_and_never_over_the_context(up: UpProcess) -> None:
+    conversation = {"model": "chatglm3", "messages": [{"role": "user", "content": HELLO}]}
+    count = httpx.post(up.base_url + "/tokenize", json=conversation).json()["count"]
     with pytest.raises(FieldError, match="together may have"):
-        ask_batched(up.triton_http, HELLO, max_token=str(len(ids)))
-    ask_batched(up.triton_http, HELLO, max_token=str(len(ids) + 1))
-    full = ask_batched(up.triton_http, HELLO, max_token=str(CONTEXT))
-    assert ask_batched(up.triton_http, HELLO, max_token="1000000") == full
+        ask_batched(up.kserve_http, HELLO, max_token=str(count))
+    ask_batched(up.kserve_http, HELLO, max_token=str(count + 1))
+    full = ask_batched(up.kserve_http, HELLO, max_token=str(CONTEXT))
+    assert ask_batched(up.kserve_http, HELLO, max_token="1000000") == full
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_max_token_is_the_total_and_never_over_the_context(up: UpProcess, triton
         ("max_token", "0", "max_token"),
         ("max_token", "12.5", "max_token"),
         ("max_token", "many", "max_token"),
-        ("history", "[" * 5_000_000, "history"),
+        ("history", "[" * 2_000_000, "history"),
         ("history", "(" * 100_000, "nests too deeply"),
         ("history", "__import__('os')", "neither JSON nor"),
         ("history", '{"role": "user"}', "history"),
@@ -160,7 +162,7 @@ def test_max_token_is_the_total_and_never_over_the_context(up: UpProcess, triton
 def test_what_cannot_be_meant_is_refused_by_name(up: UpProcess, field: str, value: str, words: str) -> None:
     request = {"prompt": HELLO, "history": "", "temperature": "0", "max_token": "40"} | {field: value}
     with pytest.raises(FieldError, match=words) as raised:
-        ask_batched(up.triton_http, **request)
+        ask_batched(up.kserve_http, **request)
     assert raised.value.status == 400
     assert "Traceback" not in str(raised.value)
 
@@ -188,4 +190,22 @@ def test_chatglm2s_refusals(grpc: grpcclient.InferenceServerClient) -> None:
         arguments = {"prompt": HELLO, "history": [], **changes}
         with pytest.raises(InferenceServerException, match=words) as raised:
             ask_chatglm2(grpc, **arguments)
-        assert "tritongate:invalid_request" in raised.value.message()
+        assert raised.value.status() == "StatusCode.INVALID_ARGUMENT"
+
+
+@pytest.mark.parametrize("size", [5_000_000, 20_000_000])
+def test_a_body_that_kills_a_triton_is_refused(up: UpProcess, size: int) -> None:
+    for url in (up.kserve_http, up.base_url):
+        with pytest.raises(FieldError, match="exceeds the limit") as raised:
+            ask_batched(url, "x" * size)
+        assert raised.value.status == 413
+    with grpcclient.InferenceServerClient(up.kserve_grpc) as client:
+        with pytest.raises(InferenceServerException) as refused:
+            ask_chatglm2(client, "x" * size, [])
+        assert refused.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+        assert ask_chatglm2(client, HELLO, [])
+
+
+def test_the_same_on_every_port(up: UpProcess) -> None:
+    assert ask_batched(up.base_url, HELLO) == ask_batched(up.kserve_http, HELLO)
+    assert httpx.get(up.kserve_http + "/v1/models").json() == httpx.get(up.base_url + "/v1/models").json()

@@ -40,7 +40,7 @@ def refusal(up: UpProcess, **changes: Any) -> tuple[int, Any, str]:
 
 
 def test_refusals_have_the_gateways_shape(up: UpProcess) -> None:
-    for model in ("chatglm3-stream", "chatglm3-tokenizer", "nope"):
+    for model in ("chatglm3-stream", "nope"):
         assert refusal(up, model=model)[:2] == (404, "model_name")
     assert refusal(up, surprise="x")[:2] == (400, "inputs.4.name")
     status, _, message = refusal(up, max_token=None)

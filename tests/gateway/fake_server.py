@@ -1,6 +1,6 @@
 """The real server on the fake upstream, a process for tests of signals; its argument is settings as JSON.
 
-The answer is one word every 50 ms, as many as the request's `max_tokens`.
+The answer is one word every 50 ms, as many as the request's `max_tokens` or, of a legacy client, `max_token`.
 """
 
 import json
@@ -14,7 +14,7 @@ from tests.gateway.fake_upstream import FakeUpstream, say
 
 
 def slowly(request: Generation) -> AsyncGenerator[Event, None]:
-    return say(*["word "] * (request.max_tokens or 2), gap_s=0.05)
+    return say(*["word "] * (request.max_tokens or request.max_total_tokens or 2), gap_s=0.05)
 
 
 def tell(url: str) -> None:

@@ -6,15 +6,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from tests.gateway.kserve.legacy import body, question
 from tests.gateway.serving import CHAT, MESSAGES
+from tests.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,3 +125,67 @@ def test_an_idle_server_ends_at_once() -> None:
         assert server.get("/health/ready").status_code == 200
         server.process.send_signal(signal.SIGTERM)
         assert server.end()[0] == 0
+
+
+@contextmanager
+def with_triton_ports(**settings: Any) -> Iterator[tuple[Process, str, Any]]:
+    """A gateway that also listens where Triton would; yields the second URL and a stub, too."""
+    http, port = free_ports(2)
+    with (
+        running(kserve_http_port=http, kserve_grpc_port=port, **settings) as server,
+        grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        yield server, f"http://127.0.0.1:{http}", service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+
+def is_draining(stub: Any) -> bool:
+    return not stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=60).ready
+
+
+def test_clients_of_triton_are_served_on_ports_of_their_own() -> None:
+    with with_triton_ports() as (server, url, stub):
+        for base in (server.url, url):
+            answer = httpx.post(base + "/v2/models/glm/infer", json=body(max_token="2"), timeout=60)
+            assert answer.json()["outputs"][0]["data"] == ["word word"]
+            assert httpx.get(base + "/health/ready", timeout=60).status_code == 200
+        answer = stub.ModelInfer(question(max_token="3"), timeout=60)
+        assert b"word word word" in answer.raw_output_contents[0]
+        server.process.send_signal(signal.SIGTERM)
+        status, errors = server.end()
+        assert status == 0
+        assert "Traceback" not in errors
+
+
+def test_a_drain_lets_calls_over_grpc_end_and_refuses_new_ones() -> None:
+    with with_triton_ports(drain_s=60) as (server, _, stub):
+        call = stub.ModelInfer.future(question(max_token="100"), timeout=60)
+        until(lambda: 'in_flight{model="glm"} 1.0' in server.get("/metrics").text)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: is_draining(stub))
+        with pytest.raises(grpc.RpcError) as raised:
+            stub.ModelInfer(question(), timeout=60)
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert call.result().model_name == "glm"
+        assert server.end()[0] == 0
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_calls_over_grpc_end_with_the_grace(signals: int) -> None:
+    with with_triton_ports(drain_s=0.3 if signals == 1 else 60) as (server, _, stub):
+        call = stub.ModelInfer.future(question(max_token="1000"), timeout=60)
+        until(lambda: 'in_flight{model="glm"} 1.0' in server.get("/metrics").text)
+        server.process.send_signal(signal.SIGTERM)
+        if signals == 2:
+            until(lambda: is_draining(stub))
+            server.process.send_signal(signal.SIGTERM)
+        assert call.exception().code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        status, errors = server.end()
+        assert status == (0 if signals == 1 else 128 + signal.SIGTERM)
+        assert signals == 2 or "Traceback" not in errors
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

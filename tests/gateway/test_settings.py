@@ -76,3 +76,20 @@ def test_traces_need_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "opentelemetry.sdk", raising=False)
     with pytest.raises(ConfigurationError, match=r"pip install 'tritongate\[tracing\]'"):
         load_settings({"trace_endpoint": "http://collector:4318/v1/traces"})
+
+
+def test_a_port_serves_one_thing() -> None:
+    with pytest.raises(ConfigurationError, match="must differ"):
+        load_settings({"port": 8000, "kserve_http_port": 8000})
+    with pytest.raises(ConfigurationError, match="must differ"):
+        load_settings({"kserve_http_port": 8001, "kserve_grpc_port": 8001})
+    free = load_settings({"port": 0, "kserve_http_port": 0, "kserve_grpc_port": 0})
+    assert free.http_ports() == [0, 0]
+    assert load_settings({"port": 1}).http_ports() == [1]
+
+
+@pytest.mark.parametrize("value", ["v2", "=batched", "m=", "m=v2", "batched,m=x"])
+def test_contracts_are_known_ones(value: str) -> None:
+    with pytest.raises(ConfigurationError, match="contract"):
+        load_settings({"contract": value})
+    assert load_settings({"contract": "batched, a/b=chatglm2"}).contract == ("batched", "a/b=chatglm2")

@@ -2,22 +2,27 @@
 
 import asyncio
 import json
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import httpx
 import psutil
 import pytest
+from tritonclient.grpc import service_pb2_grpc
 
 from gateway import fleet, workers
 from gateway.configuration import load_settings
-from gateway.listeners import bind_all
+from gateway.listeners import bind_gateway
+from tests.gateway.kserve.legacy import body, question
 from tests.gateway.serving import CHAT, MESSAGES
 from tests.gateway.triton.fake_triton import FakeTriton, accepted, finished, reply, until
 from tests.gateway.two_workers import STARTED_S, TRITONGATE, Gateway, gateway_of_two, is_whole, stream
+from tests.ports import free_ports
 from tests.tied import tied
 from wire.meta import Meta
 
@@ -58,6 +63,37 @@ async def test_both_serve_and_each_tells_of_both(gateway: Gateway) -> None:
     served = await gateway.series("tritongate_requests_total")
     assert sorted(served) == ["0", "1"]
     assert sum(served.values()) >= CLIENTS
+
+
+KSERVE_PORTS = free_ports(2)
+
+
+@pytest.mark.parametrize(
+    "gateway",
+    [{"--kserve-http-port": KSERVE_PORTS[0], "--kserve-grpc-port": KSERVE_PORTS[1]}],
+    indirect=True,
+)
+async def test_both_serve_clients_of_triton(gateway: Gateway) -> None:
+    async def ask_over_grpc() -> bool:
+        options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+        address = f"127.0.0.1:{KSERVE_PORTS[1]}"
+        async with grpc.aio.insecure_channel(address, options=options) as channel:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            answer = await stub.ModelInfer(question("m"), timeout=60)
+            return b"Hello" in answer.raw_output_contents[0]
+
+    async def ask_over_http() -> bool:
+        async with httpx.AsyncClient(timeout=60) as http:
+            url = f"http://127.0.0.1:{KSERVE_PORTS[0]}/v2/models/m/infer"
+            return "Hello" in (await http.post(url, json=body())).text
+
+    for ask in (ask_over_grpc, ask_over_http):
+        assert all(await asyncio.gather(*(ask() for _ in range(CLIENTS))))
+    served = await gateway.series("tritongate_requests_total")
+    assert sum(served.values()) >= 2 * CLIENTS
+    for route in ("ModelInfer", "/v2/models/{model:path}/infer"):
+        served = await gateway.series(f'tritongate_requests_total(?={{[^}}]*{re.escape(route)}"?)')
+        assert sorted(served) == ["0", "1"], route
 
 
 async def test_a_killed_worker_takes_its_own_streams_along_and_is_replaced(
@@ -233,9 +269,10 @@ async def test_workers_end_with_a_killed_parent(gateway: Gateway) -> None:
 
 
 def test_one_that_dies_again_before_it_listened_leaves_a_good_listener(tmp_path: Path, table: int) -> None:
-    (listener,) = bind_all("127.0.0.1", 0, 1)
+    (listeners,) = bind_gateway("127.0.0.1", [0])
+    (listener,) = listeners.http
     place = fleet.Place(number=0, count=1, folder=tmp_path, table=table)
-    worker = workers._Worker(load_settings({"upstreams": ("127.0.0.1:1",)}), listener, place)
+    worker = workers._Worker(load_settings({"upstreams": ("127.0.0.1:1",)}), listeners, place)
     listener.listen()
     for _ in range(3):
         worker._turn_away()
@@ -256,9 +293,9 @@ async def test_one_that_hangs_is_replaced(
     monkeypatch.setattr(workers, "_MISSES", 2)
     monkeypatch.setattr(workers, "_MISSES_AT_START", 10**6)  # looks; a start takes seconds
     settings = load_settings({"upstreams": (triton.address,), "port": 0})
-    (listener,) = bind_all("127.0.0.1", 0, 1)
+    (listeners,) = bind_gateway("127.0.0.1", [0])
     place = fleet.Place(number=0, count=1, folder=tmp_path, table=table)
-    worker = workers._Worker(settings, listener, place)
+    worker = workers._Worker(settings, listeners, place)
     keeping = asyncio.create_task(worker.keep())
     async with asyncio.timeout(STARTED_S):
         await worker.ready.wait()

@@ -77,7 +77,7 @@ async def gateway_of_two(triton: FakeTriton, folder: Path, more: Mapping[str, in
             *tied(TRITONGATE, "serve", *(str(word) for flag in flags.items() for word in flag)),
             stderr=log,
             start_new_session=True,
-            env=os.environ | {"PYTHONPATH": str(folder)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])},
         )
     gateway = Gateway(process, f"http://127.0.0.1:{port}")
     await gateway.wait_ready()

@@ -30,6 +30,7 @@ FORBIDDEN = {
     "gateway/api": {"wire", "grpc", "tritonclient", "gateway.dialects"},
     "gateway/dialects": {"fastapi", "starlette", "gateway.openai", "gateway.api"},
     "gateway/triton": {"fastapi", "starlette", "gateway.openai", "gateway.api"},
+    "gateway/kserve": {"gateway.dialects", "gateway.triton", "gateway.server", "gateway.workers"},
     "gateway/chatglm": {"fastapi", "starlette", "grpc", "tritonclient", "gateway.openai"},
     "deploy/docker": {"gateway", "deploy", "fastapi", "uvicorn", "grafana_foundation_sdk"},
     "deploy/grafana": {"gateway", "triton_models", "wire", "deploy.docker"},

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
-from tritonclient.grpc import service_pb2_grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from gateway.app import create_app
 from gateway.generation import Accepted, Delta, Event, Generation, Turns, Usage
@@ -15,6 +15,7 @@ from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.serving import Served, settings
 from tests.ports import free_ports
 from wire.meta import Segment
+from wire.strings import pack_strings
 
 VALUES: Mapping[str, Any] = {"prompt": "你好", "history": "", "temperature": "0.3", "max_token": "1024"}
 """Contract 1's question."""
@@ -74,6 +75,16 @@ def predict_body(model: str = "glm", values: Mapping[str, str] = VALUES, **chang
         for name, value in values.items()
     ]
     return {"model_name": model, "inputs": inputs, **changes}
+
+
+def question(model: str = "glm", **changes: Any) -> Any:
+    """Contract 1 as a message; a changed value of None leaves its tensor out."""
+    request = service_pb2.ModelInferRequest(model_name=model, id="7")
+    for name, value in (VALUES | changes).items():
+        if value is not None:
+            request.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
+            request.raw_input_contents.append(pack_strings([value.encode()]))
+    return request
 
 
 @asynccontextmanager

@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import grpc.aio
 import httpx
 import pytest
 
 from gateway.kserve.http import HEADER_LENGTH
 from tests.gateway.fake_upstream import FakeUpstream
-from tests.gateway.kserve.legacy import body, echo, predict_body, unbatched
+from tests.gateway.kserve.legacy import body, echo, over_grpc, predict_body, question, unbatched
 from tests.gateway.serving import in_process, on_socket
 
 INFER = "/v2/models/glm/infer"
@@ -45,6 +46,7 @@ ODD: tuple[Any, ...] = (
     [1] * 2000,
     {"a": {}},
 )
+SHAPES = ([], [-1], [0, 1], [2**62] * 8, [1] * 100, [-(2**63), 1])
 DEEP = "[" * 100_000
 DEEP_ENOUGH = 10
 HEADERS = ("0", "1", "-1", "x", "", "99999999999999999999", "½", "1e3", "0x10")
@@ -180,3 +182,51 @@ async def test_tiny_chunks_in_process() -> None:
 
     async with in_process(FakeUpstream(echo)) as served:
         assert (await served.http.post(INFER, content=chunks())).status_code == 200
+
+
+async def test_hostile_messages_are_the_clients_fault() -> None:
+    choose = random.Random(21)
+    codes: Counter[Any] = Counter()
+    async with over_grpc(FakeUpstream(echo)) as (served, stub, address):
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            for _ in range(MANY // 4):
+                request = question()
+                tensor = choose.choice(request.inputs)
+                match choose.randrange(7):
+                    case 0:
+                        tensor.shape[:] = choose.choice(
+                            ([], [-1], [0, 1], [2**62] * 8, [1] * 100, [-(2**63), 1])
+                        )
+                    case 1:
+                        tensor.datatype = choose.choice(("", "INT16", "FP32", "x" * 1000))
+                    case 2:
+                        tensor.name = choose.choice(("", "history", "prompt", "你" * 1000))
+                    case 3:
+                        request.raw_input_contents[choose.randrange(4)] = choose.randbytes(
+                            choose.randrange(9)
+                        )
+                    case 4:
+                        del request.raw_input_contents[choose.randrange(4) :]
+                    case 5:
+                        tensor.contents.int_contents.extend([choose.randrange(-(2**31), 2**31)] * 3)
+                    case _:
+                        request.outputs.add(name=choose.choice(("", "x" * 5000, "response")))
+                data = request.SerializeToString()
+                if choose.randrange(5) == 0:
+                    place = choose.randrange(len(data))
+                    data = data[:place] + choose.randbytes(3) + data[place + 3 :]
+                try:
+                    await call(data)
+                    codes[grpc.StatusCode.OK] += 1
+                except grpc.aio.AioRpcError as error:
+                    codes[error.code()] += 1
+        assert codes[grpc.StatusCode.INVALID_ARGUMENT] > MANY // 8, codes
+        assert set(codes) <= {
+            grpc.StatusCode.OK,
+            grpc.StatusCode.INVALID_ARGUMENT,
+            grpc.StatusCode.NOT_FOUND,
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+        }, codes
+        assert await stub.ModelInfer(question())
+        await served.until_idle()

@@ -10,7 +10,7 @@ from tritonclient.grpc import service_pb2
 
 from gateway.errors import GatewayError, InvalidRequestError, UnavailableError
 from gateway.generation import Event, Generation
-from gateway.kserve.contracts import InferAnswer, Tensor
+from gateway.kserve.contracts import InferRequest, Tensor
 from gateway.kserve.predict import read_predict_request, write_predict_answer
 from tests.gateway.fake_upstream import FakeUpstream, say_and_hang
 from tests.gateway.kserve.legacy import VALUES, echo, predict_body
@@ -146,7 +146,7 @@ def test_a_body_of_faults_costs_one(item: str) -> None:
 
 def test_an_answer_is_what_protobuf_reads() -> None:
     output = Tensor("response", "BYTES", (2,), ["你好".encode(), b""])
-    body = write_predict_answer(InferAnswer(model="m", id="7", outputs=[output]))
+    body = write_predict_answer(InferRequest(model="m", id="7", inputs=[]), [output])
     message = json_format.Parse(body, service_pb2.ModelInferResponse())
     assert (message.model_name, message.model_version, message.id) == ("m", "1", "7")
     assert (message.outputs[0].name, list(message.outputs[0].shape)) == ("response", [2])

@@ -72,6 +72,7 @@ async def test_a_card_is_filled_by_the_probe_and_keeps_it_while_the_model_is_dow
     await triton.stop()
     await until(lambda: not pool.model("m").ready)
     assert pool.model("m").max_context == 512
+    assert pool.model("m").chat_format == "chatglm3"
     assert pool.model("m").created == card.created
     (report,) = pool.replicas()
     assert (report.model, report.upstream) == ("m", triton.address)

@@ -1,0 +1,52 @@
+"""As `tests/gateway/test_garbage.py`, of requests through the door: freed when they are over."""
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import grpc.aio
+import pytest
+
+from gateway.exchange import Exchange
+from gateway.flight import Flight
+from tests.gateway.fake_upstream import FakeUpstream, say
+from tests.gateway.kserve.legacy import body, over_grpc, question
+from tests.gateway.serving import on_socket, until
+
+CHANGES = [{}, {"temperature": "99"}, {"prompt": None}]
+
+
+@pytest.fixture
+def living() -> Iterator[Callable[[], int]]:
+    """Counts records and running requests beyond those before the test; nothing is collected meanwhile."""
+    gc.collect()
+    gc.disable()
+    kinds = (Exchange, Flight)
+    before = {id(each): each for each in gc.get_objects() if type(each) in kinds}
+    yield lambda: sum(type(each) in kinds and id(each) not in before for each in gc.get_objects())
+    gc.enable()
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+async def test_over_http(changes: dict[str, str | None], living: Callable[[], int]) -> None:
+    async with on_socket(FakeUpstream(lambda _: say("a", "b"))) as served:
+        for _ in range(3):
+            await served.http.post("/v2/models/glm/infer", json=body(**changes))
+        await served.http.get("/version")  # a connection keeps its last request until it has another one
+        await until(lambda: living() <= 1)
+
+
+@pytest.mark.parametrize("changes", [*CHANGES, None])
+async def test_over_grpc(changes: dict[str, str | None] | None, living: Callable[[], int]) -> None:
+    gap_s = 10 if changes is None else 0
+    async with over_grpc(FakeUpstream(lambda _: say("a", "b", gap_s=gap_s))) as (served, stub, _):
+        for _ in range(3):
+            call = stub.ModelInfer(question(**changes or {}))
+            if changes is None:
+                await until(lambda: served.upstream.running == 1)
+                call.cancel()
+            with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+                await call
+            del call
+        await until(lambda: living() == 0)
