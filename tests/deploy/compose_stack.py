@@ -56,9 +56,10 @@ class ComposeStack:
         self._environments: set[str] = set()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._tree: dict[int, psutil.Process] = {}
-        self._hosts = "|".join([r"0\.0\.0\.0", r"127\.0\.0\.1", "triton", *self.document["services"]])
-        used = set(re.findall(rf"\b(?:{self._hosts}):(\d+)\b", str(self.document)))
-        self._ports = dict(zip(sorted(used), map(str, free_ports(len(used))), strict=True))
+        self._hosts = "|".join(
+            [r"0\.0\.0\.0", r"127\.0\.0\.1", "triton", *map(re.escape, self.document["services"])]
+        )
+        self._ports: dict[tuple[str, str], str] = {}
         binaries = folder / "bin"
         binaries.mkdir()
         server = binaries / "tritonserver"
@@ -79,9 +80,15 @@ class ComposeStack:
         for region in Path("/dev/shm").glob(f"{self._shared_memory}*"):  # noqa: S108 - where they are
             region.unlink(missing_ok=True)
 
-    def address(self, port: str) -> str:
-        """Return where a container's port is here."""
-        return f"127.0.0.1:{self._ports[port]}"
+    def address(self, name: str, port: str) -> str:
+        """Return where a port of a service's container is here."""
+        return f"127.0.0.1:{self._port(name, port)}"
+
+    def _port(self, name: str, port: str) -> str:
+        owner = "triton" if name.startswith("triton") else name  # the alias of whichever runs
+        if (owner, port) not in self._ports:
+            self._ports[owner, port] = str(free_ports(1)[0])
+        return self._ports[owner, port]
 
     def start(self, name: str) -> "subprocess.Popen[bytes]":
         service = self.document["services"][name]
@@ -177,7 +184,10 @@ class ComposeStack:
             given = read_env(self._keys) | given
         temporary = self.folder / name / "tmp"
         temporary.mkdir(parents=True, exist_ok=True)
-        values = {key: self.here(name, str(value)) for key, value in given.items()}
+        values = {
+            key: self._port(name, value) if key.endswith("_PORT") else self.here(name, str(value))
+            for key, value in given.items()
+        }
         return {"PATH": self._path, "HOME": str(temporary), "TMPDIR": str(temporary)} | values
 
     def here(self, name: str, text: str) -> str:
@@ -185,11 +195,19 @@ class ComposeStack:
         service = self.document["services"][name]
         for inside, outside in self._mounts(name, service).items():
             text = re.sub(rf"(?<![\w./-]){re.escape(inside)}(?=$|/)", str(outside), text)
-        text = re.sub(rf"\b(?:{self._hosts}):(\d+)\b", lambda found: self.address(found[1]), text)
-        text = re.sub(r"(-port=)(\d+)$", lambda found: found[1] + self._ports[found[2]], text)
+        text = self._addresses(name, text)
+        text = re.sub(r"(-port=)(\d+)$", lambda found: found[1] + self._port(name, found[2]), text)
         if text.startswith("--end-process="):
             return f"--end-process={self._processes[name].pid}"
-        return self._ports.get(text, text.replace("0.0.0.0", "127.0.0.1"))  # noqa: S104 - away from it
+        return text.replace("0.0.0.0", "127.0.0.1")  # noqa: S104 - away from it
+
+    def _addresses(self, name: str, text: str) -> str:
+        """Replace host:port; an address without a service's name is the own container's."""
+
+        def put(found: re.Match[str]) -> str:
+            return self.address(name if found[1][0].isdigit() else found[1], found[2])
+
+        return re.sub(rf"\b({self._hosts}):(\d+)\b", put, text)
 
     def _mounts(self, name: str, service: dict[str, Any]) -> dict[str, Path]:
         found = copied(service) if "build" in service else {}
@@ -210,8 +228,5 @@ class ComposeStack:
             shutil.copytree(ROOT / "deploy" / "prometheus", target)
             config = target / "prometheus.yml"
             text = re.sub(r"_interval: \d+s", "_interval: 1s", config.read_text(encoding="utf-8"))
-            text = re.sub(
-                r"\b(gateway|triton|127\.0\.0\.1):(\d+)", lambda found: self.address(found[2]), text
-            )
-            config.write_text(text, encoding="utf-8")
+            config.write_text(self._addresses("prometheus", text), encoding="utf-8")
         return {"./deploy/prometheus": target}
