@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     wanted = "Live" if options.liveness else "Ready"
     try:
-        if not _server_is(wanted, options.grpc):
+        if not server_is(wanted, options.grpc):
             sys.stdout.write(f"Triton is not {wanted.lower()}\n")
             return 1
         ages = dict(heartbeat_ages(_get(f"http://{options.metrics}/metrics"), now=time.time()))
@@ -68,7 +68,7 @@ def heartbeat_ages(exposition: str, *, now: float) -> Iterator[tuple[str, float]
             yield (model[1] if model else labels), now - float(value)
 
 
-def _server_is(wanted: str, address: str) -> bool:
+def server_is(wanted: str, address: str) -> bool:
     """Ask `ServerLive` or `ServerReady`: both messages are so small that they need no generated code."""
     # A proxy for the way out must not get this.
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:

@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from deploy.docker.triton_health import _server_is
+from deploy.docker.triton_health import server_is
 from tests.deploy.compose_file import CHOSEN, EXAMPLE_ENV, EXAMPLE_KEYS, ROOT, read_env
 from tests.deploy.compose_stack import ComposeStack
 from tests.deploy.prometheus_client import Prometheus, panels
@@ -129,7 +129,7 @@ def told_to_end(stack: ComposeStack) -> bool:
     """Hold that Triton calls itself ready and its health check does not; False where it ended by itself."""
     triton = stack.process("triton-cpu")
     with contextlib.suppress(grpc.RpcError):
-        assert _server_is("Ready", stack.address("triton-cpu", "8001"))
+        assert server_is("Ready", stack.address("triton-cpu", "8001"))
     patience = ("--stale-s=2", "--end-after-s=4")
     wait_until(lambda: stack.healthy("triton-cpu", *patience).returncode == 1)
     wait_until(lambda: stack.healthy("gateway").returncode == 1)

@@ -41,10 +41,10 @@ class Health(service_pb2_grpc.GRPCInferenceServiceServicer):
     def __init__(self, triton: FakeTriton) -> None:
         self.triton = triton
 
-    def ServerLive(self, *_: object) -> Any:
+    def ServerLive(self, *_: object) -> Any:  # noqa: N802
         return pb.ServerLiveResponse(live=self.triton.live)
 
-    def ServerReady(self, *_: object) -> Any:
+    def ServerReady(self, *_: object) -> Any:  # noqa: N802
         return pb.ServerReadyResponse(ready=self.triton.ready)
 
 
