@@ -1,4 +1,4 @@
-"""A `model.py` for a stream entry, whose engine breaks when a request has one of two special seeds.
+"""A `model.py` for an entry whose engine breaks when a request has one of two special seeds.
 
 `python -m bench.gpu.provoke` copies this file into a separate repository: it runs in Triton's stub, where the
 package `bench` need not exist. On a GPU the faults are real; on the CPU their effects are imitated.
@@ -10,7 +10,7 @@ import torch
 
 from triton_models.engine.batch import Batch
 from triton_models.engine.runner import Begun, Runner
-from triton_models.serving.stream import TritonPythonModel
+from triton_models.serving.model import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
 
