@@ -1,11 +1,10 @@
 """Measures the CPU time per token that the serving process needs to get tokens from the engine to Triton.
 
 The engine only sleeps and the responders discard their input, so what is measured is our own code:
-detokenising, looking for stop strings, joining, encoding. Triton's own `send` (70-90 microseconds per
+detokenising, looking for stop strings, filling frames, encoding. Triton's own `send` (70-90 microseconds per
 response) is not included.
 """
 
-import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -14,17 +13,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from triton_models.engine.sequence import FinishReason, Request, TokenOutput
+from triton_models.engine.sequence import FinishReason, TokenOutput
+from triton_models.engine.sequence import Request as EngineRequest
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.stats import EngineStats, StepStats
+from triton_models.options import EntryParameters
 from triton_models.serving.chat_text import load_text
-from triton_models.serving.inputs import Inputs
-from triton_models.serving.parameters import EntryParameters
-from triton_models.serving.service import StreamService
+from triton_models.serving.intake import Arrival, Inputs
+from triton_models.serving.service import Service
 from wire.channel import Frame, encode_frame
 from wire.meta import Meta, encode_meta
 from wire.refusal import RefusalCode
-from wire.sampling import ChannelStream, Generation, OpenChannel, encode_sampling
+from wire.request import ChannelStream, Generation, OpenChannel, Request, encode_request
 
 _STEP_S = 0.005
 _FIRST_PIECE = 300
@@ -35,7 +35,6 @@ _FIRST_PIECE = 300
 class DeliveryRow:
     """One measurement of the serving process; times are microseconds of CPU time per token."""
 
-    delivery: str
     streams: int
     tokens: int
     responses: int
@@ -45,23 +44,25 @@ class DeliveryRow:
 
 
 def measure(checkpoint: Path, streams: tuple[int, ...], *, new_tokens: int) -> Iterator[DeliveryRow]:
-    """Measure each number of concurrent streams, plainly and over a delta channel."""
-    for number, over_channel in itertools.product(streams, (False, True)):
-        yield _run(checkpoint, number, new_tokens, over_channel=over_channel)
+    """Measure each number of concurrent streams over one delta channel."""
+    for number in streams:
+        yield _run(checkpoint, number, new_tokens)
 
 
-def _run(checkpoint: Path, streams: int, new_tokens: int, *, over_channel: bool) -> DeliveryRow:
-    text = load_text(EntryParameters(model="bench", checkpoint=checkpoint, device="cpu"))
-    engine = _SleepingEngine(text.tokenizer.size, new_tokens)
-    service = StreamService(cast("Any", engine), text, cast("Any", _no_metrics()), heartbeat_s=2.0)
+def _run(checkpoint: Path, streams: int, new_tokens: int) -> DeliveryRow:
+    text = load_text(
+        EntryParameters(model="bench", checkpoint=checkpoint, device="cpu", version=1, options={})
+    )
+    vocabulary = text.tokenizer.size
+    engine = _SleepingEngine(vocabulary, new_tokens)
+    service = Service(cast("Any", engine), text, cast("Any", _no_metrics()), vocabulary=vocabulary)
     service.start()
-    if over_channel:
-        service.handle(_Responder(), Inputs(b"", b"", encode_sampling(OpenChannel("c"))))
+    service.submit([_arrival(_Responder(), b"", OpenChannel("c"))])
     responders = [_Responder() for _ in range(streams)]
     for number, responder in enumerate(responders):
-        channel = ChannelStream(id="c", stream=number) if over_channel else None
-        asked = Generation(max_tokens=new_tokens, ignore_eos=True, channel=channel)
-        service.handle(responder, Inputs(b"x", b"", encode_sampling(asked)))
+        channel = ChannelStream(id="c", stream=number)
+        generation = Generation(max_tokens=new_tokens, ignore_eos=True, channel=channel)
+        service.submit([_arrival(responder, b"x", generation)])
     while engine.stats().running < streams:
         time.sleep(0.01)
     before = _thread_seconds()
@@ -75,13 +76,16 @@ def _run(checkpoint: Path, streams: int, new_tokens: int, *, over_channel: bool)
     of_engine = spent.pop("engine")
     tokens = streams * new_tokens
     return DeliveryRow(
-        delivery="channel" if over_channel else "plain",
         streams=streams,
         tokens=tokens,
         responses=responses,
         engine_thread=1e6 * (of_engine - engine.making_s) / tokens,
         other_threads=1e6 * sum(spent.values()) / tokens,
     )
+
+
+def _arrival(responder: "_Responder", prompt: bytes, request: Request) -> Arrival:
+    return Arrival(responder, Inputs(prompt, b"", encode_request(request)))
 
 
 def _thread_seconds() -> dict[str, float]:
@@ -105,6 +109,7 @@ class _Responder:
     """Encodes its input as a real responder would, and discards it."""
 
     sent = 0
+    trace_context: str | None = None
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -124,9 +129,6 @@ class _Responder:
         if code is not RefusalCode.SHUTTING_DOWN:
             raise RuntimeError(message)
 
-    def trace_context(self) -> None:
-        """Return None: nothing is traced."""
-
     def cancelled(self) -> bool:
         return False
 
@@ -145,7 +147,7 @@ class _SleepingEngine:
         self._open: dict[str, int] = {}
         self._outputs: list[TokenOutput] = []
 
-    def add(self, request: Request) -> None:
+    def add(self, request: EngineRequest) -> None:
         self._open[request.request_id] = 0
 
     def cancel(self, request_id: str) -> bool:

@@ -16,8 +16,7 @@ from typing import Any
 import click
 
 from triton_models.embedded.errors import OptionsError
-from triton_models.embedded.model_flags import model_flags
-from triton_models.embedded.models import ModelOptions, write_models
+from triton_models.embedded.models import model_flags, write_models
 from triton_models.tracing import trace_arguments
 
 _SERVER = "tritonserver"
@@ -43,12 +42,11 @@ def main(  # noqa: D103 - the module's docstring is its help
     device: str,
     repository_key: str,
     arguments: tuple[str, ...],
-    **flags: Any,
+    **options: Any,
 ) -> None:
-    options = ModelOptions(device=device, **flags)
     repository = Path(tempfile.mkdtemp(prefix="repository-"))
     try:
-        served = write_models(repository, models, options)
+        served = write_models(repository, models, device=device, options=options)
     except OptionsError as error:
         raise click.ClickException(str(error)) from None
     own = [
@@ -56,7 +54,7 @@ def main(  # noqa: D103 - the module's docstring is its help
         f"--model-load-thread-count={len(served) + 1}",  # all of them side by side
         "--allow-http=false",
         f"--grpc-restricted-protocol={_RESTRICTED}:{repository_key}",
-        *trace_arguments(options.trace_endpoint),
+        *trace_arguments(options["trace_endpoint"]),
     ]
     os.execvp(_SERVER, [_SERVER, *own, *arguments])  # noqa: S606 - what we are for
 
