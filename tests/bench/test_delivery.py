@@ -5,4 +5,4 @@ from bench.delivery import measure
 def test_every_token_is_delivered() -> None:
     (row,) = measure(BUILT_IN, (3,), new_tokens=5)
     assert (row.streams, row.tokens) == (3, 15)
-    assert row.responses >= 5 + 3, "a frame for each step, and the last response of each"
+    assert row.responses > 3  # the last of each, and frames of one step or several
