@@ -260,7 +260,7 @@ def test_scaling_follows_metrics_that_there_are() -> None:
     rules = yaml.safe_load((FOLDER / "overlays/many/adapter.yaml").read_text(encoding="utf-8"))
     offered = {rule.get("name", {}).get("as") or rule["seriesQuery"].partition("{")[0] for rule in rules}
     assert wanted == offered
-    engine = (ROOT / "triton_models/serving/metrics.py").read_text(encoding="utf-8")
+    engine = (ROOT / "triton_models/serving/report.py").read_text(encoding="utf-8")
     read = {name for rule in rules for name in re.findall(r"tritongate_engine_(\w+?)\{", str(rule))}
     assert read == {"requests_waiting", "kv_blocks_used", "kv_blocks"}
     assert all(f'"{name}"' in engine for name in read)
