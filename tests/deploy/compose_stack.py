@@ -22,7 +22,7 @@ from tests.deploy.compose_file import ROOT, copied, entrypoint, load_compose, re
 from tests.e2e.up_process import RESTARTS, aborted, lives
 from tests.ports import free_ports
 from tests.tied import tied
-from triton_models.embedded.environments import EnvironmentClaim, remove_empty
+from triton_models.embedded.warden import environments, remove_environments
 
 START_TIMEOUT_S = 30
 STOP_TIMEOUT_S = 20
@@ -54,6 +54,7 @@ class ComposeStack:
         self._keys = keys
         self._shared_memory = f"tritongate_compose_{os.getpid()}_"
         self._environments: set[str] = set()
+        """The `/tmp/python_env_*` folders that appeared while a Triton loaded its first entry."""
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._tree: dict[int, psutil.Process] = {}
         self._hosts = "|".join(
@@ -76,7 +77,7 @@ class ComposeStack:
         for process in self._tree.values():
             if lives(process):
                 process.kill()
-        remove_empty(self._environments)
+        remove_environments(self._environments)
         for region in Path("/dev/shm").glob(f"{self._shared_memory}*"):  # noqa: S108 - where they are
             region.unlink(missing_ok=True)
 
@@ -94,12 +95,16 @@ class ComposeStack:
         service = self.document["services"][name]
         before = entrypoint(service) if "build" in service else _ENTRYPOINTS[name]
         command = [*before, *service["command"]]
-        with contextlib.ExitStack() as stack:
-            claim = (
-                stack.enter_context(EnvironmentClaim(self._environments.update)) if "triton" in name else None
-            )
-            self._processes[name] = process = self._run(name, command)
-            assert claim is None or claim.wait(START_TIMEOUT_S), self.log(name)
+        others = environments()
+        self._processes[name] = process = self._run(name, command)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        own: set[str] = set()
+        while "triton" in name and not own:
+            assert process.poll() is None, self.log(name)
+            assert time.monotonic() < deadline, self.log(name)
+            time.sleep(0.02)
+            own = environments() - others
+        self._environments |= own
         return process
 
     def healthy(self, name: str, *more: str) -> "subprocess.CompletedProcess[str]":
