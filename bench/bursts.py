@@ -32,7 +32,7 @@ _TIMEOUT_S = 60.0
 _START_S = 0.5
 """From the order for a flood until it begins: the process that sends it is there by then."""
 _PROMPT = "你好"
-_PROBE = {"probe": True}
+_PROBE: dict[str, object] = {"probe": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
