@@ -58,7 +58,7 @@ async def _run(triton: "_ScriptedTriton", new_tokens: int) -> GatewayDeliveryRow
         await _until(gateway.ready)
         clients = [_Client() for _ in range(triton.streams)]
         tasks = [asyncio.create_task(app(client.scope(), client.receive, client.send)) for client in clients]
-        await _until(lambda: triton.accepted == triton.streams and all(client.begun for client in clients))
+        await _until(lambda: triton.accepted == triton.streams and all(client.started for client in clients))
         triton.step()  # the first token comes with the role
         await _until(lambda: all(client.written.is_set() for client in clients))
         await _until_written(clients)
@@ -93,9 +93,9 @@ class _Client:
     """One HTTP client, in the form in which ASGI presents it."""
 
     def __init__(self) -> None:
-        self.begun = False
+        self.started = False
         self.written = asyncio.Event()
-        self._asked = False
+        self._sent = False
 
     def scope(self) -> MutableMapping[str, Any]:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(_BODY)).encode())]
@@ -115,13 +115,13 @@ class _Client:
         }
 
     async def receive(self) -> MutableMapping[str, Any]:
-        if self._asked:
+        if self._sent:
             await asyncio.Event().wait()
-        self._asked = True
+        self._sent = True
         return {"type": "http.request", "body": _BODY, "more_body": False}
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        self.begun = True
+        self.started = True
         if message.get("body"):
             self.written.set()
 
