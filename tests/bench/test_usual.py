@@ -7,7 +7,7 @@ PLAN = Plan(clients=(1, 4), requests=6, longest=9, rounds=3, limit_s=1.0)
 
 
 class Ways:
-    """Ways whose throughput is written down, and what each was jobs."""
+    """Ways whose throughput is written down, and the jobs of each."""
 
     def __init__(self, **rates: list[float]) -> None:
         self.jobs: list[tuple[str, int, list[Job]]] = []
@@ -22,7 +22,7 @@ class Ways:
         return way
 
 
-def test_all_are_asked_the_same_in_turn_and_compared_round_by_round() -> None:
+def test_all_get_the_same_jobs_in_turn_and_compared_round_by_round() -> None:
     ways = Ways(**{ALONE: [1, 2, 5], PADDED: [4, 2, 8], ENGINE: [1, 8, 3, 8, 10, 24]})
     measured = Measured()
     measured.measure(ways.ways, PLAN, vocabulary=1000)
@@ -33,8 +33,8 @@ def test_all_are_asked_the_same_in_turn_and_compared_round_by_round() -> None:
         (ENGINE, 4),
     ] * 3
     lists = [tuple(jobs) for _, _, jobs in ways.jobs]
-    assert lists[0::2] == lists[1::2], "another way is jobs something else"
-    assert len(set(lists)) == 6, "what was jobs before may be in a cache"
+    assert lists[0::2] == lists[1::2], "another way gets other jobs"
+    assert len(set(lists)) == 6, "earlier jobs may be in a cache"
 
     rows = {(row.clients, row.way): row for row in measured.rows("m", PLAN)}
     assert list(rows) == [(1, ALONE), (1, ENGINE), (4, PADDED), (4, ENGINE)]
