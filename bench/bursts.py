@@ -1,9 +1,9 @@
 """Looks for requests that wait for nothing: `python -m bench.bursts --model M --grpc 127.0.0.1:PORT`.
 
 Sends bursts of short requests through the gateway, one burst after the other, and probes straight to Triton
-while it takes in a large burst of generations. What takes over 100 ms on an idle machine was not computed
-that long: it waited to be noticed. The requests are the same in every edition of the wire; for an edition
-whose engine has an entry of its own, name that with `--entry`.
+while it takes in a large burst of generations. A large burst may take long because much is computed; but if
+for 100 ms none of its requests is answered, they waited to be noticed. The requests are the same in every
+edition of the wire; for an edition whose engine has an entry of its own, name that with `--entry`.
 """
 
 import asyncio
@@ -11,9 +11,11 @@ import json
 import multiprocessing
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import click
 import grpc.aio
@@ -35,6 +37,17 @@ _PROMPT = "你好"
 _PROBE: dict[str, object] = {"probe": True}
 
 
+class Timing(NamedTuple):
+    """When a request was sent and answered, in seconds of one clock."""
+
+    sent: float
+    ended: float
+
+
+Burst = Sequence[Timing | None]
+"""The requests of a burst; None: it failed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurstRow:
     """The requests of all bursts of one size. Times are milliseconds and exclude failed requests."""
@@ -48,23 +61,39 @@ class BurstRow:
     p50: float
     p99: float
     max: float
+    stalled: int
+    """Bursts in which no request was answered for 100 ms."""
+    longest_gap: float
+    """Longest time in which no request of a burst was answered."""
 
 
-def summarise(what: str, size: int, bursts: int, took: Iterable[float | None]) -> BurstRow:
-    """Return the row of requests that took so many seconds, or failed (None)."""
-    all_of_them = list(took)
-    good = [each for each in all_of_them if each is not None]
+def summarise(what: str, size: int, bursts: Sequence[Burst]) -> BurstRow:
+    """Return the row of bursts of one size."""
+    answered = [[timing for timing in burst if timing is not None] for burst in bursts]
+    took = [timing.ended - timing.sent for burst in answered for timing in burst]
+    gaps = [longest_gap(burst) for burst in answered]
+    requests = sum(map(len, bursts))
     return BurstRow(
         what=what,
         size=size,
-        bursts=bursts,
-        requests=len(all_of_them),
-        failed=len(all_of_them) - len(good),
-        over_100_ms=sum(each > _LATE_S for each in good),
-        p50=1000 * percentile(good, 50),
-        p99=1000 * percentile(good, 99),
-        max=1000 * percentile(good, 100),
+        bursts=len(bursts),
+        requests=requests,
+        failed=requests - len(took),
+        over_100_ms=sum(each > _LATE_S for each in took),
+        p50=1000 * percentile(took, 50),
+        p99=1000 * percentile(took, 99),
+        max=1000 * percentile(took, 100),
+        stalled=sum(gap > _LATE_S for gap in gaps),
+        longest_gap=1000 * max(gaps, default=0.0),
     )
+
+
+def longest_gap(burst: Sequence[Timing]) -> float:
+    """Return the longest time between two answers, or before the first one, in seconds."""
+    if not burst:
+        return 0.0
+    moments = [min(timing.sent for timing in burst), *sorted(timing.ended for timing in burst)]
+    return max(later - earlier for earlier, later in pairwise(moments))
 
 
 async def through_gateway(url: str, model: str, size: int, seconds: float) -> BurstRow:
@@ -75,14 +104,12 @@ async def through_gateway(url: str, model: str, size: int, seconds: float) -> Bu
     async def complete() -> None:
         await client.post("/v1/completions", body, lambda *_: None, timeout_s=_TIMEOUT_S)
 
-    took: list[float | None] = []
-    bursts = 0
+    bursts: list[Burst] = []
     end = time.monotonic() + seconds
     while not bursts or time.monotonic() < end:
-        took += await asyncio.gather(*(_timed(complete) for _ in range(size)))
-        bursts += 1
+        bursts.append(await asyncio.gather(*(_timed(complete) for _ in range(size))))
     client.close()
-    return summarise("completion", size, bursts, took)
+    return summarise("completion", size, bursts)
 
 
 async def probes_behind(address: str, entry: str, size: int, bursts: int, *, first: bool) -> BurstRow:
@@ -95,7 +122,7 @@ async def probes_behind(address: str, entry: str, size: int, bursts: int, *, fir
         bursts: number of bursts.
         first: whether the probes have a place before others in Triton's queue, where it has priorities.
     """
-    took: list[float | None] = []
+    probes: list[Burst] = []
     channel = grpc.aio.insecure_channel(address)
     stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
@@ -108,12 +135,14 @@ async def probes_behind(address: str, entry: str, size: int, bursts: int, *, fir
             begin = time.monotonic() + _START_S
             flood: Future[int] = pool.submit(_flood, address, entry, size, begin)
             await asyncio.sleep(begin - time.monotonic())
+            during: list[Timing | None] = []
             while not flood.done():
-                took.append(await _timed(probe))
+                during.append(await _timed(probe))
+            probes.append(during)
             if failed := flood.result():
                 click.echo(f"{failed} of {size} generations failed", err=True)
     await channel.close()
-    return summarise("probe behind generations", size, bursts, took)
+    return summarise("probe behind generations", size, probes)
 
 
 def _flood(address: str, entry: str, size: int, begin: float) -> int:
@@ -127,8 +156,8 @@ def _flood(address: str, entry: str, size: int, begin: float) -> int:
                 await _infer(stub, entry, _PROMPT, {"max_tokens": 1, "temperature": 0})
 
             await asyncio.sleep(begin - time.monotonic())
-            took = await asyncio.gather(*(_timed(generate) for _ in range(size)))
-        return took.count(None)
+            timings = await asyncio.gather(*(_timed(generate) for _ in range(size)))
+        return timings.count(None)
 
     return asyncio.run(send())
 
@@ -162,15 +191,15 @@ async def _infer(
             raise RuntimeError(response.error_message)
 
 
-async def _timed(send: Callable[[], Awaitable[None]]) -> float | None:
-    """Return the seconds that a request took, or None if it failed."""
+async def _timed(send: Callable[[], Awaitable[None]]) -> Timing | None:
+    """Send a request and return its times, or None if it failed."""
     await asyncio.sleep(random.random() * _WITHIN_S)  # noqa: S311 - nothing secret
-    began = time.perf_counter()
+    sent = time.perf_counter()
     try:
         await send()
     except (HttpError, RuntimeError, grpc.aio.AioRpcError):
         return None
-    return time.perf_counter() - began
+    return Timing(sent, time.perf_counter())
 
 
 @click.command(help=__doc__)

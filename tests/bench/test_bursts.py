@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from bench.bursts import main, probes_behind, summarise, through_gateway
+from bench.bursts import Timing, longest_gap, main, probes_behind, summarise, through_gateway
 from wire.request import Generation, Probe, decode_request
 from wire.strings import unpack_strings
 
@@ -70,15 +70,27 @@ def triton() -> Iterator[tuple[Triton, str]]:
     server.stop(None).wait()
 
 
-def test_late_requests_are_counted() -> None:
-    row = summarise("completion", 2, 3, [0.01, 0.02, 0.09, 0.101, 0.6, None])
-    assert (row.requests, row.failed, row.over_100_ms) == (6, 1, 2)
-    assert (row.p50, row.p99, row.max) == (90, 600, 600)
+def test_late_requests_and_stalled_bursts_are_counted() -> None:
+    bursts = [
+        [Timing(0.0, 0.01), Timing(0.0, 0.02)],
+        [Timing(0.0, 0.09), Timing(0.0, 0.12)],  # late, but there was an answer meanwhile
+        [Timing(0.0, 0.6), None],
+    ]
+    row = summarise("completion", 2, bursts)
+    assert (row.bursts, row.requests, row.failed) == (3, 6, 1)
+    assert (row.over_100_ms, row.stalled) == (2, 1)
+    assert (row.p50, row.p99, row.max, row.longest_gap) == (90, 600, 600, 600)
+
+
+def test_gaps_are_between_answers_and_before_the_first() -> None:
+    burst = [Timing(1.0, 5.0), Timing(0.0, 2.0), Timing(0.5, 2.5)]
+    assert longest_gap(burst) == 2.5
+    assert longest_gap(burst[1:]) == 2.0
 
 
 def test_nothing_may_have_been_answered() -> None:
-    row = summarise("completion", 1, 1, [None])
-    assert (row.failed, row.over_100_ms, row.max) == (1, 0, 0)
+    row = summarise("completion", 1, [[None]])
+    assert (row.failed, row.over_100_ms, row.max, row.stalled, row.longest_gap) == (1, 0, 0, 0, 0)
 
 
 def test_bursts_through_the_gateway(url: str) -> None:
