@@ -1,12 +1,11 @@
-"""Measures the CPU time per token that the gateway needs to pass tokens from Triton's responses to a client.
+"""Measures the CPU time per token that the gateway needs to pass tokens from a channel to its clients.
 
 The whole application runs in this process, with scripted responses in place of gRPC and no server behind the
 ASGI `send`, so what is measured is our own code and the web framework's. Reading a response from gRPC (about
-25 microseconds each) and the system call of each write are not included.
+25 microseconds each frame) and the system call of each write are not included.
 """
 
 import asyncio
-import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Iterator, MutableMapping
@@ -22,7 +21,7 @@ from gateway.app import create_app
 from gateway.configuration import load_settings
 from wire.channel import Frame, encode_frame
 from wire.meta import Accepted, Delivered, Meta, ProbeReport, Usage, encode_meta
-from wire.sampling import Generation, OpenChannel, Probe, decode_sampling
+from wire.request import ChannelStream, Generation, OpenChannel, Probe, decode_request
 from wire.strings import pack_strings, unpack_strings
 
 _WORDS = ("天气", " hello", "的", ",", " and", "今天", " quick", "好")
@@ -35,7 +34,6 @@ _BODY = json.dumps(
 class GatewayDeliveryRow:
     """One measurement of the gateway, excluding the beginnings and ends of requests."""
 
-    delivery: str
     streams: int
     tokens: int
     microseconds: float
@@ -43,37 +41,36 @@ class GatewayDeliveryRow:
 
 
 def measure(streams: tuple[int, ...], *, new_tokens: int) -> Iterator[GatewayDeliveryRow]:
-    """Measure each number of concurrent streams, plainly and over a delta channel."""
-    for number, over_channel in itertools.product(streams, (False, True)):
-        triton = _ScriptedTriton(number, over_channel=over_channel)
+    """Measure each number of concurrent streams."""
+    for number in streams:
+        triton = _ScriptedTriton(number)
         with (
-            patch("gateway.triton.pool.Channel", lambda _address, triton=triton: triton),
+            patch("gateway.triton.pool.Client", lambda _address, triton=triton, **_: triton),
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
             yield runner.run(_run(triton, new_tokens))
 
 
 async def _run(triton: "_ScriptedTriton", new_tokens: int) -> GatewayDeliveryRow:
-    app = create_app(load_settings({"models": ("m",), "max_in_flight": 1024}))
+    app = create_app(load_settings({"models": ("m",), "upstreams": (triton.address,), "max_in_flight": 1024}))
     gateway = app.state.gateway
     async with app.router.lifespan_context(app):
         await _until(gateway.ready)
         clients = [_Client() for _ in range(triton.streams)]
         tasks = [asyncio.create_task(app(client.scope(), client.receive, client.send)) for client in clients]
-        await _until(lambda: triton.accepted == triton.streams and all(client.begun for client in clients))
+        await _until(lambda: triton.accepted == triton.streams and all(client.started for client in clients))
         triton.step()  # the first token comes with the role
         await _until(lambda: all(client.written.is_set() for client in clients))
         await _until_written(clients)
         steps = [triton.prepare() for _ in range(new_tokens)]
         began = time.process_time()
-        for responses in steps:
-            triton.send(responses)
+        for frame in steps:
+            triton.send(frame)
             await _until_written(clients)
         spent = time.process_time() - began
         triton.finish()
         await asyncio.gather(*tasks)
     return GatewayDeliveryRow(
-        delivery="channel" if triton.over_channel else "plain",
         streams=triton.streams,
         tokens=triton.streams * new_tokens,
         microseconds=1e6 * spent / (triton.streams * new_tokens),
@@ -96,9 +93,9 @@ class _Client:
     """One HTTP client, in the form in which ASGI presents it."""
 
     def __init__(self) -> None:
-        self.begun = False
+        self.started = False
         self.written = asyncio.Event()
-        self._asked = False
+        self._sent = False
 
     def scope(self) -> MutableMapping[str, Any]:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(_BODY)).encode())]
@@ -118,13 +115,13 @@ class _Client:
         }
 
     async def receive(self) -> MutableMapping[str, Any]:
-        if self._asked:
+        if self._sent:
             await asyncio.Event().wait()
-        self._asked = True
+        self._sent = True
         return {"type": "http.request", "body": _BODY, "more_body": False}
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        self.begun = True
+        self.started = True
         if message.get("body"):
             self.written.set()
 
@@ -134,15 +131,19 @@ class _ScriptedTriton:
 
     address = "127.0.0.1:1"
 
-    def __init__(self, streams: int, *, over_channel: bool) -> None:
+    def __init__(self, streams: int) -> None:
         self.streams = streams
-        self.over_channel = over_channel
-        self.accepted = 0
-        self._queues: dict[int, asyncio.Queue[pb.ModelInferResponse]] = {}
-        self._frames: asyncio.Queue[pb.ModelInferResponse] | None = None
+        self._ends: dict[int, asyncio.Future[pb.ModelInferResponse]] = {}
+        """By the number of the stream on the channel."""
+        self._frames: asyncio.Queue[pb.ModelInferResponse] = asyncio.Queue()
         self._count = 0
 
-    async def close(self) -> None:
+    @property
+    def accepted(self) -> int:
+        """Number of generations so far."""
+        return len(self._ends)
+
+    async def close(self, *_: object) -> None:
         """Do nothing: there is nothing to close."""
 
     def end_inference(self, *_: object) -> None:
@@ -162,7 +163,7 @@ class _ScriptedTriton:
     async def stream_infer(
         self, request: pb.ModelInferRequest, **_: float
     ) -> AsyncIterator[pb.ModelInferResponse]:
-        match decode_sampling(unpack_strings(request.raw_input_contents[2])[0]):
+        match decode_request(unpack_strings(request.raw_input_contents[2])[0]):
             case Probe():
                 report = ProbeReport(
                     heartbeat_age_s=0,
@@ -170,59 +171,46 @@ class _ScriptedTriton:
                     waiting=0,
                     format="chatglm3",
                     max_context=8192,
-                    delta_channel=self.over_channel,
                 )
                 yield _response("", encode_meta(Meta(probe=report)))
             case OpenChannel():
-                self._frames = asyncio.Queue()
                 yield _response("", encode_frame(Frame(frame=0)))
                 while True:
                     yield await self._frames.get()
-            case Generation() as asked:
-                number = len(self._queues) if asked.channel is None else asked.channel.stream
-                queue = self._queues[number] = asyncio.Queue()
-                self.accepted += 1
+            case Generation(channel=ChannelStream(stream=number)):
+                end = self._ends[number] = asyncio.get_running_loop().create_future()
                 yield _response("", encode_meta(Meta(accepted=Accepted(request_id="r", prompt_tokens=1))))
-                while (response := await queue.get()).id != "last":
-                    yield response
-                yield response
+                yield await end
 
     def step(self) -> None:
-        """Create one step's responses and deliver them."""
+        """Create one step's frame and deliver it."""
         self.send(self.prepare())
 
-    def prepare(self) -> list[pb.ModelInferResponse]:
-        """Return the responses of one step: a token for each stream."""
+    def prepare(self) -> pb.ModelInferResponse:
+        """Return the frame of one step: a token for each stream."""
         self._count += 1
-        texts = [_WORDS[(self._count + number) % len(_WORDS)] for number in self._queues]
-        if not self.over_channel:
-            meta = encode_meta(Meta(tokens=1))
-            return [_response(text, meta) for text in texts]
-        numbers = list(self._queues)
+        numbers = list(self._ends)
+        texts = [_WORDS[(self._count + number) % len(_WORDS)] for number in numbers]
         frame = Frame(frame=self._count, streams=numbers, tokens=[1] * len(numbers), texts=texts)
-        return [_response("", encode_frame(frame))]
+        return _response("", encode_frame(frame))
 
-    def send(self, responses: list[pb.ModelInferResponse]) -> None:
-        """Deliver a step's responses."""
-        if self._frames is not None:
-            self._frames.put_nowait(responses[0])
-            return
-        for queue, response in zip(self._queues.values(), responses, strict=True):
-            queue.put_nowait(response)
+    def send(self, frame: pb.ModelInferResponse) -> None:
+        """Deliver a step's frame."""
+        self._frames.put_nowait(frame)
 
     def finish(self) -> None:
         """End every answer."""
         meta = Meta(
             finish_reason="length",
             usage=Usage(prompt_tokens=1, completion_tokens=self._count),
-            delivered=Delivered(deltas=self._count, frame=self._count) if self.over_channel else None,
+            delivered=Delivered(deltas=self._count, frame=self._count),
         )
-        for queue in self._queues.values():
-            queue.put_nowait(_response("", encode_meta(meta), name="last"))
+        for end in self._ends.values():
+            end.set_result(_response("", encode_meta(meta)))
 
 
-def _response(text: str, document: bytes, name: str = "") -> pb.ModelInferResponse:
-    response = pb.ModelInferResponse(id=name)
+def _response(text: str, document: bytes) -> pb.ModelInferResponse:
+    response = pb.ModelInferResponse()
     for tensor, value in (("response", text.encode()), ("meta", document)):
         response.outputs.add(name=tensor, datatype="BYTES", shape=(1, 1))
         response.raw_output_contents.append(pack_strings([value]))

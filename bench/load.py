@@ -59,7 +59,7 @@ class Workload:
 
     def body(self, name: str) -> bytes:
         """Return the request called `name`: the same name gives the same prompt."""
-        asked: dict[str, Any] = {
+        body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": self.out,
             "ignore_eos": True,
@@ -67,12 +67,12 @@ class Workload:
             "stream": self.stream,
         }
         if self.stream:
-            asked["stream_options"] = {"include_usage": True}
+            body["stream_options"] = {"include_usage": True}
         if self.ids is None:
-            asked["messages"] = [{"role": "user", "content": _QUESTION}]
+            body["messages"] = [{"role": "user", "content": _QUESTION}]
         else:
-            asked["prompt"] = self._ids("shared", self.shared) + self._ids(name, self.ids - self.shared)
-        return json.dumps(asked).encode()
+            body["prompt"] = self._ids("shared", self.shared) + self._ids(name, self.ids - self.shared)
+        return json.dumps(body).encode()
 
     def _ids(self, name: str, length: int) -> list[int]:
         dice = random.Random(name)  # noqa: S311 - a prompt is no secret
@@ -185,7 +185,7 @@ def _gaps(name: str, rate: float) -> Iterator[float]:
 async def _ask(client: Client, workload: Workload, name: str, due: float | None = None) -> Answer:
     """Send one request. In an open loop its time counts from when it was `due`, even if it began late."""
     body = workload.body(name)
-    answer = Answer(asked=time.monotonic() if due is None else due)
+    answer = Answer(sent=time.monotonic() if due is None else due)
     try:
         rest = await client.post(workload.path, body, answer.take_event, timeout_s=workload.timeout_s)
         answer.finish(None if workload.stream else rest)
@@ -194,5 +194,5 @@ async def _ask(client: Client, workload: Workload, name: str, due: float | None 
     return answer
 
 
-def _share(whole: int, parts: int, number: int) -> int:
-    return whole // parts + (number < whole % parts)
+def _share(total: int, parts: int, number: int) -> int:
+    return total // parts + (number < total % parts)

@@ -1,4 +1,4 @@
-"""One streamed or whole answer as a load generator sees it: when its pieces arrived, and its token counts."""
+"""One answer, streamed or not, as a load generator sees it: when its pieces arrived, and its token counts."""
 
 from dataclasses import dataclass, field
 from time import monotonic
@@ -23,7 +23,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Document(msgspec.Struct):
-    """The fields that are read of a chunk or of a whole answer, from either route."""
+    """The fields that are read of a chunk or of a complete answer, from either route."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -37,7 +37,7 @@ _decode = msgspec.json.Decoder(_Document).decode
 class Answer:
     """The timing and token counts of one answer. Times are those of `time.monotonic`, in seconds."""
 
-    asked: float
+    sent: float
     pieces: list[float] = field(default_factory=list)
     """Arrival time of each chunk that holds text or the end of the answer."""
     ended: float = 0.0
@@ -59,15 +59,15 @@ class Answer:
         if chunk.usage is not None:
             self._count(chunk.usage)
 
-    def finish(self, whole: bytes | None) -> None:
-        """End the answer; `whole` is the body of an answer that was not streamed.
+    def finish(self, body: bytes | None) -> None:
+        """End the answer; `body` is that of an answer that was not streamed.
 
         Raises:
-            ValueError: `whole` is not an answer of an OpenAI server.
+            ValueError: `body` is not an answer of an OpenAI server.
         """
         self.ended = monotonic()
-        if whole is not None:
-            document = _decode(whole)
+        if body is not None:
+            document = _decode(body)
             self.pieces.append(self.ended)
             if document.usage is not None:
                 self._count(document.usage)

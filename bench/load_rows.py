@@ -55,10 +55,10 @@ def summarise(answers: Sequence[Answer], *, clients: int, rate: float) -> LoadRo
     good = [answer for answer in answers if answer.error is None]
     if not good:
         raise RuntimeError(f"all {len(answers)} requests failed, the first: {failures[:1]}")
-    first = [answer.pieces[0] - answer.asked for answer in good]
+    first = [answer.pieces[0] - answer.sent for answer in good]
     per_token = [_per_token(answer) for answer in good]
     gaps = [later - earlier for answer in good for earlier, later in pairwise(answer.pieces)]
-    seconds = max(answer.ended for answer in good) - min(answer.asked for answer in good)
+    seconds = max(answer.ended for answer in good) - min(answer.sent for answer in good)
     kept = sum(
         ttft <= TTFT_LIMIT_S and each <= PER_TOKEN_LIMIT_S
         for ttft, each in zip(first, per_token, strict=True)

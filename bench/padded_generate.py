@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GlmConfig, GlmForCausalLM
 
-from bench.usual_work import TEMPERATURE, TOP_P, Asked
+from bench.usual_work import TEMPERATURE, TOP_P, Job
 from triton_models.engine.models.chatglm import ROPE_BASE, ChatGLM, ChatGLMConfig
 
 
@@ -29,24 +29,24 @@ class PaddedGenerate:
         self._native = native
         self._device = model.device
 
-    def answer(self, batch: Sequence[Asked]) -> list[list[int]]:
-        """Sample until the batch's longest answer ends; return each answer cut to the length asked for."""
-        longest = max(len(asked.prompt) for asked in batch)
+    def answer(self, batch: Sequence[Job]) -> list[list[int]]:
+        """Sample until the batch's longest answer ends; return each answer cut to its requested length."""
+        longest = max(len(job.prompt) for job in batch)
         ids = torch.zeros((len(batch), longest), dtype=torch.int64)
         mask = torch.zeros_like(ids)
-        for row, asked in enumerate(batch):
-            ids[row, longest - len(asked.prompt) :] = torch.tensor(asked.prompt)
-            mask[row, longest - len(asked.prompt) :] = 1
+        for row, job in enumerate(batch):
+            ids[row, longest - len(job.prompt) :] = torch.tensor(job.prompt)
+            mask[row, longest - len(job.prompt) :] = 1
         answers = self._generate(
             ids,
             mask,
-            max_new_tokens=max(asked.answer for asked in batch),
+            max_new_tokens=max(job.answer for job in batch),
             do_sample=True,
             temperature=TEMPERATURE,
             top_p=TOP_P,
             top_k=0,
         )
-        return [row[: asked.answer] for row, asked in zip(answers, batch, strict=True)]
+        return [row[: job.answer] for row, job in zip(answers, batch, strict=True)]
 
     def greedy(self, prompt: Sequence[int], new_tokens: int) -> list[int]:
         """Return the greedy continuation."""

@@ -124,9 +124,9 @@ class ClosedLoops:
         for place in range(count):
             name = str(self._number)
             ids = (self._number, *range(self.prompt - 1))  # like no other in its first block
-            asked = Request(request_id=name, prompt_ids=ids, sampling=SamplingParams(max_tokens=self.out))
-            sequence = Sequence(asked, arrival=self._number, arrived_at=at, max_tokens=self.out)
-            self._open[name] = _Client(Answer(asked=at, prompt_tokens=self.prompt), sequence)
+            request = Request(request_id=name, prompt_ids=ids, sampling=SamplingParams(max_tokens=self.out))
+            sequence = Sequence(request, arrival=self._number, arrived_at=at, max_tokens=self.out)
+            self._open[name] = _Client(Answer(sent=at, prompt_tokens=self.prompt), sequence)
             heapq.heappush(self._arriving, (at + _WAY_S + place * _APART_S, self._number))
             self._number += 1
         return count

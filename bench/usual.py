@@ -22,14 +22,14 @@ from bench.gpu.checkpoint import write_checkpoint
 from bench.gpu.servers import Server
 from bench.load_rows import percentile
 from bench.serving import running
-from bench.usual_work import Asked, Run, by_engine, by_server, draw, in_batches, warm_up_batch
+from bench.usual_work import Job, Run, by_engine, by_server, draw, in_batches, warm_up_batch
 from triton_models.checkpoint import load_model, read_config
 from triton_models.engine.engine import Engine
 from triton_models.engine.models.chatglm import ChatGLM
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.warm_up import warm_up
 
-Way = Callable[[Sequence[Asked], int], Run]
+Way = Callable[[Sequence[Job], int], Run]
 """A way to serve: takes the requests and the number of clients."""
 
 ALONE, PADDED = "generate, one by one", "generate, padded batches"
@@ -52,7 +52,7 @@ class Plan:
     limit_s: float
     """Seconds after which `generate` begins no batch; its throughput does not depend on how long it runs."""
 
-    def asked(self, vocabulary: int, clients: int, turn: int) -> list[Asked]:
+    def jobs(self, vocabulary: int, clients: int, turn: int) -> list[Job]:
         """Return the requests of one turn: the same for every way, different from those of other turns."""
         seed = f"{clients} clients, {turn}"
         return draw(self.requests, vocabulary=vocabulary, longest=self.longest, seed=seed)
@@ -91,11 +91,11 @@ class Measured:
         """Run every way at every number of clients, in turn within each round."""
         for turn in range(plan.rounds):
             for clients in plan.clients:
-                asked = plan.asked(vocabulary, clients, turn)
+                jobs = plan.jobs(vocabulary, clients, turn)
                 for name, way in ways.items():
                     if (name == ALONE and clients != plan.clients[0]) or (name == PADDED and clients == 1):
                         continue
-                    self.runs.setdefault((clients, name), []).append(way(asked, clients))
+                    self.runs.setdefault((clients, name), []).append(way(jobs, clients))
 
     def rows(self, model: str, plan: Plan) -> Iterator[UsualRow]:
         """Yield the rows of the table."""
@@ -136,19 +136,19 @@ def ways_here(model: ChatGLM, plan: Plan) -> dict[str, Way]:
         generate(warm_up_batch(size, longest=plan.longest))
     limit_s = plan.limit_s
     return {
-        ALONE: lambda asked, clients: in_batches(generate, asked, clients=clients, size=1, limit_s=limit_s),
-        PADDED: lambda asked, clients: in_batches(
-            generate, asked, clients=clients, size=clients, limit_s=limit_s
+        ALONE: lambda jobs, clients: in_batches(generate, jobs, clients=clients, size=1, limit_s=limit_s),
+        PADDED: lambda jobs, clients: in_batches(
+            generate, jobs, clients=clients, size=clients, limit_s=limit_s
         ),
-        ENGINE: lambda asked, clients: by_engine(engine, asked, clients=clients),
+        ENGINE: lambda jobs, clients: by_engine(engine, jobs, clients=clients),
     }
 
 
 def way_served(url: str, model: str, vocabulary: int) -> Way:
     """Return the way through a running server, warmed up."""
 
-    def ask(asked: Sequence[Asked], clients: int) -> Run:
-        return asyncio.run(by_server(url, model, asked, clients=clients))
+    def ask(jobs: Sequence[Job], clients: int) -> Run:
+        return asyncio.run(by_server(url, model, jobs, clients=clients))
 
     ask(draw(4, vocabulary=vocabulary, longest=8, seed="warm-up"), 2)
     return ask

@@ -25,7 +25,7 @@ _PATH = "/v1/completions"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Job:
     """One request: its prompt's ids, and the exact length of its answer in tokens."""
 
     prompt: tuple[int, ...]
@@ -50,11 +50,11 @@ class Run:
         return self.tokens / self.seconds
 
 
-def draw(count: int, *, vocabulary: int, longest: int, seed: str) -> list[Asked]:
+def draw(count: int, *, vocabulary: int, longest: int, seed: str) -> list[Job]:
     """Return requests, drawn uniformly: prompts of 20 to 40 random ids, answers of 1 to `longest` tokens."""
     dice = random.Random(seed)  # noqa: S311 - a prompt is no secret
     return [
-        Asked(
+        Job(
             tuple(dice.randrange(_NO_TEXT, vocabulary - _NO_TEXT) for _ in range(dice.randint(*_PROMPTS))),
             dice.randint(1, longest),
         )
@@ -62,19 +62,19 @@ def draw(count: int, *, vocabulary: int, longest: int, seed: str) -> list[Asked]
     ]
 
 
-def warm_up_batch(size: int, *, longest: int) -> list[Asked]:
+def warm_up_batch(size: int, *, longest: int) -> list[Job]:
     """Return requests that, answered in one batch, pass through every length that drawn ones can have.
 
     Drawn prompts are of unequal length, and so are these, because padded batches are computed differently.
     """
     shortest, most = _PROMPTS
-    first = Asked((_NO_TEXT,) * (shortest - 1), longest + most - shortest + 1)
-    return [first, *[Asked((_NO_TEXT,) * shortest, first.answer)] * (size - 1)]
+    first = Job((_NO_TEXT,) * (shortest - 1), longest + most - shortest + 1)
+    return [first, *[Job((_NO_TEXT,) * shortest, first.answer)] * (size - 1)]
 
 
 def in_batches(
-    answer: Callable[[Sequence[Asked]], object],
-    asked: Sequence[Asked],
+    answer: Callable[[Sequence[Job]], object],
+    jobs: Sequence[Job],
     *,
     clients: int,
     size: int,
@@ -87,7 +87,7 @@ def in_batches(
     """
     waited: list[float] = []
     tokens = 0
-    ahead = iter(asked)
+    ahead = iter(jobs)
     began = now = time.perf_counter()
     waiting = deque((each, now) for _, each in zip(range(clients), ahead, strict=False))
     while waiting and now - began < limit_s:
@@ -100,7 +100,7 @@ def in_batches(
     return Run(seconds=now - began, waited=waited, tokens=tokens)
 
 
-def by_engine(engine: Engine, asked: Sequence[Asked], *, clients: int) -> Run:
+def by_engine(engine: Engine, jobs: Sequence[Job], *, clients: int) -> Run:
     """Answer the requests with our engine, in this thread.
 
     Raises:
@@ -108,7 +108,7 @@ def by_engine(engine: Engine, asked: Sequence[Asked], *, clients: int) -> Run:
     """
     waited: list[float] = []
     since: dict[str, float] = {}
-    ahead = iter(enumerate(asked))
+    ahead = iter(enumerate(jobs))
 
     def ask() -> None:
         if (following := next(ahead, None)) is None:
@@ -130,22 +130,22 @@ def by_engine(engine: Engine, asked: Sequence[Asked], *, clients: int) -> Run:
                 waited.append(time.perf_counter() - since[output.request_id])
                 ask()
     seconds = time.perf_counter() - began
-    return Run(seconds=seconds, waited=waited, tokens=sum(each.answer for each in asked))
+    return Run(seconds=seconds, waited=waited, tokens=sum(each.answer for each in jobs))
 
 
-async def by_server(url: str, model: str, asked: Sequence[Asked], *, clients: int) -> Run:
+async def by_server(url: str, model: str, jobs: Sequence[Job], *, clients: int) -> Run:
     """Answer the requests with the OpenAI server at `url`, streamed.
 
     Raises:
         RuntimeError: an answer has an error or a wrong number of tokens. HttpError: a request failed.
     """
     client = Client(url)
-    ahead = iter(asked)
+    ahead = iter(jobs)
     answers: list[Answer] = []
 
     async def keep_asking() -> None:
         for each in ahead:
-            answer = Answer(asked=time.monotonic())
+            answer = Answer(sent=time.monotonic())
             answers.append(answer)
             await client.post(_PATH, _body(model, each), answer.take_event, timeout_s=_TIMEOUT_S)
             answer.finish(None)
@@ -158,17 +158,17 @@ async def by_server(url: str, model: str, asked: Sequence[Asked], *, clients: in
     client.close()
     return Run(
         seconds=seconds,
-        waited=[each.ended - each.asked for each in answers],
+        waited=[each.ended - each.sent for each in answers],
         tokens=sum(each.tokens for each in answers),
     )
 
 
-def _body(model: str, asked: Asked) -> bytes:
+def _body(model: str, job: Job) -> bytes:
     return json.dumps(
         {
             "model": model,
-            "prompt": asked.prompt,
-            "max_tokens": asked.answer,
+            "prompt": job.prompt,
+            "max_tokens": job.answer,
             "ignore_eos": True,
             "temperature": TEMPERATURE,
             "top_p": TOP_P,

@@ -38,8 +38,8 @@ class Cache:
         """Return int32 [sequences, width + 1] of different blocks; the last column is the block with NaN."""
         device = self.keys.device
         blocks = torch.randperm(self.blocks - 1, device=device)[: sequences * width].view(sequences, width)
-        spoilt = torch.full((sequences, 1), self.blocks - 1, device=device)
-        return torch.cat([blocks, spoilt], 1).int()
+        invalid = torch.full((sequences, 1), self.blocks - 1, device=device)
+        return torch.cat([blocks, invalid], 1).int()
 
 
 def integers(setup: Setup, numbers: Iterable[int]) -> Tensor:

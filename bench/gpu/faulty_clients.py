@@ -49,9 +49,9 @@ class Clients:
         extra = {} if seed is None else {"seed": seed}
         return self._end_of({"prompt": [5, 6, 7, 8], "max_tokens": 4, "stream": False} | extra)
 
-    def flood(self, when_begun: Callable[[], object]) -> Flood:
-        """Send all requests at once; call `when_begun` as soon as one of them is being answered."""
-        flood, begun = Flood(), threading.Event()
+    def flood(self, when_started: Callable[[], object]) -> Flood:
+        """Send all requests at once; call `when_started` as soon as one of them is being answered."""
+        flood, started = Flood(), threading.Event()
         numbers = random.Random(0)  # noqa: S311 - no secrets
         with ThreadPoolExecutor(self._requests) as pool:
             ends: list[Future[tuple[str, float]]] = []
@@ -65,20 +65,20 @@ class Clients:
                 }
                 if number % 3 == 0:
                     body["frequency_penalty"] = 0.5
-                ends.append(pool.submit(self._timed, body, begun))
-            begun.wait(self._deadline_s)
-            when_begun()
+                ends.append(pool.submit(self._timed, body, started))
+            started.wait(self._deadline_s)
+            when_started()
             for each in ends:
                 end, seconds = each.result()
                 flood.ends[end] += 1
                 flood.slowest_s = max(flood.slowest_s, seconds)
         return flood
 
-    def _timed(self, body: dict[str, Any], begun: threading.Event) -> tuple[str, float]:
+    def _timed(self, body: dict[str, Any], started: threading.Event) -> tuple[str, float]:
         began = time.monotonic()
-        return self._end_of(body, begun), time.monotonic() - began
+        return self._end_of(body, started), time.monotonic() - began
 
-    def _end_of(self, body: dict[str, Any], begun: threading.Event | None = None) -> str:
+    def _end_of(self, body: dict[str, Any], started: threading.Event | None = None) -> str:
         deadline = time.monotonic() + self._deadline_s
         connection = http.client.HTTPConnection(self._address, timeout=self._deadline_s)
         try:
@@ -88,7 +88,7 @@ class Clients:
             if answer.status != _OK or not body["stream"]:
                 answer.read()
                 return str(answer.status)
-            return _end_of_stream(answer, deadline, begun)
+            return _end_of_stream(answer, deadline, started)
         except TimeoutError:
             return "no answer in time"
         except (OSError, http.client.HTTPException) as error:
@@ -98,7 +98,7 @@ class Clients:
 
 
 def _end_of_stream(
-    answer: http.client.HTTPResponse, deadline: float, begun: threading.Event | None = None
+    answer: http.client.HTTPResponse, deadline: float, started: threading.Event | None = None
 ) -> str:
     failed = False
     for line in answer:
@@ -108,6 +108,6 @@ def _end_of_stream(
             return "error in the stream" if failed else "200"
         if line.startswith(b"data: "):
             failed |= "error" in json.loads(line[len(b"data: ") :])
-            if begun is not None:
-                begun.set()
+            if started is not None:
+                started.set()
     return "cut off"

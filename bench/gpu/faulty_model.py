@@ -1,4 +1,4 @@
-"""A `model.py` for an entry, whose engine breaks when a request has one of two special seeds.
+"""A `model.py` for an entry whose engine breaks when a request has one of two special seeds.
 
 `python -m bench.gpu.provoke` copies this file into a separate repository: it runs in Triton's stub, where the
 package `bench` need not exist. On a GPU the faults are real; on the CPU their effects are imitated.

@@ -1,5 +1,6 @@
 """A supervised Triton whose engine breaks on request, and a gateway in front of it."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -11,8 +12,7 @@ from typing import IO, Self
 
 import psutil
 
-from bench.gpu.servers import READY_S, ServerError, answers
-from triton_models.embedded.ports import Ports, choose
+from bench.gpu.servers import READY_S, ServerError, answers, free_port
 from triton_models.entries import ModelEntry, write_entry
 from wire.events import Failed, Ready, decode_event
 
@@ -30,7 +30,7 @@ class FaultyServer:
         self._output = output
         self._stack = ExitStack()
         self._supervisor: psutil.Process
-        self.url = f"http://127.0.0.1:{choose(Ports()).http}"
+        self.url = f"http://127.0.0.1:{free_port()}"
 
     def __enter__(self) -> Self:
         """Start everything.
@@ -41,8 +41,7 @@ class FaultyServer:
         write_entry(self._repository, model=self._entry)
         shutil.copy(_FAULTY, self._repository / MODEL / "1" / "model.py")
         with self._stack:
-            ready = self._start_triton()
-            self._start_gateway(ready.grpc)
+            self._start_gateway(self._start_triton())
             self._stack = self._stack.pop_all()
         return self
 
@@ -51,7 +50,7 @@ class FaultyServer:
         self._stack.close()
 
     def stub(self) -> int | None:
-        """Return the process id of the engine's stub; None while there is none."""
+        """Return the process id of the model's stub; None while there is none."""
         place = f"/{MODEL}/"
         for each in self._supervisor.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -88,11 +87,12 @@ class FaultyServer:
             self._output.write(line)
             self._output.flush()
 
-    def _start_gateway(self, grpc: str) -> None:
+    def _start_gateway(self, triton: Ready) -> None:
         port = self.url.rpartition(":")[2]
         command = [str(Path(sys.executable).with_name("tritongate")), "serve", "--port", port]
         process = subprocess.Popen(
-            [*command, "--upstreams", grpc, "--log-level", "warning"],
+            [*command, "--upstreams", triton.grpc, "--log-level", "warning"],
+            env=os.environ | {"TRITONGATE_REPOSITORY_KEY": triton.repository_key},
             stdout=self._output,
             stderr=self._output,
         )

@@ -190,11 +190,11 @@ class Operands:
         def result(part: slice) -> Tensor:
             return self.run(product, x[part].clone(), weight, before[part].clone(), tiling)
 
-        whole = result(slice(None))
+        complete = result(slice(None))
         for _ in range(10):
-            if not torch.equal(result(slice(None)), whole):
+            if not torch.equal(result(slice(None)), complete):
                 raise ValueError("a repetition differs")
-        if not torch.equal(result(slice(rows - 1, rows)), whole[-1:]):
+        if not torch.equal(result(slice(rows - 1, rows)), complete[-1:]):
             raise ValueError("a row depends on the others")
         exact = x.double() @ weight.double().T
         if product.gated:
@@ -202,7 +202,7 @@ class Operands:
             exact = functional.silu(gate) * up
         exact += self.bias.double() if product.biased else 0
         exact += before.double() if product.added else 0
-        return float((whole.double() - exact).norm() / exact.norm())
+        return float((complete.double() - exact).norm() / exact.norm())
 
 
 def compile_product(shape: Shape, product: Product, rows: int, tiling: Tiling) -> None:

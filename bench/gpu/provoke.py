@@ -67,14 +67,14 @@ class Provocation:
     def outside(self) -> None:
         """Let another process hold the memory while requests come; they may fail, but must be answered."""
         with memory_hog() as left:
-            flood = self._clients.flood(when_begun=lambda: None)
+            flood = self._clients.flood(when_started=lambda: None)
         self._checks("outside", "everybody is answered", **flood.verdict(), free_gib=round(left / GIB, 2))
         self._comes_back("outside")
 
     def inside(self, fault: str, seed: int, *, reloads: bool) -> None:
         """Let a request break a step while others run; then check the others, and the model's recovery."""
         stub = self._server.stub()
-        flood = self._clients.flood(when_begun=lambda: self._clients.ask(seed=seed))
+        flood = self._clients.flood(when_started=lambda: self._clients.ask(seed=seed))
         self._checks(fault, "everybody is answered", **flood.verdict())
         self._checks(fault, "the fault was felt", ok=flood.errors > 0, errors=flood.errors)
         self._comes_back(fault)

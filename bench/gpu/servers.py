@@ -38,20 +38,33 @@ def ours(checkpoint: Path, log: Path, arguments: Sequence[str]) -> Iterator[Serv
     Raises:
         ServerError: it did not become ready; the message has the end of its output.
     """
-    command = [str(Path(sys.executable).with_name("tritongate")), "up", "--model", f"glm={checkpoint}"]
+    began = time.monotonic()
+    with up(f"--model=glm={checkpoint}", *arguments, log=log) as url:
+        yield Server(url=url, model="glm", started_s=time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def up(*arguments: str, log: Path) -> Iterator[str]:
+    """Run `tritongate up` on free ports and yield its base URL; its output goes to `log`.
+
+    Raises:
+        ServerError: it did not become ready; the message has the end of its output.
+    """
+    command = [str(Path(sys.executable).with_name("tritongate")), "up"]
     port = free_port()
-    for name, number in (("", port), ("triton-http-", 0), ("triton-grpc-", 0), ("triton-metrics-", 0)):
-        command += [f"--{name}port", str(number)]
+    url = f"http://127.0.0.1:{port}"
+    command += ["--port", str(port)]
+    for name in ("kserve-http", "kserve-grpc", "metrics"):
+        command += [f"--{name}-port", str(free_port())]
     began = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen([*command, *arguments], stdout=output, stderr=output)
-    url = f"http://127.0.0.1:{port}"
     try:
         while not answers(url + "/health/ready"):
             if process.poll() is not None or time.monotonic() - began > READY_S:
                 raise ServerError(f"tritongate up is not ready:\n{_end_of(log)}")
             time.sleep(0.2)
-        yield Server(url=url, model="glm", started_s=time.monotonic() - began)
+        yield url
     finally:
         process.send_signal(signal.SIGINT)
         try:

@@ -2,7 +2,10 @@
 
     start_triton.py --model [NAME=]DIR [--device cuda:0] [--dtype auto] -- [ARGUMENTS OF tritonserver]
 
-The entries are written anew at each start: the checkpoint's directory is all that a deployment keeps.
+The entries, one a model, are written anew at each start: the checkpoint's directory is all that a deployment
+keeps. The server is private to the gateways: it has no HTTP server, and its gRPC server demands a key for
+everything but health, metadata, configurations and inference. Every flag may also come from the environment,
+as TRITONGATE_ENGINE_ and its name.
 """
 
 import os
@@ -17,32 +20,43 @@ from triton_models.embedded.models import model_flags, write_models
 from triton_models.tracing import trace_arguments
 
 _SERVER = "tritonserver"
+_RESTRICTED = "model-repository,shared-memory,statistics,trace,logging"
+"""The protocols that need the key: the first loads code, the second maps other processes' memory."""
 
 
-@click.command(context_settings={"max_content_width": 110})
+@click.command(context_settings={"max_content_width": 110, "auto_envvar_prefix": "TRITONGATE_ENGINE"})
 @click.option("--model", "models", multiple=True, required=True, metavar="[NAME=]DIR", help="Repeatable.")
 @click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda:N")
+@click.option(
+    "--repository-key",
+    envvar="TRITONGATE_REPOSITORY_KEY",
+    required=True,
+    metavar="KEY=VALUE",
+    help="What Triton demands for the repository and more; the gateways' setting of that name.",
+)
 @model_flags
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def main(  # noqa: D103 - the module's docstring is its help
     *,
     models: tuple[str, ...],
     device: str,
+    repository_key: str,
     arguments: tuple[str, ...],
-    **flags: Any,
+    **options: Any,
 ) -> None:
     repository = Path(tempfile.mkdtemp(prefix="repository-"))
     try:
-        served = write_models(repository, models, device=device, options=flags)
+        served = write_models(repository, models, device=device, options=options)
     except OptionsError as error:
         raise click.ClickException(str(error)) from None
-    own = [*server_arguments(repository, served), *trace_arguments(flags["trace_endpoint"])]
+    own = [
+        f"--model-repository={repository}",
+        f"--model-load-thread-count={len(served) + 1}",  # all of them side by side
+        "--allow-http=false",
+        f"--grpc-restricted-protocol={_RESTRICTED}:{repository_key}",
+        *trace_arguments(options["trace_endpoint"]),
+    ]
     os.execvp(_SERVER, [_SERVER, *own, *arguments])  # noqa: S606 - what we are for
-
-
-def server_arguments(repository: Path, served: list[str]) -> list[str]:
-    """Return what tritonserver needs to know of the entries: where they are; to load them side by side."""
-    return [f"--model-repository={repository}", f"--model-load-thread-count={len(served) + 1}"]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 # NVIDIA's Triton with our engine in an environment of its own. Built from the repository's root.
-# 24.12 is the first release whose Python is 3.12; any later one with Python 3.12 will do. With torch's own CUDA
-# libraries the host's driver must suit torch, not this image.
-ARG TRITON=24.12-pyt-python-py3
+# 26.07 is the first release without a fault of NVIDIA's bulletins up to 5875; its Python is 3.12, which is assumed below.
+ARG TRITON=26.07-py3
 
 FROM nvcr.io/nvidia/tritonserver:${TRITON} AS build
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
@@ -34,5 +33,5 @@ ENV PATH=/opt/tritongate/environment/bin:$PATH \
     PYTHONPATH=/opt/tritongate/environment/lib/python3.12/site-packages \
     PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 1000:1000
-EXPOSE 8000 8001 8002
+EXPOSE 8001 8002
 ENTRYPOINT ["python3", "/opt/tritongate/start_triton.py"]

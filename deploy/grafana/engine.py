@@ -5,8 +5,6 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from deploy.grafana.panels import Panel, Query, distribution, frame, heat, lines, per_second, percentiles
 
 _MODEL = 'model=~"$model"'
-_ENTRY = 'model=~"(${model:pipe})(-stream)?"'
-"""Triton's own metrics name the repository entries: `M-stream`, and `M` for the field's clients."""
 _PREFIX = "tritongate_engine_"
 
 
@@ -101,8 +99,8 @@ def _triton() -> list[Panel]:
         lines(
             "Triton's queue",
             Query(
-                f"{per_second('nv_inference_queue_duration_us', _ENTRY, 'model')} / 1e6"
-                f" / ({per_second('nv_inference_request_success', _ENTRY, 'model')} > 0)",
+                f"{per_second('nv_inference_queue_duration_us', _MODEL, 'model')} / 1e6"
+                f" / ({per_second('nv_inference_request_success', _MODEL, 'model')} > 0)",
                 "{{model}}",
             ),
             unit="s",
@@ -110,21 +108,21 @@ def _triton() -> list[Panel]:
         ),
         lines(
             "Pending in Triton",
-            Query(f"sum by (model) (nv_inference_pending_request_count{{{_ENTRY}}})", "{{model}}"),
+            Query(f"sum by (model) (nv_inference_pending_request_count{{{_MODEL}}})", "{{model}}"),
             unit="short",
         ),
         lines(
             "Requests through Triton",
             Query(
-                per_second("nv_inference_request_success", _ENTRY, "model"),
+                per_second("nv_inference_request_success", _MODEL, "model"),
                 "{{model}} taken",
             ),
             Query(
-                per_second("nv_inference_request_failure", _ENTRY, "model, reason"),
+                per_second("nv_inference_request_failure", _MODEL, "model, reason"),
                 "{{model}} {{reason}}",
             ),
             unit="reqps",
-            text="Probes and cancels among them.",
+            text="Probes, cancels and counts of tokens among them.",
         ),
     ]
 

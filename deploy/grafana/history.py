@@ -61,7 +61,7 @@ def _find(name: str, title: str) -> dict[str, Any]:
 
 
 def _fill_in(expr: str, rate: str) -> str:
-    return expr.replace("$__rate_interval", rate).replace("${model:pipe}", ".*").replace("$model", ".*")
+    return expr.replace("$__rate_interval", rate).replace("$model", ".*")
 
 
 def _query(prometheus: str, expr: str, start: int, end: int, step: int) -> list[dict[str, Any]]:

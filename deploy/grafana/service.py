@@ -5,7 +5,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from deploy.grafana.panels import Query, distribution, frame, heat, lines, number, per_second, percentiles
 
 _MODEL = 'model=~"$model"'
-_ANSWERS = f'route=~"/v1/.+|/MutilBackendService/.+",{_MODEL}'
+_ANSWERS = f'route=~"/v1/.+|/v2/.+/infer|/inference.+Infer|/MutilBackendService/.+",{_MODEL}'
 _ALL = per_second("tritongate_requests_total", _ANSWERS)
 _FAILED = per_second("tritongate_requests_total", f'{_ANSWERS},status=~"5.."')
 

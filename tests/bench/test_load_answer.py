@@ -29,7 +29,7 @@ def delta(said: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
     ],
 )
 def test_pieces_are_what_shows_something(choices: list[dict[str, Any]], shown: list[float]) -> None:
-    answer = Answer(asked=0.0)
+    answer = Answer(sent=0.0)
     for at, choice in enumerate(choices):
         answer.take_event(float(at), event(choices=[choice], usage=None))
     answer.take_event(9.0, event(choices=[], usage=USAGE))
@@ -41,7 +41,7 @@ def test_pieces_are_what_shows_something(choices: list[dict[str, Any]], shown: l
 
 
 def test_an_error_in_a_stream_fails_the_answer() -> None:
-    answer = Answer(asked=0.0)
+    answer = Answer(sent=0.0)
     answer.take_event(1.0, event(choices=[text("a")]))
     answer.take_event(2.0, event(error={"message": "lost"}))
     answer.finish(None)
@@ -49,15 +49,15 @@ def test_an_error_in_a_stream_fails_the_answer() -> None:
 
 
 def test_an_answer_without_counts_has_failed() -> None:
-    answer = Answer(asked=0.0)
+    answer = Answer(sent=0.0)
     answer.take_event(1.0, event(choices=[text("a", "stop")]))
     answer.finish(None)
     assert answer.error is not None
 
 
 def test_a_whole_answer_is_one_piece() -> None:
-    answer = Answer(asked=0.0)
+    answer = Answer(sent=0.0)
     answer.finish(event(choices=[{"index": 0, "message": {"content": "a"}}], usage=USAGE))
     assert (len(answer.pieces), answer.tokens, answer.error) == (1, 2, None)
     with pytest.raises(ValueError, match="JSON"):
-        Answer(asked=0.0).finish(b"no JSON")
+        Answer(sent=0.0).finish(b"no JSON")

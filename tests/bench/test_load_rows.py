@@ -4,9 +4,9 @@ from bench.load_answer import Answer
 from bench.load_rows import LoadRow, median_row, percentile, summarise, table
 
 
-def answer(asked: float, *pieces: float, tokens: int, error: str | None = None) -> Answer:
+def answer(sent: float, *pieces: float, tokens: int, error: str | None = None) -> Answer:
     return Answer(
-        asked=asked, pieces=list(pieces), ended=pieces[-1], prompt_tokens=5, tokens=tokens, error=error
+        sent=sent, pieces=list(pieces), ended=pieces[-1], prompt_tokens=5, tokens=tokens, error=error
     )
 
 

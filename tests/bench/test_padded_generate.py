@@ -23,7 +23,7 @@ def test_the_native_class_says_what_the_original_said(name: str) -> None:
 
 def test_a_row_of_a_padded_batch_has_its_own_length() -> None:
     generate = PaddedGenerate(load_model(GOLDEN / "chatglm3", torch.float32, torch.device("cpu")))
-    asked = draw(5, vocabulary=1152, longest=12, seed="test")
-    assert len({len(each.prompt) for each in asked}) > 1
-    answers = generate.answer(asked)
-    assert [len(answer) for answer in answers] == [each.answer for each in asked]
+    jobs = draw(5, vocabulary=1152, longest=12, seed="test")
+    assert len({len(each.prompt) for each in jobs}) > 1
+    answers = generate.answer(jobs)
+    assert [len(answer) for answer in answers] == [each.answer for each in jobs]

@@ -1,40 +1,40 @@
 from collections.abc import Sequence
 
 from bench.usual import ALONE, ENGINE, PADDED, Measured, Plan
-from bench.usual_work import Asked, Run
+from bench.usual_work import Job, Run
 
 PLAN = Plan(clients=(1, 4), requests=6, longest=9, rounds=3, limit_s=1.0)
 
 
 class Ways:
-    """Ways whose throughput is written down, and what each was asked."""
+    """Ways whose throughput is written down, and the jobs of each."""
 
     def __init__(self, **rates: list[float]) -> None:
-        self.asked: list[tuple[str, int, list[Asked]]] = []
+        self.jobs: list[tuple[str, int, list[Job]]] = []
         self.ways = {name: self._way(name, iter(rate)) for name, rate in rates.items()}
 
     def _way(self, name: str, rates: object) -> object:
-        def way(asked: Sequence[Asked], clients: int) -> Run:
-            self.asked.append((name, clients, list(asked)))
+        def way(jobs: Sequence[Job], clients: int) -> Run:
+            self.jobs.append((name, clients, list(jobs)))
             rate = next(rates)
             return Run(seconds=10 / rate, waited=[1.0, 3.0], tokens=10)
 
         return way
 
 
-def test_all_are_asked_the_same_in_turn_and_compared_round_by_round() -> None:
+def test_all_get_the_same_jobs_in_turn_and_compared_round_by_round() -> None:
     ways = Ways(**{ALONE: [1, 2, 5], PADDED: [4, 2, 8], ENGINE: [1, 8, 3, 8, 10, 24]})
     measured = Measured()
     measured.measure(ways.ways, PLAN, vocabulary=1000)
-    assert [(name, clients) for name, clients, _ in ways.asked] == [
+    assert [(name, clients) for name, clients, _ in ways.jobs] == [
         (ALONE, 1),
         (ENGINE, 1),
         (PADDED, 4),
         (ENGINE, 4),
     ] * 3
-    lists = [tuple(asked) for _, _, asked in ways.asked]
-    assert lists[0::2] == lists[1::2], "another way is asked something else"
-    assert len(set(lists)) == 6, "what was asked before may be in a cache"
+    lists = [tuple(jobs) for _, _, jobs in ways.jobs]
+    assert lists[0::2] == lists[1::2], "another way gets other jobs"
+    assert len(set(lists)) == 6, "earlier jobs may be in a cache"
 
     rows = {(row.clients, row.way): row for row in measured.rows("m", PLAN)}
     assert list(rows) == [(1, ALONE), (1, ENGINE), (4, PADDED), (4, ENGINE)]

@@ -11,6 +11,8 @@ ROOT = Path(__file__).parents[2]
 COMPOSE_FILE = ROOT / "docker-compose.yml"
 EXAMPLE_ENV = ROOT / "deploy" / "example.env"
 EXAMPLE_KEYS = ROOT / "deploy" / "keys.env.example"
+CHOSEN = {"GRAFANA_PASSWORD": "chosen", "TRITON_KEY": "chosen, too"}
+"""What `.env` must have, and the example leaves empty."""
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::(-|\?)([^}]*))?\}")
 

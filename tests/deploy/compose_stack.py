@@ -22,7 +22,7 @@ from tests.deploy.compose_file import ROOT, copied, entrypoint, load_compose, re
 from tests.e2e.up_process import RESTARTS, aborted, lives
 from tests.ports import free_ports
 from tests.tied import tied
-from triton_models.embedded.environments import EnvironmentClaim, remove_empty
+from triton_models.embedded.warden import environments, remove_environments
 
 START_TIMEOUT_S = 30
 STOP_TIMEOUT_S = 20
@@ -54,11 +54,13 @@ class ComposeStack:
         self._keys = keys
         self._shared_memory = f"tritongate_compose_{os.getpid()}_"
         self._environments: set[str] = set()
+        """The `/tmp/python_env_*` folders that appeared while a Triton loaded its first entry."""
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._tree: dict[int, psutil.Process] = {}
-        self._hosts = "|".join([r"0\.0\.0\.0", r"127\.0\.0\.1", "triton", *self.document["services"]])
-        used = set(re.findall(rf"\b(?:{self._hosts}):(\d+)\b", str(self.document)))
-        self._ports = dict(zip(sorted(used), map(str, free_ports(len(used))), strict=True))
+        self._hosts = "|".join(
+            [r"0\.0\.0\.0", r"127\.0\.0\.1", "triton", *map(re.escape, self.document["services"])]
+        )
+        self._ports: dict[tuple[str, str], str] = {}
         binaries = folder / "bin"
         binaries.mkdir()
         server = binaries / "tritonserver"
@@ -75,24 +77,34 @@ class ComposeStack:
         for process in self._tree.values():
             if lives(process):
                 process.kill()
-        remove_empty(self._environments)
+        remove_environments(self._environments)
         for region in Path("/dev/shm").glob(f"{self._shared_memory}*"):  # noqa: S108 - where they are
             region.unlink(missing_ok=True)
 
-    def address(self, port: str) -> str:
-        """Return where a container's port is here."""
-        return f"127.0.0.1:{self._ports[port]}"
+    def address(self, name: str, port: str) -> str:
+        """Return where a port of a service's container is here."""
+        return f"127.0.0.1:{self._port(name, port)}"
+
+    def _port(self, name: str, port: str) -> str:
+        owner = "triton" if name.startswith("triton") else name  # the alias of whichever runs
+        if (owner, port) not in self._ports:
+            self._ports[owner, port] = str(free_ports(1)[0])
+        return self._ports[owner, port]
 
     def start(self, name: str) -> "subprocess.Popen[bytes]":
         service = self.document["services"][name]
         before = entrypoint(service) if "build" in service else _ENTRYPOINTS[name]
         command = [*before, *service["command"]]
-        with contextlib.ExitStack() as stack:
-            claim = (
-                stack.enter_context(EnvironmentClaim(self._environments.update)) if "triton" in name else None
-            )
-            self._processes[name] = process = self._run(name, command)
-            assert claim is None or claim.wait(START_TIMEOUT_S), self.log(name)
+        others = environments()
+        self._processes[name] = process = self._run(name, command)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        own: set[str] = set()
+        while "triton" in name and not own:
+            assert process.poll() is None, self.log(name)
+            assert time.monotonic() < deadline, self.log(name)
+            time.sleep(0.02)
+            own = environments() - others
+        self._environments |= own
         return process
 
     def healthy(self, name: str, *more: str) -> "subprocess.CompletedProcess[str]":
@@ -177,7 +189,10 @@ class ComposeStack:
             given = read_env(self._keys) | given
         temporary = self.folder / name / "tmp"
         temporary.mkdir(parents=True, exist_ok=True)
-        values = {key: self.here(name, str(value)) for key, value in given.items()}
+        values = {
+            key: self._port(name, value) if key.endswith("_PORT") else self.here(name, str(value))
+            for key, value in given.items()
+        }
         return {"PATH": self._path, "HOME": str(temporary), "TMPDIR": str(temporary)} | values
 
     def here(self, name: str, text: str) -> str:
@@ -185,11 +200,19 @@ class ComposeStack:
         service = self.document["services"][name]
         for inside, outside in self._mounts(name, service).items():
             text = re.sub(rf"(?<![\w./-]){re.escape(inside)}(?=$|/)", str(outside), text)
-        text = re.sub(rf"\b(?:{self._hosts}):(\d+)\b", lambda found: self.address(found[1]), text)
-        text = re.sub(r"(-port=)(\d+)$", lambda found: found[1] + self._ports[found[2]], text)
+        text = self._addresses(name, text)
+        text = re.sub(r"(-port=)(\d+)$", lambda found: found[1] + self._port(name, found[2]), text)
         if text.startswith("--end-process="):
             return f"--end-process={self._processes[name].pid}"
-        return self._ports.get(text, text.replace("0.0.0.0", "127.0.0.1"))  # noqa: S104 - away from it
+        return text.replace("0.0.0.0", "127.0.0.1")  # noqa: S104 - away from it
+
+    def _addresses(self, name: str, text: str) -> str:
+        """Replace host:port; an address without a service's name is the own container's."""
+
+        def put(found: re.Match[str]) -> str:
+            return self.address(name if found[1][0].isdigit() else found[1], found[2])
+
+        return re.sub(rf"\b({self._hosts}):(\d+)\b", put, text)
 
     def _mounts(self, name: str, service: dict[str, Any]) -> dict[str, Path]:
         found = copied(service) if "build" in service else {}
@@ -210,8 +233,5 @@ class ComposeStack:
             shutil.copytree(ROOT / "deploy" / "prometheus", target)
             config = target / "prometheus.yml"
             text = re.sub(r"_interval: \d+s", "_interval: 1s", config.read_text(encoding="utf-8"))
-            text = re.sub(
-                r"\b(gateway|triton|127\.0\.0\.1):(\d+)", lambda found: self.address(found[2]), text
-            )
-            config.write_text(text, encoding="utf-8")
+            config.write_text(self._addresses("prometheus", text), encoding="utf-8")
         return {"./deploy/prometheus": target}

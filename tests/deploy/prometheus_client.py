@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-VARIABLES = {"$__rate_interval": "10s", "${model:pipe}": ".*", "$model": ".*"}
+VARIABLES = {"$__rate_interval": "10s", "$model": ".*"}
 """What Grafana writes for All, and for a scrape interval of a second or two."""
 
 

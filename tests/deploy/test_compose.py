@@ -15,6 +15,7 @@ from deploy.docker.start_triton import main as start_triton
 from gateway.configuration import load_settings, settings_table
 from gateway.up import TritonOptions
 from tests.deploy.compose_file import (
+    CHOSEN,
     COMPOSE_FILE,
     EXAMPLE_ENV,
     EXAMPLE_KEYS,
@@ -28,11 +29,13 @@ from tests.deploy.compose_file import (
 OURS = ("triton", "triton-cpu", "gateway")
 FROM_ELSEWHERE = ("prometheus", "grafana")
 SHA = "0" * 64
+FIRST_WITHOUT_FAULTS = "26.07"
+"""The release that NVIDIA's newest bulletin asks for (5875)."""
 
 
 @pytest.fixture(scope="module")
 def compose() -> dict[str, Any]:
-    return load_compose(read_env(EXAMPLE_ENV) | {"GRAFANA_PASSWORD": "chosen"})
+    return load_compose(read_env(EXAMPLE_ENV) | CHOSEN)
 
 
 def services(compose: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -45,9 +48,10 @@ def test_it_is_a_compose_file() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_grafana_has_no_password_of_ours() -> None:
-    with pytest.raises(KeyError, match="GRAFANA_PASSWORD"):
-        load_compose(read_env(EXAMPLE_ENV))
+@pytest.mark.parametrize("name", CHOSEN)
+def test_no_secret_is_ours(name: str) -> None:
+    with pytest.raises(KeyError, match=name):
+        load_compose(read_env(EXAMPLE_ENV) | CHOSEN | {name: ""})
 
 
 def test_the_example_has_every_variable_and_no_other() -> None:
@@ -58,7 +62,7 @@ def test_the_example_has_every_variable_and_no_other() -> None:
 
 
 def load_all() -> dict[str, Any]:
-    return load_compose({"GRAFANA_PASSWORD": "chosen"})
+    return load_compose(CHOSEN)
 
 
 def test_the_examples_defaults_are_the_files(compose: dict[str, Any]) -> None:
@@ -66,7 +70,7 @@ def test_the_examples_defaults_are_the_files(compose: dict[str, Any]) -> None:
     text = EXAMPLE_ENV.read_text(encoding="utf-8")
     commented = dict(re.findall(r"^#([A-Z_]+)=(.*)$", text, re.MULTILINE))
     assert commented
-    assert load_compose(read_env(EXAMPLE_ENV) | commented | {"GRAFANA_PASSWORD": "chosen"}) == compose
+    assert load_compose(read_env(EXAMPLE_ENV) | commented | CHOSEN) == compose
 
 
 def test_every_variable_of_the_gateway_is_a_setting(
@@ -90,28 +94,31 @@ def test_the_gateways_command_and_defaults(compose: dict[str, Any]) -> None:
     defaults = {row.env: row.default for row in settings_table()}
     for name in ("TRITONGATE_PORT", "TRITONGATE_MAX_IN_FLIGHT", "TRITONGATE_MAX_WAITING"):
         assert gateway["environment"][name] == defaults[name]
+    for name in ("triton", "triton-cpu"):  # the same key
+        triton = compose["services"][name]["environment"]
+        assert triton["TRITONGATE_REPOSITORY_KEY"] == gateway["environment"]["TRITONGATE_REPOSITORY_KEY"]
 
 
 def test_the_ports_are_the_ones_that_are_served(compose: dict[str, Any]) -> None:
     gateway = compose["services"]["gateway"]
     port = gateway["environment"]["TRITONGATE_PORT"]
-    assert [each.rpartition(":")[2] for each in gateway["ports"]] == [port]
+    doors = {name: gateway["environment"][f"TRITONGATE_KSERVE_{name}_PORT"] for name in ("HTTP", "GRPC")}
+    assert [each.rpartition(":")[2] for each in gateway["ports"]] == [port, *doors.values()]
+    assert doors == {"HTTP": "8000", "GRPC": "8001"}, "where clients of a Triton look for it"
     assert f":{port}/health/ready" in " ".join(gateway["healthcheck"]["test"])
     tritons = [compose["services"][name] for name in ("triton", "triton-cpu")]
-    usual = TritonOptions()
+    metrics_port = TritonOptions().metrics_port
     for triton in tritons:
         flags = dict(word.removeprefix("--").split("=", 1) for word in triton["command"] if "=" in word)
-        assert flags["http-port"] == str(usual.http_port)
-        assert flags["grpc-port"] == str(usual.grpc_port)
-        assert flags["metrics-port"] == str(usual.metrics_port)
+        assert flags["metrics-port"] == str(metrics_port)
+        assert gateway["environment"]["TRITONGATE_UPSTREAMS"] == f"triton:{flags['grpc-port']}"
         checked = dict(word.split("=", 1) for word in triton["healthcheck"]["test"] if "=" in word)
-        assert checked["--http"] == f"127.0.0.1:{usual.http_port}"
-        assert checked["--metrics"] == f"127.0.0.1:{usual.metrics_port}"
+        assert checked["--grpc"] == f"127.0.0.1:{flags['grpc-port']}"
+        assert checked["--metrics"] == f"127.0.0.1:{metrics_port}"
         assert triton["networks"] == {"inside": {"aliases": ["triton"]}}
-    assert gateway["environment"]["TRITONGATE_UPSTREAMS"] == f"triton:{usual.grpc_port}"
     scraped = (ROOT / "deploy/prometheus/prometheus.yml").read_text(encoding="utf-8")
     assert f"[gateway:{port}]" in scraped
-    assert f"[triton:{usual.metrics_port}]" in scraped
+    assert f"[triton:{metrics_port}]" in scraped
     source = (ROOT / "deploy/grafana/provisioning/datasources/prometheus.yml").read_text(encoding="utf-8")
     listening = next(word for word in compose["services"]["prometheus"]["command"] if "listen" in word)
     assert f"http://prometheus:{listening.rpartition(':')[2]}" in source
@@ -123,7 +130,7 @@ def test_the_start_of_triton_knows_its_flags(compose: dict[str, Any], name: str)
     own = command[: command.index("--")]
     result = CliRunner().invoke(start_triton, [*own, "--help"])
     assert result.exit_code == 0, result.output
-    result = CliRunner().invoke(start_triton, own)
+    result = CliRunner(env=compose["services"][name]["environment"]).invoke(start_triton, own)
     assert "No such option" not in result.output
     assert "/checkpoint is not a directory" in result.output
 
@@ -161,6 +168,14 @@ def test_images_are_pinned(compose: dict[str, Any]) -> None:
     for service in OURS:
         text = (ROOT / compose["services"][service]["build"]["dockerfile"]).read_text(encoding="utf-8")
         assert not re.search(r"^FROM [^$\n]*:latest|^ARG \w+=latest", text, re.MULTILINE)
+
+
+def test_triton_has_no_published_fault(compose: dict[str, Any]) -> None:
+    text = (ROOT / "deploy/docker/triton.Dockerfile").read_text(encoding="utf-8")
+    (release,) = re.findall(r"^ARG TRITON=(.+)$", text, re.MULTILINE)
+    assert release >= FIRST_WITHOUT_FAULTS
+    for name in ("triton", "triton-cpu"):
+        assert compose["services"][name]["build"]["args"]["TRITON"] == release
 
 
 def test_what_is_mounted_is_there(compose: dict[str, Any]) -> None:

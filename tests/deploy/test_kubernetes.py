@@ -18,7 +18,7 @@ from gateway.configuration import load_settings, settings_table
 from gateway.setting_types import revealed
 from gateway.triton.replicas import HealthPolicy
 from gateway.up import TritonOptions
-from tests.deploy.compose_file import load_compose
+from tests.deploy.compose_file import CHOSEN, load_compose
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -108,20 +108,26 @@ def test_the_gateways_configuration_is_settings(overlay: str, monkeypatch: pytes
         monkeypatch.setenv(name, value.replace("$(RESTRICTED_KEY)", "s3cret"))
     settings = load_settings()
     spec, container = pod(one(documents, "Deployment", "gateway"))
-    assert [port["containerPort"] for port in container["ports"]] == [settings.port]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {
+        "http": settings.port,
+        "kserve-http": settings.kserve_http_port,
+        "kserve-grpc": settings.kserve_grpc_port,
+    }
     pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert spec["terminationGracePeriodSeconds"] >= pause + settings.drain_s + 5
     tritons = one(documents, "StatefulSet", "triton")
     # A name that leads to every pod, whether Kubernetes calls it ready or not.
     service = one([each for each in documents if each["kind"] == "Service"], "Service", "triton")
-    assert settings.upstreams == (f"dns:///{service['metadata']['name']}:{TritonOptions().grpc_port}",)
+    grpc_ports = [port["port"] for port in service["spec"]["ports"] if port["name"] == "grpc"]
+    assert settings.upstreams == tuple(f"dns:///{service['metadata']['name']}:{port}" for port in grpc_ports)
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["publishNotReadyAddresses"] is True
     found_within_s = settings.resolve_interval_s + CLUSTER_DNS_CACHE_S + HealthPolicy().backoff_limit_s
     assert tritons["spec"]["minReadySeconds"] >= found_within_s
     assert revealed(settings.repository_key) == "admin-key=s3cret"
-    keys = [each["valueFrom"] for each in container["env"] if each["name"] == "RESTRICTED_KEY"]
-    assert keys == [each["valueFrom"] for each in pod(tritons)[1]["env"] if each["name"] == "RESTRICTED_KEY"]
+    keys = [each for each in container["env"] if each["name"].endswith(("RESTRICTED_KEY", "REPOSITORY_KEY"))]
+    assert keys == pod(tritons)[1]["env"][: len(keys)]
     served = [word for word in pod(tritons)[1]["args"] if word.startswith("--model=")]
     assert all(f"--model={model}=/checkpoint" in served for model in settings.models)
 
@@ -130,27 +136,25 @@ def test_tritons_command_and_ports() -> None:
     spec, container = pod(one(base(), "StatefulSet", "triton"))
     arguments = container["args"]
     own, server = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
-    result = CliRunner().invoke(start_triton, own)
+    result = CliRunner(env={"TRITONGATE_REPOSITORY_KEY": "admin-key=s3cret"}).invoke(start_triton, own)
     assert "No such option" not in result.output
     assert "/checkpoint is not a directory" in result.output
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    usual = TritonOptions()
-    assert ports == {"http": usual.http_port, "grpc": usual.grpc_port, "metrics": usual.metrics_port}
+    assert ports == {"grpc": 8001, "metrics": TritonOptions().metrics_port}
     assert {f"--{name}-port={port}" for name, port in ports.items()} <= set(server)
     assert "--model-control-mode=none" in server
     (exits,) = (int(word.rpartition("=")[2]) for word in server if word.startswith("--exit-timeout-secs"))
     assert spec["terminationGracePeriodSeconds"] >= exits + 10
-    restricted = [word for word in server if word.startswith(("--http-restricted", "--grpc-restricted"))]
-    assert all(word.endswith(":admin-key=$(RESTRICTED_KEY)") for word in restricted)
-    assert len(restricted) == 2
-    assert all("model-repository," in word for word in restricted)
 
 
 def test_compiled_kernels_are_kept_where_composes_are() -> None:
     """All else is a read-only root."""
     _, container = pod(one(base(), "StatefulSet", "triton"))
-    kept = {each["name"]: each["value"] for each in container["env"] if "value" in each}
-    assert kept == load_compose({"GRAFANA_PASSWORD": "x"})["services"]["triton"]["environment"]
+    given = {each["name"]: each.get("value") for each in container["env"]}
+    kept = {name: value for name, value in given.items() if name.endswith(("_PATH", "_DIR"))}
+    composes = load_compose(CHOSEN)["services"]["triton"]["environment"]
+    assert kept == {name: value for name, value in composes.items() if name in kept}
+    assert len(kept) == 3
     (mount,) = [each["mountPath"] for each in container["volumeMounts"] if each["name"] == "kernels"]
     assert all(folder.startswith(f"{mount}/") for folder in kept.values())
 
@@ -163,6 +167,9 @@ def test_probes_are_of_what_they_mean() -> None:
     assert options.end_process is None  # the kubelet does that
     assert options.liveness  # readiness is another probe
     assert live[1].rpartition("/")[2] == Path(triton_health.__file__).name
+    grpc_port = next(port["containerPort"] for port in triton["ports"] if port["name"] == "grpc")
+    assert options.grpc == f"127.0.0.1:{grpc_port}"
+    assert triton["startupProbe"]["grpc"] == triton["readinessProbe"]["grpc"] == {"port": grpc_port}
     startup = triton["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 15 * 60
     _, gateway = pod(one(base(), "Deployment", "gateway"))
@@ -253,7 +260,7 @@ def test_scaling_follows_metrics_that_there_are() -> None:
     rules = yaml.safe_load((FOLDER / "overlays/many/adapter.yaml").read_text(encoding="utf-8"))
     offered = {rule.get("name", {}).get("as") or rule["seriesQuery"].partition("{")[0] for rule in rules}
     assert wanted == offered
-    engine = (ROOT / "triton_models/serving/metrics.py").read_text(encoding="utf-8")
+    engine = (ROOT / "triton_models/serving/report.py").read_text(encoding="utf-8")
     read = {name for rule in rules for name in re.findall(r"tritongate_engine_(\w+?)\{", str(rule))}
     assert read == {"requests_waiting", "kv_blocks_used", "kv_blocks"}
     assert all(f'"{name}"' in engine for name in read)

@@ -73,6 +73,29 @@ def test_every_alert_has_a_runbook(name: str) -> None:
     assert len(texts[name].strip()) > 100
 
 
+@pytest.mark.parametrize(
+    ("route", "counts"),
+    [
+        ("/v1/chat/completions", True),
+        ("/v2/models/{model:path}/infer", True),
+        ("/v2/models/{model:path}/versions/{version}/infer", True),
+        ("/inference.GRPCInferenceService/ModelInfer", True),
+        ("/inference.GRPCInferenceService/ModelStreamInfer", True),
+        ("/MutilBackendService/Predict", True),
+        ("/v2/health/ready", False),
+        ("/inference.GRPCInferenceService/ServerReady", False),
+        ("/health/ready", False),
+    ],
+)
+def test_what_counts_as_a_request_for_an_answer(route: str, *, counts: bool) -> None:
+    patterns = {found for rule in rules() for found in re.findall(r'route=~"([^"]+)"', rule["expr"])}
+    (pattern,) = patterns
+    assert bool(re.fullmatch(pattern, route)) == counts
+    assert f'route=~\\"{pattern}\\"' in (ROOT / "deploy/grafana/dashboards/service.json").read_text(
+        encoding="utf-8"
+    )
+
+
 def test_the_objectives_bounds_are_buckets() -> None:
     """A bound between two buckets would count nothing at all."""
     from gateway.metrics import Metrics  # noqa: PLC0415 - beside its only use

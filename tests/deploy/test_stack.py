@@ -12,11 +12,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import httpx
 import openai
 import pytest
 
-from tests.deploy.compose_file import EXAMPLE_ENV, EXAMPLE_KEYS, ROOT, read_env
+from deploy.docker.triton_health import server_is
+from tests.deploy.compose_file import CHOSEN, EXAMPLE_ENV, EXAMPLE_KEYS, ROOT, read_env
 from tests.deploy.compose_stack import ComposeStack
 from tests.deploy.prometheus_client import Prometheus, panels
 from tests.e2e.up_process import lives, metric, wait_until
@@ -41,7 +43,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
     keys = folder / "keys.env"
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     keys.write_text(re.sub(r"<.*>", digest, EXAMPLE_KEYS.read_text(encoding="utf-8")))
-    chosen = {"GRAFANA_PASSWORD": "chosen", "MAX_IN_FLIGHT": "4", "MAX_WAITING": "2"}
+    chosen = CHOSEN | {"TRITON_KEY": "s3cret", "MAX_IN_FLIGHT": "4", "MAX_WAITING": "2"}
     with ComposeStack(folder, read_env(EXAMPLE_ENV) | chosen, keys) as stack:
         if shutil.which("prometheus"):
             stack.start("prometheus")
@@ -54,7 +56,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
 
 @pytest.fixture(scope="module")
 def sdk(stack: ComposeStack) -> Iterator[openai.OpenAI]:
-    url = f"http://{stack.address('8080')}/v1"
+    url = f"http://{stack.address('gateway', '8080')}/v1"
     with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60) as client:
         yield client
 
@@ -67,7 +69,9 @@ def ask(sdk: openai.OpenAI, **more: object) -> str:
 
 
 def count(stack: ComposeStack, name: str, **labels: str) -> float:
-    return metric(httpx.get(f"http://{stack.address('8080')}/metrics", timeout=20).text, name, **labels)
+    return metric(
+        httpx.get(f"http://{stack.address('gateway', '8080')}/metrics", timeout=20).text, name, **labels
+    )
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +116,7 @@ def kill_the_engine(stack: ComposeStack, sdk: openai.OpenAI) -> None:
     (stub,) = [
         process
         for process in stack.process("triton-cpu").children(recursive=True)
-        if f"/{MODEL}-stream/" in " ".join(process.cmdline())
+        if f"/{MODEL}/" in " ".join(process.cmdline())
     ]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, sdk, **LONG)
@@ -124,9 +128,8 @@ def kill_the_engine(stack: ComposeStack, sdk: openai.OpenAI) -> None:
 def told_to_end(stack: ComposeStack) -> bool:
     """Hold that Triton calls itself ready and its health check does not; False where it ended by itself."""
     triton = stack.process("triton-cpu")
-    with contextlib.suppress(httpx.TransportError):
-        ready = httpx.get(f"http://{stack.address('8000')}/v2/health/ready", timeout=5)
-        assert ready.status_code == 200
+    with contextlib.suppress(grpc.RpcError):
+        assert server_is("Ready", stack.address("triton-cpu", "8001"))
     patience = ("--stale-s=2", "--end-after-s=4")
     wait_until(lambda: stack.healthy("triton-cpu", *patience).returncode == 1)
     wait_until(lambda: stack.healthy("gateway").returncode == 1)
@@ -146,6 +149,23 @@ def test_a_chat_completion(stack: ComposeStack, sdk: openai.OpenAI) -> None:
         ask(sdk.with_options(api_key="another"))
 
 
+def test_clients_of_a_triton_are_served(stack: ComposeStack) -> None:
+    """By the gateway, with its keys; Triton's own HTTP server is off."""
+    url = f"http://{stack.address('gateway', '8000')}/v2"
+    assert httpx.get(f"{url}/health/ready", timeout=20).status_code == 200
+    tensors = {"prompt": QUESTION, "history": "", "temperature": "0.1", "max_token": "64"}
+    inputs = [
+        {"name": name, "datatype": "BYTES", "shape": [1, 1], "data": [text]} for name, text in tensors.items()
+    ]
+    path = f"{url}/models/{MODEL}/infer"
+    assert httpx.post(path, json={"inputs": inputs}, timeout=60).status_code == 401
+    headers = {"Authorization": f"Bearer {KEY}"}
+    answer = httpx.post(path, json={"inputs": inputs}, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    outputs = {each["name"]: each["data"] for each in answer.json()["outputs"]}
+    assert "OpenAI" in outputs["response"][0]
+
+
 def test_an_engine_that_died_is_replaced(eventful: ComposeStack, sdk: openai.OpenAI) -> None:
     assert "OpenAI" in ask(sdk)
     assert f"{MODEL}: the engine's last heartbeat was" in eventful.said
@@ -154,7 +174,7 @@ def test_an_engine_that_died_is_replaced(eventful: ComposeStack, sdk: openai.Ope
 @pytest.fixture(scope="module")
 def prometheus(eventful: ComposeStack) -> Iterator[Prometheus]:
     assert eventful.healthy("prometheus").returncode == 0, eventful.log("prometheus")
-    client = Prometheus(eventful.address("9090"))
+    client = Prometheus(eventful.address("prometheus", "9090"))
     yield client
     client.close()
 

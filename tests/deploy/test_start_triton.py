@@ -8,6 +8,7 @@ from click.testing import CliRunner
 from deploy.docker.start_triton import main
 
 CHECKPOINT = Path(__file__).parents[2] / "triton_models" / "checkpoints" / "chatglm3-demo"
+KEY = {"TRITONGATE_REPOSITORY_KEY": "admin-key=s3cret"}
 
 
 def test_it_becomes_a_tritonserver_on_entries_of_its_own(
@@ -17,21 +18,43 @@ def test_it_becomes_a_tritonserver_on_entries_of_its_own(
     monkeypatch.setattr("tempfile.tempdir", None)
     replaced: list[list[str]] = []
     monkeypatch.setattr(os, "execvp", lambda name, command: replaced.append([name, *command]))
-    arguments = ["--model", f"glm={CHECKPOINT}", "--kv-memory-gib", "2", "--", "--http-port=1234"]
-    result = CliRunner().invoke(main, arguments)
+    arguments = ["--model", f"glm={CHECKPOINT}", "--kv-memory-gib", "2", "--", "--grpc-port=1234"]
+    result = CliRunner(env=KEY | {"TRITONGATE_ENGINE_MAX_CONTEXT": "512"}).invoke(main, arguments)
     assert result.exit_code == 0, result.output
-    ((name, own_name, where, threads, port),) = replaced
-    assert (name, own_name, port) == ("tritonserver", "tritonserver", "--http-port=1234")
-    assert threads == "--model-load-thread-count=4"
-    repository = Path(where.removeprefix("--model-repository="))
-    assert sorted(path.name for path in repository.iterdir()) == ["glm", "glm-stream", "glm-tokenizer"]
-    configs = {path.parent.name: path.read_text() for path in repository.glob("*/config.pbtxt")}
-    assert json.dumps(str(CHECKPOINT)) in configs["glm"]
-    assert "kv_memory_gib" in configs["glm-stream"]
-    assert "model_warmup" in configs["glm-stream"]
+    ((name, own_name, *words),) = replaced
+    assert (name, own_name, words[-1]) == ("tritonserver", "tritonserver", "--grpc-port=1234")
+    flags = dict(word.split("=", 1) for word in words)
+    assert flags["--model-load-thread-count"] == "2"
+    repository = Path(flags["--model-repository"])
+    (entry,) = repository.iterdir()
+    assert entry.name == "glm"
+    config = (entry / "config.pbtxt").read_text()
+    assert json.dumps(str(CHECKPOINT)) in config
+    assert "model_warmup" in config
+    for option in ("kv_memory_gib", "max_context"):
+        assert option in config
+
+
+def test_triton_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced: list[list[str]] = []
+    monkeypatch.setattr(os, "execvp", lambda _, command: replaced.append(command))
+    assert CliRunner(env=KEY).invoke(main, ["--model", str(CHECKPOINT)]).exit_code == 0
+    ((_, *words),) = replaced
+    assert "--allow-http=false" in words
+    (restricted,) = (word for word in words if word.startswith("--grpc-restricted-protocol="))
+    protocols, _, key = restricted.partition("=")[2].rpartition(":")
+    assert key == KEY["TRITONGATE_REPOSITORY_KEY"]
+    assert {"model-repository", "shared-memory"} <= set(protocols.split(","))
+    assert not {"health", "metadata", "model-config", "inference"} & set(protocols.split(","))
+
+
+def test_without_a_key_it_does_not_start() -> None:
+    result = CliRunner().invoke(main, ["--model", str(CHECKPOINT)])
+    assert result.exit_code == 2
+    assert "--repository-key" in result.output
 
 
 def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, ["--model", str(tmp_path)])
+    result = CliRunner(env=KEY).invoke(main, ["--model", str(tmp_path)])
     assert result.exit_code == 1
     assert "no config.json" in result.output

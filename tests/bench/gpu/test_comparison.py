@@ -27,7 +27,7 @@ PLAN = Plan(
 
 
 def row(clients: int = 0, rate: float = 0.0, tokens_per_second: float = 100.0) -> LoadRow:
-    answer = Answer(asked=0.0, pieces=[0.1, 1.0], ended=1.0, tokens=100)
+    answer = Answer(sent=0.0, pieces=[0.1, 1.0], ended=1.0, tokens=100)
     return replace(summarise([answer], clients=clients, rate=rate), tokens_per_second=tokens_per_second)
 
 

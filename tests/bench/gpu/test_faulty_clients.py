@@ -51,7 +51,7 @@ def test_the_end_of_a_stream_is_told(
     clients: Clients, monkeypatch: pytest.MonkeyPatch, body: bytes, end: str, *, ok: bool
 ) -> None:
     monkeypatch.setattr(Answer, "body", body)
-    flood = clients.flood(when_begun=lambda: None)
+    flood = clients.flood(when_started=lambda: None)
     assert flood.ends == Counter({end: 1}) + Counter({"200": 1})
     assert flood.verdict()["ok"] == ok
 
