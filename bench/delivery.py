@@ -13,10 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from triton_models.engine.engine import EngineStats, StepStats
 from triton_models.engine.sequence import FinishReason, TokenOutput
 from triton_models.engine.sequence import Request as EngineRequest
 from triton_models.engine.settings import EngineSettings
-from triton_models.engine.engine import EngineStats, StepStats
 from triton_models.options import EntryParameters
 from triton_models.serving.chat_text import load_text
 from triton_models.serving.intake import Arrival, Inputs

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from triton_models.engine.sequence import FinishReason, TokenLogprobs, TokenOutput
 from triton_models.serving.outbox import Call, Responder
 from triton_models.text.answer import AnswerDelta, AnswerStream
-from triton_models.text.tokenizers import shown_tokens
-from triton_models.text.tokenizers import Tokenizer
+from triton_models.text.tokenizers import Tokenizer, shown_tokens
 from wire import meta as wire
 from wire.refusal import RefusalCode
 from wire.request import Generation

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from triton_models.checkpoint import load_model, progress_bar
-from triton_models.engine.engine import Engine
+from triton_models.engine.engine import Engine, EngineStats
 from triton_models.engine.loop import EngineLoop
 from triton_models.engine.sequence import FinishReason
 from triton_models.engine.settings import EngineSettings
-from triton_models.engine.engine import EngineStats
 from triton_models.engine.warm_up import warm_up
 from triton_models.errors import (
     CheckpointError,
