@@ -142,7 +142,7 @@ class GrpcServer:
 
         An error is part of the answers, unless the metadata ask for the status of the first one to end the
         stream. Each request has one answer, which is marked as its final one, so no empty final response
-        follows, whether the client asked for one or not.
+        follows, whether the client requested one or not.
         """
         ends = dict(context.invocation_metadata()).get("triton_grpc_error") == "true"
         answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(_AHEAD)
@@ -222,8 +222,8 @@ class GrpcServer:
 
     async def _answer(self, name: str, request: Any, exchange: Exchange) -> Any:
         if name in ("ModelInfer", "ModelStreamInfer"):
-            asked = _read(request)
-            return _write(asked, await self._door.infer(asked, exchange, _connected))
+            inference = _read(request)
+            return _write(inference, await self._door.infer(inference, exchange, _connected))
         answer = GetMessageClass(_METHODS[name].output_type)()
         if name in self._documents:
             return json_format.ParseDict(self._documents[name](request), answer)

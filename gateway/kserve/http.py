@@ -4,6 +4,7 @@ https://github.com/kserve/open-inference-protocol, with Triton's extensions for 
 statistics, model configuration and model repository. Tensors are read into `gateway.kserve.contracts` types.
 """
 
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Any, TypeVar
@@ -23,6 +24,7 @@ from gateway.setting_types import is_loopback
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
+_LENGTH = re.compile(r"[0-9]{1,12}")
 _NOT_READY = 400
 """The protocol asks for a status of 4xx; this one is Triton's."""
 
@@ -161,8 +163,8 @@ async def infer(  # noqa: PLR0917 - FastAPI passes all by name
     if request.headers.get("content-encoding", "identity") != "identity":
         raise UnsupportedMediaTypeError("Compressed bodies are not supported: send this one as it is.")
     body = await read_body(request, gateway, exchange)
-    asked, binary = read_infer_request(model, version, body, request.headers.get(HEADER_LENGTH))
-    return write_infer_answer(asked, await door.infer(asked, exchange, request.receive), binary)
+    inference, binary = read_infer_request(model, version, body, request.headers.get(HEADER_LENGTH))
+    return write_infer_answer(inference, await door.infer(inference, exchange, request.receive), binary)
 
 
 router.get("/v2/models/stats", dependencies=[InferenceKey])(_telling(Door.statistics))
@@ -192,7 +194,7 @@ def read_infer_request(
     """
     end = len(body)
     if header_length is not None:
-        if not (header_length.isascii() and header_length.isdigit() and int(header_length[:12]) <= end):
+        if not (_LENGTH.fullmatch(header_length) and int(header_length) <= end):
             raise InvalidRequestError(f"{HEADER_LENGTH} is not a length within the body.")
         end = int(header_length)
     message = validate(_Body, read_object(body[:end]))
@@ -216,7 +218,7 @@ def read_infer_request(
         _refuse(output.parameters, f"outputs.{number}")
         binary[output.name] = output.parameters.get("binary_data", by_default) is True
     timeout_us = message.parameters.get("timeout", 0)
-    if type(timeout_us) is not int or timeout_us < 0:
+    if type(timeout_us) is not int or not 0 <= timeout_us < 2**63:
         raise InvalidRequestError("parameters.timeout: a number of microseconds is needed.")
     request = InferRequest(
         model=model,

@@ -117,8 +117,8 @@ class PredictAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 )
 async def predict(request: Request, body: JsonBody, exchange: ExchangeDep, door: DoorDep) -> Response:
     """Answer a ModelInferRequest in protobuf's JSON."""
-    asked = read_predict_request(body)
-    answer = write_predict_answer(asked, await door.infer(asked, exchange, request.receive))
+    inference = read_predict_request(body)
+    answer = write_predict_answer(inference, await door.infer(inference, exchange, request.receive))
     return Response(answer, media_type="application/json")
 
 

@@ -31,6 +31,7 @@ ODD: tuple[Any, ...] = (
     2**31,
     2**63,
     2**70,
+    10**400,
     -(2**63),
     1e308,
     "",
@@ -79,7 +80,7 @@ def doubled(node: Any, _: random.Random) -> Any:
 
 
 def deeper(node: Any, choose: random.Random) -> Any:
-    for _ in range(choose.choice((1, 7, 8, 9, 500))):
+    for _ in range(choose.choice((1, 7, 8, 9, 150))):
         node = [node]
     return node
 
@@ -105,6 +106,7 @@ def hostile(choose: random.Random) -> tuple[str, bytes, dict[str, str]]:
         for key in place:
             node = node[key]
         document = change(document, place, choose.choice(MUTATIONS)(node, choose))
+        document = json.loads(json.dumps(document))  # nothing is there twice, or within itself
     content = json.dumps(document).encode()
     headers = {"Content-Type": "application/json"}
     kind = choose.randrange(8)

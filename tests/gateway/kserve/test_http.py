@@ -248,7 +248,8 @@ async def test_the_clients_own_time_limit_counts() -> None:
     async with in_process(FakeUpstream(lambda _: say_and_hang("a"))) as served:
         document = body() | {"parameters": {"timeout": 100_000}}
         assert (await refusal(served, document))[0] == 504
-        assert (await refusal(served, body() | {"parameters": {"timeout": "soon"}}))[0] == 400
+        for wrong in ("soon", -1, True, 0.5, 10**400):
+            assert (await refusal(served, body() | {"parameters": {"timeout": wrong}}))[0] == 400
         await served.until_idle()
     assert served.upstream.cancelled == 1
 
@@ -413,6 +414,7 @@ def packed(value: bytes) -> bytes:
         ("x", 5, packed(b"a"), HEADER_LENGTH),
         ("-1", 5, packed(b"a"), HEADER_LENGTH),
         ("9" * 5000, 5, packed(b"a"), HEADER_LENGTH),
+        ("0" * 12 + "9" * 5000, 5, packed(b"a"), HEADER_LENGTH),
         (None, 5, b"", "binary_data_size"),
         ("", 6, packed(b"a"), "binary_data_size"),
         ("", -1, packed(b"a"), "binary_data_size"),
