@@ -3,10 +3,11 @@
 import json
 import re
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
@@ -213,7 +214,11 @@ async def observe(served: Served, path: str, body: Mapping[str, Any]) -> Observe
     served.upstream.requests.clear()
     response = await served.http.post(path, json=dict(body))
     asked = [
-        {name: value for name, value in asdict(request).items() if name not in {"request_id", "deadline"}}
+        {
+            name: value
+            for name, value in msgspec.structs.asdict(request).items()
+            if name not in {"request_id", "deadline"}
+        }
         for request in served.upstream.requests
     ]
     if response.is_error:
