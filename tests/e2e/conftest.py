@@ -58,7 +58,7 @@ def relay(patient: UpProcess) -> Iterator[Relay]:
 
 @pytest.fixture(scope="session")
 def triton(up: UpProcess) -> Iterator[StreamClient]:
-    client = StreamClient(up.triton_grpc)
+    client = StreamClient(up.triton_grpc, up.repository_key)
     yield client
     client.close()
 

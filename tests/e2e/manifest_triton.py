@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
+import grpc
 import yaml
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.deploy.compose_stack import _TRITONSERVER
 from tests.e2e.up_process import GOLDEN, RESTARTS, aborted
@@ -48,12 +49,11 @@ class ManifestTriton:
         self._prefix = f"tritongate_{os.getpid()}_{folder.name}_"
         self._process: subprocess.Popen[bytes] | None = None
         self._host = host
-        http, grpc, metrics = free_ports(3)
-        self.http = f"{host}:{http}"
-        self.grpc = f"{host}:{grpc_port or grpc}"
+        port, metrics = free_ports(2)
+        port = grpc_port or port
+        self.grpc = f"{host}:{port}"
         here = {
-            "--http-port": str(http),
-            "--grpc-port": str(grpc_port or grpc),
+            "--grpc-port": str(port),
             "--metrics-port": str(metrics),
         }
         here |= {"--model": f"{MODEL}={GOLDEN / 'chatglm3'}", "--device": "cpu", "--dtype": "float32"}
@@ -66,6 +66,7 @@ class ManifestTriton:
         server.write_text(_TRITONSERVER.format(python=sys.executable, prefix=self._prefix))
         server.chmod(0o755)
         paths = {"PATH": f"{self._folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        paths["TRITONGATE_REPOSITORY_KEY"] = f"admin-key={RESTRICTED_KEY}"
         temporary = {"TMPDIR": str(self._folder), "OMP_NUM_THREADS": "1"}
         program = [sys.executable, str(ROOT / "deploy/docker/start_triton.py")]
         with (self._folder / "log").open("ab") as log:
@@ -79,14 +80,13 @@ class ManifestTriton:
 
     def _arguments(self) -> list[str]:
         words = stateful_set()["template"]["spec"]["containers"][0]["args"]
-        words = [word.replace("$(RESTRICTED_KEY)", RESTRICTED_KEY) for word in words]
         words = [
             f"{name}={self._changes[name]}" if (name := word.partition("=")[0]) in self._changes else word
             for word in words
         ]
         added = self._changes.keys() - {word.partition("=")[0] for word in words}
         words += [f"{name}={self._changes[name]}" for name in sorted(added)]
-        return [*words, *(f"--{name}-address={self._host}" for name in ("http", "grpc", "metrics"))]
+        return [*words, *(f"--{name}-address={self._host}" for name in ("grpc", "metrics"))]
 
     def wait_ready(self, within_s: float = 100) -> None:
         deadline = time.monotonic() + within_s
@@ -101,10 +101,12 @@ class ManifestTriton:
             time.sleep(0.2)
 
     def is_ready(self) -> bool:
-        try:
-            return httpx.get(f"http://{self.http}/v2/health/ready", timeout=20).status_code == 200
-        except httpx.TransportError:
-            return False
+        with grpc.insecure_channel(self.grpc, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            try:
+                return bool(stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=20).ready)
+            except grpc.RpcError:
+                return False
 
     def log(self) -> str:
         return (self._folder / "log").read_text(errors="replace")[-4000:]

@@ -67,8 +67,10 @@ def mix_server(repository: Path) -> Iterator[Mix]:
         write_entry(repository, model=ModelEntry(name=name, checkpoint=str(GOLDEN / golden), options=options))
     with (
         RepositoryServer(repository) as server,
-        gateway(server.ready.grpc) as base_url,
-        gateway(server.ready.grpc, "--request-timeout-s", str(SHORT_TIMEOUT_S)) as hasty_url,
+        gateway(server.ready.grpc, key=server.ready.repository_key) as base_url,
+        gateway(
+            server.ready.grpc, "--request-timeout-s", str(SHORT_TIMEOUT_S), key=server.ready.repository_key
+        ) as hasty_url,
     ):
         triton = StreamClient(server.ready.grpc)
         yield Mix(server, triton, base_url, hasty_url)

@@ -1,6 +1,7 @@
 """Real Triton over a repository of a test's own entries, and gateways in front of it."""
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,11 +57,19 @@ class RepositoryServer:
 
 
 @contextlib.contextmanager
-def gateway(triton_grpc: str, *arguments: str) -> Iterator[str]:
-    """Run `tritongate serve` in front of a Triton; yields its base URL once every model is ready."""
+def gateway(triton_grpc: str, *arguments: str, key: str | None = None) -> Iterator[str]:
+    """Run `tritongate serve` in front of a Triton; yields its base URL once every model is ready.
+
+    Args:
+        triton_grpc: its address.
+        arguments: of `serve`.
+        key: the setting `repository_key`; None: as in the environment.
+    """
     port = free_ports(1)[0]
     command = [Path(sys.executable).with_name("tritongate"), "serve", "--upstreams", triton_grpc]
-    process = subprocess.Popen(tied(*command, "--port", port, "--log-level", "warning", *arguments))
+    environment = os.environ | ({} if key is None else {"TRITONGATE_REPOSITORY_KEY": key})
+    words = tied(*command, "--port", port, "--log-level", "warning", *arguments)
+    process = subprocess.Popen(words, env=environment)
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until(lambda: is_ready(url))

@@ -42,7 +42,10 @@ class StreamAnswer:
 class StreamClient:
     """Calls one Triton. Thread-safe."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, repository_key: str | None = None) -> None:
+        """Connect; the key, KEY=VALUE, is needed for statistics where Triton restricts them."""
+        name, _, value = (repository_key or "").partition("=")
+        self._restricted = ((f"triton-grpc-protocol-{name}", value),) if name else ()
         self._channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
@@ -110,7 +113,9 @@ class StreamClient:
 
     def statistics(self, entry: str) -> tuple[int, int]:
         """Return Triton's (inference count, execution count) of an entry."""
-        answer = self._stub.ModelStatistics(pb.ModelStatisticsRequest(name=entry), timeout=TIMEOUT_S)
+        answer = self._stub.ModelStatistics(
+            pb.ModelStatisticsRequest(name=entry), timeout=TIMEOUT_S, metadata=self._restricted
+        )
         (stats,) = answer.model_stats
         return stats.inference_count, stats.execution_count
 

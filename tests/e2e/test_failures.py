@@ -128,7 +128,7 @@ def test_a_broken_checkpoint_is_named(tmp_path: Path, damage: str) -> None:
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("flag", ["--port", "--triton-grpc-port"])
+@pytest.mark.parametrize("flag", ["--port", "--kserve-http-port", "--kserve-grpc-port", "--metrics-port"])
 def test_a_port_in_use_is_named(flag: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -141,7 +141,7 @@ def test_a_port_in_use_is_named(flag: str) -> None:
 
 def fails(*arguments: str) -> str:
     """Run `tritongate up` on free ports; hold that it fails in time, and return what it said."""
-    flags = ("--port", "--triton-http-port", "--triton-grpc-port", "--triton-metrics-port")
+    flags = ("--port", "--kserve-http-port", "--kserve-grpc-port", "--metrics-port")
     ports = {flag: str(port) for flag, port in zip(flags, free_ports(len(flags)), strict=True)}
     ports |= dict(zip(arguments[::2], arguments[1::2], strict=True))
     words = [text for pair in ports.items() for text in pair]

@@ -41,7 +41,10 @@ class Narrow:
 def narrow(tmp_path: Path) -> Iterator[Narrow]:
     options = {"max_running": RUNNING, "max_waiting": WAITING}
     write_entry(tmp_path, model=ModelEntry(name="glm", checkpoint=str(GOLDEN / "chatglm3"), options=options))
-    with RepositoryServer(tmp_path) as server, gateway(server.ready.grpc) as base_url:
+    with (
+        RepositoryServer(tmp_path) as server,
+        gateway(server.ready.grpc, key=server.ready.repository_key) as base_url,
+    ):
         triton = StreamClient(server.ready.grpc)
         yield Narrow(base_url, triton)
         triton.close()

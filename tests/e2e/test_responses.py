@@ -251,7 +251,7 @@ async def test_a_model_that_dies_fails_the_response() -> None:
             async for event in stream:
                 events.append(event)
                 if event.type == "response.output_text.delta":
-                    process.stub(f"{MODEL}-stream").kill()
+                    process.stub(MODEL).kill()
                     break
             events += [event async for event in stream]
         *before, error, failed = events

@@ -19,7 +19,7 @@ SETTLED_S = 20.0
 TRIES = 5
 TOLD = {"POST /v1/chat/completions", "admission", "call", "generate"}
 """The gateway's own, and the model's, whatever becomes of the request."""
-ALL = TOLD | {"InferRequest", "chatglm3-demo-stream", "compute", "queue", "prefill", "decode"}
+ALL = TOLD | {"InferRequest", "chatglm3-demo", "compute", "queue", "prefill", "decode"}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_a_request_is_one_trace(traced: UpProcess, collector: Receiver, *, strea
             "tritongate: admission": {},
             "tritongate: call": {
                 "triton: InferRequest": {
-                    "triton: chatglm3-demo-stream": {
+                    "triton: chatglm3-demo": {
                         "triton: compute": {},
                         "tritongate-model: generate": {
                             "tritongate-model: queue": {},
