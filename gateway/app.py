@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from fastapi import FastAPI
+from starlette.routing import Route
 
 from gateway.admission import Admission
-from gateway.api import admin, chat, completions, health, models, openapi, responses, tokenize
+from gateway.api import admin, chat, completions, docs, health, models, openapi, responses, tokenize
 from gateway.api.failures import error_handlers
 from gateway.auth import Keyring
 from gateway.body_limit import BodyLimitMiddleware
@@ -93,19 +94,24 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
         description="OpenAI-compatible gateway for ChatGLM on NVIDIA Triton.",
         lifespan=lifespan,
         exception_handlers=error_handlers(),
-        docs_url=None,  # the page would load its scripts from another host
+        docs_url=None,  # that page would load its scripts from another host: ours is `gateway.api.docs`
         redoc_url=None,
         redirect_slashes=False,
     )
     app.state.gateway = gateway
     app.state.records = Records(gateway)
     app.state.door = Door(gateway)
-    for resource in (chat, completions, responses, tokenize, predict, admin, models, health, kserve_http):
+    resources = (chat, completions, responses, tokenize, predict, admin, models, health, kserve_http)
+    for resource in resources:
         app.include_router(resource.router)
+    app.state.routes = [
+        route for resource in resources for route in resource.router.routes if isinstance(route, Route)
+    ]
     # The last one added is the outermost.
     app.add_middleware(BodyLimitMiddleware, gateway=gateway)
     app.add_middleware(ExchangeMiddleware, records=app.state.records)
     openapi.install(app)
+    docs.install(app)
     return app
 
 

@@ -1,22 +1,38 @@
-"""Limits on request bodies (size, time, and the total held at once), as plain ASGI."""
+"""Request bodies, as plain ASGI: decompressed, and limited in size, time, and the total held at once."""
 
 import asyncio
+import zlib
 from contextlib import suppress
 from time import perf_counter
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import BodyTimeoutError, BodyTooLargeError, GatewayError, RateLimitError
+from gateway.errors import (
+    BodyTimeoutError,
+    BodyTooLargeError,
+    GatewayError,
+    InvalidRequestError,
+    RateLimitError,
+    UnsupportedMediaTypeError,
+)
 from gateway.resources import Gateway
 from gateway.tally import Number
 
 _LINGER_S = 2.0
 _RETRY_AFTER_S = 1
 
+_SHOWN = 64
+"""How many characters of a client's own name an error repeats."""
+
+_WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+"""What zlib calls each encoding of a body that is understood."""
+
 
 class BodyLimitMiddleware:
     """Limits a request body in bytes and in time, whether its length was declared or not.
+
+    A compressed body is decompressed as it arrives, and its limit holds for both forms.
 
     The total of all bodies is limited as well, from their first byte to their answer: admission limits
     requests only once their bodies are there. A body still arriving when a drain ends is given up.
@@ -64,6 +80,40 @@ class _Held:
         self._bytes.own -= count
 
 
+class _Decompressor:
+    """Decompresses one body, which may consist of several members."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._member = zlib.decompressobj(window)
+
+    def feed(self, data: bytes, limit: int) -> bytes:
+        """Return what `data` adds, at most `limit` bytes and one, which says that there is more.
+
+        Raises:
+            InvalidRequestError: it is not compressed data.
+        """
+        found = b""
+        try:
+            while data and len(found) <= limit:
+                if self._member.eof:
+                    self._member = zlib.decompressobj(self._window)
+                found += self._member.decompress(data, limit + 1 - len(found))
+                data = self._member.unused_data if self._member.eof else b""
+        except zlib.error:
+            raise InvalidRequestError("The body is not encoded as Content-Encoding says.") from None
+        return found
+
+    def close(self) -> None:
+        """Check that the body was complete.
+
+        Raises:
+            InvalidRequestError: it was not.
+        """
+        if not self._member.eof:
+            raise InvalidRequestError("The compressed body ends too early.")
+
+
 class _Body:
     """One request's body, wrapping its ASGI channels."""
 
@@ -77,9 +127,16 @@ class _Body:
         self._timeout_s = gateway.settings.body_timeout_s
         self._deadline = asyncio.get_running_loop().time() + self._timeout_s
         self._end: GatewayError | None = None
-        declared = Headers(scope=scope).get("content-length", "")
+        headers = Headers(scope=scope)
+        declared = headers.get("content-length", "")
         self._declared = int(declared) if declared.isascii() and declared.isdigit() else 0
+        self._encoding = headers.get("content-encoding", "").strip().lower()
+        window = _WINDOWS.get(self._encoding)
+        self._decompressor = None if window is None else _Decompressor(window)
+        self._arrived = 0
+        """Bytes as they were sent."""
         self._received = 0
+        """Bytes as they are passed on."""
         self._complete = False
         self._cut = False
         """Given up before its end."""
@@ -91,13 +148,27 @@ class _Body:
         self._cut = True  # until it turns out well
         if self._declared > self._max_bytes:
             raise self._excess()
+        if self._decompressor is None and self._encoding not in ("", "identity"):
+            raise UnsupportedMediaTypeError(
+                f"Bodies with Content-Encoding: {self._encoding[:_SHOWN]} are not understood;"
+                f" {', '.join(_WINDOWS)} and identity are."
+            )
         message = await self._in_time()
-        count = len(message.get("body", b""))
-        if self._received + count > self._max_bytes:
+        data = message.get("body", b"")
+        complete = not message.get("more_body", False)
+        self._arrived += len(data)
+        if self._arrived > self._max_bytes:
             raise self._excess()
-        self._held.add(count)
-        self._received += count
-        self._complete = not message.get("more_body", False)
+        if self._decompressor is not None and message["type"] == "http.request":
+            data = self._decompressor.feed(data, self._max_bytes - self._received)
+            if self._received + len(data) > self._max_bytes:
+                raise self._excess()
+            if complete and self._arrived:
+                self._decompressor.close()
+            message = {**message, "body": data}
+        self._held.add(len(data))
+        self._received += len(data)
+        self._complete = complete
         self._cut = False
         return message
 

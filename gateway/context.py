@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from gateway.errors import ContextLengthError, InvalidRequestError
 from gateway.generation import Accepted, Generation, TokenIds
 from gateway.upstream import ModelCard
+from wire.limits import IDS_LIMIT
 
 PROMPT_LOGPROBS_LIMIT = 2**20
 """Log-probabilities of prompts in one answer: up to some 64 MiB of JSON, and several times that in memory."""
@@ -25,7 +26,9 @@ def check_context(generations: Sequence[Generation], card: ModelCard) -> None:
         return
     for generation in generations:
         if isinstance(generation.prompt, TokenIds):
-            _check(len(generation.prompt.ids), generation, card.max_context)
+            keep = generation.truncate_prompt_tokens
+            if keep is None or keep > 0:
+                _check(min(len(generation.prompt.ids), keep or IDS_LIMIT), generation, card.max_context)
 
 
 def check_prompt_logprobs(generations: Sequence[Generation], accepted: Accepted) -> None:

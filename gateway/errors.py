@@ -130,7 +130,7 @@ class BodyTooLargeError(GatewayError):
 
 
 class UnsupportedMediaTypeError(GatewayError):
-    """The body is not declared as JSON."""
+    """The body is not declared as JSON, or is encoded in a way that is not understood."""
 
     status = 415
     type = "invalid_request_error"

@@ -207,6 +207,7 @@ class TopLogprob:
 class TokenLogprob:
     """A sampled token's natural-log probability and the most likely alternatives."""
 
+    id: int
     token: str
     utf8: bytes
     logprob: float

@@ -44,6 +44,22 @@ _PROBES = frozenset({"/health", "/health/ready", "/metrics", "/v2/health/live", 
 """Polled by machines every few seconds: served during a drain, logged at debug level, never traced."""
 
 
+_SLASHES = re.compile("/+")
+
+
+def as_routed(scope: Scope) -> Scope:
+    """Return `scope` as routes know requests: HEAD asks as GET does, and needless slashes do not count.
+
+    The server itself leaves out the body of an answer to HEAD.
+    """
+    path = _SLASHES.sub("/", scope["path"])
+    path = path.rstrip("/") or "/"
+    method = "GET" if scope["method"] == "HEAD" else scope["method"]
+    if path == scope["path"] and method == scope["method"]:
+        return scope
+    return {**scope, "path": path, "method": method}
+
+
 class Records:
     """Opens and closes the records of requests: id, resources, trace, metrics and access log."""
 
@@ -139,8 +155,10 @@ class ExchangeMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        method = scope["method"]
+        scope = as_routed(scope)
         async with self._records.opened(
-            method=scope["method"],
+            method=method,
             headers=Headers(scope=scope),
             route=lambda: getattr(scope.get("route"), "path", UNKNOWN),
             probe=scope["path"] in _PROBES,

@@ -4,10 +4,12 @@ uvicorn's own protocol limits neither and answers in plain text; nothing above i
 """
 
 import asyncio
-from typing import Any
+import logging
+from typing import Any, ClassVar
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from starlette.types import Message, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import (
     GatewayError,
@@ -17,6 +19,8 @@ from gateway.errors import (
     render,
 )
 
+_log = logging.getLogger(__name__)
+
 HEAD_LIMIT_BYTES = 64 * 2**10
 HEAD_TIMEOUT_S = 30.0
 
@@ -25,8 +29,15 @@ _LINGER_S = 2.0
 answer."""
 
 
+_TLS_HELLO = b"\x16\x03"
+"""How every connection by TLS begins: a handshake record of version 3."""
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection."""
+
+    _tls_seen: ClassVar[bool] = False
+    """Whether the log of this process says already that a client spoke TLS."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -34,6 +45,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._refused = False
+        self._begun = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start waiting for the first head."""
@@ -55,11 +67,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """The head is complete."""
         self._end_head()
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0" and self.cycle is not None:
+            cycle = self.cycle
+            cycle.send = _unchunked(cycle)  # type: ignore[method-assign, assignment]  # of this answer alone
 
     def data_received(self, data: bytes) -> None:
         """Parse; refuse a head that exceeds the limit."""
         if self._refused:
             return
+        if not self._begun:
+            self._begun = True
+            if data.startswith(_TLS_HELLO) and not BoundedHttpProtocol._tls_seen:
+                BoundedHttpProtocol._tls_seen = True
+                _log.warning(
+                    "a client speaks TLS to this port, which serves plain HTTP: use http:// in its URL,"
+                    " or put a proxy that ends TLS in front"
+                )
         super().data_received(data)
         # Counted only if the head continues after this piece: the piece that ends it may hold much of a body.
         if self._in_head:
@@ -99,3 +122,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.write(STATUS_LINE[error.status] + head + body)
         self.transport.write_eof()
         self.loop.call_later(_LINGER_S, self.transport.close)
+
+
+def _unchunked(cycle: RequestResponseCycle) -> Send:
+    """Return what sends the answer of `cycle` without chunks: HTTP/1.0 has none, its bodies end at the close.
+
+    uvicorn makes chunks of every answer without a length, and of others requires that length.
+    """
+    send = cycle.send
+    has_length = False
+
+    async def send_unchunked(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)  # type: ignore[arg-type]
+
+    return send_unchunked

@@ -22,6 +22,11 @@ STOP_IDS_LIMIT: Final = 128
 """Token ids that may end one answer."""
 
 LOGIT_BIAS_LIMIT: Final = 1024
+ALLOWED_IDS_LIMIT: Final = 2**16
+"""Token ids that one answer may be limited to."""
+BAD_WORDS_LIMIT: Final = 256
+BAD_WORD_LENGTH_LIMIT: Final = 256
+"""Code points in a word that an answer must not contain."""
 TOP_LOGPROBS_LIMIT: Final = 20
 PRIORITY_LIMIT: Final = 100
 """Priorities range from minus this to plus this."""

@@ -9,7 +9,10 @@ from typing import Annotated
 import msgspec
 
 from wire.limits import (
+    ALLOWED_IDS_LIMIT,
     ANSWERS_LIMIT,
+    BAD_WORD_LENGTH_LIMIT,
+    BAD_WORDS_LIMIT,
     INT64_MAX,
     LOGIT_BIAS_LIMIT,
     PRIORITY_LIMIT,
@@ -21,6 +24,7 @@ from wire.limits import (
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=STOP_LENGTH_LIMIT)]
+BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=BAD_WORD_LENGTH_LIMIT)]
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 
 
@@ -28,7 +32,8 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """The parameters of an answer. They never affect other requests.
 
     Raises:
-        ValueError: `prompt_ranks` without `prompt_logprobs` (a ValidationError while decoding).
+        ValueError: `prompt_ranks` without `prompt_logprobs`, or a prompt of no tokens (a ValidationError
+            while decoding).
     """
 
     n: Annotated[int, msgspec.Meta(ge=1, le=ANSWERS_LIMIT)] = 1
@@ -59,6 +64,13 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """Choice i has the seed `seed + i` (which wraps around in int64); absent: each choice gets a random
     one."""
     logit_bias: Annotated[dict[TokenId, Bias], msgspec.Meta(max_length=LOGIT_BIAS_LIMIT)] = {}
+    allowed_token_ids: (
+        Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=ALLOWED_IDS_LIMIT)] | None
+    ) = None
+    """Only these ids are sampled; without a stop id among them, the answer ends at its limit. Absent: all."""
+    bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=BAD_WORDS_LIMIT)] = []
+    """Words that the answer does not contain, neither behind a space nor within other text, in the tokens
+    that the tokenizer makes of them: each one's last token is not sampled where the others precede it."""
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
     """Return the log-probabilities of each sampled token and of this many most likely tokens; absent:
     none."""
@@ -67,6 +79,10 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     likely tokens; absent: none. The whole prompt is computed for it. They come on the request's own call."""
     prompt_ranks: bool = False
     """With `prompt_logprobs`: also return each token's rank."""
+
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    """Keep only this many tokens of the prompt, its last ones, and count no others. -1: as many as leave room
+    in the context for `max_tokens`, and for one. Absent: all, and a prompt over the context is refused."""
 
     stop: Annotated[list[StopString], msgspec.Meta(max_length=STOPS_LIMIT)] = []
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=STOP_IDS_LIMIT)] = []
@@ -88,3 +104,5 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         """Check the combinations of fields that the class's docstring excludes."""
         if self.prompt_ranks and self.prompt_logprobs is None:
             raise ValueError("prompt_ranks belong to prompt_logprobs, which are absent")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens would leave nothing of the prompt")

@@ -8,22 +8,22 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from gateway.api.deps import AdminKey, ExchangeDep, GatewayDep, JsonBody
+from gateway.api.deps import AdminKey, ExchangeDep, GatewayDep, OptionalBody, OwnSite
 from gateway.api.models import Model, model_document
 from gateway.api.openapi import body_of, whole
 from gateway.errors import InvalidRequestError
-from gateway.openai.document import read_object, validate
+from gateway.openai.document import read_optional_object, validate
 from gateway.resources import Gateway
 from gateway.upstream import EntriesChanged
 
-router = APIRouter(dependencies=[AdminKey])
+router = APIRouter(dependencies=[AdminKey, OwnSite])
 
 _NAME_LIMIT = 256
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 
 
 class UnloadRequest(BaseModel):
-    """Which Triton. A JSON body is required, so that a web page in a browser cannot send this request."""
+    """Which Triton. The body may be left out."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -62,14 +62,14 @@ ModelName = Annotated[str, Depends(_model_name)]
 @router.post(
     "/v1/models/{model_id:path}/load",
     response_class=Response,
-    openapi_extra=body_of(LoadRequest),
+    openapi_extra=body_of(LoadRequest, required=False),
     responses=whole(ModelChange),
 )
 async def load_model(
-    model_id: ModelName, body: JsonBody, gateway: GatewayDep, exchange: ExchangeDep
+    model_id: ModelName, body: OptionalBody, gateway: GatewayDep, exchange: ExchangeDep
 ) -> Response:
     """Load a model and wait until it answers; a loaded one stays as it is, unless a reload is asked for."""
-    asked = validate(LoadRequest, read_object(body))
+    asked = validate(LoadRequest, read_optional_object(body))
     changes = await gateway.upstream.load(model_id, reload=asked.reload, upstream=asked.upstream)
     exchange.model = model_id
     return _answer(gateway, model_id, changes)
@@ -78,14 +78,14 @@ async def load_model(
 @router.post(
     "/v1/models/{model_id:path}/unload",
     response_class=Response,
-    openapi_extra=body_of(UnloadRequest),
+    openapi_extra=body_of(UnloadRequest, required=False),
     responses=whole(ModelChange),
 )
 async def unload_model(
-    model_id: ModelName, body: JsonBody, gateway: GatewayDep, exchange: ExchangeDep
+    model_id: ModelName, body: OptionalBody, gateway: GatewayDep, exchange: ExchangeDep
 ) -> Response:
     """Unload a model and wait until its requests in flight have ended and it is gone."""
-    asked = validate(UnloadRequest, read_object(body))
+    asked = validate(UnloadRequest, read_optional_object(body))
     changes = await gateway.upstream.unload(model_id, upstream=asked.upstream)
     exchange.model = model_id
     return _answer(gateway, model_id, changes)

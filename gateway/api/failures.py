@@ -3,13 +3,15 @@
 All have OpenAI's shape, except those of the KServe protocol, whose clients know Triton's: `{"error": text}`.
 """
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from gateway.errors import (
     AuthenticationError,
@@ -20,6 +22,11 @@ from gateway.errors import (
     NotFoundError,
     render,
 )
+
+_LONGEST_PATH = 200
+"""A longer one is no near miss of any."""
+_NEAR = 0.8
+_VERSION = "/v1"
 
 Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 
@@ -52,7 +59,9 @@ async def _http_exception(request: Request, error: HTTPException) -> Response:
     """Handle what the router itself refuses."""
     translated: GatewayError
     if error.status_code == NotFoundError.status:
-        translated = NotFoundError("There is nothing at this path.")
+        meant = suggestion(request.scope["path"], request.app.state.routes)
+        question = "." if meant is None else f": did you mean {meant}?"
+        translated = NotFoundError(f"There is nothing at this path{question}")
     elif error.status_code == MethodNotAllowedError.status:
         translated = MethodNotAllowedError(f"This path does not take {request.method} requests.")
     elif error.status_code < InternalError.status:
@@ -62,6 +71,20 @@ async def _http_exception(request: Request, error: HTTPException) -> Response:
     response = await _gateway_error(request, translated)
     response.headers.update(error.headers or {})
     return response
+
+
+def suggestion(path: str, routes: Sequence[Route]) -> str | None:
+    """Return the path that a client probably meant by `path`, which no route has."""
+    if len(path) > _LONGEST_PATH or not path.isprintable() or path == "/":
+        return None
+    versioned = _VERSION + path
+    if any(route.path_regex.match(versioned) for route in routes):
+        return versioned
+    known = sorted({route.path for route in routes if "{" not in route.path})
+    within = [each for each in known if each.startswith(_VERSION) and path.endswith(each)]
+    near = within or get_close_matches(path.lower(), known, n=1, cutoff=_NEAR)
+    near = near or get_close_matches(_VERSION + path.lower(), known, n=1, cutoff=_NEAR)
+    return near[0] if near else None
 
 
 def error_handlers() -> dict[Any, Handler]:

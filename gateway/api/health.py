@@ -15,14 +15,12 @@ _RETRY_AFTER_S = 1
 
 
 @router.get("/health")
-@router.head("/health", include_in_schema=False)
 async def health() -> dict[str, str]:
     """Tell that the process is alive; nothing else is checked."""
     return {"status": "ok"}
 
 
 @router.get("/health/ready", response_class=JSONResponse)
-@router.head("/health/ready", include_in_schema=False)
 async def ready(gateway: GatewayDep) -> Response:
     """Tell whether requests will be served: every model meant to be loaded answers, and no drain runs."""
     if gateway.drain.phase is not Phase.SERVING:

@@ -32,12 +32,12 @@ class ErrorDocument(msgspec.Struct):
     error: ErrorBody
 
 
-def body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """Declare a JSON request body of type `model`."""
+def body_of(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
+    """Declare a JSON request body of type `model`, which may be left out unless it is `required`."""
     schema = model.model_json_schema(ref_template=_REF.format("{model}"))
     components = schema.pop("$defs", {})
     content = {"application/json": {"schema": schema}}
-    return {"requestBody": {"required": True, "content": content}, _COMPONENTS: components}
+    return {"requestBody": {"required": required, "content": content}, _COMPONENTS: components}
 
 
 def whole(answer: type[msgspec.Struct]) -> dict[int | str, dict[str, Any]]:

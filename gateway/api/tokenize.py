@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`: a served model's own tokenizer."""
+"""`POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`: a served model's own tokenizer."""
 
 from typing import Annotated
 
@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from gateway.api.deps import ExchangeDep, FlightDep, GatewayDep, InferenceKey, JsonBody, ReadingDep
 from gateway.api.openapi import body_of, whole
-from gateway.errors import InvalidRequestError
+from gateway.errors import InvalidRequestError, UnavailableError
 from gateway.exchange import Exchange
 from gateway.flight import Flight
 from gateway.openai.answer import encode
@@ -16,14 +16,18 @@ from gateway.openai.tokenize_request import (
     DetokenizeRequest,
     TokenizeAnswer,
     TokenizeRequest,
+    TokenizerInfo,
     read_detokenize_request,
     read_tokenize_request,
     tokenize_answer,
+    tokenizer_info,
 )
 from gateway.resources import Gateway
 from gateway.tokenization import Tokens
 
 router = APIRouter(dependencies=[InferenceKey])
+
+_RETRY_AFTER_S = 1
 
 
 class Tokenizing:
@@ -90,3 +94,19 @@ async def detokenize(body: JsonBody, reading: ReadingDep, tokenizing: Tokenizing
     """Return the text of a model's token ids."""
     tokens = await tokenizing.ask(read_detokenize_request(body, reading))
     return Response(encode(DetokenizeAnswer(tokens.text)), media_type="application/json")
+
+
+@router.get("/tokenizer_info", response_class=Response, responses=whole(TokenizerInfo))
+async def describe_tokenizer(
+    reading: ReadingDep, gateway: GatewayDep, exchange: ExchangeDep, model: str | None = None
+) -> Response:
+    """Describe a model's tokenizer; `model` may be left out where one is served."""
+    name = model or reading.model
+    if name is None:
+        raise InvalidRequestError("Several models are served: name one, as ?model=...", param="model")
+    card = gateway.upstream.model(name)
+    exchange.model = card.id
+    if card.chat_format is None:
+        raise UnavailableError(f"The model {card.id} has not been reached yet.", retry_after_s=_RETRY_AFTER_S)
+    info = tokenizer_info(card.chat_format, card.max_context)
+    return Response(encode(info), media_type="application/json")

@@ -30,6 +30,18 @@ class ToolForm:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenizerForm:
+    """The published tokenizer of a format: its class and its special tokens. None has a BOS token."""
+
+    name: str
+    eos_token: str
+    pad_token: str
+
+
+_SENTENCE_PIECES: Final = TokenizerForm("ChatGLMTokenizer", "</s>", "<unk>")
+
+
+@dataclass(frozen=True, slots=True)
 class ChatForm:
     """One chat format."""
 
@@ -37,6 +49,7 @@ class ChatForm:
     """As models report it."""
     title: str
     """For people."""
+    tokenizer: TokenizerForm
     tools: ToolForm | None = None
     """None: no tools, and a conversation is rounds of question and answer. Otherwise every message is a
     turn."""
@@ -46,13 +59,19 @@ _FORMS: Final[Mapping[str, ChatForm]] = MappingProxyType(
     {
         form.name: form
         for form in (
-            ChatForm("chatglm2", "ChatGLM2"),
+            ChatForm("chatglm2", "ChatGLM2", _SENTENCE_PIECES),
             ChatForm(
                 "chatglm3",
                 "ChatGLM3",
+                _SENTENCE_PIECES,
                 ToolForm(NOTATIONS["chatglm3"], FencedCallReader, LiteralCallReader, INSTRUCTION),
             ),
-            ChatForm("glm4", "GLM-4", ToolForm(NOTATIONS["glm4"], JsonCallReader, JsonCallReader)),
+            ChatForm(
+                "glm4",
+                "GLM-4",
+                TokenizerForm("ChatGLM4Tokenizer", "<|endoftext|>", "<|endoftext|>"),
+                ToolForm(NOTATIONS["glm4"], JsonCallReader, JsonCallReader),
+            ),
         )
     }
 )

@@ -353,6 +353,7 @@ def _ids(ids: list[int] | None) -> tuple[int, ...] | None:
 def _logprobs(logprobs: Sequence[wire_meta.TokenLogprob]) -> tuple[TokenLogprob, ...]:
     return tuple(
         TokenLogprob(
+            id=sampled.id,
             token=sampled.token,
             utf8=_utf8(sampled.bytes),
             logprob=sampled.logprob,

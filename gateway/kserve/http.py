@@ -8,19 +8,17 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Any, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, BeforeValidator, Field
 from starlette.responses import JSONResponse, Response
 
-from gateway.api.deps import AdminKey, ExchangeDep, GatewayDep, InferenceKey, read_body
-from gateway.errors import InvalidRequestError, PermissionDeniedError, UnsupportedMediaTypeError
+from gateway.api.deps import AdminKey, ExchangeDep, GatewayDep, InferenceKey, OptionalBody, OwnSite, read_body
+from gateway.errors import InvalidRequestError
 from gateway.kserve.contracts import MAX_RANK, MAX_TENSORS, VERSION, InferRequest, Tensor
 from gateway.kserve.door import Door
-from gateway.openai.document import read_object, validate
-from gateway.setting_types import is_loopback
+from gateway.openai.document import read_object, read_optional_object, validate
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
@@ -32,17 +30,6 @@ _NOT_READY = 400
 async def _door(request: Request) -> Door:
     door: Door = request.app.state.door
     return door
-
-
-async def _own_site(request: Request, gateway: GatewayDep) -> None:
-    """Keep out web pages of other sites: these requests need nothing that a browser asks about first."""
-    host, origin = request.headers.get("host", ""), request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != host:
-        raise PermissionDeniedError("Web pages of other sites may not send this request.")
-    if not gateway.settings.api_keys and is_loopback(gateway.settings.host):
-        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-        if not is_loopback(name):
-            raise PermissionDeniedError("This request must be addressed to this machine by a loopback name.")
 
 
 DoorDep = Annotated[Door, Depends(_door)]
@@ -97,14 +84,12 @@ class _Body(BaseModel):
 
 
 @router.get("/v2/health/live")
-@router.head("/v2/health/live")
 async def live() -> Response:
     """Tell that the process is alive."""
     return Response()
 
 
 @router.get("/v2/health/ready")
-@router.head("/v2/health/ready")
 async def ready(door: DoorDep) -> Response:
     """Tell whether requests will be served."""
     return Response(status_code=200 if door.ready() else _NOT_READY)
@@ -117,18 +102,16 @@ async def server_metadata(door: DoorDep) -> Response:
 
 
 @router.post("/v2/repository/index", dependencies=[InferenceKey])
-async def index(request: Request, gateway: GatewayDep, exchange: ExchangeDep, door: DoorDep) -> Response:
+async def index(body: OptionalBody, door: DoorDep) -> Response:
     """List the models."""
-    document = _optional_object(await read_body(request, gateway, exchange))
+    document = read_optional_object(body)
     return JSONResponse(door.index(ready=document.get("ready") is True))
 
 
-@router.post("/v2/repository/models/{model:path}/load", dependencies=[AdminKey, Depends(_own_site)])
-async def load(
-    model: str, request: Request, gateway: GatewayDep, exchange: ExchangeDep, door: DoorDep
-) -> Response:
+@router.post("/v2/repository/models/{model:path}/load", dependencies=[AdminKey, OwnSite])
+async def load(model: str, body: OptionalBody, exchange: ExchangeDep, door: DoorDep) -> Response:
     """Load a model and wait until it answers."""
-    parameters = _optional_object(await read_body(request, gateway, exchange)).get("parameters")
+    parameters = read_optional_object(body).get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise InvalidRequestError("parameters: an object is needed.")
     await door.load(model, parameters)
@@ -136,7 +119,7 @@ async def load(
     return Response()
 
 
-@router.post("/v2/repository/models/{model:path}/unload", dependencies=[AdminKey, Depends(_own_site)])
+@router.post("/v2/repository/models/{model:path}/unload", dependencies=[AdminKey, OwnSite])
 async def unload(model: str, exchange: ExchangeDep, door: DoorDep) -> Response:
     """Unload a model and wait until it is gone."""
     await door.unload(model)
@@ -160,8 +143,6 @@ async def infer(  # noqa: PLR0917 - FastAPI passes all by name
     request: Request, gateway: GatewayDep, exchange: ExchangeDep, door: DoorDep, model: str, version: str = ""
 ) -> Response:
     """Answer the questions of a request."""
-    if request.headers.get("content-encoding", "identity") != "identity":
-        raise UnsupportedMediaTypeError("Compressed bodies are not supported: send this one as it is.")
     body = await read_body(request, gateway, exchange)
     inference, binary = read_infer_request(model, version, body, request.headers.get(HEADER_LENGTH))
     return write_infer_answer(inference, await door.infer(inference, exchange, request.receive), binary)
@@ -273,7 +254,3 @@ def _refuse(parameters: Mapping[str, Any], path: str) -> None:
     for name in ("shared_memory_region", "classification"):
         if parameters.get(name):
             raise InvalidRequestError(f"{path}.parameters.{name}: not supported here.")
-
-
-def _optional_object(body: bytes) -> dict[str, Any]:
-    return read_object(body) if body.strip() else {}

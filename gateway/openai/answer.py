@@ -16,7 +16,16 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from gateway.errors import GatewayError, UpstreamProtocolError
-from gateway.generation import Accepted, Delta, Event, FinishReason, PromptLogprob, StopReason, TokenLogprob
+from gateway.generation import (
+    Accepted,
+    Delta,
+    Event,
+    FinishReason,
+    PromptLogprob,
+    StopReason,
+    TokenLogprob,
+    TopLogprob,
+)
 from gateway.generation import Usage as TokenCounts
 from gateway.openai.generation_request import StreamOptions
 from gateway.pieces import Call, joined_calls
@@ -34,7 +43,7 @@ class PromptTokensDetails(Struct, frozen=True):
 
 
 class Usage(Struct, frozen=True, omit_defaults=True):
-    """Token counts of a request."""
+    """Token counts of a request; those of a stream that goes on have no details."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -70,12 +79,12 @@ class Head:
 
 
 def usage_document(counts: TokenCounts) -> Usage:
-    """Write token counts; cached tokens are mentioned only if there were any."""
+    """Write the token counts of a request that is complete."""
     return Usage(
         counts.prompt_tokens,
         counts.completion_tokens,
         counts.prompt_tokens + counts.completion_tokens,
-        PromptTokensDetails(counts.cached_tokens) if counts.cached_tokens else UNSET,
+        PromptTokensDetails(counts.cached_tokens),
     )
 
 
@@ -165,7 +174,7 @@ class ChunkWriter(ABC):
         self._usage = event.usage or self._usage
         if event.finish_reason is not None:
             self._unfinished -= 1
-        return self._delta(event, self._running_usage())
+        return self._delta(event, self._running_usage(self._completion_tokens))
 
     def close(self) -> list[bytes]:
         """Return the chunks after the last event.
@@ -185,14 +194,13 @@ class ChunkWriter(ABC):
         """Return a chunk of these choices; without any it is the last one, with the token counts."""
         return encode(self._head.document(self._chunk, choices=choices, usage=usage, **rest))
 
-    def _running_usage(self) -> Usage | UnsetType | None:
+    def _running_usage(self, completion_tokens: int) -> Usage | UnsetType | None:
+        """Return the usage in a chunk after which so many tokens were sent."""
         if not self._include_usage:
             return UNSET
         if not self._continuous_usage:
             return None
-        return usage_document(
-            TokenCounts(prompt_tokens=self._prompt_tokens, completion_tokens=self._completion_tokens)
-        )
+        return Usage(self._prompt_tokens, completion_tokens, self._prompt_tokens + completion_tokens)
 
 
 class StreamWriter(Protocol):
@@ -233,6 +241,11 @@ class Answer(Protocol):
     def stream(self, accepted: Accepted) -> StreamWriter:
         """Return a writer that streams the events after `accepted`."""
         ...
+
+
+def shown_token(token: TokenLogprob | TopLogprob | PromptLogprob, *, as_id: bool) -> str:
+    """Return how a report of log-probabilities names `token`: as displayed, or by its id, as vLLM does."""
+    return f"token_id:{token.id}" if as_id else token.token
 
 
 def ids_document(ids: Sequence[int] | None) -> list[int] | UnsetType:

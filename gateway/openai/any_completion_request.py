@@ -20,6 +20,9 @@ class AnyCompletionRequest(GenerationRequest):
     return_token_ids: Annotated[
         bool | None, Field(description="report the ids of the prompt and of the answer")
     ] = None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, Field(description="log-probabilities name each token by its id, as token_id:N")
+    ] = None
     prompt_logprobs: Annotated[
         int | None,
         Field(

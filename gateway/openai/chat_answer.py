@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from gateway.generation import Accepted, Delta, Event, FinishReason, StopReason, TokenLogprob
-from gateway.openai.answer import ChunkWriter, Head, Usage, encode, gather, ids_document
+from gateway.openai.answer import ChunkWriter, Head, Usage, encode, gather, ids_document, shown_token
 from gateway.openai.call_documents import (
     CalledFunction,
     CalledFunctionDelta,
@@ -37,7 +37,8 @@ class TopLogprob(Struct, frozen=True):
 
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
+    """Null of a token that is not text."""
 
 
 class TokenLogprobContent(Struct, frozen=True):
@@ -45,7 +46,8 @@ class TokenLogprobContent(Struct, frozen=True):
 
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
+    """Null of a token that is not text."""
     top_logprobs: list[TopLogprob]
 
 
@@ -127,15 +129,26 @@ class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-def logprobs_document(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:
-    """Write log-probabilities."""
+def logprobs_document(
+    tokens: Sequence[TokenLogprob], *, as_ids: bool = False, no_bytes: list[int] | None = None
+) -> ChoiceLogprobs:
+    """Write log-probabilities.
+
+    Args:
+        tokens: in order.
+        as_ids: name tokens by their ids.
+        no_bytes: the bytes of a token that is not text.
+    """
     return ChoiceLogprobs(
         [
             TokenLogprobContent(
-                token.token,
+                shown_token(token, as_id=as_ids),
                 token.logprob,
-                list(token.utf8),
-                [TopLogprob(top.token, top.logprob, list(top.utf8)) for top in token.top],
+                list(token.utf8) or no_bytes,
+                [
+                    TopLogprob(shown_token(top, as_id=as_ids), top.logprob, list(top.utf8) or no_bytes)
+                    for top in token.top
+                ],
             )
             for token in tokens
         ]
@@ -149,6 +162,7 @@ class ChatAnswer(ChunkedAnswer):
         self._head = Head.new("chatcmpl", asked.model)
         self._wants_logprobs = bool(asked.logprobs)
         self._wants_ids = bool(asked.return_token_ids)
+        self._as_ids = bool(asked.return_tokens_as_token_ids)
         self._options = asked.stream_options
         self._calls = CallWriter(offered=bool(asked.tools or asked.functions), older=bool(asked.functions))
         self._choices = asked.choices
@@ -163,7 +177,7 @@ class ChatAnswer(ChunkedAnswer):
                 Choice(
                     answer.index,
                     self._calls.message(answer.text, answer.calls),
-                    logprobs_document(answer.logprobs) if self._wants_logprobs else None,
+                    logprobs_document(answer.logprobs, as_ids=self._as_ids) if self._wants_logprobs else None,
                     self._calls.reason(answer.finish_reason),
                     answer.stop_reason,
                     answer.token_ids if self._wants_ids else UNSET,
@@ -178,7 +192,9 @@ class ChatAnswer(ChunkedAnswer):
 
     def chunks(self, accepted: Accepted) -> "ChatChunkWriter":
         """Return a writer of the answer's chunks."""
-        return ChatChunkWriter(self._head, accepted, self._options, self._calls, self._choices)
+        return ChatChunkWriter(
+            self._head, accepted, self._options, self._calls, self._choices, as_ids=self._as_ids
+        )
 
 
 class CallWriter:
@@ -222,9 +238,17 @@ class ChatChunkWriter(ChunkWriter):
     """
 
     def __init__(
-        self, head: Head, accepted: Accepted, options: StreamOptions | None, calls: CallWriter, choices: int
+        self,
+        head: Head,
+        accepted: Accepted,
+        options: StreamOptions | None,
+        calls: CallWriter,
+        choices: int,
+        *,
+        as_ids: bool,
     ) -> None:
         super().__init__(head, ChatCompletionChunk, accepted, options, choices)
+        self._as_ids = as_ids
         self._prompt_ids = _prompt_ids(accepted)
         self._calls = calls
         self._indices = range(choices)
@@ -249,15 +273,18 @@ class ChatChunkWriter(ChunkWriter):
             self._begun = True
             role = ChunkDelta(role="assistant", content=self._calls.no_content)
             roles = [[ChunkChoice(index, role)] for index in self._indices]
-            chunks.append(self._encode(roles[0], usage, prompt_token_ids=self._prompt_ids))
-            chunks += [self._encode(each, usage) for each in roles[1:]]
+            nothing_yet = self._running_usage(0)
+            chunks.append(self._encode(roles[0], nothing_yet, prompt_token_ids=self._prompt_ids))
+            chunks += [self._encode(each, nothing_yet) for each in roles[1:]]
         return chunks + [self._encode([choice], usage) for choice in self._choices(delta)]
 
     def _choices(self, delta: Delta) -> list[ChunkChoice]:
         """Return what a delta adds to its choice, one item per chunk."""
         choices: list[ChunkChoice] = []
         if delta.text or delta.logprobs or delta.token_ids:
-            logprobs = None if delta.logprobs is None else logprobs_document(delta.logprobs)
+            logprobs = (
+                None if delta.logprobs is None else logprobs_document(delta.logprobs, as_ids=self._as_ids)
+            )
             content = ChunkDelta(content=delta.text or self._calls.no_content)
             ids = ids_document(delta.token_ids)
             choices.append(ChunkChoice(delta.index, content, logprobs, token_ids=ids))

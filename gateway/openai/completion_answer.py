@@ -95,7 +95,8 @@ class CompletionAnswer(ChunkedAnswer):
         if self._asked.logprobs is None:
             return None
         echoed = answer.prompt_logprobs if self._asked.echo else []
-        return LogprobsWriter(self._asked.logprobs).write([*echoed, *answer.logprobs])
+        writer = LogprobsWriter(self._asked.logprobs, as_ids=bool(self._asked.return_tokens_as_token_ids))
+        return writer.write([*echoed, *answer.logprobs])
 
 
 class CompletionChunkWriter(ChunkWriter):
@@ -104,7 +105,8 @@ class CompletionChunkWriter(ChunkWriter):
     def __init__(self, head: Head, accepted: Accepted, asked: CompletionRequest) -> None:
         super().__init__(head, CompletionChunk, accepted, asked.stream_options, asked.choices)
         self._prompt_ids = _PromptIds(accepted, asked.choices)
-        self._logprobs = [LogprobsWriter(asked.logprobs or 0) for _ in range(asked.choices)]
+        as_ids = bool(asked.return_tokens_as_token_ids)
+        self._logprobs = [LogprobsWriter(asked.logprobs or 0, as_ids=as_ids) for _ in range(asked.choices)]
         """By choice."""
         self._begun: set[int] = set()
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from gateway.generation import PromptLogprob, TokenLogprob
+from gateway.openai.answer import shown_token
 
 
 class CompletionLogprobs(Struct, frozen=True):
@@ -23,21 +24,32 @@ class CompletionLogprobs(Struct, frozen=True):
 
 
 class LogprobsWriter:
-    """Writes those of one choice, at once or in parts, with the `top` most likely tokens at each position."""
+    """Writes those of one choice, at once or in parts, with the `top` most likely tokens at each position.
 
-    def __init__(self, top: int) -> None:
+    With `as_ids`, tokens are named by their ids.
+    """
+
+    def __init__(self, top: int, *, as_ids: bool = False) -> None:
         self._top = top
+        self._as_ids = as_ids
         self._characters = 0
         """Number of characters begun so far."""
 
     def write(self, tokens: Sequence[TokenLogprob | PromptLogprob]) -> CompletionLogprobs:
         """Write the log-probabilities of the next tokens, those of the prompt first."""
         return CompletionLogprobs(
-            [token.token for token in tokens],
+            [shown_token(token, as_id=self._as_ids) for token in tokens],
             [token.logprob for token in tokens],
-            [_likely(token, self._top) for token in tokens],
+            [self._likely(token) for token in tokens],
             [self._place(token.utf8) for token in tokens],
         )
+
+    def _likely(self, token: TokenLogprob | PromptLogprob) -> dict[str, float] | None:
+        if token.logprob is None:
+            return None
+        likely = {shown_token(each, as_id=self._as_ids): each.logprob for each in token.top[: self._top]}
+        own = shown_token(token, as_id=self._as_ids)
+        return likely if own in likely else likely | {own: token.logprob}
 
     def _place(self, utf8: bytes) -> int:
         """Return the offset of the character that `utf8` begins or continues, and advance by it."""
@@ -45,13 +57,6 @@ class LogprobsWriter:
         place = self._characters - goes_on
         self._characters += sum(not _continues(utf8[at : at + 1]) for at in range(len(utf8)))
         return place
-
-
-def _likely(token: TokenLogprob | PromptLogprob, top: int) -> dict[str, float] | None:
-    if token.logprob is None:
-        return None
-    likely = {each.token: each.logprob for each in token.top[:top]}
-    return likely if token.token in likely else likely | {token.token: token.logprob}
 
 
 def _continues(byte: bytes) -> bool:

@@ -67,6 +67,15 @@ def read_object(body: bytes) -> dict[str, Any]:
     return document
 
 
+def read_optional_object(body: bytes) -> dict[str, Any]:
+    """Decode a JSON object; without a body it is empty.
+
+    Raises:
+        InvalidRequestError: as `read_object`.
+    """
+    return read_object(body) if body.strip() else {}
+
+
 def without_neutral(
     document: Mapping[str, Any],
     neutral: Mapping[str, Any],

@@ -25,6 +25,9 @@ from gateway.errors import InvalidRequestError
 from gateway.generation import Conversation, Generation, Prompt
 from gateway.openai.document import Reading
 from wire.limits import (
+    ALLOWED_IDS_LIMIT,
+    BAD_WORD_LENGTH_LIMIT,
+    BAD_WORDS_LIMIT,
     INT64_MAX,
     LOGIT_BIAS_LIMIT,
     PRIORITY_LIMIT,
@@ -71,6 +74,12 @@ def _few_stops(stop: str | list[str]) -> str | list[str]:
     return stop
 
 
+def _not_nothing(kept: int | None) -> int | None:
+    if kept == 0:
+        raise PydanticCustomError("nothing", "nothing would be left of the prompt; -1 keeps what fits")
+    return kept
+
+
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
 """Validated up to the first fault: a body has room for millions, and only one is reported."""
@@ -89,6 +98,7 @@ def at_most(limit: int) -> BeforeValidator:
 
 NonEmpty = Annotated[str, Field(min_length=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH_LIMIT)]
+BadWord = Annotated[str, Field(min_length=1, max_length=BAD_WORD_LENGTH_LIMIT)]
 TokenId = Annotated[int, Field(ge=0, lt=ID_LIMIT)]
 TokenKey = Annotated[str, AfterValidator(_token_id)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -177,6 +187,21 @@ class GenerationRequest(Strict, ABC):
     skip_special_tokens: Annotated[
         bool | None, Field(description="false: special tokens of the answer are in its text, by their names")
     ] = None
+    allowed_token_ids: Annotated[
+        Annotated[Items[TokenId], Field(min_length=1), at_most(ALLOWED_IDS_LIMIT)] | None,
+        Field(description="only these are sampled; stop ids are no exception"),
+    ] = None
+    bad_words: Annotated[
+        Annotated[Items[BadWord], at_most(BAD_WORDS_LIMIT)] | None,
+        Field(description="not part of the answer, in the tokens that the tokenizer makes of them"),
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        Field(
+            ge=-1, le=INT64_MAX, description="keep only the prompt's last ones; -1: what the context holds"
+        ),
+        AfterValidator(_not_nothing),
+    ] = None
     priority: Annotated[
         int | None,
         Field(ge=-PRIORITY_LIMIT, le=PRIORITY_LIMIT, description="place in the engine's queue, lower first"),
@@ -240,6 +265,9 @@ class GenerationRequest(Strict, ABC):
             ignore_eos=bool(self.ignore_eos),
             include_stop=bool(self.include_stop_str_in_output),
             show_special=self.skip_special_tokens is False,
+            allowed_token_ids=None if self.allowed_token_ids is None else list(self.allowed_token_ids),
+            bad_words=list(self.bad_words or ()),
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
             logit_bias={int(token): float(bias) for token, bias in (self.logit_bias or {}).items()},
             stream=bool(self.stream),
             priority=self.priority or 0,

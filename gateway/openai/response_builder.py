@@ -62,7 +62,9 @@ class _OpenMessage:
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def part(self) -> OutputText:
-        return OutputText(text="".join(self.texts), logprobs=logprobs_document(self.logprobs).content)
+        # Here the bytes are never null.
+        logprobs = logprobs_document(self.logprobs, no_bytes=[]).content
+        return OutputText(text="".join(self.texts), logprobs=logprobs)
 
     def item(self, status: ItemStatus) -> OutputMessage:
         return OutputMessage(id=self.id, status=status, content=[self.part()])

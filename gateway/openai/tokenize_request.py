@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from pydantic import Field
 
+from gateway.chatglm.formats import chat_form
 from gateway.errors import InvalidRequestError
 from gateway.generation import Conversation, Grammar, PlainText, TokenIds
 from gateway.openai.chat_request import Messages, conversation, note_names, without_neutral_messages
@@ -136,10 +137,39 @@ class TokenizeAnswer(Struct, frozen=True, kw_only=True):
     token_strs: Annotated[Raw, _list_of("string")] | UnsetType = UNSET
 
 
+class TokenizerInfo(Struct, frozen=True, kw_only=True):
+    """A model's tokenizer, in the words of its published configuration.
+
+    There is no `chat_template`: conversations are rendered on the model's side, and `/tokenize` does it too.
+    """
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str
+    pad_token: str
+    model_max_length: int | None
+
+
 class DetokenizeAnswer(Struct, frozen=True):
     """The text of the ids, without special tokens."""
 
     prompt: str
+
+
+def tokenizer_info(chat_format: str, max_context: int | None) -> TokenizerInfo:
+    """Describe the tokenizer of a model with this chat format and a context of `max_context` tokens.
+
+    Raises:
+        UpstreamProtocolError: the chat format is not known here.
+    """
+    form = chat_form(chat_format).tokenizer
+    return TokenizerInfo(
+        tokenizer_class=form.name,
+        bos_token=None,
+        eos_token=form.eos_token,
+        pad_token=form.pad_token,
+        model_max_length=max_context,
+    )
 
 
 async def tokenize_answer(tokens: Tokens, max_context: int | None) -> TokenizeAnswer:

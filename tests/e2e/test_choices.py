@@ -104,7 +104,7 @@ def test_the_prompt_is_computed_once(up: UpProcess, sdk: openai.OpenAI) -> None:
     up.wait_counted("chatglm3")
     before = up.gauge(hits, **labels), up.gauge(prompts, **labels)
     answer = chat(sdk, messages=[{"role": "user", "content": NOBODY_ELSES}], n=4, max_tokens=4)
-    assert answer.usage.prompt_tokens_details is None, "nobody had said this before"
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0, "nobody had said this before"
     tokens = answer.usage.prompt_tokens
     wait_until(lambda: up.gauge(prompts, **labels) == before[1] + 4 * tokens)
     shared = (tokens - 1) // 16 * 16

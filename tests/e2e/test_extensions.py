@@ -65,6 +65,7 @@ def test_running_usage_never_falls_and_ends_with_the_total(n: int, sdk: openai.O
     chunks = list(chat(sdk, n=n, temperature=1, stream=True, stream_options=options))
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts)
+    assert counts[:n] == [0] * n  # of the roles
     assert {chunk.usage.prompt_tokens for chunk in chunks} == {chunks[-1].usage.prompt_tokens}
     assert all(
         chunk.usage.total_tokens == chunk.usage.prompt_tokens + chunk.usage.completion_tokens

@@ -38,7 +38,7 @@ def test_the_second_turn_finds_the_first_and_says_what_a_fresh_server_says(up: U
         alone = ask(fresh.wait_ready().base_url, conversation)
     finally:
         fresh.close()
-    assert alone.usage.prompt_tokens_details is None
+    assert alone.usage.prompt_tokens_details.cached_tokens == 0
     assert {each.choices[0].message.content for each in (second, again, alone)} == {
         second.choices[0].message.content
     }

@@ -67,7 +67,7 @@ async def say_choices(request: Generation) -> AsyncGenerator[Event, None]:
 def _word(
     text: str, index: int, request: Generation, finish: str | None = None, usage: Usage | None = None
 ) -> Delta:
-    logprob = TokenLogprob(token=text, utf8=text.encode(), logprob=-1.0 - index, top=())
+    logprob = TokenLogprob(id=7, token=text, utf8=text.encode(), logprob=-1.0 - index, top=())
     return Delta(
         pieces=(text,),
         tokens=1,

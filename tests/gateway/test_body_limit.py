@@ -1,10 +1,13 @@
 import asyncio
+import gzip
 import json
-from collections.abc import AsyncIterator
+import zlib
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
+from gateway.body_limit import _Decompressor
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.serving import CHAT, MESSAGES, Served, on_socket, until
 
@@ -95,3 +98,69 @@ async def test_a_body_that_still_arrives_when_a_drain_ends_is_given_up() -> None
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b'"error"' in answer
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(
+    ("encoding", "pack"),
+    [
+        ("gzip", gzip.compress),
+        ("X-GZIP", gzip.compress),
+        ("deflate", zlib.compress),
+        ("gzip", lambda body: gzip.compress(body[:99]) + gzip.compress(b"") + gzip.compress(body[99:])),
+        ("identity", bytes),
+    ],
+)
+async def test_compressed_bodies_are_read(
+    encoding: str, pack: Callable[[bytes], bytes], chunked: bool
+) -> None:
+    async with on_socket(FakeUpstream(), max_body_bytes=LIMIT) as served:
+        for size, status in ((LIMIT, 200), (LIMIT + 1, 413)):
+            body = pack(padded(size))
+            answer = await served.http.post(
+                CHAT, content=pieces(body) if chunked else body, headers=JSON | {"content-encoding": encoding}
+            )
+            assert answer.status_code == status
+        await until(lambda: served.gateway.body_bytes.own == 0)
+
+
+async def test_a_bomb_is_stopped_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    feed = _Decompressor.feed
+
+    def watched(self: _Decompressor, data: bytes, limit: int) -> bytes:
+        made.append(feed(self, data, limit))
+        return made[-1]
+
+    monkeypatch.setattr(_Decompressor, "feed", watched)
+    bomb = gzip.compress(bytes(2**26))
+    async with on_socket(FakeUpstream(), max_body_bytes=2**20) as served:
+        answer = await served.http.post(CHAT, content=bomb, headers=JSON | {"content-encoding": "gzip"})
+        assert answer.status_code == 413
+        assert 0 < sum(map(len, made)) <= 2**20 + 1
+        assert (await served.chat()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "status", "words"),
+    [
+        ("br", b"x", 415, "br"),
+        ("gzip, gzip", b"x", 415, "gzip, gzip"),
+        ("x" * 1000, b"x", 415, "gzip"),
+        ("gzip", b"{}", 400, "Content-Encoding"),
+        ("gzip", gzip.compress(padded(200), mtime=0)[:-9], 400, "too early"),
+        ("gzip", gzip.compress(padded(200), mtime=0) + b"not gzip", 400, "Content-Encoding"),
+        ("gzip", b"", 400, "no body"),
+    ],
+)
+async def test_what_cannot_be_decompressed_is_refused_by_name(
+    encoding: str, body: bytes, status: int, words: str
+) -> None:
+    async with on_socket(FakeUpstream()) as served:
+        headers = JSON | {"content-encoding": encoding}
+        answer = await served.http.post(CHAT, content=body, headers=headers)
+        assert answer.status_code == status
+        message = answer.json()["error"]["message"]
+        assert words in message
+        assert len(message) < 300
+        assert (await served.http.get("/v1/models", headers=headers)).status_code == 200

@@ -9,6 +9,16 @@ from gateway.generation import Accepted, Generation, PlainText, Prompt, TokenIds
 from gateway.upstream import ModelCard
 
 
+def test_only_what_is_kept_of_a_prompt_has_to_fit() -> None:
+    long = TokenIds((5,) * 20)
+    for kept in (1, 7, -1):
+        check_context([replace(asked(long), truncate_prompt_tokens=kept)], card())
+    check_context([replace(asked(long, 3), truncate_prompt_tokens=5)], card())
+    for kept, max_tokens in ((8, None), (30, None), (5, 4)):
+        with pytest.raises(ContextLengthError, match=f"the prompt has {min(kept, 20)} tokens"):
+            check_context([replace(asked(long, max_tokens), truncate_prompt_tokens=kept)], card())
+
+
 def asked(prompt: Prompt, max_tokens: int | None = None, field: str | None = None) -> Generation:
     return Generation(
         request_id="r", model="m", prompt=prompt, deadline=0.0, max_tokens=max_tokens, prompt_field=field

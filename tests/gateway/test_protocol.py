@@ -5,7 +5,7 @@ import pytest
 
 from gateway import protocol
 from tests.gateway.fake_upstream import FakeUpstream
-from tests.gateway.serving import Served, on_socket
+from tests.gateway.serving import CHAT, MESSAGES, Served, on_socket
 
 
 async def exchange(served: Served, *pieces: bytes, pause_s: float = 0.0) -> tuple[bytes, bytes]:
@@ -72,3 +72,35 @@ async def test_a_later_request_on_the_connection_has_its_own_time(monkeypatch: p
         assert head.startswith(b"HTTP/1.1 200 ")
         assert body.count(b"HTTP/1.1 200 ") == 1
         assert b"HTTP/1.1 408 " in body
+
+
+async def test_http_1_0_gets_its_stream_without_chunks() -> None:
+    body = json.dumps({"model": "glm", "messages": MESSAGES, "stream": True}).encode()
+    head = f"POST {CHAT} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    async with on_socket(FakeUpstream()) as served:
+        # The connection's end is the body's.
+        answered, stream = await exchange(served, head.encode() + body)
+        assert answered.startswith(b"HTTP/1.1 200 ")
+        assert b"transfer-encoding" not in answered.lower()
+        events = stream.decode().split("\r\n\r\n" if b"\r\n" in stream else "\n\n")
+        assert events[-1] == ""
+        assert all(event.startswith("data: ") for event in events[:-1])
+        assert events[-2] == "data: [DONE]"
+        answered, whole = await exchange(served, b"GET /version HTTP/1.0\r\n\r\n")
+        assert f"content-length: {len(whole)}".encode() in answered.lower()
+        answered, nothing = await exchange(served, b"HEAD /version HTTP/1.0\r\n\r\n")
+        assert answered.startswith(b"HTTP/1.1 200 ")
+        assert nothing == b""
+
+
+async def test_tls_on_the_plain_port_is_named_in_the_log_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(protocol.BoundedHttpProtocol, "_tls_seen", False)
+    async with on_socket(FakeUpstream()) as served:
+        await exchange(served, b"\x00\x01 garbage\r\n\r\n")
+        assert "TLS" not in caplog.text
+        for _ in range(3):
+            await exchange(served, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(64)))
+        assert caplog.text.count("speaks TLS") == 1
+        assert (await served.chat()).status_code == 200

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
-from triton_models.engine.sampling import SamplingParams
+from triton_models.engine.sampling import SamplingParams, TokenMask
 from triton_models.engine.sequence import Request
 from triton_models.errors import PromptTooLongError
+from triton_models.serving.token_limits import TokenLimits
 from triton_models.text.grammars import CompiledGrammar
 from wire.request import Generation
 from wire.sampling import Sampling
@@ -30,6 +31,7 @@ def engine_requests(
     stop_ids: frozenset[int],
     deadline: float | None,
     grammar: CompiledGrammar | None = None,
+    limits: TokenLimits | None = None,
 ) -> list[Request]:
     """Return the requests for the choices, which differ only in their keys and seeds.
 
@@ -44,11 +46,18 @@ def engine_requests(
         stop_ids: the ids that end a choice.
         deadline: monotonic seconds; None: never.
         grammar: the grammar that each choice must follow.
+        limits: which tokens each choice may consist of.
 
     Raises:
         InvalidRequestError: a sampling parameter out of range, or parameters that contradict each other.
     """
     prompt = tuple(prompt_ids)
+    least = _least(generation, max_tokens)
+
+    def mask() -> TokenMask | None:
+        held = None if grammar is None else grammar.mask()
+        return held if limits is None else limits.mask(held, stop_ids=stop_ids, min_tokens=least)
+
     shared = {name: getattr(generation, name) for name in _SHARED}
     return [
         Request(
@@ -58,9 +67,9 @@ def engine_requests(
                 **shared,
                 seed=None if generation.seed is None else _wrapped(generation.seed + index),
                 max_tokens=None if max_tokens is None else max(1, max_tokens),
-                min_tokens=_least(generation, max_tokens),
+                min_tokens=least,
                 stop_token_ids=stop_ids,
-                mask=None if grammar is None else grammar.mask(),
+                mask=mask(),
             ),
             priority=generation.priority,
             deadline=deadline,
@@ -68,6 +77,19 @@ def engine_requests(
         )
         for index, key in enumerate(keys)
     ]
+
+
+def kept_prompt(generation: Generation, prompt_ids: list[int], max_context: int) -> list[int]:
+    """Return the prompt's last ids, as many as `truncate_prompt_tokens` keeps."""
+    keep = generation.truncate_prompt_tokens
+    if keep is None:
+        return prompt_ids
+    if keep < 0:
+        # With `max_total_tokens`, `max_tokens` yields to the prompt.
+        total = generation.max_total_tokens
+        answer = 1 if total is not None else generation.max_tokens or 1
+        keep = max(1, min(total or max_context, max_context) - answer)
+    return prompt_ids[-keep:]
 
 
 def new_tokens(generation: Generation, prompt_tokens: int, max_context: int) -> int | None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from msgspec.structs import replace
 
 from triton_models.checkpoint import load_model, progress_bar
 from triton_models.engine.engine import Engine, EngineStats
@@ -31,11 +32,12 @@ from triton_models.errors import (
 from triton_models.options import OPTIONS, EntryParameters
 from triton_models.serving.channel import Delivery, DeltaChannel
 from triton_models.serving.chat_text import ChatText, load_text
-from triton_models.serving.engine_requests import engine_requests, new_tokens
+from triton_models.serving.engine_requests import engine_requests, kept_prompt, new_tokens
 from triton_models.serving.intake import Arrival, Compiled, Inputs, Intake, TextCall, Tokenizing
 from triton_models.serving.outbox import Call, Responder, Sender, refusal
 from triton_models.serving.report import EngineMetrics
 from triton_models.serving.request import Choice, OpenRequest, PromptReport
+from triton_models.serving.token_limits import TokenLimits
 from wire.history import decode_history
 from wire.meta import Accepted, Meta, ProbeReport, Tokenized
 from wire.refusal import RefusalCode
@@ -265,7 +267,10 @@ class Service:
             raise EngineStoppedError("the model is being unloaded")
         generation = request.generation
         grammar = None if compiled is None else compiled.result()
-        prompt_ids = self._prompt_ids(generation, inputs)
+        full_ids = self._prompt_ids(generation, inputs)
+        prompt_ids = kept_prompt(generation, full_ids, self._max_context)
+        if len(prompt_ids) < len(full_ids) and generation.echo and generation.raw:
+            generation = replace(generation, prompt_token_ids=prompt_ids)  # only their text is echoed
         request.prompt_tokens = len(prompt_ids)
         if generation.channel is not None:
             channel = self._delivery.find(generation.channel.id)
@@ -273,7 +278,10 @@ class Service:
             streams = range(first, first + generation.n)
             channel.attach(streams, request.key)
             request.channel, request.streams = channel, streams
-        request.choices = [self._choice(request, index, inputs, prompt_ids) for index in range(generation.n)]
+        request.choices = [
+            self._choice(f"{request.key}.{index}", index, generation, inputs, prompt_ids)
+            for index in range(generation.n)
+        ]
         queued = engine_requests(
             generation,
             [choice.key for choice in request.choices],
@@ -282,6 +290,7 @@ class Service:
             stop_ids=self._text.stop_ids(generation),
             deadline=request.deadline,
             grammar=grammar,
+            limits=TokenLimits.of(generation, self._text.tokenizer, self._vocabulary),
         )
         self._choices.update((choice.key, (request, choice)) for choice in request.choices)
         try:
@@ -301,11 +310,13 @@ class Service:
         request.accept(accepted)
         self._metrics.accepted(accepted.prompt_tokens * request.generation.n)
 
-    def _choice(self, request: OpenRequest, index: int, inputs: Inputs, prompt_ids: list[int]) -> Choice:
-        generation, text = request.generation, self._text
+    def _choice(
+        self, key: str, index: int, generation: Generation, inputs: Inputs, prompt_ids: list[int]
+    ) -> Choice:
+        text = self._text
         stream = text.answer(generation)
         return Choice(
-            f"{request.key}.{index}",
+            key,
             index,
             generation,
             text.tokenizer,

@@ -1,3 +1,4 @@
+from functools import partial
 from typing import Any
 
 import httpx
@@ -17,21 +18,25 @@ def error(answer: httpx.Response) -> tuple[int, Any, Any]:
     return answer.status_code, body["param"], body["code"]
 
 
+LOOPBACK = {"host": "127.0.0.1:8080"}
+
+
 async def test_a_model_is_unloaded_and_loaded() -> None:
     upstream = FakeUpstream()
     async with in_process(upstream) as served:
-        answer = (await served.http.post("/v1/models/glm/unload", json={})).json()
+        answer = (await served.http.post("/v1/models/glm/unload", headers=LOOPBACK)).json()
         assert (answer["model"]["id"], answer["model"]["ready"], answer["model"]["unloaded"]) == (
             "glm",
             False,
             True,
         )
         assert (await served.http.get("/v1/models/glm")).json()["unloaded"]
-        answer = (await served.http.post("/v1/models/glm/load", json={})).json()
+        answer = (await served.http.post("/v1/models/glm/load", headers=LOOPBACK)).json()
         assert answer["model"]["ready"]
         assert "unloaded" not in answer["model"]
         assert answer["changes"] == [{"upstream": "triton:8001", "entries": ["glm"]}]
-        await served.http.post("/v1/models/org/glm-2/load", json={"reload": True, "upstream": "a:1"})
+        asked = {"reload": True, "upstream": "a:1"}
+        await served.http.post("/v1/models/org/glm-2/load", json=asked, headers=LOOPBACK)
         assert served.metric(
             "requests_total", route="/v1/models/{model_id:path}/unload", model="glm", status="200"
         )
@@ -45,16 +50,15 @@ async def test_a_model_is_unloaded_and_loaded() -> None:
 @pytest.mark.parametrize("action", ["load", "unload"])
 async def test_bad_requests(action: str) -> None:
     async with in_process(FakeUpstream()) as served:
-        post = served.http.post
+        post = partial(served.http.post, headers=LOOPBACK)
         assert error(await post(f"/v1/models/other/{action}", json={})) == (404, "model", "model_not_found")
-        for name in ("..%2fetc", "a%2f..%2fb", "a//b", "-a", "a%00b", "%20", "a" * 257, "a b", "你好", ".a"):
+        for name in ("..%2fetc", "a%2f..%2fb", "-a", "a%00b", "%20", "a" * 257, "a b", "你好", ".a"):
             assert error(await post(f"/v1/models/{name}/{action}", json={})) == (400, "model_id", None), name
         assert error(await post(f"/v1/models/glm/{action}", json={"relod": True})) == (400, "relod", None)
         assert error(await post(f"/v1/models/glm/{action}", json={"upstream": 1})) == (400, "upstream", None)
         assert error(await post(f"/v1/models/glm/{action}", json=[]))[0] == 400
-        assert error(await post(f"/v1/models/glm/{action}"))[0] == 415
-        form = await post(f"/v1/models/glm/{action}", data={"a": "b"})
-        assert form.status_code == 415
+        assert error(await post(f"/v1/models/glm/{action}", data={"a": "b"}))[0] == 400
+        assert error(await post(f"/v1/models/a//b/{action}")) == (404, "model", "model_not_found")
         assert (await served.http.put(f"/v1/models/glm/{action}")).status_code == 405
     assert not served.upstream.changes
 
@@ -64,7 +68,7 @@ async def test_only_admins_may(action: str) -> None:
     async with in_process(FakeUpstream(), api_keys=KEYS) as served:
 
         async def with_key(key: str) -> int:
-            headers = {"authorization": f"Bearer {key}"}
+            headers = {"authorization": f"Bearer {key}"}  # whatever name it comes to
             return (await served.http.post(f"/v1/models/glm/{action}", json={}, headers=headers)).status_code
 
         assert [await with_key(key) for key in ("sk-1", "sk-2", "sk-3")] == [403, 200, 401]
@@ -79,3 +83,24 @@ async def test_without_keys_only_this_machine_may() -> None:
         assert error(answer) == (403, None, "model_control_disabled")
         assert (await served.chat()).status_code == 200
     assert not served.upstream.changes
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        LOOPBACK | {"origin": "http://evil.example"},
+        LOOPBACK | {"origin": "null"},
+        {"host": "rebound.example:8080", "origin": "http://rebound.example:8080"},
+        {"host": "rebound.example"},
+    ],
+)
+@pytest.mark.parametrize("action", ["load", "unload"])
+async def test_web_pages_of_other_sites_control_no_models(headers: dict[str, str], action: str) -> None:
+    """A form or a script of such a page can send this request: it needs no content type and no body."""
+    async with in_process(FakeUpstream()) as served:
+        for content in (b"", b"{}"):
+            answer = await served.http.post(f"/v1/models/glm/{action}", content=content, headers=headers)
+            assert error(answer)[0] == 403
+        assert not served.upstream.changes
+        own = {"host": "localhost:8080", "origin": "http://localhost:8080"}
+        assert (await served.http.post(f"/v1/models/glm/{action}", headers=own)).status_code == 200

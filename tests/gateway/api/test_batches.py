@@ -164,7 +164,7 @@ async def likely(request: Generation) -> AsyncGenerator[Event, None]:
             TopLogprob(id=each, token=f"t{each}", utf8=b"t", logprob=-9999.0) for each in range(count)
         )
         shown = piece.decode("ascii", "backslashreplace")
-        logprob = TokenLogprob(token=shown, utf8=piece, logprob=-1.0, top=top)
+        logprob = TokenLogprob(id=7, token=shown, utf8=piece, logprob=-1.0, top=top)
         last = at == len(pieces) - 1
         yield Delta(
             pieces={3: ("👋",), 4: ("x",)}.get(at, ()),

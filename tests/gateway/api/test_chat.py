@@ -96,12 +96,13 @@ async def test_continuous_usage_grows() -> None:
         options = {"include_usage": True, "continuous_usage_stats": True}
         events = data_of((await served.chat(stream=True, stream_options=options)).text)
     counts = [event["usage"]["completion_tokens"] for event in events[:-1]]
-    assert counts == sorted(counts)
-    assert counts[-1] == 3
+    assert counts == [0, 1, 2, 3, 3, 3]  # the role, the text, its end, and the total
+    assert events[-2]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
 async def test_log_probabilities() -> None:
     token = TokenLogprob(
+        id=5,
         token="é",
         utf8="é".encode(),
         logprob=-0.5,
@@ -129,6 +130,41 @@ async def test_log_probabilities() -> None:
     streamed = [event["choices"][0]["logprobs"] for event in events[:-1]]
     assert [logprobs["content"] for logprobs in streamed if logprobs] == [[expected], [expected]]
     assert [request.logprobs for request in served.upstream.requests] == [1, 0]
+
+
+async def test_tokens_are_named_by_ids_and_special_ones_have_no_bytes() -> None:
+    top = (
+        TopLogprob(id=1, token="e", utf8=b"e", logprob=-1.0),
+        TopLogprob(id=2, token="</s>", utf8=b"", logprob=-2.0),
+    )
+    token = TokenLogprob(id=2, token="</s>", utf8=b"", logprob=-2.0, top=top)
+
+    async def script(_request: Generation) -> AsyncGenerator[Event, None]:
+        yield Accepted(prompt_tokens=1)
+        usage = Usage(prompt_tokens=1, completion_tokens=1)
+        yield Delta(pieces=("a",), tokens=1, logprobs=(token,), finish_reason="stop", usage=usage)
+
+    def told(choice: Any) -> Any:
+        (content,) = choice["logprobs"]["content"]
+        return [(each["token"], each["bytes"]) for each in (content, *content["top_logprobs"])]
+
+    asked = {"logprobs": True, "top_logprobs": 2}
+    by_id = {**asked, "return_tokens_as_token_ids": True}
+    async with in_process(FakeUpstream(script)) as served:
+        named = (await served.chat(**asked)).json()["choices"][0]
+        whole = (await served.chat(**by_id)).json()["choices"][0]
+        events = data_of((await served.chat(**by_id, stream=True)).text)
+        body = {"model": "glm", "prompt": "a", "logprobs": 2, "return_tokens_as_token_ids": True}
+        text = (await served.http.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
+        parts = data_of((await served.http.post("/v1/completions", json=body | {"stream": True})).text)
+    assert told(named) == [("</s>", None), ("e", [0x65]), ("</s>", None)]
+    expected = [("token_id:2", None), ("token_id:1", [0x65]), ("token_id:2", None)]
+    streamed = [event["choices"][0] for event in events[:-1] if event["choices"][0]["logprobs"]]
+    assert told(whole) == expected
+    assert [told(choice) for choice in streamed] == [expected]
+    assert text["tokens"] == ["token_id:2"]
+    assert text["top_logprobs"] == [{"token_id:1": -1.0, "token_id:2": -2.0}]
+    assert parts[0]["choices"][0]["logprobs"] == text
 
 
 async def test_pings_while_nothing_comes() -> None:

@@ -4,6 +4,7 @@
 """
 
 import os
+from typing import Any
 
 import pytest
 import schemathesis
@@ -21,16 +22,21 @@ OPERATIONS = {operation.label: operation for operation in (each.ok() for each in
 WITH_BODY = [label for label, operation in OPERATIONS.items() if operation.body]
 
 
+def call(case: Any) -> Any:
+    """Send a case by a name that the routes for admins accept of this machine."""
+    return case.call(headers={"Host": "localhost"})
+
+
 @pytest.mark.parametrize("label", OPERATIONS)
 def test_what_is_right_is_answered_as_documented(label: str) -> None:
     more = ({}, {"stream": True}) if label in GENERATING else ({},)
-    statuses = run(OPERATIONS[label], RIGHT, cases=CASES, call=lambda case: case.call(), more=more)
+    statuses = run(OPERATIONS[label], RIGHT, cases=CASES, call=call, more=more)
     assert statuses[200], statuses
 
 
 @pytest.mark.parametrize("label", WITH_BODY)
 def test_what_is_wrong_is_refused_as_documented(label: str) -> None:
-    statuses = run(OPERATIONS[label], WRONG, cases=CASES, call=lambda case: case.call())
+    statuses = run(OPERATIONS[label], WRONG, cases=CASES, call=call)
     assert statuses[400], statuses
     assert not statuses[200]
 

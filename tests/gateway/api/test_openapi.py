@@ -1,3 +1,4 @@
+import re
 from typing import Any
 
 import pytest
@@ -25,3 +26,25 @@ async def test_the_document_is_whole(path: str) -> None:
     assert {reference.rpartition("/")[2] for reference in references(document)} <= set(schemas)
     assert "x-components" not in str(document)
     assert "HTTPValidationError" not in schemas
+
+
+async def test_the_page_for_people_names_every_path_and_loads_nothing() -> None:
+    async with in_process(FakeUpstream()) as served:
+        answer = await served.http.get("/docs")
+        document = (await served.http.get("/openapi.json")).json()
+    assert answer.headers["content-type"].startswith("text/html")
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+    page = answer.text
+    for path, methods in document["paths"].items():
+        for method in methods:
+            assert f"{method.upper()} {path}</code>" in page
+    assert "<code>messages</code> (required)" in page
+    assert "<code>temperature</code>" in page
+    assert "number ≥ 0 ≤ 2" in page
+    assert not re.search(r"<(script|link|img|iframe)|src=|url\(|https?://", page)
+
+
+async def test_a_body_that_may_be_left_out_is_declared_so() -> None:
+    async with in_process(FakeUpstream()) as served:
+        document = (await served.http.get("/openapi.json")).json()
+    assert not document["paths"]["/v1/models/{model_id}/load"]["post"]["requestBody"]["required"]

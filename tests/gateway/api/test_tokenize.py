@@ -82,6 +82,7 @@ async def test_a_key_is_needed_where_there_are_keys() -> None:
     async with in_process(FakeUpstream(), api_keys=keys) as served:
         for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
             assert (await ask(served, path, **body)).status_code == 401
+        assert (await served.http.get("/tokenizer_info")).status_code == 401
 
 
 async def test_a_full_engine_does_not_keep_tokens_from_being_counted() -> None:
@@ -137,3 +138,38 @@ async def test_the_gauges_count_places_of_generations_alone() -> None:
         assert "tokenizations at work" in refused.json()["error"]["message"]
         gate.set()
         await asyncio.gather(answering, *tokenizing)
+
+
+async def test_the_tokenizer_is_described() -> None:
+    """As lm-eval's remote tokenizer asks: it names no model, and needs `eos_token`."""
+    upstream = FakeUpstream(models=("glm",))
+    async with in_process(upstream) as served:
+        info = await served.http.get("/tokenizer_info")
+        assert (info.status_code, info.json()) == (
+            200,
+            {
+                "tokenizer_class": "ChatGLMTokenizer",
+                "bos_token": None,
+                "eos_token": "</s>",
+                "pad_token": "<unk>",
+                "model_max_length": 64,
+            },
+        )
+        tokens = await served.http.post("/tokenize", json={"prompt": "hi", "add_special_tokens": False})
+        assert tokens.json()["tokens"] == [104, 105]
+        upstream.chat_format = "glm4"
+        info = await served.http.get("/tokenizer_info", params={"model": "glm"})
+        assert (info.json()["tokenizer_class"], info.json()["eos_token"]) == (
+            "ChatGLM4Tokenizer",
+            "<|endoftext|>",
+        )
+        upstream.chat_format = None
+        assert (await served.http.get("/tokenizer_info")).status_code == 503
+
+
+async def test_of_several_tokenizers_one_has_to_be_named(served: Served) -> None:
+    several = await served.http.get("/tokenizer_info")
+    assert (several.status_code, several.json()["error"]["param"]) == (400, "model")
+    assert (await served.http.get("/tokenizer_info?model=org/glm-2")).status_code == 200
+    other = await served.http.get("/tokenizer_info?model=other")
+    assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")

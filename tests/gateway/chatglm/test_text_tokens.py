@@ -8,7 +8,7 @@ CALL = CallPart("now", "{}")
 
 
 def token(utf8: bytes) -> TokenLogprob:
-    return TokenLogprob(token=repr(utf8), utf8=utf8, logprob=-1.0, top=())
+    return TokenLogprob(id=7, token=repr(utf8), utf8=utf8, logprob=-1.0, top=())
 
 
 def tokens(*utf8: str | bytes) -> list[TokenLogprob]:

@@ -191,7 +191,7 @@ def tokens_of(segment: str, width: int) -> list[TokenLogprob]:
     """Cut a segment into tokens of `width` bytes, the last one perhaps of fewer."""
     utf8 = segment.encode()
     parts = [utf8[at : at + width] for at in range(0, len(utf8), width)]
-    return [TokenLogprob(token="", utf8=part, logprob=-1.0, top=()) for part in parts]
+    return [TokenLogprob(id=7, token="", utf8=part, logprob=-1.0, top=()) for part in parts]
 
 
 @given(
@@ -203,7 +203,7 @@ def test_the_tokens_of_text_are_told_and_those_of_calls_are_not(
     segments: list[str], cuts: list[int], width: int
 ) -> None:
     """Those of a segment that is not shown belong to the next one, or else to the last one."""
-    role = TokenLogprob(token="<|assistant|>", utf8=b"", logprob=-2.0, top=())
+    role = TokenLogprob(id=7, token="<|assistant|>", utf8=b"", logprob=-2.0, top=())
     tokens: list[TokenLogprob] = []
     expected: list[TokenLogprob] = []
     undecided: list[TokenLogprob] = []

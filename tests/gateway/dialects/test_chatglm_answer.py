@@ -82,6 +82,7 @@ def test_logprobs_are_carried_over() -> None:
     assert isinstance(delta, Delta)
     assert delta.logprobs == (
         TokenLogprob(
+            id=3,
             token="x",
             utf8=b"x",
             logprob=-0.25,

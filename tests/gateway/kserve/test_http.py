@@ -225,7 +225,7 @@ async def test_what_reaches_into_the_server_is_refused() -> None:
         ):
             status, message = await refusal(served, document)
             assert (status, "not supported" in message) == (400, True)
-        packed = await served.http.post(INFER, content=b"x", headers={"Content-Encoding": "gzip"})
+        packed = await served.http.post(INFER, content=b"x", headers={"Content-Encoding": "br"})
         assert packed.status_code == 415
         config = {"parameters": {"file:1/model.py": "aW1wb3J0IG9z"}}
         status, message = await refusal(served, config, "/v2/repository/models/glm/load", headers=LOOPBACK)
@@ -363,14 +363,14 @@ def texts(values: list[str], shape: tuple[int, ...]) -> Any:
     return np.array([value.encode() for value in values], dtype=np.object_).reshape(shape)
 
 
-def ask_by_library(client: Any, *, binary: bool, outputs: bool) -> tuple[Any, Any]:
+def ask_by_library(client: Any, *, binary: bool, outputs: bool, packed: str | None = None) -> tuple[Any, Any]:
     inputs = []
     for name, value in VALUES.items():
         one = httpclient.InferInput(name, [1, 1], "BYTES")
         one.set_data_from_numpy(texts([value], (1, 1)), binary_data=binary)
         inputs.append(one)
     wanted = [httpclient.InferRequestedOutput("response", binary_data=binary)] if outputs else None
-    result = client.infer("glm", inputs, request_id="5", outputs=wanted)
+    result = client.infer("glm", inputs, request_id="5", outputs=wanted, request_compression_algorithm=packed)
     return result.as_numpy("response"), result.as_numpy("history")
 
 
@@ -397,6 +397,9 @@ def use_library(url: str) -> None:
                     ["re 你好\nmore".encode() if binary or not outputs else "re 你好\nmore"]
                 ]
                 assert (history is None) == outputs
+        for packed in ("gzip", "deflate"):
+            response, _ = ask_by_library(client, binary=True, outputs=True, packed=packed)
+            assert response.tolist() == [["re 你好\nmore".encode()]]
 
 
 async def test_tritons_library() -> None:

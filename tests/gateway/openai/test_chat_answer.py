@@ -33,6 +33,7 @@ def writer(
         tools=tools,
         functions=functions,
         return_token_ids=None,
+        return_tokens_as_token_ids=None,
         prompt_logprobs=None,
     )
     return ChatAnswer(asked).chunks(Accepted(prompt_tokens=3))
@@ -56,11 +57,15 @@ def test_a_chunk_of_text_alone_is_what_encoding_it_whole_gives(*, include_usage:
 
 def test_running_usage_counts_in_every_chunk() -> None:
     chunks = writer(StreamOptions(include_usage=True, continuous_usage_stats=True))
-    counts = []
-    for _ in range(3):
-        chunk = chunks.write(Delta(pieces=("a",), tokens=2))[-1]
-        counts.append(msgspec.json.decode(chunk)["usage"]["completion_tokens"])
-    assert counts == [2, 4, 6]
+    usages = [
+        msgspec.json.decode(chunk)["usage"]
+        for _ in range(3)
+        for chunk in chunks.write(Delta(pieces=("a",), tokens=2))
+    ]
+    # With the role nothing was sent yet; how much the cache held is known at the end.
+    assert [usage["completion_tokens"] for usage in usages] == [0, 2, 4, 6]
+    assert [usage["total_tokens"] for usage in usages] == [3, 5, 7, 9]
+    assert not any("prompt_tokens_details" in usage for usage in usages)
 
 
 def test_the_choices_begin_in_order_and_the_stream_ends_when_all_have() -> None:
@@ -95,7 +100,7 @@ def test_chunks_that_are_more_than_text_are_written_whole() -> None:
         {"role": "assistant", "content": ""},
         {"content": "a"},
     ]
-    logprob = TokenLogprob(token="b", utf8=b"b", logprob=-1.0, top=())
+    logprob = TokenLogprob(id=7, token="b", utf8=b"b", logprob=-1.0, top=())
     (with_logprobs,) = chunks.write(Delta(pieces=("b",), tokens=1, logprobs=(logprob,)))
     assert msgspec.json.decode(with_logprobs)["choices"][0]["logprobs"]["content"][0]["token"] == "b"
     last = chunks.write(Delta(pieces=("c",), tokens=1, finish_reason="stop", usage=COUNTS))
@@ -150,6 +155,7 @@ def asked_with(*, older: bool) -> Any:
         stream_options=None,
         choices=1,
         return_token_ids=None,
+        return_tokens_as_token_ids=None,
         prompt_logprobs=None,
         **offered,
     )

@@ -8,7 +8,7 @@ def token(shown: str, utf8: bytes, *likely: str) -> TokenLogprob:
     top = tuple(
         TopLogprob(id=at, token=each, utf8=each.encode(), logprob=-0.5) for at, each in enumerate(likely)
     )
-    return TokenLogprob(token=shown, utf8=utf8, logprob=-1.0, top=top)
+    return TokenLogprob(id=7, token=shown, utf8=utf8, logprob=-1.0, top=top)
 
 
 TOKENS = [

@@ -45,7 +45,7 @@ def last(reason: Any = "stop", *pieces: Piece) -> Delta:
 def logprob(token: str) -> tuple[TokenLogprob]:
     utf8 = token.encode()
     top = (TopLogprob(id=1, token=token, utf8=utf8, logprob=-0.5),)
-    return (TokenLogprob(token=token, utf8=utf8, logprob=-0.5, top=top),)
+    return (TokenLogprob(id=7, token=token, utf8=utf8, logprob=-0.5, top=top),)
 
 
 def documents(events: list[ResponseEvent]) -> list[dict[str, Any]]:
