@@ -1,7 +1,7 @@
 """Measures what counting the tokens of long texts costs answers that stream meanwhile.
 
-`python -m bench.interference http://127.0.0.1:8080`: 32 streamed answers, first alone, then beside clients that have
-texts of a megabyte tokenized without a pause. It prints the gaps between the chunks of both.
+`python -m bench.interference http://127.0.0.1:8080`: 32 streamed answers, first alone, then beside clients
+that have texts of a megabyte tokenized without a pause. It prints the gaps between the chunks of both.
 """
 
 import asyncio
@@ -37,9 +37,7 @@ def main(url: str, streams: int, floods: int, text_mb: float, seconds: float) ->
         )
 
 
-async def _measure(
-    url: str, streams: int, floods: int, text: str, seconds: float
-) -> tuple[list[float], int]:
+async def _measure(url: str, streams: int, floods: int, text: str, seconds: float) -> tuple[list[float], int]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
@@ -70,9 +68,7 @@ async def _stream(
                     break
 
 
-async def _tokenize(
-    client: httpx.AsyncClient, model: str, text: str, end: float, counted: list[int]
-) -> None:
+async def _tokenize(client: httpx.AsyncClient, model: str, text: str, end: float, counted: list[int]) -> None:
     body = json.dumps({"model": model, "prompt": text})
     headers = {"Content-Type": "application/json"}
     while time.monotonic() < end:

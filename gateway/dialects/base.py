@@ -56,6 +56,11 @@ class AnswerDecoder(Protocol):
 class ChannelDecoder(AnswerDecoder, Protocol):
     """Reads one answer whose deltas come over a channel."""
 
+    @property
+    def complete(self) -> bool:
+        """Whether the final response was read."""
+        ...
+
     def delivered(self, response: service_pb2.ModelInferResponse) -> tuple[int, Delivered] | None:
         """Return the choice that `response` ends, and how much of it must have come over the channel.
 

@@ -173,6 +173,11 @@ class ChatGLMAnswer:
         events = self._delta(meta.index, text, meta.tokens, meta)
         return events + self.deltas(kept) if kept else events
 
+    @property
+    def complete(self) -> bool:
+        """Whether the final response was read."""
+        return not self._choices
+
     def end(self) -> None:
         """Check, when no response is left, that the final one was seen.
 
@@ -206,7 +211,7 @@ class ChatGLMAnswer:
         choice, text, tokens = 0, "", 0
         # The sort is stable: the order within a choice stays.
         for index, added, count, document in sorted(deltas, key=_index):
-            if tokens and (index != choice or document is not None):
+            if (tokens or text) and (index != choice or document is not None):
                 events.append(self._plain(choice, text, tokens))
                 text, tokens = "", 0
             choice = index
@@ -215,7 +220,7 @@ class ChatGLMAnswer:
                 tokens += count
             else:
                 events += self._detailed(index, added, count, document)
-        if tokens:
+        if tokens or text:
             events.append(self._plain(choice, text, tokens))
         return events
 

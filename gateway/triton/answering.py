@@ -117,16 +117,15 @@ class _Answer:
 
     async def events(self) -> AsyncGenerator[Event, None]:
         buffer, decoder = self._buffer, self._decoder
-        while (first := buffer.take_response()) is None and await buffer.more():
-            pass  # Deltas may overtake `accepted`.
-        for event in decoder.decode(first) if first is not None else ():
+        for event in await self._first():
             yield event
-        while True:
+        while not decoder.complete:  # whatever becomes of the channel then does not concern it
             for event in decoder.deltas(buffer.take_deltas()):
                 yield event
             response = buffer.take_response()
             if response is None:
-                if not await buffer.more():
+                # What came while the events above were taken is not waited for.
+                if not buffer.has_deltas and not await buffer.more():
                     break
                 continue
             delivered = decoder.delivered(response)
@@ -137,6 +136,12 @@ class _Answer:
             for event in decoder.decode(response):
                 yield event
         decoder.end()
+
+    async def _first(self) -> list[Event]:
+        """Return the events of the first response, which deltas may overtake."""
+        while (first := self._buffer.take_response()) is None and await self._buffer.more():
+            pass
+        return [] if first is None else self._decoder.decode(first)
 
     async def _all_delivered(self, index: int, delivered: Delivered) -> None:
         """Wait for all deltas of a choice, since its last response may overtake some.

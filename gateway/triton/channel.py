@@ -313,6 +313,11 @@ class DeltaBuffer:
         """Drop the reference to `give_up`: the traceback of its task's end refers back to this object."""
         self._give_up = _nobody
 
+    @property
+    def has_deltas(self) -> bool:
+        """Whether there are deltas to take."""
+        return bool(self._deltas)
+
     def take_deltas(self) -> list[AnswerDelta]:
         """Return the deltas received since the last call, in order; perhaps none."""
         deltas, self._deltas = self._deltas, []

@@ -263,7 +263,10 @@ class Replica:
                 self._become(ReplicaState.STUCK, f"the engine last made a step {age:.0f} s ago")
             else:
                 await self._open_channel()
-                self._become(ReplicaState.READY, "")
+                if (
+                    self._dialect is not None
+                ):  # else it was suspected meanwhile, and is looked at again at once
+                    self._become(ReplicaState.READY, "")
 
     async def _open_channel(self) -> None:
         """Open the channel before it is called ready, so that whoever was told so can stream at once."""

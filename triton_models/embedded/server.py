@@ -92,15 +92,27 @@ class ServerLog:
         return descriptor
 
     def trim(self) -> None:
-        """Bound the size: put what there is into a second file, in place of what that held."""
-        if self.path.stat().st_size > _MAX_LOG_BYTES:
+        """Bound the size: put what there is into a second file, in place of what that held.
+
+        A full disk loses the log's past, and a log that somebody removed is left alone: the server goes on.
+        """
+        if self._size() <= _MAX_LOG_BYTES:
+            return
+        with contextlib.suppress(OSError):
             shutil.copyfile(self.path, self.path.with_name(f"{self.path.name}.1"))
+        with contextlib.suppress(OSError):
             os.truncate(self.path, 0)  # the next line comes at the beginning: all writers append
-            self._begin = self._load_begin = 0
+        self._begin = self._load_begin = 0
 
     def begin_load(self) -> None:
         """Forget the last progress bar."""
-        self._load_begin = self.path.stat().st_size
+        self._load_begin = self._size()
+
+    def _size(self) -> int:
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
 
     @property
     def progress(self) -> float | None:

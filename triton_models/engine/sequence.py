@@ -60,6 +60,18 @@ class Request:
     prompt_logprobs: int | None = None
 
 
+def check_length(prompt_tokens: int, max_context: int) -> None:
+    """Refuse a prompt that leaves no room in the context.
+
+    Raises:
+        PromptTooLongError: it does not.
+    """
+    if prompt_tokens > max_context - 1:
+        raise PromptTooLongError(
+            f"the prompt has {prompt_tokens} tokens; the context is {max_context}, one for the answer"
+        )
+
+
 def check_request(request: Request, *, max_context: int, vocabulary: int) -> None:
     """Refuse a request that the engine could never finish.
 
@@ -72,10 +84,7 @@ def check_request(request: Request, *, max_context: int, vocabulary: int) -> Non
     length = len(request.prompt_ids)
     if length == 0:
         raise InvalidRequestError("the prompt has no tokens")
-    if length > max_context - 1:
-        raise PromptTooLongError(
-            f"the prompt has {length} tokens; the context is {max_context}, one for the answer"
-        )
+    check_length(length, max_context)
     if sampling.max_tokens is not None and length + sampling.max_tokens > max_context:
         raise PromptTooLongError(
             f"the prompt has {length} tokens and max_tokens is {sampling.max_tokens}:"

@@ -1,8 +1,8 @@
 """The way in: the threads between a request's arrival and its place in the engine's waiting list.
 
-* `Intake` has one thread that takes requests in the order of their arrival: it decodes them, and then
-  prepares generations one at a time. What is answered at once, such as a probe, overtakes generations that
-  still wait.
+* `Intake` has one thread that takes requests in the order of their arrival and decodes them, and one that
+  prepares generations: rendering and tokenizing a long prompt may take seconds, and what is answered at once,
+  such as a probe, must not wait for it.
 * Two threads compile grammars, which may take a second each; other requests must not wait for that.
 * `Tokenizing` has a thread that counts tokens, while the engine is full, too.
 """
@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -116,12 +116,13 @@ class Intake:
         prepare: Callable[[OpenRequest, Inputs, Compiled | None], object],
         compile_grammar: Callable[[Generation], CompiledGrammar | None],
     ) -> None:
-        self.pulse = Pulse()
+        self.pulses = (Pulse(), Pulse())
+        """Of the two threads."""
         self._take = take
         self._prepare = prepare
         self._compile_grammar = compile_grammar
-        self._queue: queue.SimpleQueue[Sequence[Arrival] | _Generation | None] = queue.SimpleQueue()
-        self._ready: deque[_Generation] = deque()
+        self._arrived: queue.SimpleQueue[Sequence[Arrival] | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[_Generation | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
         """Reentrant, because cancelling a future runs its callback on the same thread at once."""
         self._waiting: Counter[Grammar] = Counter()
@@ -130,23 +131,27 @@ class Intake:
         """The compilations that wait or run."""
         self._closing = threading.Event()
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
-        self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
+        self._taker = threading.Thread(target=self._take_all, name="intake", daemon=True)
+        self._preparer = threading.Thread(target=self._prepare_all, name="preparing", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the threads."""
+        self._taker.start()
+        self._preparer.start()
 
     def close(self) -> None:
         """Prepare what was submitted, without grammars that are not compiled yet, and join the threads."""
         with self._lock:
             self._closing.set()
-        self._compilers.shutdown(wait=True)  # first, since it passes requests on to the thread
-        self._queue.put(None)
-        self._thread.join()
+        self._arrived.put(None)
+        self._taker.join()
+        self._compilers.shutdown(wait=True)  # before the thread to which it passes requests on
+        self._ready.put(None)
+        self._preparer.join()
 
     def submit(self, batch: Sequence[Arrival]) -> None:
         """Queue requests; called by Triton's thread, never waits."""
-        self._queue.put(batch)
+        self._arrived.put(batch)
 
     def begin(self, request: OpenRequest, inputs: Inputs) -> None:
         """Queue a generation to be prepared; called by `take`.
@@ -157,7 +162,7 @@ class Intake:
         """
         grammar = request.generation.grammar
         if grammar is None:
-            self._ready.append(_Generation(request, inputs))
+            self._ready.put(_Generation(request, inputs))
             return
         with self._lock:
             if self._closing.is_set():
@@ -170,7 +175,7 @@ class Intake:
 
         def compiled(future: Compiled) -> None:
             self._leave(request, grammar)
-            self._queue.put(_Generation(request, inputs, future))
+            self._ready.put(_Generation(request, inputs, future))
 
         compiling.add_done_callback(compiled)
         if request.given_up() is not None:
@@ -195,32 +200,31 @@ class Intake:
             if not self._waiting[grammar]:
                 del self._waiting[grammar]
 
-    def _run(self) -> None:
+    def _take_all(self) -> None:
+        pulse = self.pulses[0]
         try:
-            open_ = True
-            while open_ or self._ready:
-                self.pulse.rest()
-                posted = self._next(wait=open_ and not self._ready)
-                self.pulse.work()
-                open_ = open_ and None not in posted
-                for each in posted:
-                    if isinstance(each, _Generation):
-                        self._ready.append(each)
-                    else:
-                        for arrival in each or ():
-                            self._guarded(partial(self._take, arrival))
-                if self._ready:
-                    ready = self._ready.popleft()
-                    self._guarded(partial(self._prepare, ready.request, ready.inputs, ready.compiled))
+            while (batch := self._arrived.get()) is not None:
+                pulse.work()
+                self._take_batch(batch)
+                del batch  # so that nothing refers to what has ended
+                pulse.rest()
         finally:
-            self.pulse.work()  # for good: a thread that has ended must not look healthy
+            pulse.work()  # for good: a thread that has ended must not look healthy
 
-    def _next(self, *, wait: bool) -> list[Sequence[Arrival] | _Generation | None]:
-        """Return everything that was queued; with `wait`, at least one."""
-        posted = [self._queue.get()] if wait else []
-        while not self._queue.empty():
-            posted.append(self._queue.get())
-        return posted
+    def _take_batch(self, batch: Sequence[Arrival]) -> None:
+        for arrival in batch:
+            self._guarded(partial(self._take, arrival))
+
+    def _prepare_all(self) -> None:
+        pulse = self.pulses[1]
+        try:
+            while (ready := self._ready.get()) is not None:
+                pulse.work()
+                self._guarded(partial(self._prepare, ready.request, ready.inputs, ready.compiled))
+                del ready
+                pulse.rest()
+        finally:
+            pulse.work()
 
     def _guarded(self, action: Callable[[], object]) -> None:
         try:
@@ -297,6 +301,7 @@ class Tokenizing:
                 self._answer(call)
             except Exception as error:  # noqa: BLE001 - confined to one request: its client is told
                 self._sender.refuse(call, *refusal(error))
+            del call  # so that nothing refers to what has ended
 
     def _answer(self, call: TextCall) -> None:
         if self._closing.is_set():

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from triton_models.checkpoint import load_model, progress_bar
 from triton_models.engine.engine import Engine, EngineStats
 from triton_models.engine.loop import EngineLoop
-from triton_models.engine.sequence import FinishReason
+from triton_models.engine.sequence import FinishReason, check_length
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.warm_up import warm_up
 from triton_models.errors import (
@@ -38,6 +38,7 @@ from triton_models.serving.outbox import Call, Responder, Sender, refusal
 from triton_models.serving.report import EngineMetrics
 from triton_models.serving.request import Choice, OpenRequest, PromptReport
 from triton_models.serving.token_limits import TokenLimits
+from triton_models.text.grammars import CompiledGrammar
 from wire.history import decode_history
 from wire.meta import Accepted, Meta, ProbeReport, Tokenized
 from wire.refusal import RefusalCode
@@ -152,7 +153,7 @@ class Service:
         take.
         """
         now = time.monotonic()
-        pulses = (self._intake.pulse, self._delivery.pulse, self._sender.pulse)
+        pulses = (*self._intake.pulses, self._delivery.pulse, self._sender.pulse)
         return min(self._loop.heartbeat, now - max(pulse.age(now) for pulse in pulses))
 
     def stats(self) -> EngineStats:
@@ -266,12 +267,14 @@ class Service:
         if self._closing.is_set():
             raise EngineStoppedError("the model is being unloaded")
         generation = request.generation
-        grammar = None if compiled is None else compiled.result()
+        grammar = None if compiled is None else _result_of(compiled)
         full_ids = self._prompt_ids(generation, inputs)
         prompt_ids = kept_prompt(generation, full_ids, self._max_context)
         if len(prompt_ids) < len(full_ids) and generation.echo and generation.raw:
             generation = replace(generation, prompt_token_ids=prompt_ids)  # only their text is echoed
         request.prompt_tokens = len(prompt_ids)
+        # As the engine does, but before anything is made of the prompt for each choice.
+        check_length(len(prompt_ids), self._max_context)
         if generation.channel is not None:
             channel = self._delivery.find(generation.channel.id)
             first = generation.channel.stream
@@ -364,6 +367,16 @@ class Service:
             format=self._text.format.name,
             max_context=self._max_context,
         )
+
+
+def _result_of(compiled: Compiled) -> CompiledGrammar | None:
+    """Return a grammar, or raise why there is none.
+
+    The future's own exception would refer, by its traceback, to the request that waits for it.
+    """
+    if (error := compiled.exception()) is not None:
+        raise error.with_traceback(None) from None
+    return compiled.result()
 
 
 def build_service(

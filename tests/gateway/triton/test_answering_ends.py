@@ -281,3 +281,37 @@ async def test_running_generations_end_when_the_pool_is_closed(
     await pool.close()
     with pytest.raises(UnavailableError, match="shutting down"):
         await asyncio.wait_for(asking.task, 60)
+
+
+async def test_a_channel_lost_after_the_final_response_does_not_concern_the_answer(
+    triton: FakeTriton, fake: FakeChannels, serve: Serve
+) -> None:
+    pool = await serve(triton)
+    events = await begun(pool, fake)
+    fake.frame((0, "a"))
+    fake.finish(0, 1)
+    said = [await anext(events)]
+    while not (isinstance(said[-1], Delta) and said[-1].usage):
+        said.append(await anext(events))
+    fake.lose()
+    await asyncio.sleep(0.05)
+    with pytest.raises(StopAsyncIteration):
+        await anext(events)
+
+
+async def test_a_delta_that_comes_while_another_is_taken_is_not_left_lying(
+    triton: FakeTriton, fake: FakeChannels, serve: Serve
+) -> None:
+    pool = await serve(triton, idle_timeout_s=100)
+    events = await begun(pool, fake)
+    fake.frame((0, "a"))
+    assert (await anext(events)).text == "a"
+    fake.frame((0, "b"))
+    asking, number = await asked(pool, fake)  # its frame comes after that one
+    fake.accept(number)
+    fake.frame((number, "x"))
+    await until(lambda: asking.text == "x")
+    async with asyncio.timeout(20):
+        assert (await anext(events)).text == "b"
+    await events.aclose()
+    asking.task.cancel()

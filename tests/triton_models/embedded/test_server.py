@@ -1,3 +1,4 @@
+import errno
 import os
 import socket
 from collections.abc import Awaitable, Callable
@@ -98,6 +99,23 @@ def test_the_file_is_bounded_while_a_server_writes(log: ServerLog, monkeypatch: 
     os.close(descriptor)
     assert sum(path.stat().st_size for path in log.path.parent.iterdir()) <= 2200
     assert log.complaint == "failed to start GRPC service"
+
+
+def test_a_full_disk_and_a_log_that_somebody_removed_stop_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = ServerLog(tmp_path / "triton.log")
+    log.trim()
+    log.begin_load()
+    monkeypatch.setattr(server, "_MAX_LOG_BYTES", 100)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(server.shutil, "copyfile", full)
+    log.path.write_bytes(b"x" * 200)
+    log.trim()
+    assert log.path.stat().st_size == 0
 
 
 @pytest.fixture

@@ -369,3 +369,36 @@ def test_a_gpu_gets_larger_steps_unless_asked() -> None:
 def test_the_default_that_is_said_is_the_one_that_applies() -> None:
     (option,) = (option for option in OPTIONS if option.name == "heartbeat_s")
     assert float(option.default) == HEARTBEAT_S
+
+
+def test_what_is_answered_at_once_does_not_wait_for_a_prompt_that_is_prepared(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preparing, released = threading.Event(), threading.Event()
+    render = served.service._prompt_ids
+
+    def slow(*arguments: Any) -> Any:
+        preparing.set()
+        released.wait()
+        return render(*arguments)
+
+    monkeypatch.setattr(served.service, "_prompt_ids", slow)
+    waiting = served.ask(max_tokens=1, request_id="slow")
+    preparing.wait()
+    assert served.probe().format == "chatglm3"
+    assert served.open_channel("another").frames
+    assert served.send(b'{"cancel":"slow"}').wait().metas[0].cancelled
+    released.set()
+    assert waiting.wait().refusal is not None
+
+
+def test_a_prompt_over_the_context_is_refused_before_anything_is_made_of_it_for_each_choice(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(served.service, "_choice", lambda key, *_: made.append(key))
+    ids = [5] * 100_000
+    answer = served.ask("", prompt_token_ids=ids, raw=True, echo=True, n=128, max_tokens=1).wait()
+    assert answer.refusal is not None
+    assert answer.refusal[0] is RefusalCode.CONTEXT_LENGTH_EXCEEDED
+    assert not made
