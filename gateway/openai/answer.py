@@ -152,7 +152,8 @@ class ChunkWriter(ABC):
         options = options or StreamOptions()
         self._prompt_tokens = accepted.prompt_tokens
         self._include_usage = options.include_usage
-        self._continuous_usage = options.continuous_usage_stats
+        self._continuous_usage = options.include_usage and options.continuous_usage_stats
+        self._no_usage = None if options.include_usage else UNSET
         self._completion_tokens = 0
         self._unfinished = choices
         self._usage: TokenCounts | None = None
@@ -165,7 +166,7 @@ class ChunkWriter(ABC):
         self._usage = event.usage or self._usage
         if event.finish_reason is not None:
             self._unfinished -= 1
-        return self._delta(event, self._running_usage())
+        return self._delta(event, self._running_usage() if self._continuous_usage else self._no_usage)
 
     def close(self) -> list[bytes]:
         """Return the chunks after the last event.
@@ -185,11 +186,7 @@ class ChunkWriter(ABC):
         """Return a chunk of these choices; without any it is the last one, with the token counts."""
         return encode(self._head.document(self._chunk, choices=choices, usage=usage, **rest))
 
-    def _running_usage(self) -> Usage | UnsetType | None:
-        if not self._include_usage:
-            return UNSET
-        if not self._continuous_usage:
-            return None
+    def _running_usage(self) -> Usage:
         return usage_document(
             TokenCounts(prompt_tokens=self._prompt_tokens, completion_tokens=self._completion_tokens)
         )

@@ -1,6 +1,7 @@
 """Real Triton over a repository of a test's own entries, and gateways in front of it."""
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -60,7 +61,10 @@ def gateway(triton_grpc: str, *arguments: str) -> Iterator[str]:
     """Run `tritongate serve` in front of a Triton; yields its base URL once every model is ready."""
     port = free_ports(1)[0]
     command = [Path(sys.executable).with_name("tritongate"), "serve", "--upstreams", triton_grpc]
-    process = subprocess.Popen(tied(*command, "--port", port, "--log-level", "warning", *arguments))
+    process = subprocess.Popen(
+        tied(*command, "--port", port, "--log-level", "warning", *arguments),
+        env=os.environ | {"TRITONGATE_WORKERS": "1"},
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until(lambda: is_ready(url))
