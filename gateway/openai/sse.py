@@ -34,8 +34,8 @@ def let_drains_finish_streams() -> None:
 class EventStream(EventSourceResponse):
     """A stream of framed events, ended when its client goes away.
 
-    Pings and hang-ups are sse-starlette's work. Its write loop is replaced: a cancel scope with a timer for each
-    chunk costs more than all else here does, so one scope and one slow timer watch all of a stream's writes.
+    Pings and hang-ups are sse-starlette's work. Its write loop is replaced: there, each chunk has a cancel
+    scope with a timer of its own; here, one scope and one slow timer watch all of a stream's writes.
 
     Args:
         events: bytes made by `frame`; they end soon after `on_gone` was called.
@@ -57,8 +57,8 @@ class EventStream(EventSourceResponse):
     ) -> None:
         async def hung_up(_message: Message) -> None:
             on_gone()
-            # The events now end by themselves, and this task with them. If it ended first, sse-starlette would
-            # cancel them, again and again, in the middle of releasing what they hold.
+            # The events now end by themselves, and this task with them. If it ended first, sse-starlette
+            # would cancel them, again and again, in the middle of releasing what they hold.
             await asyncio.Event().wait()
 
         super().__init__(
