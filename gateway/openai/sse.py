@@ -55,37 +55,54 @@ class EventStream(EventSourceResponse):
         send_timeout_s: float,
         send_body: Send | None = None,
     ) -> None:
-        async def hung_up(_message: Message) -> None:
-            on_gone()
-            # The events now end by themselves, and this task with them. If it ended first, sse-starlette
-            # would cancel them, again and again, in the middle of releasing what they hold.
-            await asyncio.Event().wait()
-
         super().__init__(
             events,
             ping=ping_interval_s,
             ping_message_factory=lambda: _PING,
             send_timeout=send_timeout_s,
-            client_close_handler_callable=hung_up,
+            client_close_handler_callable=self._hung_up,
         )
         self._events = events
         self._on_gone = on_gone
         self._send_timeout_s = send_timeout_s
         self._send_body = send_body
+        self._send: Send
+        self._left: asyncio.Future[Message]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream; a client that does not read counts as gone, not as an error of ours."""
+        self._send = send
+        self._left = asyncio.get_running_loop().create_future()
+        watching = asyncio.create_task(_wait_until_left(receive, self._left))
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, self._hear, self._say)
         except SendTimeoutError:
             self._on_gone()
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            # A cancelled task of anyio's is part of a cycle, and refers to this object. Only this object may
+            # then wait for the garbage collector: neither the request nor its answer.
+            vars(self).clear()
+
+    async def _hear(self) -> Message:
+        return await self._left
+
+    async def _hung_up(self, _message: Message) -> None:
+        self._on_gone()
+        # The events now end by themselves, and this task with them. If it ended first, sse-starlette would
+        # cancel them, again and again, in the middle of releasing what they hold.
+        await asyncio.Event().wait()
+
+    async def _say(self, message: Message) -> None:
+        await self._send(message)
 
     async def _stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        write, clock = self._send_body or send, asyncio.get_running_loop().time
+        write, clock = self._send_body or self._send, asyncio.get_running_loop().time
         try:
             async with aclosing(self._events) as events, asyncio.timeout(None) as limit:
-                watch = _Watch(limit, self._send_timeout_s)
+                watch = _Stopwatch(limit, self._send_timeout_s)
                 try:
                     async for data in events:
                         watch.since = clock()
@@ -101,7 +118,14 @@ class EventStream(EventSourceResponse):
             raise SendTimeoutError from None
 
 
-class _Watch:
+async def _wait_until_left(receive: Receive, left: asyncio.Future[Message]) -> None:
+    """Let `left` have the message that the client has hung up."""
+    while (message := await receive())["type"] != "http.disconnect":
+        pass
+    left.set_result(message)
+
+
+class _Stopwatch:
     """Lets `limit` expire when a write takes too long: `since` is when it began, None between two.
 
     Args:

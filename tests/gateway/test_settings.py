@@ -123,7 +123,7 @@ def test_cores_that_a_container_may_not_use_have_no_workers(
     assert load_settings().workers == workers
 
 
-@pytest.mark.parametrize("value", ["0", "65", "automatic", "2.5", ""])
+@pytest.mark.parametrize("value", ["0", "65", "automatic", "2.5"])
 def test_a_number_of_workers_is_one(value: str) -> None:
     with pytest.raises(ConfigurationError, match="workers"):
         load_settings({"workers": value})

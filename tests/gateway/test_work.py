@@ -14,7 +14,7 @@ from gateway.histogram import BulkHistogram
 from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.serving import in_process
 
-CALLS_PER_TOKEN = 30
+CALLS_PER_TOKEN = 32
 """Of functions of ours, each resumption of a coroutine or generator among them."""
 
 _OURS = str(Path(gateway.__file__).parent)
