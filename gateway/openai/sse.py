@@ -28,7 +28,7 @@ def frame_named(events: Iterable[tuple[str, bytes]]) -> bytes:
 
 def let_drains_finish_streams() -> None:
     """Keep sse-starlette from cutting streams at a shutdown: a drain (`gateway.drain`) lets them finish."""
-    AppStatus.disable_automatic_graceful_drain()
+    AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 
 
 class EventStream(EventSourceResponse):
@@ -66,6 +66,7 @@ class EventStream(EventSourceResponse):
         self._on_gone = on_gone
         self._send_timeout_s = send_timeout_s
         self._send_body = send_body
+        self._complete = False
         self._send: Send
         self._left: asyncio.Future[Message]
 
@@ -81,9 +82,12 @@ class EventStream(EventSourceResponse):
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+            complete = self._complete
             # A cancelled task of anyio's is part of a cycle, and refers to this object. Only this object may
             # then wait for the garbage collector: neither the request nor its answer.
             vars(self).clear()
+        if complete:  # last of all, so that whoever reads the end finds the request's record closed
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _hear(self) -> Message:
         return await self._left
@@ -108,10 +112,7 @@ class EventStream(EventSourceResponse):
                         watch.since = clock()
                         await write({"type": "http.response.body", "body": data, "more_body": True})
                         watch.since = None
-                    async with self._send_lock:
-                        self.active = False
-                        watch.since = clock()
-                        await write({"type": "http.response.body", "body": b"", "more_body": False})
+                    self.active, self._complete = False, True
                 finally:
                     watch.stop()
         except TimeoutError:
@@ -122,7 +123,8 @@ async def _wait_until_left(receive: Receive, left: asyncio.Future[Message]) -> N
     """Let `left` have the message that the client has hung up."""
     while (message := await receive())["type"] != "http.disconnect":
         pass
-    left.set_result(message)
+    if not left.done():  # else the stream has ended in the same turn
+        left.set_result(message)
 
 
 class _Stopwatch:
@@ -144,6 +146,7 @@ class _Stopwatch:
         now = self._loop.time()
         if self.since is not None and now - self.since >= self._timeout_s:
             self._limit.reschedule(now)
+            return
         self._timer = self._loop.call_later(self._timeout_s / _LOOKS_PER_TIMEOUT, self._look)
 
     def stop(self) -> None:
