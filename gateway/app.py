@@ -20,6 +20,7 @@ from gateway.kserve import predict
 from gateway.kserve.door import Door
 from gateway.metrics import Metrics
 from gateway.middleware import ExchangeMiddleware, Records
+from gateway.openai.sse import let_drains_finish_streams
 from gateway.resources import Gateway
 from gateway.setting_types import revealed
 from gateway.settings import Settings
@@ -44,6 +45,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
             application's lifespan.
         place: among the processes of this gateway; None: it is the only one.
     """
+    let_drains_finish_streams()
     metrics = Metrics()
     keys = len(settings.api_keys)
     tally = Tally(

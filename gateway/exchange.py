@@ -8,9 +8,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from starlette.types import Send
+
 from gateway.errors import ClientGoneError, GatewayError
 from gateway.generation import Accepted, Delta, Event
-from gateway.metrics import UNKNOWN, Metrics
+from gateway.metrics import UNKNOWN, Metrics, TokenMetrics
 from gateway.tracing import Trace
 
 
@@ -29,6 +31,8 @@ class Exchange:
     metrics: Metrics
     resources: AsyncExitStack
     trace: Trace = field(default_factory=Trace)
+    send_body: Send | None = None
+    """The server's own ASGI channel, for pieces of a body whose head went through all middleware."""
     model: str = UNKNOWN
     """The served model asked for, or `unknown`."""
     key_name: str | None = None
@@ -54,6 +58,8 @@ class Exchange:
     """By choice."""
     finish_reasons: dict[int, str] = field(default_factory=dict)
     """By choice."""
+    _counting: TokenMetrics | None = field(default=None, init=False)
+    """Looked up with the first token, once: labels cost more than what they count."""
 
     @property
     def outcome(self) -> int:
@@ -93,15 +99,16 @@ class Exchange:
     def _count(self, choice: int, tokens: int) -> None:
         now = perf_counter()
         self.generated_tokens += tokens
-        metrics, model = self.metrics, self.model
-        metrics.generated_tokens.labels(model).inc(tokens)
-        if self.first_token_at is None:
+        counting = self._counting
+        if counting is None:
+            counting = self._counting = self.metrics.tokens_of(self.model)
             self.first_token_at = now
-            metrics.time_to_first_token.labels(model).observe(now - self.arrived)
+            counting.time_to_first.observe(now - self.arrived)
             self.trace.first_token()
+        counting.generated.inc(tokens)
         before = self.last_token_at.get(choice)
         if before is not None:
-            metrics.inter_token_latency.observe(model, (now - before) / tokens, tokens)
+            counting.inter_token.observe((now - before) / tokens, tokens)
         elif tokens > 1:
-            metrics.inter_token_latency.observe(model, 0.0, tokens - 1)
+            counting.inter_token.observe(0.0, tokens - 1)
         self.last_token_at[choice] = now

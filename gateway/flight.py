@@ -73,8 +73,9 @@ class Flight(AsyncIterator[Event]):
         await self._enter(receive, permits=sum(generation.n for generation in generations))
         self._check()  # a flight that ended while it waited is not sent upstream
         generate, first, *more = self._gateway.upstream.generate, *map(self._bounded, generations)
-        self._source = together(generate, [first, *more]) if more else generate(first)
-        self._exchange.resources.push_async_callback(self._source.aclose)
+        source = together(generate, [first, *more]) if more else generate(first)
+        self._next = source.__anext__
+        self._exchange.resources.push_async_callback(source.aclose)
         try:
             event = await anext(self)
         except StopAsyncIteration:
@@ -110,13 +111,27 @@ class Flight(AsyncIterator[Event]):
         return self
 
     async def __anext__(self) -> Event:
-        self._check()
+        # `_race`, written out: it is on the way of every token.
+        if self._error is not None:
+            raise self._error
+        exchange = self._exchange
+        task = self._waiting = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a flight waits inside a task")
+        others = task.cancelling()
+        began = perf_counter()
         try:
-            event = await self._race(anext(self._source))
+            event = await self._next()
         except StopAsyncIteration:
             self._over = True
             raise
-        self._exchange.observe(event)
+        except asyncio.CancelledError:
+            self._raise_end(task, others)
+            raise
+        finally:
+            self._waiting = None
+            exchange.waited_s += perf_counter() - began
+        exchange.observe(event)
         return event
 
     async def stop_watching(self) -> None:
@@ -195,13 +210,16 @@ class Flight(AsyncIterator[Event]):
         try:
             return await step
         except asyncio.CancelledError:
-            # Caused by `end` only if nobody else cancelled the task at the same time.
-            if self._error is not None and task.uncancel() <= others:
-                raise self._error from None
+            self._raise_end(task, others)
             raise
         finally:
             self._waiting = None
             self._exchange.waited_s += perf_counter() - began
+
+    def _raise_end(self, task: asyncio.Task[Any], others: int) -> None:
+        """Raise the error given to `end` if that cancelled `task`, and nobody else did at the same time."""
+        if self._error is not None and task.uncancel() <= others:
+            raise self._error from None
 
     def _check(self) -> None:
         """Raise if the flight was ended while it was not waiting for anything."""

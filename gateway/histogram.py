@@ -14,6 +14,27 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 
+class BulkSeries:
+    """The observations of one label value.
+
+    Args:
+        bounds: of the buckets, ascending, without infinity.
+    """
+
+    __slots__ = ("_bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        """Of each bucket by itself."""
+        self.sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count `value` `count` times."""
+        self.counts[bisect_left(self._bounds, value)] += count
+        self.sum += value * count
+
+
 class BulkHistogram(Collector):
     """A histogram with one label, registered with `registry`. Belongs to one thread.
 
@@ -32,18 +53,19 @@ class BulkHistogram(Collector):
         self._help = help_text
         self._label = label
         self._bounds = tuple(buckets)
-        self._counts: dict[str, list[int]] = {}
-        self._sums: dict[str, float] = {}
+        self._series: dict[str, BulkSeries] = {}
         registry.register(self)
+
+    def labels(self, label_value: str) -> "BulkSeries":
+        """Return the series of `label_value`."""
+        series = self._series.get(label_value)
+        if series is None:
+            series = self._series[label_value] = BulkSeries(self._bounds)
+        return series
 
     def observe(self, label_value: str, value: float, count: int = 1) -> None:
         """Count `value` `count` times."""
-        counts = self._counts.get(label_value)
-        if counts is None:
-            counts = self._counts[label_value] = [0] * (len(self._bounds) + 1)
-            self._sums[label_value] = 0.0
-        counts[bisect_left(self._bounds, value)] += count
-        self._sums[label_value] += value * count
+        self.labels(label_value).observe(value, count)
 
     def describe(self) -> Iterable[HistogramMetricFamily]:
         """Name the metric, so that a registry refuses a second one of that name."""
@@ -53,7 +75,7 @@ class BulkHistogram(Collector):
         """Return the cumulative buckets and the sum of every label value."""
         family = HistogramMetricFamily(self._name, self._help, labels=[self._label])
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
-        for value, counts in self._counts.items():
-            buckets = list(zip(bounds, accumulate(counts), strict=True))
-            family.add_metric([value], buckets=buckets, sum_value=self._sums[value])
+        for value, series in self._series.items():
+            buckets = list(zip(bounds, accumulate(series.counts), strict=True))
+            family.add_metric([value], buckets=buckets, sum_value=series.sum)
         yield family

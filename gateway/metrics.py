@@ -5,6 +5,8 @@ Every app has its own registry. `model` is a served model or `unknown`, `route` 
 where the numbers come from.
 """
 
+from dataclasses import dataclass
+
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
@@ -16,7 +18,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from gateway.histogram import BulkHistogram
+from gateway.histogram import BulkHistogram, BulkSeries
 
 UNKNOWN = "unknown"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -43,6 +45,15 @@ _INTER_TOKEN = (
     2.5,
 )
 _OVERHEAD = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMetrics:
+    """The metrics of one model's tokens."""
+
+    generated: Counter
+    time_to_first: Histogram
+    inter_token: BulkSeries
 
 
 class Metrics:
@@ -147,6 +158,14 @@ class Metrics:
             "Looks at the addresses of an upstream given as a name, by outcome: found, none, or failed.",
             ["upstream", "outcome"],
             registry=registry,
+        )
+
+    def tokens_of(self, model: str) -> TokenMetrics:
+        """Look up the metrics of `model`'s tokens, for a whole answer."""
+        return TokenMetrics(
+            self.generated_tokens.labels(model),
+            self.time_to_first_token.labels(model),
+            self.inter_token_latency.labels(model),
         )
 
     def key_used(self, key: str, model: str, status: int, *, prompt: int, generated: int) -> None:

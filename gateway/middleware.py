@@ -164,7 +164,11 @@ class ExchangeMiddleware:
             probe=scope["path"] in _PROBES,
         ) as exchange:
             scope.setdefault("state", {})["exchange"] = exchange
-            await self._serve(exchange, scope, receive, send)
+            exchange.send_body = send
+            try:
+                await self._serve(exchange, scope, receive, send)
+            finally:
+                exchange.send_body = None  # it refers to the scope, and with that to the exchange
 
     async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         async def watched_send(message: Message) -> None:

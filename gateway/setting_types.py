@@ -7,8 +7,10 @@ import enum
 import importlib.util
 import ipaddress
 import json
+import os
 import re
-from typing import Annotated, Any, Self
+from pathlib import Path
+from typing import Annotated, Any, Final, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -24,6 +26,13 @@ from pydantic_settings import NoDecode
 
 _HEADER = re.compile(r"[a-z0-9_.-]+(?<!-bin)=[!-~]([ -~]*[!-~])?")
 """KEY=VALUE that HTTP/2 can carry as a header; names that end in -bin are for binary values."""
+
+AUTO: Final = "auto"
+_CORES_PER_WORKER: Final = 3
+"""Triton, its models and whoever else is on the machine take the others."""
+_MOST_WORKERS: Final = 4
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""Microseconds of processor time that this container may have, or `max`, and the period in which it may."""
 
 
 class Scope(enum.StrEnum):
@@ -128,6 +137,24 @@ def _installed(module: str) -> bool:
         return False
 
 
+def available_cores() -> float:
+    """Return how many cores this process may use: those it may run on, or its container's quota if less."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = _QUOTA.read_text(encoding="ascii").split()
+        return min(cores, int(quota) / int(period))
+    except (OSError, ValueError):  # no cgroups of version 2, or no quota
+        return cores
+
+
+def _workers(value: Any) -> Any:
+    if value != AUTO:
+        return value
+    return max(1, min(_MOST_WORKERS, int(available_cores() / _CORES_PER_WORKER)))
+
+
+Workers = Annotated[int, BeforeValidator(_workers)]
+"""A number of processes; read from `auto`, one that suits the machine."""
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
 Upstreams = Annotated[
     tuple[Annotated[str, AfterValidator(_upstream)], ...],

@@ -9,7 +9,17 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from gateway.setting_types import ApiKey, Contracts, Endpoint, Header, Names, Upstreams, is_loopback
+from gateway.setting_types import (
+    AUTO,
+    ApiKey,
+    Contracts,
+    Endpoint,
+    Header,
+    Names,
+    Upstreams,
+    Workers,
+    is_loopback,
+)
 
 ENV_PREFIX = "TRITONGATE_"
 
@@ -78,12 +88,13 @@ class Settings(BaseSettings):
     )
     metrics_need_key: bool = Field(default=False, description="require a key, of any scope, for /metrics too")
     # How much at once.
-    workers: int = Field(
-        1,
+    workers: Workers = Field(
+        AUTO,
         ge=1,
         le=64,
-        description="number of gateway processes; limits on requests apply to all of them together, and "
-        "metrics get a label `worker`",
+        validate_default=True,
+        description="number of gateway processes; auto: one for every three cores, at most 4; limits on "
+        "requests apply to all of them together, and the metrics of several have a label `worker`",
     )
     max_in_flight: int = Field(
         512,

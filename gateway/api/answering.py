@@ -54,6 +54,7 @@ class Answering:
             on_gone=lambda: flight.end(ClientGoneError("The client hung up.")),
             ping_interval_s=settings.ping_interval_s,
             send_timeout_s=settings.send_timeout_s,
+            send_body=exchange.send_body,
         )
 
 

@@ -204,6 +204,11 @@ class ChatGLMAnswer:
         Raises:
             UpstreamProtocolError: it cannot be understood.
         """
+        if len(deltas) == 1 and not self._unscored:  # the common case
+            index, text, tokens, document = deltas[0]
+            if document is None:
+                return [self._plain(index, text, tokens)] if tokens else []
+            return self._detailed(index, text, tokens, document)
         if self._unscored:
             self._kept += [delta for delta in deltas if delta[0] in self._unscored]
             deltas = [delta for delta in deltas if delta[0] not in self._unscored]

@@ -161,7 +161,8 @@ class ChunkWriter(ABC):
         options = options or StreamOptions()
         self._prompt_tokens = accepted.prompt_tokens
         self._include_usage = options.include_usage
-        self._continuous_usage = options.continuous_usage_stats
+        self._continuous_usage = options.include_usage and options.continuous_usage_stats
+        self._no_usage = None if options.include_usage else UNSET
         self._completion_tokens = 0
         self._unfinished = choices
         self._usage: TokenCounts | None = None
@@ -174,7 +175,10 @@ class ChunkWriter(ABC):
         self._usage = event.usage or self._usage
         if event.finish_reason is not None:
             self._unfinished -= 1
-        return self._delta(event, self._running_usage(self._completion_tokens))
+        return self._delta(
+            event,
+            self._running_usage(self._completion_tokens) if self._continuous_usage else self._no_usage,
+        )
 
     def close(self) -> list[bytes]:
         """Return the chunks after the last event.
@@ -196,10 +200,8 @@ class ChunkWriter(ABC):
 
     def _running_usage(self, completion_tokens: int) -> Usage | UnsetType | None:
         """Return the usage in a chunk after which so many tokens were sent."""
-        if not self._include_usage:
-            return UNSET
         if not self._continuous_usage:
-            return None
+            return self._no_usage
         return Usage(self._prompt_tokens, completion_tokens, self._prompt_tokens + completion_tokens)
 
 

@@ -301,14 +301,14 @@ class ChatChunkWriter(ChunkWriter):
 
     def _text_chunk(self, index: int, text: str, usage: Usage | UnsetType | None) -> bytes:
         """Return a chunk of text only: without running usage such chunks differ in nothing but the text."""
-        if isinstance(usage, Usage):
+        if type(usage) is Usage:
             return self._encode([ChunkChoice(index, ChunkDelta(content=text))], usage)
-        if index not in self._templates:
+        template = self._templates.get(index)
+        if template is None:
             empty = self._encode([ChunkChoice(index, ChunkDelta(content=""))], usage)
             before, _, after = empty.partition(_NO_CONTENT)
-            self._templates[index] = before + _CONTENT, after
-        before, after = self._templates[index]
-        return before + encode(text) + after
+            template = self._templates[index] = before + _CONTENT, after
+        return b"%b%b%b" % (template[0], encode(text), template[1])
 
 
 def _prompt_ids(accepted: Accepted) -> list[int] | UnsetType:

@@ -9,7 +9,7 @@ backends are chosen nor what happens after a failure.
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from tritonclient.grpc import service_pb2
 
@@ -47,14 +47,17 @@ async def answer_plainly(
     decoder.end()
 
 
+@contextlib.asynccontextmanager
 async def answer_over_channel(
     client: Client,
     channel: DeltaChannel,
     dialect: ChannelDialect,
     generation: Generation,
     report: ModelReport,
-) -> AsyncGenerator[Event, None]:
-    """Run `generation` with its deltas on `channel`, once that is open.
+) -> AsyncIterator[AsyncGenerator[Event, None]]:
+    """Run `generation` for a block, with its deltas on `channel` once that is open; yields its events.
+
+    A block around the events, not a generator around theirs: each token would pass it.
 
     Raises:
         TritonError: it failed; `NO_CHANNEL` if the channel did not open, `CHANNEL_LOST` if it was lost.
@@ -69,11 +72,10 @@ async def answer_over_channel(
     buffer = DeltaBuffer(numbers, now, lambda: own.cancel())  # noqa: PLW0108 - `own` does not exist yet
     with channel.deliver(buffer):
         own = asyncio.create_task(_read_own_stream(client, request, generation, buffer))
-        answer = _Answer(channel, buffer, dialect.decoder(generation, report))
         try:
-            async with contextlib.aclosing(answer.events()) as events:
-                async for event in events:
-                    yield event
+            decoder = dialect.decoder(generation, report)
+            async with contextlib.aclosing(_merged(channel, buffer, decoder)) as events:
+                yield events
             # Let the own stream end by its status: cancelled at the moment of its last response, it may keep
             # the model from ever being unloaded.
             await asyncio.wait({own})
@@ -83,8 +85,8 @@ async def answer_over_channel(
             raise
         finally:
             own.cancel()
-            await asyncio.wait({own})
             buffer.close()
+            await asyncio.wait({own})
 
 
 async def tokenize(
@@ -107,57 +109,54 @@ async def tokenize(
         return dialect.read_tokens(tokenization, [response async for response in responses])
 
 
-class _Answer:
-    """Merges deltas and responses into one ordered stream of events."""
-
-    def __init__(self, channel: DeltaChannel, buffer: DeltaBuffer, decoder: ChannelDecoder) -> None:
-        self._channel = channel
-        self._buffer = buffer
-        self._decoder = decoder
-
-    async def events(self) -> AsyncGenerator[Event, None]:
-        buffer, decoder = self._buffer, self._decoder
-        for event in await self._first():
+async def _merged(
+    channel: DeltaChannel, buffer: DeltaBuffer, decoder: ChannelDecoder
+) -> AsyncGenerator[Event, None]:
+    """Merge deltas and responses into one ordered stream of events."""
+    for event in await _first(buffer, decoder):
+        yield event
+    while not decoder.complete:  # whatever becomes of the channel then does not concern it
+        for event in decoder.deltas(buffer.take_deltas()):
             yield event
-        while not decoder.complete:  # whatever becomes of the channel then does not concern it
+        response = buffer.take_response()
+        if response is None:
+            # What came while the events above were taken is not waited for.
+            if not buffer.has_deltas and not await buffer.more():
+                break
+            continue
+        delivered = decoder.delivered(response)
+        if delivered is not None:
+            await _all_delivered(channel, buffer, *delivered)
             for event in decoder.deltas(buffer.take_deltas()):
                 yield event
-            response = buffer.take_response()
-            if response is None:
-                # What came while the events above were taken is not waited for.
-                if not buffer.has_deltas and not await buffer.more():
-                    break
-                continue
-            delivered = decoder.delivered(response)
-            if delivered is not None:
-                await self._all_delivered(*delivered)
-                for event in decoder.deltas(buffer.take_deltas()):
-                    yield event
-            for event in decoder.decode(response):
-                yield event
-        decoder.end()
+        for event in decoder.decode(response):
+            yield event
+    decoder.end()
 
-    async def _first(self) -> list[Event]:
-        """Return the events of the first response, which deltas may overtake."""
-        while (first := self._buffer.take_response()) is None and await self._buffer.more():
-            pass
-        return [] if first is None else self._decoder.decode(first)
 
-    async def _all_delivered(self, index: int, delivered: Delivered) -> None:
-        """Wait for all deltas of a choice, since its last response may overtake some.
+async def _first(buffer: DeltaBuffer, decoder: ChannelDecoder) -> list[Event]:
+    """Return the events of the first response, which deltas may overtake."""
+    while (first := buffer.take_response()) is None and await buffer.more():
+        pass
+    return [] if first is None else decoder.decode(first)
 
-        Raises:
-            TritonError: one was lost.
-        """
-        buffer, channel = self._buffer, self._channel
-        if not 0 <= index < len(buffer.received):
-            return  # the decoder reports the fault
-        channel.wake_after(delivered.frame, buffer)
-        while buffer.received[index] < delivered.deltas and channel.last_frame < delivered.frame:
-            await buffer.changed()
-        if (received := buffer.received[index]) != delivered.deltas:
-            detail = f"{received} of {delivered.deltas} deltas came by frame {delivered.frame}"
-            raise TritonError(Fault.PROTOCOL, detail)
+
+async def _all_delivered(
+    channel: DeltaChannel, buffer: DeltaBuffer, index: int, delivered: Delivered
+) -> None:
+    """Wait for all deltas of a choice, since its last response may overtake some.
+
+    Raises:
+        TritonError: one was lost.
+    """
+    if not 0 <= index < len(buffer.received):
+        return  # the decoder reports the fault
+    channel.wake_after(delivered.frame, buffer)
+    while buffer.received[index] < delivered.deltas and channel.last_frame < delivered.frame:
+        await buffer.changed()
+    if (received := buffer.received[index]) != delivered.deltas:
+        detail = f"{received} of {delivered.deltas} deltas came by frame {delivered.frame}"
+        raise TritonError(Fault.PROTOCOL, detail)
 
 
 async def _read_own_stream(

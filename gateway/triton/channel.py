@@ -262,7 +262,7 @@ class DeltaBuffer:
         self._ended = False
         self._error: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
-        """What the task that takes waits for."""
+        """What the task that takes waits for, or last waited for."""
         self._room: asyncio.Future[None] | None = None
         """What the reader of the request's own stream waits for."""
 
@@ -338,9 +338,12 @@ class DeltaBuffer:
         Raises:
             TritonError: the answer failed.
         """
-        if self._ended and self._error is None:
+        if self._error is not None:
+            raise self._error
+        if self._ended:
             return False
-        await self.changed()
+        self._reader = asyncio.get_running_loop().create_future()
+        await self._reader  # as in `changed`: it is on the way of every token
         return True
 
     async def changed(self) -> None:
@@ -352,10 +355,7 @@ class DeltaBuffer:
         if self._error is not None:
             raise self._error
         self._reader = asyncio.get_running_loop().create_future()
-        try:
-            await self._reader
-        finally:
-            self._reader = None
+        await self._reader
 
     def wake(self) -> None:
         """Make the waiting task, if any, look again."""

@@ -6,7 +6,8 @@ Discovers the models if the configuration names none. Knows nothing of HTTP or t
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 
 from gateway.errors import InvalidRequestError, ModelNotFoundError, UpstreamProtocolError
 from gateway.generation import Accepted, Delta, Event, Generation
@@ -113,18 +114,18 @@ class TritonUpstream:
             replica = attempts.next()
             try:
                 with calls.to(replica) as (call, asked):
-                    async with contextlib.aclosing(self._attempt(replica, asked)) as events:
+                    async with self._attempt(replica, asked) as events:
                         async for event in events:
-                            if isinstance(event, Accepted):
+                            if type(event) is Delta:
+                                delivered = True
+                                if not generated and event.tokens:
+                                    call.event("first_token")
+                                    generated = True
+                            elif type(event) is Accepted:
                                 call.event("accepted")
                                 if accepted:
                                     continue  # from a second replica: the client has the first one's
                                 accepted = True
-                            elif isinstance(event, Delta):
-                                delivered = True
-                                if event.tokens and not generated:
-                                    call.event("first_token")
-                                    generated = True
                             yield event
             except TritonError as error:
                 replica.suspect(error)
@@ -167,21 +168,28 @@ class TritonUpstream:
         if self._closed or self._configured:
             self._find(model_id)
 
-    async def _attempt(self, replica: Replica, request: Generation) -> AsyncGenerator[Event, None]:
-        """Run `request` on one replica; raises TritonError, or a GatewayError if it was never sent."""
+    @contextlib.asynccontextmanager
+    async def _attempt(
+        self, replica: Replica, request: Generation
+    ) -> AsyncIterator[AsyncGenerator[Event, None]]:
+        """Run `request` on one replica for a block; yields its events.
+
+        Raises TritonError, or a GatewayError if it was never sent, as do the events.
+        """
         dialect, report = replica.serving()
         try:
             with replica.in_use():
                 channels = dialect.channels if request.stream else None
                 if channels is None:
-                    answer = answer_plainly(
-                        replica.client, dialect, request, report, idle_timeout_s=self._idle_timeout_s
+                    running: AbstractAsyncContextManager[AsyncGenerator[Event, None]] = contextlib.aclosing(
+                        answer_plainly(
+                            replica.client, dialect, request, report, idle_timeout_s=self._idle_timeout_s
+                        )
                     )
                 else:
-                    answer = answer_over_channel(replica.client, replica.channel, channels, request, report)
-                async with contextlib.aclosing(answer) as events:
-                    async for event in events:
-                        yield event
+                    running = answer_over_channel(replica.client, replica.channel, channels, request, report)
+                async with running as events:
+                    yield events
         except UpstreamProtocolError as error:
             raise TritonError(Fault.PROTOCOL, error.message, message=error.message) from error
 

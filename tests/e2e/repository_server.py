@@ -67,7 +67,8 @@ def gateway(triton_grpc: str, *arguments: str, key: str | None = None) -> Iterat
     """
     port = free_ports(1)[0]
     command = [Path(sys.executable).with_name("tritongate"), "serve", "--upstreams", triton_grpc]
-    environment = os.environ | ({} if key is None else {"TRITONGATE_REPOSITORY_KEY": key})
+    environment = os.environ | {"TRITONGATE_WORKERS": "1"}
+    environment |= {} if key is None else {"TRITONGATE_REPOSITORY_KEY": key}
     words = tied(*command, "--port", port, "--log-level", "warning", *arguments)
     process = subprocess.Popen(words, env=environment)
     url = f"http://127.0.0.1:{port}"

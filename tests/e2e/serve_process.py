@@ -26,7 +26,7 @@ class ServeProcess:
             tied(TRITONGATE, "serve", *own, *flags),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=os.environ | variables,
+            env=os.environ | {"TRITONGATE_WORKERS": "1"} | variables,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

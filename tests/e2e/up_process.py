@@ -58,7 +58,7 @@ class UpProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"TRITONGATE_LOG_LEVEL": "warning"},
+            env=os.environ | {"TRITONGATE_LOG_LEVEL": "warning", "TRITONGATE_WORKERS": "1"},
             start_new_session=True,
         )
         threading.Thread(target=self._read, daemon=True).start()

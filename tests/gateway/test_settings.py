@@ -1,7 +1,10 @@
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
+from gateway import setting_types
 from gateway.configuration import ConfigurationError, load_settings, settings_table
 from gateway.setting_types import ApiKey, is_loopback, revealed
 from gateway.settings import Settings
@@ -93,3 +96,34 @@ def test_contracts_are_known_ones(value: str) -> None:
     with pytest.raises(ConfigurationError, match="contract"):
         load_settings({"contract": value})
     assert load_settings({"contract": "batched, a/b=chatglm2"}).contract == ("batched", "a/b=chatglm2")
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers"), [(1, 1), (2, 1), (3, 1), (5, 1), (6, 2), (9, 3), (12, 4), (16, 4), (128, 4)]
+)
+def test_there_is_a_worker_for_every_three_cores(
+    cores: int, workers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(cores)))
+    monkeypatch.setattr(setting_types, "_QUOTA", tmp_path / "absent")
+    assert load_settings().workers == load_settings({"workers": "auto"}).workers == workers
+    assert load_settings({"workers": "7"}).workers == 7
+
+
+@pytest.mark.parametrize(
+    ("quota", "workers"), [("max 100000", 4), ("600000 100000", 2), ("50000 100000", 1), ("?", 4)]
+)
+def test_cores_that_a_container_may_not_use_have_no_workers(
+    quota: str, workers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "cpu.max"
+    path.write_text(quota + "\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(64)))
+    monkeypatch.setattr(setting_types, "_QUOTA", path)
+    assert load_settings().workers == workers
+
+
+@pytest.mark.parametrize("value", ["0", "65", "automatic", "2.5"])
+def test_a_number_of_workers_is_one(value: str) -> None:
+    with pytest.raises(ConfigurationError, match="workers"):
+        load_settings({"workers": value})
