@@ -25,6 +25,9 @@ _STOP_TIMEOUT_S = 8.0
 """The child's own limit is some two seconds shorter."""
 _LOADING_EVERY_S = 10.0
 """Between two lines about one model, if the output is not a terminal."""
+_LOOK_EVERY_S = 0.2
+"""While waiting on the main thread. A signal that comes just before a wait begins does not end it, and its
+handler, which runs on that thread, would wait as long."""
 _SIGNALLED = 128
 _ENGINE_LIMITS = (
     "max_context",
@@ -170,7 +173,8 @@ class EmbeddedTriton:
         Raises:
             TritonFailedError: the child ended instead.
         """
-        self._decided.wait()
+        while not self._decided.wait(_LOOK_EVERY_S):
+            pass
         if self.failure is not None or self._ready is None:
             raise TritonFailedError(self.failure)
         return self._ready
