@@ -224,8 +224,8 @@ def test_an_urgent_request_overtakes_those_that_wait(mix: Mix) -> None:
         urgent = stream(number, 1, 40, temperature=0)  # whose tokens, unlike some, each have text for a frame
         waiting = mix.probe("line").waiting
         *_, (_, last) = urgent
-        # Where the machine is busy, delivery joins steps. An answer that is complete by then goes with its last
-        # response, in no frame, and its place among the others cannot be seen.
+        # Where the machine is busy, delivery joins steps. An answer that is complete by then goes with its
+        # last response, in no frame, and its place among the others cannot be seen.
         if last.delivered.deltas:
             break
     wait_until(lambda: channel.frames[-1].frame >= last.delivered.frame)
