@@ -34,10 +34,23 @@ class ErrorDocument(msgspec.Struct):
 
 def body_of(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
     """Declare a JSON request body of type `model`, which may be left out unless it is `required`."""
-    schema = model.model_json_schema(ref_template=_REF.format("{model}"))
+    schema = _open(model.model_json_schema(ref_template=_REF.format("{model}")))
     components = schema.pop("$defs", {})
     content = {"application/json": {"schema": schema}}
     return {"requestBody": {"required": required, "content": content}, _COMPONENTS: components}
+
+
+def _open(schema: Any) -> Any:
+    """Return `schema` without the ban on unknown properties: they are accepted, and named in the answer."""
+    if isinstance(schema, list):
+        return [_open(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: _open(value)
+        for name, value in schema.items()
+        if not (name == "additionalProperties" and value is False)
+    }
 
 
 def whole(answer: type[msgspec.Struct]) -> dict[int | str, dict[str, Any]]:

@@ -115,7 +115,7 @@ async def _merged(
     """Merge deltas and responses into one ordered stream of events."""
     for event in await _first(buffer, decoder):
         yield event
-    while not decoder.complete:  # whatever becomes of the channel then does not concern it
+    while True:
         for event in decoder.deltas(buffer.take_deltas()):
             yield event
         response = buffer.take_response()
@@ -131,6 +131,8 @@ async def _merged(
                 yield event
         for event in decoder.decode(response):
             yield event
+        if decoder.complete:
+            return  # whatever becomes of the channel now does not concern it
     decoder.end()
 
 
