@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from triton_models.engine.engine import EngineStats, StepStats
@@ -59,9 +60,20 @@ class StatsSource(Protocol):
 
 
 class EngineMetrics:
-    """Records events on any thread, and writes them to Triton on a thread of its own."""
+    """Records events on any thread, and writes them to Triton on a thread of its own.
 
-    def __init__(self, model: str, version: int, pb_utils: Any) -> None:
+    Args:
+        model: label of every metric, like `version`.
+        version: of the entry.
+        pb_utils: `triton_python_backend_utils`.
+        orphaned: whether tritonserver is gone. Then nothing is written: a call into its shared memory would
+            never return and hold the interpreter lock, so that the process could not end itself.
+    """
+
+    def __init__(
+        self, model: str, version: int, pb_utils: Any, *, orphaned: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._orphaned = orphaned
         # Triton adds no labels; without the version, two versions would write to the same gauges.
         self._labels = {"model": model, "version": str(version)}
         self._pb_utils = pb_utils
@@ -132,14 +144,18 @@ class EngineMetrics:
         counts += totals - self._totals
         self._totals = totals
         for name, amount in counts.items():
-            self._metrics[name].increment(amount)
+            self._call(name, "increment", amount)
         while self._observations:
             name, value = self._observations.popleft()
-            self._metrics[name].observe(value)
+            self._call(name, "observe", value)
         gauges = {name: getattr(stats, name.removeprefix("requests_"), 0) for name in _GAUGES}
         gauges["heartbeat_timestamp_seconds"] = time.time() - (time.monotonic() - source.heartbeat)
         for name, value in gauges.items():
-            self._metrics[name].set(0 if last else value)
+            self._call(name, "set", 0 if last else value)
+
+    def _call(self, name: str, method: str, value: float) -> None:
+        if not self._orphaned():  # asked before each call, which leaves some microseconds in between
+            getattr(self._metrics[name], method)(value)
 
     def _make(self) -> None:
         kinds = self._pb_utils.MetricFamily

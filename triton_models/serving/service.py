@@ -403,7 +403,7 @@ def build_service(
             f" {model.vocab_size}: they do not belong together"
         )
     vocabulary = model.vocab_size
-    metrics = EngineMetrics(parameters.model, parameters.version, pb_utils)
+    metrics = EngineMetrics(parameters.model, parameters.version, pb_utils, orphaned=orphaned)
     engine = Engine(model, engine_settings(parameters, device))
     if device.type == "cuda":
         # Kernels are compiled and libraries loaded at their first use, which must not be a client's request.

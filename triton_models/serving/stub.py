@@ -5,9 +5,10 @@ here watches the parent's process id. A parent-death signal would not do: it is 
 that started the stub, which may end before the server.
 
 The thread cannot watch while a call into the shared memory of a dead server holds the interpreter lock, for
-ever. Such a call is avoided (`Sender` looks at the parent first), not excluded. What is left is cleaned up
-from outside: under `tritongate up` by the warden, in a container with its process-id namespace. No timer of
-our own does it, because none can tell a process that is stuck from one that was stopped for a while.
+ever. Such a call is avoided (`Sender` and `EngineMetrics` look at the parent first), not excluded: the server
+may be dying just then. What is left is cleaned up from outside: under `tritongate up` by the warden, in a
+container with its process-id namespace. No timer of our own does it, because none can tell a process that is
+stuck from one that was stopped for a while.
 """
 
 import json
