@@ -3,13 +3,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 LLAMA_INDEX := .venv-llama-index
+LINT := .venv-lint
+LOCK := .venv-lock
+SBOM := .venv-sbom
+VLLM := .venv-vllm
 
-.PHONY: install install-dev up test test-clients check fuzz bench clean
+.PHONY: install install-dev up lock lint test test-fast test-clients test-page test-vllm check docs fuzz chaos bench sbom clean
+
+# The Pythons that the wheel's tritonserver has a stub for.
+PYTHON_CHECK := import sys; v = sys.version_info; v[:2] in ((3, 11), (3, 12)) or sys.exit("tritongate needs Python 3.11 or 3.12, and this is %d.%d: make up PYTHON=python3.12" % v[:2])
 
 # A stamp per kind of install, so that repeated `make` calls cost nothing and a changed pyproject reinstalls.
 $(VENV)/.up: pyproject.toml constraints.txt
+	@$(PYTHON) -c '$(PYTHON_CHECK)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[embedded]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[embedded]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.up
@@ -26,6 +34,20 @@ $(LLAMA_INDEX)/.installed: tests/clients/llama_index.txt
 	$(LLAMA_INDEX)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
+# For a CPU: 4 GB and minutes. Four of its packages are built for another torch than the one it brings, and the stub of the
+# wheel's tritonserver for numpy 1, so pip's warnings about these are right and without effect.
+$(VLLM)/.installed: tests/vllm/requirements.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check 'numpy<2'
+	touch $@
+
+$(LINT)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(LINT)
+	$(LINT)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lint]'
+	touch $@
+
 install: $(VENV)/.up
 
 install-dev: $(VENV)/.dev
@@ -33,31 +55,91 @@ install-dev: $(VENV)/.dev
 up: install
 	$(BIN)/tritongate up
 
+$(LOCK)/.installed:
+	$(PYTHON) -m venv $(LOCK)
+	$(LOCK)/bin/python -m pip install --quiet --disable-pip-version-check 'uv>=0.9,<1'
+	touch $@
+
+# Versions stay as they are where pyproject still allows them; delete constraints.txt first to take the newest.
+lock: $(LOCK)/.installed
+	$(LOCK)/bin/uv pip compile pyproject.toml --extra embedded --extra dev --universal --python-version 3.11 --quiet \
+		--no-annotate --custom-compile-command 'make lock' --output-file constraints.txt
+
+# What needs neither torch nor Triton to be installed: style of everything, types of the gateway and the wire.
+lint: $(LINT)/.installed
+	$(LINT)/bin/ruff check .
+	$(LINT)/bin/ruff format --check .
+	$(LINT)/bin/mypy -p gateway -p wire
+
 check: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# First what needs no server, a third of which is waiting. Then what starts the real Triton; that goes on whatever the first
-# showed. What serves end to end are child processes, which coverage does not count; tracing would only slow their clients.
+# First what needs no server, a third of which is waiting. Then what starts the real Triton, each server once for all tests that
+# share it; that goes on whatever the first showed. CI sets COVERAGE, of the first alone: what serves end to end are child
+# processes, which are not counted.
+COVERAGE :=
 test: check
 	status=0; \
-	$(BIN)/python -m pytest -m 'not e2e' --numprocesses 3 --dist worksteal --cov --cov-report=term:skip-covered || status=$$?; \
-	$(BIN)/python -m pytest -m e2e --numprocesses 3 --dist loadfile || status=$$?; \
+	$(BIN)/python -m pytest -m 'not e2e' --numprocesses 3 --dist worksteal $(COVERAGE) || status=$$?; \
+	$(BIN)/python -m pytest -m e2e --numprocesses 3 --dist loadgroup || status=$$?; \
 	exit $$status
 
-# LangChain and agents in an environment of their own, and LlamaIndex, which wants an older OpenAI SDK, in another; both
-# against the stack of the first. The tests' common conftest needs what only `make test` has.
+# Within a minute: the gateway, the wire and the model's text, without torch, without processes, without thousands of requests.
+FAST := not worker and not server and not fuzz and not garbage and not hostile
+test-fast: install-dev
+	$(BIN)/python -m pytest -m 'not e2e' -k '$(FAST)' --numprocesses 3 --dist worksteal \
+		tests/gateway tests/wire tests/repo tests/triton_models/text
+
+# LangChain, agents and Anthropic's SDK in an environment of their own, and LlamaIndex, which wants an older OpenAI SDK, in
+# another; both against the stack of the first. The tests' common conftest needs what only `make test` has.
 test-clients: install $(CLIENTS)/.installed $(LLAMA_INDEX)/.installed
 	STACK_COMMAND=$(BIN)/tritongate $(CLIENTS)/bin/python -m pytest --confcutdir=tests/clients tests/clients
 	STACK_COMMAND=$(BIN)/tritongate $(LLAMA_INDEX)/bin/python -m pytest --confcutdir=tests/clients tests/clients
 
-# Of each of the eight operations with a body 125 right requests and 125 wrong ones.
-fuzz: install-dev
-	FUZZ_CASES=125 $(BIN)/python -m pytest tests/gateway/api/test_fuzz.py tests/e2e/test_fuzz.py
+# The chat page in a browser, which must be there: Chromium or Chrome. `make test` leaves these tests out where there is none.
+test-page: install-dev
+	TEST_PAGE=1 $(BIN)/python -m pytest tests/page
+
+# The real vLLM under the real tritonserver. PYTHON must be of the same minor version for both environments.
+test-vllm: install-dev $(VLLM)/.installed
+	TEST_VLLM=1 $(BIN)/python -m pytest tests/vllm
+
+$(VENV)/.fuzz: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[embedded,dev,fuzz]'
+	touch $@
+
+# Of each reader of foreign bytes 100,000 inputs, guided by coverage. Then of each of the eight operations with a body 125 right
+# requests and 125 wrong ones.
+fuzz: $(VENV)/.fuzz
+	$(BIN)/python -m bench.fuzz
+	FUZZ_CASES=125 FUZZ_SEED=$$(date +%s) $(BIN)/python -m pytest tests/gateway/http/test_fuzz.py tests/e2e/test_fuzz.py
+
+# The documents as a site, in build/docs.
+docs: install-dev
+	$(BIN)/python -m mkdocs build --strict
+
+# Three Tritons are killed, stopped and slowed at random under mixed clients; 1 if a promise does not hold. SEED repeats a run.
+SECONDS := 600
+CHAOS_CLIENTS := 200
+chaos: install-dev
+	$(BIN)/python -m bench.chaos --seconds $(SECONDS) --clients $(CHAOS_CLIENTS) $(if $(SEED),--seed $(SEED))
 
 bench: install-dev
 	$(BIN)/python -m bench
 
+$(SBOM)/.installed:
+	$(PYTHON) -m venv $(SBOM)
+	$(SBOM)/bin/python -m pip install --quiet --disable-pip-version-check 'cyclonedx-bom>=7,<8'
+	touch $@
+
+# What `make up` installed, with versions and licences, as CycloneDX.
+sbom: install $(SBOM)/.installed
+	mkdir -p build
+	$(SBOM)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+		--output-file build/sbom.json $(BIN)/python
+
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(LLAMA_INDEX) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	rm -rf $(VENV) $(LINT) $(LOCK) $(SBOM) $(CLIENTS) $(LLAMA_INDEX) $(VLLM) build *.egg-info .mypy_cache .ruff_cache .pytest_cache \
+		.hypothesis .coverage

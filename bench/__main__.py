@@ -8,7 +8,7 @@ import click
 import torch
 
 from bench import delivery, engine, gateway_delivery, serving, usual
-from bench.load_rows import LoadRow, table
+from gateway.commands.load_rows import LoadRow, table
 
 BUILT_IN = Path(__file__).parent.parent / "triton_models" / "checkpoints" / "chatglm3-demo"
 

@@ -21,9 +21,9 @@ import click
 import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from bench.http_client import Client, HttpError
-from bench.load_rows import percentile, table
-from bench.openai_load import Numbers
+from gateway.commands.bench import Numbers
+from gateway.commands.http_client import Client, HttpError
+from gateway.commands.load_rows import percentile, table
 from wire import names
 from wire.strings import pack_strings
 

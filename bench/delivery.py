@@ -85,7 +85,7 @@ def _run(checkpoint: Path, streams: int, new_tokens: int) -> DeliveryRow:
 
 
 def _arrival(responder: "_Responder", prompt: bytes, request: Request) -> Arrival:
-    return Arrival(responder, Inputs(prompt, b"", encode_request(request)))
+    return Arrival(cast("Any", responder), Inputs(prompt, b"", encode_request(request)))
 
 
 def _thread_seconds() -> dict[str, float]:
@@ -168,9 +168,7 @@ class _SleepingEngine:
         for number, request_id in enumerate(batch):
             self._outputs.append(self._output(number, request_id))
         self.making_s += time.thread_time() - began
-        return StepStats(
-            batch_size=len(batch), prefill_tokens=0, decode_tokens=len(batch), seconds=_STEP_S, preemptions=0
-        )
+        return StepStats(batch_size=len(batch), prefill_tokens=0, decode_tokens=len(batch), seconds=_STEP_S)
 
     def _output(self, number: int, request_id: str) -> TokenOutput:
         self._open[request_id] += 1

@@ -11,8 +11,10 @@ import torch
 
 from triton_models.checkpoint import load_model
 from triton_models.engine.engine import Engine
+from triton_models.engine.linear import Linear
 from triton_models.engine.models import CausalModel
 from triton_models.engine.models.chatglm import ChatGLM, ChatGLMConfig
+from triton_models.engine.quantised import QUANTISATIONS
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request
 from triton_models.engine.settings import EngineSettings
@@ -51,21 +53,25 @@ SAMPLINGS = {
 }
 
 
-def random_model(config: ChatGLMConfig, *, dtype: torch.dtype, device: torch.device) -> ChatGLM:
+def random_model(
+    config: ChatGLMConfig, *, dtype: torch.dtype, device: torch.device, quantization: str | None = None
+) -> ChatGLM:
     """Return a model of this shape with random weights, of which only the speed is meaningful."""
-    model = ChatGLM(config, dtype=dtype, device=device)
+    form = Linear if quantization is None else QUANTISATIONS[quantization]
+    model = ChatGLM(config, dtype=dtype, device=device, form=form)
     generator = torch.Generator(device).manual_seed(0)
     norms = [model.final_norm]
-    matrices = [model.embedding, model.head.weight]
+    matrices = [model.embedding, model.head.place]
     for layer in model.layers:
         norms += [layer.input_norm, layer.post_attention_norm]
-        matrices += [each.weight for each in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)]
+        matrices += [each.place for each in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)]
         if layer.qkv.bias is not None:
             matrices.append(layer.qkv.bias)
     for norm in norms:
         norm.fill_(1.0)
     for matrix in matrices:
-        matrix.normal_(std=_INITIAL_SPREAD, generator=generator)
+        weights = torch.empty(matrix.shape, dtype=dtype, device=device)
+        matrix.copy_(weights.normal_(std=_INITIAL_SPREAD, generator=generator))
     return model
 
 

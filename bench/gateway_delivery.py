@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import AsyncIterator, Iterator, MutableMapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +17,7 @@ import uvloop
 from tritonclient.grpc import service_pb2 as pb
 
 from gateway.app import create_app
-from gateway.configuration import load_settings
+from gateway.settings import load_settings
 from wire.channel import Frame, encode_frame
 from wire.meta import Accepted, Delivered, Meta, ProbeReport, Usage, encode_meta
 from wire.request import ChannelStream, Generation, OpenChannel, Probe, decode_request
@@ -45,14 +44,15 @@ def measure(streams: tuple[int, ...], *, new_tokens: int) -> Iterator[GatewayDel
     for number in streams:
         triton = _ScriptedTriton(number)
         with (
-            patch("gateway.triton.pool.Client", lambda _address, triton=triton, **_: triton),
+            patch("gateway.triton.backends.Client", lambda _address, triton=triton, **_: triton),
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
             yield runner.run(_run(triton, new_tokens))
 
 
 async def _run(triton: "_ScriptedTriton", new_tokens: int) -> GatewayDeliveryRow:
-    app = create_app(load_settings({"models": ("m",), "upstreams": (triton.address,), "max_in_flight": 1024}))
+    flags = {"models": ("m",), "upstreams": (triton.address,), "max_in_flight": 1024, "warn_of_faults": False}
+    app = create_app(load_settings(flags))
     gateway = app.state.gateway
     async with app.router.lifespan_context(app):
         await _until(gateway.ready)
@@ -127,7 +127,7 @@ class _Client:
 
 
 class _ScriptedTriton:
-    """Replaces `gateway.triton.channel.Channel`; its responses are what gRPC would have read."""
+    """Replaces `gateway.triton.client.Client`; its responses are what gRPC would have read."""
 
     address = "127.0.0.1:1"
 
@@ -149,16 +149,11 @@ class _ScriptedTriton:
     def end_inference(self, *_: object) -> None:
         """Do nothing: there is no connection to end."""
 
-    async def unary(self, _method: str, _request: Any, *, timeout_s: float) -> Any:
-        del timeout_s
-        return SimpleNamespace(
-            inputs=[
-                SimpleNamespace(name=name, datatype="BYTES", shape=(-1, 1))
-                for name in ("prompt", "history", "sampling")
-            ],
-            outputs=[],
-            versions=["1"],
-        )
+    async def metadata(self, _entry: str) -> pb.ModelMetadataResponse:
+        made = pb.ModelMetadataResponse()
+        for name in ("prompt", "history", "sampling"):
+            made.inputs.add(name=name)
+        return made
 
     async def stream_infer(
         self, request: pb.ModelInferRequest, **_: float
@@ -171,6 +166,7 @@ class _ScriptedTriton:
                     waiting=0,
                     format="chatglm3",
                     max_context=8192,
+                    resumes=True,
                 )
                 yield _response("", encode_meta(Meta(probe=report)))
             case OpenChannel():
@@ -191,7 +187,13 @@ class _ScriptedTriton:
         self._count += 1
         numbers = list(self._ends)
         texts = [_WORDS[(self._count + number) % len(_WORDS)] for number in numbers]
-        frame = Frame(frame=self._count, streams=numbers, tokens=[1] * len(numbers), texts=texts)
+        frame = Frame(
+            frame=self._count,
+            streams=numbers,
+            tokens=[1] * len(numbers),
+            texts=texts,
+            ids=[[self._count] for _ in numbers],
+        )
         return _response("", encode_frame(frame))
 
     def send(self, frame: pb.ModelInferResponse) -> None:

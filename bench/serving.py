@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 
 from bench.gpu.servers import up
-from bench.load import LoadPool, Workload, closed_loop
-from bench.load_rows import LoadRow
+from gateway.commands.load import LoadPool, Workload, closed_loop
+from gateway.commands.load_rows import LoadRow
 
 
 @contextlib.contextmanager

@@ -14,15 +14,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from bench.engine import MEDIUM, random_model
 from bench.gpu.checkpoint import write_checkpoint
 from bench.gpu.servers import Server
-from bench.load_rows import percentile
 from bench.serving import running
 from bench.usual_work import Job, Run, by_engine, by_server, draw, in_batches, warm_up_batch
+from gateway.commands.load_rows import percentile
 from triton_models.checkpoint import load_model, read_config
 from triton_models.engine.engine import Engine
 from triton_models.engine.models.chatglm import ChatGLM
@@ -167,7 +168,7 @@ def measure_on_cpu(checkpoint: Path, plans: Mapping[str, Plan]) -> Iterator[Usua
         for directory, kind in ((medium, "random"), (checkpoint, "demo")):
             for dtype in (torch.float32, torch.bfloat16):
                 plan, name = plans[kind], str(dtype).removeprefix("torch.")
-                model = load_model(directory, dtype, _CPU)
+                model = cast("ChatGLM", load_model(directory, dtype, _CPU))
                 measured = Measured()
                 with running("--model", f"m={directory}", "--dtype", name) as url:
                     ways = ways_here(model, plan) | {SERVED: way_served(url, "m", model.vocab_size)}

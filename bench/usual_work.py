@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench.http_client import Client
-from bench.load_answer import Answer
+from gateway.commands.http_client import Client
+from gateway.commands.load_answer import Answer
 from triton_models.engine.engine import Engine
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request

@@ -57,7 +57,7 @@ class _WholeDialogues(PlainMath):
         rotary: Rotary,
     ) -> Tensor:
         """See `Operations`."""
-        rotate_in_place(projected[:, : -self._kv_heads], *rotation(rotary, self.positions))
+        rotate_in_place(projected[:, : -self._kv_heads], rotation(rotary, self.positions))
         queries, keys, values = (
             each.view(self._rows, self._length, *each.shape[1:]).transpose(1, 2)
             for each in split_heads(projected, self._kv_heads)

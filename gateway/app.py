@@ -1,34 +1,43 @@
 """Assembles the gateway: each call makes an independent application."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
-from gateway.admission import Admission
-from gateway.api import admin, chat, completions, docs, health, models, openapi, responses, tokenize
-from gateway.api.failures import error_handlers
-from gateway.auth import Keyring
-from gateway.body_limit import BodyLimitMiddleware
-from gateway.drain import Drain
-from gateway.fleet import Fleet, Place
-from gateway.key_limits import KeyLimits, KeyUse
+from gateway import version
+from gateway.anthropic import routes as anthropic
+from gateway.core.upstream import Upstream
+from gateway.http import openapi, ops, routes
+from gateway.http.middleware import IGNORED_HEADER, BodyLimitMiddleware, RecordMiddleware, error_handlers
+from gateway.http.record import REQUEST_ID_HEADER, Gateway, Records
+from gateway.http.sites import Sites
+from gateway.http.sse import let_drains_finish_streams
 from gateway.kserve import http as kserve_http
 from gateway.kserve import predict
 from gateway.kserve.door import Door
-from gateway.metrics import Metrics
-from gateway.middleware import ExchangeMiddleware, Records
-from gateway.openai.sse import let_drains_finish_streams
-from gateway.resources import Gateway
-from gateway.setting_types import revealed
+from gateway.limits.admission import Admission, Drain
+from gateway.limits.counters import SharedCounters
+from gateway.limits.keys import KeyLimits, Keyring
+from gateway.page.routes import page_router
 from gateway.settings import Settings
-from gateway.tally import Tally
-from gateway.tracing import PassOn, Tracing
+from gateway.settings.follow import KEYS, MODELS, as_applied, follow
+from gateway.settings.values import revealed
+from gateway.telemetry.metrics import EngineLoad, EngineLoads, Metrics, Place, WorkerMetrics
+from gateway.telemetry.tracing import Tracing
+from gateway.triton.adapters import WithAdapters
+from gateway.triton.backends import Resolve, resolve
+from gateway.triton.dialects import Dialects
+from gateway.triton.faults import warn_of_faults
+from gateway.triton.on_demand import OnDemandPolicy
 from gateway.triton.pool import TritonUpstream
-from gateway.upstream import Upstream
-from gateway.version import version
+from gateway.triton.public import NamesObserver, Plan, PublicModels
+from gateway.triton.replicas import ReplicaState, UpstreamObserver
 
 _FIRST_LOOK_WITHIN_S = 3.0
 _LOOK_EVERY_S = 0.02
@@ -46,49 +55,59 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
         place: among the processes of this gateway; None: it is the only one.
     """
     let_drains_finish_streams()
-    metrics = Metrics()
-    keys = len(settings.api_keys)
-    tally = Tally(
-        gauges=2 * Admission.GAUGES + 1 + keys * KeyUse.GAUGES, counters=keys * KeyUse.COUNTERS, place=place
+    if place is not None:
+        settings = as_applied(settings, place.folder)
+    metrics = Metrics(vllm_names=settings.vllm_metrics)
+    public: PublicModels | None = None
+    if upstream is None:
+        public = triton_upstream(settings, metrics)
+        metrics.registry.register(EngineLoads(partial(_loads, public)))
+        upstream = WithAdapters(public, public.adapters)
+    shared = SharedCounters(
+        gauges=2 * Admission.GAUGES + 1,
+        counters=0,
+        named=KeyLimits.room(settings),
+        place=place,
     )
     gateway = Gateway(
         settings=settings,
-        upstream=upstream if upstream is not None else triton_upstream(settings, metrics),
+        upstream=upstream,
         metrics=metrics,
         admission=Admission(
-            max_in_flight=settings.max_in_flight, max_waiting=settings.max_waiting, tally=tally
+            max_in_flight=settings.max_in_flight, max_waiting=settings.max_waiting, shared=shared
         ),
         tokenizing=Admission(
             max_in_flight=_TOKENIZED_AT_ONCE,
             max_waiting=settings.max_waiting,
-            tally=tally,
+            shared=shared,
             work="tokenizations",
         ),
-        body_bytes=tally.gauge(),
+        body_bytes=shared.gauge(),
         keyring=Keyring(settings.api_keys),
-        key_limits=KeyLimits(settings.api_keys, tally),
+        sites=Sites(settings),
+        key_limits=KeyLimits(settings.api_keys, shared),
         drain=Drain(),
-        tracing=make_tracing(settings),
-        fleet=None if place is None else Fleet(place, metrics),
+        tracing=Tracing(settings.trace_endpoint, settings.trace_sample),
+        worker_metrics=None if place is None else WorkerMetrics(place, metrics),
     )
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        if gateway.fleet is not None:
-            await gateway.fleet.start()
-        following = None if place is None else asyncio.create_task(gateway.key_limits.follow())
+        if gateway.worker_metrics is not None:
+            await gateway.worker_metrics.start()
         await gateway.upstream.start()
+        tasks = [asyncio.create_task(work) for work in _background(gateway, public, place)]
         try:
             if place is not None:
                 await _first_look(gateway)
             yield
         finally:
-            if following is not None:
-                following.cancel()
+            for task in tasks:
+                task.cancel()
             await gateway.upstream.close()
             await asyncio.to_thread(gateway.tracing.close)
-            if gateway.fleet is not None:
-                await gateway.fleet.close()
+            if gateway.worker_metrics is not None:
+                await gateway.worker_metrics.close()
 
     app = FastAPI(
         title="tritongate",
@@ -96,25 +115,65 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
         description="OpenAI-compatible gateway for ChatGLM on NVIDIA Triton.",
         lifespan=lifespan,
         exception_handlers=error_handlers(),
-        docs_url=None,  # that page would load its scripts from another host: ours is `gateway.api.docs`
+        docs_url=None,  # that page would load its scripts from another host: ours is `gateway.http.openapi`
         redoc_url=None,
         redirect_slashes=False,
+        dependencies=[routes.OwnSite],
     )
     app.state.gateway = gateway
     app.state.records = Records(gateway)
     app.state.door = Door(gateway)
-    resources = (chat, completions, responses, tokenize, predict, admin, models, health, kserve_http)
-    for resource in resources:
-        app.include_router(resource.router)
-    app.state.routes = [
-        route for resource in resources for route in resource.router.routes if isinstance(route, Route)
-    ]
+    page = [page_router()] if settings.chat_page else []
+    routers = (
+        routes.router,
+        anthropic.router,
+        predict.router,
+        ops.admin_router,
+        ops.router,
+        kserve_http.router,
+        *page,
+    )
+    for router in routers:
+        app.include_router(router)
+    app.state.routes = [route for router in routers for route in router.routes if isinstance(route, Route)]
     # The last one added is the outermost.
     app.add_middleware(BodyLimitMiddleware, gateway=gateway)
-    app.add_middleware(ExchangeMiddleware, records=app.state.records)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER, "Retry-After"],
+        )
+    app.add_middleware(RecordMiddleware, records=app.state.records)
     openapi.install(app)
-    docs.install(app)
     return app
+
+
+def _background(
+    gateway: Gateway, public: PublicModels | None, place: Place | None
+) -> Iterator[Coroutine[Any, Any, None]]:
+    """Yield what runs beside the requests; `public` are the models, where they are the Tritons'."""
+    settings, metrics = gateway.settings, gateway.metrics
+    folder = None if place is None else place.folder
+    if place is not None:
+        yield gateway.key_limits.follow()
+    if settings.keys_file is not None:
+        yield follow(
+            KEYS, settings, gateway.apply_keys, partial(metrics.file_read, metrics.keys_file_reloads), folder
+        )
+    if public is not None:
+        if settings.warn_of_faults and (place is None or place.number == 0):
+            yield warn_of_faults(settings.all_upstreams(), settings.tls_of)
+        if settings.models_file is not None:
+            yield follow(
+                MODELS,
+                settings,
+                public.apply,
+                partial(metrics.file_read, metrics.models_file_reloads),
+                folder,
+            )
 
 
 async def _first_look(gateway: Gateway) -> None:
@@ -129,24 +188,43 @@ async def _first_look(gateway: Gateway) -> None:
                 await asyncio.sleep(_LOOK_EVERY_S)
 
 
-def make_tracing(settings: Settings) -> Tracing:
-    """Make the tracing that records requests as spans or, without an endpoint, passes clients' traces on."""
-    if settings.trace_endpoint is None:
-        return PassOn()
-    # OpenTelemetry's SDK is an extra, imported only where it is used.
-    from gateway.spans import Recording  # noqa: PLC0415
-
-    return Recording(settings.trace_endpoint, settings.trace_sample)
-
-
-def triton_upstream(settings: Settings, metrics: Metrics) -> TritonUpstream:
-    """Make the upstream for the Tritons that `settings` names, observed by `metrics`."""
-    return TritonUpstream(
-        upstreams=settings.upstreams,
-        models=settings.models,
-        idle_timeout_s=settings.idle_timeout_s,
-        load_timeout_s=settings.load_timeout_s,
-        observer=metrics,
-        repository_key=revealed(settings.repository_key),
-        resolve_interval_s=settings.resolve_interval_s,
+def triton_upstream(
+    settings: Settings, observer: NamesObserver | None = None, resolve: Resolve = resolve
+) -> PublicModels:
+    """Make the upstream for the models and Tritons that `settings` names, which `resolve` looks up."""
+    on_demand = OnDemandPolicy(
+        max_loaded=settings.max_loaded_models,
+        min_loaded_s=settings.min_loaded_s,
+        unload_idle_s=settings.unload_idle_s,
+        pinned=settings.pinned_models,
     )
+
+    def pool(plan: Plan, observer: UpstreamObserver | None) -> TritonUpstream:
+        return TritonUpstream(
+            upstreams=plan.upstreams,
+            models=plan.entries,
+            idle_timeout_s=settings.idle_timeout_s,
+            load_timeout_s=settings.load_timeout_s,
+            resume=settings.resume,
+            upstream_wait_s=settings.upstream_wait_s,
+            observer=observer,
+            repository_key=revealed(settings.repository_key),
+            resolve_interval_s=settings.resolve_interval_s,
+            resolve=resolve,
+            dialects=Dialects(plan.tokenizers, dict(plan.dialects)),
+            on_demand=on_demand if settings.load_on_demand else None,
+            tls_of=settings.tls_of,
+        )
+
+    return PublicModels(settings, pool, observer)
+
+
+def _loads(upstream: PublicModels) -> Iterator[EngineLoad]:
+    for name, replica in upstream.replicas():
+        if replica.state is ReplicaState.READY and replica.report is not None:
+            yield EngineLoad(
+                model=name,
+                upstream=replica.upstream,
+                waiting=replica.report.waiting,
+                kv_usage=replica.report.kv_usage,
+            )

@@ -1,41 +1,61 @@
-"""The command `tritongate`."""
+"""The command `tritongate`.
+
+Each command imports what it needs when it is called: all of it takes a second of CPU, which `chat` and `size`
+should not wait for.
+"""
 
 import asyncio
 import contextlib
+import importlib
+import importlib.util
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 from pydantic import SecretStr
 
-from gateway.check import check as check_upstreams
-from gateway.cli_clients import bench, load, unload
-from gateway.cli_size import size
-from gateway.configuration import (
+from gateway import version
+from gateway.commands import stop_at_once
+from gateway.errors import ListenError
+from gateway.settings import (
     CONFIG_VARIABLE,
     ConfigurationError,
+    Settings,
     load_settings,
     settings_table,
     unknown_variables,
 )
-from gateway.listeners import ListenError, Listeners, base_url, bind_gateway
-from gateway.settings import Settings
-from gateway.up import TritonOptions, run_up
-from gateway.version import version
-from gateway.workers import run as run_gateway
-from wire.events import Ready
+from gateway.settings.models import ModelSettings
+from gateway.up import METRICS_PORT, plan_replicas, run_up
+
+if TYPE_CHECKING:
+    from gateway.server import Listeners
+    from wire.events import Ready
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+_ELSEWHERE = {
+    "batch": "batch",
+    "bench": "bench",
+    "bench-kserve": "clients",
+    "build": "build",
+    "chat": "chat",
+    "deploy": "deploy",
+    "load": "clients",
+    "size": "size",
+    "unload": "clients",
+}
+"""In which module of `gateway.commands` each command is."""
 _UP_DRAIN_S = 5.0
 _UP_PORTS = {"kserve_http_port": 8000, "kserve_grpc_port": 8001}
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
-_LATER_DTYPES = ("int8", "int4")
+_QUANTISATIONS = ("int8", "fp8", "int4")
 
 
 class _Misconfigured(click.ClickException):
@@ -47,7 +67,7 @@ class _Misconfigured(click.ClickException):
 def settings_options(*, without: frozenset[str] = frozenset()) -> Callable[[F], F]:
     """Add `--config` and a flag for every setting but those in `without`.
 
-    Flags are plain text here: `gateway.configuration` alone knows the types and bounds, for every source.
+    Flags are plain text here: `gateway.settings` alone knows types and bounds.
     """
 
     def decorate(command: F) -> F:
@@ -72,20 +92,45 @@ def settings_options(*, without: frozenset[str] = frozenset()) -> Callable[[F], 
     return decorate
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+_timeout = click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="seconds for each of looking up, connecting and probing",
+)
+
+
+class _Commands(click.Group):
+    """Has the commands of `_ELSEWHERE`, too, which are imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *_ELSEWHERE])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _ELSEWHERE:
+            return super().get_command(ctx, cmd_name)
+        module = importlib.import_module(f"gateway.commands.{_ELSEWHERE[cmd_name]}")
+        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        return command
+
+
+@click.group(
+    cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
 @click.version_option(version(), prog_name="tritongate", message="%(prog)s %(version)s")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """OpenAI-compatible gateway for ChatGLM on NVIDIA Triton."""
-
-
-for _command in (load, unload, bench, size):
-    main.add_command(_command)
+    # The command is imported and has ends of its own. Those that serve import more, and see to it themselves.
+    serves = context.invoked_subcommand in {"up", "serve"}
+    if not serves and signal.getsignal(signal.SIGINT) is stop_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @main.command()
 @click.option(
     "--model",
-    "checkpoints",
     multiple=True,
     metavar="[NAME=]DIR",
     help="checkpoint directory to serve, as NAME or its folder's name; repeatable; none: the built-in model",
@@ -93,13 +138,27 @@ for _command in (load, unload, bench, size):
 @click.option(
     "--metrics-port",
     type=click.IntRange(0, 65535),
-    default=8002,
+    default=METRICS_PORT,
     show_default=True,
-    help="for the metrics of Triton and the engines; 0 takes a free one",
+    help="for the metrics of Triton and the engines; 0 takes a free one; replicas have those that follow",
 )
-@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda:N")
-@click.option("--dtype", type=click.Choice(_DTYPES + _LATER_DTYPES), default="auto", show_default=True)
-@click.option("--max-context", type=click.IntRange(2), help="tokens of prompt and answer together")
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    metavar="auto|cpu|cuda:N[,cuda:N...]",
+    help="where the models run; of several, each has a Triton of its own",
+)
+@click.option(
+    "--replicas",
+    type=click.IntRange(1),
+    help="Tritons, each with all models, behind one gateway  [default: one a device]",
+)
+@click.option("--dtype", type=click.Choice(_DTYPES), default="auto", show_default=True)
+@click.option(
+    "--quantization", type=click.Choice(_QUANTISATIONS), help="weights of fewer bits, quantised while loading"
+)
+@click.option("--max-context", type=click.IntRange(32), help="tokens of prompt and answer together")
 @click.option("--max-running", type=click.IntRange(1), help="sequences in one step of an engine")
 @click.option("--max-batched-tokens", type=click.IntRange(1), help="tokens in one step of an engine")
 @click.option(
@@ -113,89 +172,94 @@ for _command in (load, unload, bench, size):
 @click.option(
     "--kv-memory-gib", type=click.FloatRange(0, min_open=True), help="memory of an engine's KV cache"
 )
-@settings_options(without=frozenset({"upstreams", "resolve_interval_s", "models"}))
-def up(
-    *,
-    config: Path | None,
-    checkpoints: tuple[str, ...],
-    metrics_port: int,
-    device: str,
-    dtype: str,
-    max_context: int | None,
-    max_running: int | None,
-    max_batched_tokens: int | None,
-    burst_tokens: int | None,
-    burst_steps: int | None,
-    kv_memory_gib: float | None,
-    **flags: Any,
-) -> None:
-    """Start a Triton on this machine and serve its models.
+@settings_options(without=frozenset({"upstreams", "resolve_interval_s", "models", "warn_of_faults"}))
+def up(*, config: Path | None, **values: Any) -> None:
+    """Start a Triton on this machine, or several, and serve its models.
 
     Ctrl-C gives running requests at most 5 s to finish; a second one ends at once. Triton itself is private:
     its clients reach the gateway, on the ports where Triton used to be.
     """
-    if dtype in _LATER_DTYPES:
-        raise click.UsageError(f"--dtype {dtype} is not supported yet; choose one of {', '.join(_DTYPES)}")
+    from gateway.server import bind_gateway, claim  # noqa: PLC0415 - as the module says, like those below
+    from gateway.workers import run as run_gateway  # noqa: PLC0415
+
+    flags = {name: value for name, value in values.items() if name in Settings.model_fields}
+    options = {name: value for name, value in values.items() if name not in flags}
     settings = _load(config, flags)
-    quiet = {} if "log_level" in settings.model_fields_set else {"log_level": "warning"}
+    chosen = {"log_level", "log_format"} & settings.model_fields_set
+    quiet = {} if chosen else {"log_level": "warning", "log_format": "plain"}
     ports = {name: port for name, port in _UP_PORTS.items() if name not in settings.model_fields_set}
     settings = settings.model_copy(update={"drain_s": min(settings.drain_s, _UP_DRAIN_S), **quiet, **ports})
-    options = TritonOptions(
-        models=checkpoints,
-        metrics_port=metrics_port,
-        device=device,
-        dtype=dtype,
-        max_context=max_context,
-        max_running=max_running,
-        max_batched_tokens=max_batched_tokens,
-        burst_tokens=burst_tokens,
-        burst_steps=burst_steps,
-        kv_memory_gib=kv_memory_gib,
-        trace_endpoint=settings.trace_endpoint,
-    )
+    device, count, models = options.pop("device"), options.pop("replicas"), options.pop("model")
+    try:
+        replicas = plan_replicas(
+            device, count, models=models, **options, trace_endpoint=settings.trace_endpoint
+        )
+    except ValueError as error:
+        raise _Misconfigured(str(error)) from None
     try:
         # First, so that a taken port is reported before Triton's slow start.
         listeners = bind_gateway(
             settings.host,
             settings.http_ports(),
             grpc_port=settings.kserve_grpc_port,
+            metrics_address=settings.metrics_address,
             count=settings.workers,
         )
 
-        def serve_models(ready: Ready) -> int:
+        def serve_models(addresses: Sequence[str], ready: "Ready", on_stop: Callable[[], None]) -> int:
+            folders = {name: folder for name, _, folder in (each.partition("=") for each in ready.tokenizers)}
+            models = {name: ModelSettings(entry=name) for name in ready.models}
+            if settings.models_file is not None:
+                models = dict(settings.models)
+            for name, each in models.items():
+                folder = each.tokenizer or folders.get(each.entry)
+                models[name] = each.model_copy(update={"tokenizer": folder})
             upstream = {
-                "upstreams": (ready.grpc,),
+                "upstreams": tuple(addresses),
                 "repository_key": SecretStr(ready.repository_key),
-                "models": tuple(ready.models),
+                "models": models,
+                "warn_of_faults": False,  # it is private
+                **dict.fromkeys(("upstream_ca", "upstream_cert", "upstream_key"), ()),
             }
             return run_gateway(
                 settings.model_copy(update=upstream),
                 listeners=listeners,
                 on_ready=lambda url: click.echo(
-                    greeting(url, ready.models, listeners[0], keyed=bool(settings.api_keys))
+                    greeting(url, [*models], listeners[0], keyed=bool(settings.api_keys))
                 ),
+                on_stop=on_stop,
             )
 
         with contextlib.ExitStack() as stack:
             for each in listeners:
                 stack.callback(each.close)
-            status = run_up(options, serve_models, sys.stdout)
+            for address in filter(None, [*listeners[0].http, listeners[0].reserved]):
+                stack.enter_context(claim(address))
+            status = run_up(replicas, serve_models, sys.stdout)
     except ListenError as error:
         raise click.ClickException(str(error)) from None
     sys.exit(status)
 
 
-def greeting(url: str, models: Sequence[str], listeners: Listeners, *, keyed: bool) -> str:
-    """Say where the gateway is, with a command to copy; where keys are needed it reads one from $KEY."""
+def greeting(url: str, models: Sequence[str], listeners: "Listeners", *, keyed: bool) -> str:
+    """Say in a line each where the gateway and its page are, and a command to copy.
+
+    Where keys are needed, the command reads one from $KEY.
+    """
+    from gateway.server import base_url  # noqa: PLC0415
+
     body = json.dumps(
         {"model": models[0], "messages": [{"role": "user", "content": "你好"}]}, ensure_ascii=False
     )
     key = ' -H "Authorization: Bearer $KEY"' if keyed else ""
-    kserve = [f"HTTP {base_url(listener)}" for listener in listeners.http[1:]]
+    second = listeners.http[1 : len(listeners.http) - listeners.with_metrics]
+    kserve = [f"HTTP {base_url(listener, tls=url.startswith('https:'))}" for listener in second]
     kserve += [f"gRPC {listeners.grpc}"] if listeners.grpc else []
-    legacy = f"For clients of Triton: {', '.join(kserve)}\n" if kserve else ""
+    legacy = f" (for clients of Triton: {', '.join(kserve)})" if kserve else ""
+    # The page is a part of the package that may be left out.
+    page = f"Chat page: {url}/\n" if importlib.util.find_spec("gateway.page") else ""
     return (
-        f"\nServing {', '.join(models)} at {url}/v1\n{legacy}\n"
+        f"\nServing {', '.join(models)} at {url}/v1{legacy}\n{page}"
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n"
     )
 
@@ -207,6 +271,8 @@ def serve(config: Path | None, **flags: Any) -> None:
 
     A flag overrides an environment variable, which overrides the YAML file.
     """
+    from gateway.workers import run as run_gateway  # noqa: PLC0415
+
     settings = _load(config, flags)
     try:
         status = run_gateway(settings)
@@ -217,21 +283,50 @@ def serve(config: Path | None, **flags: Any) -> None:
 
 @main.command()
 @settings_options()
-@click.option(
-    "--timeout-s",
-    type=click.FloatRange(min=0, min_open=True),
-    default=5.0,
-    show_default=True,
-    help="seconds for each of looking up, connecting and probing",
-)
+@_timeout
 def check(config: Path | None, timeout_s: float, **flags: Any) -> None:
     """Check the configuration, connect to every upstream and report; status 1 unless all is well."""
+    from gateway.commands.check import check as check_upstreams  # noqa: PLC0415
+
     settings = _load(config, flags)
     click.echo("configuration: ok")
     findings = asyncio.run(check_upstreams(settings, timeout_s=timeout_s))
     for finding in findings:
         click.echo(finding.text)
     sys.exit(0 if all(finding.ok for finding in findings) else 1)
+
+
+@main.command()
+@click.argument("url", required=False)
+@click.option("--key", envvar="TRITONGATE_KEY", show_envvar=True, help="a key of the gateway at URL")
+@settings_options()
+@_timeout
+def models(*, url: str | None, key: str | None, config: Path | None, timeout_s: float, **flags: Any) -> None:
+    """List the models of the configuration, as their Tritons have them; or of the running gateway at URL."""
+    from gateway.commands.models import models_at, models_of, table  # noqa: PLC0415
+
+    rows = (
+        asyncio.run(models_of(_load(config, flags), timeout_s=timeout_s))
+        if url is None
+        else models_at(url, key)
+    )
+    click.echo(table(rows))
+
+
+@main.command()
+@click.argument("messages", type=click.File(encoding="utf-8"), default="-")
+@click.option("--model", required=True, help="public name, or an alias")
+@settings_options()
+@_timeout
+def prompt(*, messages: TextIO, model: str, config: Path | None, timeout_s: float, **flags: Any) -> None:
+    """Show what a model is given to read, and the ids of its tokens.
+
+    MESSAGES is a file of JSON, or - for standard input: a list of messages, or a request with messages, and
+    perhaps tools.
+    """
+    from gateway.commands.models import print_prompt  # noqa: PLC0415
+
+    print_prompt(_load(config, flags), model, messages.read(), timeout_s)
 
 
 def _load(config: Path | None, flags: dict[str, Any]) -> Settings:

@@ -1,4 +1,4 @@
-"""Every error the gateway answers with.
+"""Every error the gateway answers with, and the one with which it does not start (`ListenError`).
 
 GatewayError
 ├── InvalidRequestError          400
@@ -15,6 +15,7 @@ GatewayError
 ├── BodyTooLargeError            413
 ├── UnsupportedMediaTypeError    415
 ├── RateLimitError               429  + Retry-After
+│   └── QuotaError               429  insufficient_quota
 ├── HeadersTooLargeError         431
 ├── ClientGoneError              499  metrics and logs only
 ├── InternalError                500
@@ -144,6 +145,13 @@ class RateLimitError(GatewayError):
     code = "rate_limit_exceeded"
 
 
+class QuotaError(RateLimitError):
+    """A key has used what it may use in a day."""
+
+    type = "insufficient_quota"
+    code = "insufficient_quota"
+
+
 class HeadersTooLargeError(GatewayError):
     """The request line and headers exceed the limit."""
 
@@ -186,3 +194,7 @@ class DeadlineError(GatewayError):
 def render(error: GatewayError) -> dict[str, Any]:
     """Return OpenAI's error object for `error`."""
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+class ListenError(Exception):
+    """An address cannot be listened on, so the gateway does not start; the message says why."""

@@ -1,20 +1,23 @@
-"""The part of `tritongate up` that runs Triton: a child process, its events, and its end.
+"""The part of `tritongate up` that runs Tritons: for each a child process, its events, and its end.
 
-The child is `python -m triton_models.embedded`, in its own session, so that a terminal's Ctrl-C reaches only
+A child is `python -m triton_models.embedded`, in its own session, so that a terminal's Ctrl-C reaches only
 this process, and the gateway drains before Triton stops. It stops by itself when this process is gone: its
 standard input is a pipe from here. This module imports nothing of it; they share only `wire.events`.
+
+Several replicas are several children, which know nothing of each other.
 """
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self, TextIO, assert_never
+from typing import Final, Self, TextIO, assert_never
 
 import msgspec
 
@@ -25,97 +28,121 @@ _STOP_TIMEOUT_S = 8.0
 """The child's own limit is some two seconds shorter."""
 _LOADING_EVERY_S = 10.0
 """Between two lines about one model, if the output is not a terminal."""
-_LOOK_EVERY_S = 0.2
+_LOOK_EVERY_S = 0.05
 """While waiting on the main thread. A signal that comes just before a wait begins does not end it, and its
 handler, which runs on that thread, would wait as long."""
 _SIGNALLED = 128
-_ENGINE_LIMITS = (
-    "max_context",
-    "max_running",
-    "max_batched_tokens",
-    "burst_tokens",
-    "burst_steps",
-    "kv_memory_gib",
-)
+_AUTO = "auto"
+METRICS_PORT: Final = 8002
 
 
 class TritonFailedError(Exception):
-    """The embedded Triton did not start, or ended unexpectedly; the message is one line for the terminal."""
+    """An embedded Triton did not start, or ended for good; the message is one line for the terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TritonOptions:
-    """The options that `tritongate up` passes on."""
+class Replica:
+    """One Triton to be run: what starts its process."""
 
-    models: tuple[str, ...] = ()
-    """`[NAME=]DIR` of each; none: the built-in one."""
-    metrics_port: int = 8002
-    """0 is any free port."""
-    device: str = "auto"
-    dtype: str = "auto"
-    max_context: int | None = None
-    max_running: int | None = None
-    max_batched_tokens: int | None = None
-    burst_tokens: int | None = None
-    burst_steps: int | None = None
-    kv_memory_gib: float | None = None
-    """These six: limits of each engine; None leaves them to it."""
-    trace_endpoint: str | None = None
-    """Where Triton and the models send their spans; None: there are none."""
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    """Variables, beside those of this process."""
+    name: str = ""
+    """In messages; empty: the only one."""
 
-    def command(self) -> list[str]:
-        """Return the child's command line."""
-        command = [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin"]
-        # What its log would say comes as events.
-        command += ["--log-level", "critical", "--device", self.device, "--dtype", self.dtype]
-        command += ["--metrics-port", str(self.metrics_port)]
-        for name in _ENGINE_LIMITS:
-            if (value := getattr(self, name)) is not None:
-                command += ["--" + name.replace("_", "-"), str(value)]
-        if self.trace_endpoint is not None:
-            command += ["--trace-endpoint", self.trace_endpoint]
-        for model in self.models:
-            command += ["--model", model]
-        return command
+
+def plan_replicas(
+    device: str, count: int | None, *, metrics_port: int, models: Sequence[str], **options: object
+) -> list[Replica]:
+    """Return the Tritons to run.
+
+    They have one key in common, and divide what they share: the machine's CPUs, unless OMP_NUM_THREADS says
+    how many each uses, and a device's memory, unless the options say how much each KV cache takes.
+
+    Args:
+        device: `auto`, or devices with commas between them, to which replicas are given in turn.
+        count: how many; None: one a device.
+        metrics_port: the first one's; the others have those that follow. 0: any free ones.
+        models: what each of them serves, as `--model` has it; empty: the built-in model.
+        options: the child's other flags (see `triton_command`).
+
+    Raises:
+        ValueError: fewer replicas than devices, or `auto` among other devices; the message names the flag.
+    """
+    devices = device.split(",")
+    if _AUTO in devices[1:] or (len(devices) > 1 and devices[0] == _AUTO):
+        raise ValueError(f"--device {device}: {_AUTO} stands alone")
+    count = len(devices) if count is None else count
+    if count < len(devices):
+        raise ValueError(f"--replicas {count} are fewer than the devices of --device {device}")
+    environment = {"TRITONGATE_REPOSITORY_KEY": f"tritongate-key={secrets.token_hex(16)}"}
+    if count > 1 and "OMP_NUM_THREADS" not in os.environ:
+        environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
+    places = [devices[number % len(devices)] for number in range(count)]
+    replicas = []
+    for number, place in enumerate(places):
+        engines = places.count(place) * max(1, len(models))
+        divided = engines > 1 and options.get("kv_memory_gib") is None
+        command = triton_command(
+            model=tuple(models),
+            metrics_port=metrics_port and metrics_port + number,
+            device=place,
+            memory_share=1 / engines if divided else None,
+            **options,
+        )
+        name = f"Replica {number + 1} ({place})" if count > 1 else ""
+        replicas.append(Replica(command=command, environment=environment, name=name))
+    return replicas
+
+
+def triton_command(**options: object) -> list[str]:
+    """Return the child's command line.
+
+    Args:
+        options: by the names of its flags; those of a sequence are repeated, None leaves it to the child.
+    """
+    command = [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin"]
+    for name, value in options.items():
+        for each in value if isinstance(value, tuple) else () if value is None else (value,):
+            command += ["--" + name.replace("_", "-"), str(each)]
+    return command
 
 
 class Report:
-    """Shows the child's progress: in lines, on a terminal as one line rewritten while models load."""
+    """Shows progress: in lines, on a terminal as one line rewritten while models load. Thread-safe."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._rewrites = out.isatty()
         self._open_line = False
-        self._loading: tuple[str, float] = ("", 0.0)
+        self._loading: dict[str, float] = {}
+        """When a line about a model of a replica was last shown."""
+        self._stopping = False
+        self._lock = threading.RLock()
 
-    def __call__(self, event: Event) -> None:
-        """Show `event`."""
-        match event:
-            case events.Loading(model=model, elapsed_s=elapsed_s):
-                self._show_loading(model, elapsed_s, _loading_text(event))
-            case events.Notice(message=message):
-                self.say(message)
-            case events.Starting(log=log):
-                self.say(f"Starting Triton (log: {log})")
-            case events.Ready():
-                self.say(f"Triton is ready: gRPC {event.grpc}, metrics {event.metrics}")
-            case events.ModelDown(model=model, reason=reason):
-                self.say(f"Model {model} is down ({reason}); loading it again")
-            case events.ModelUp(model=model):
-                self.say(f"Model {model} is up again")
-            case events.ServerDown(reason=reason, retry_in_s=retry_in_s):
-                self.say(f"Triton is down ({reason}); starting it again in {retry_in_s:g} s")
-            case events.ServerUp():
-                self.say("Triton is up again")
-            case events.Failed():
-                pass  # becomes the exception's message
-            case _:
-                assert_never(event)
+    def stopping(self) -> None:
+        """Say once that it stops."""
+        if not self._stopping:
+            self._stopping = True
+            self.say("stopping")
+
+    def __call__(self, event: Event, replica: str = "") -> None:
+        """Show `event`, of the replica that has this name."""
+        text = _text(event)
+        if text is None:
+            return
+        line = f"{replica}: {text}" if replica else text
+        with self._lock:
+            if isinstance(event, events.Loading):
+                self._show_loading(f"{replica} {event.model}", event.elapsed_s, line)
+            else:
+                self.say(line)
 
     def say(self, line: str) -> None:
         """Show a line."""
-        self._write(line + "\n")
-        self._open_line = False
+        with self._lock:
+            self._write(line + "\n")
+            self._open_line = False
 
     def _show_loading(self, model: str, elapsed_s: float, text: str) -> None:
         if self._rewrites:
@@ -123,9 +150,8 @@ class Report:
             self._open_line = True
             return
         now = time.monotonic()
-        shown, at = self._loading
-        if shown != model or elapsed_s == 0 or now - at >= _LOADING_EVERY_S:
-            self._loading = (model, now)
+        if elapsed_s == 0 or now - self._loading.get(model, -_LOADING_EVERY_S) >= _LOADING_EVERY_S:
+            self._loading[model] = now
             self.say(text)
 
     def _write(self, text: str) -> None:
@@ -136,141 +162,233 @@ class Report:
             self._out.flush()
 
 
-class EmbeddedTriton:
-    """The child process, as a context manager: started on entry, stopped on exit. For the main thread.
+def _text(event: Event) -> str | None:
+    """Return what an event says in one line; None: nothing by itself."""
+    text = None
+    match event:
+        case events.Loading(model=model, elapsed_s=elapsed_s, progress=progress, size=size):
+            share = "" if progress is None else f" {progress:.0%}"
+            share += "" if size is None else f" of {size}"
+            doing = "Warming up" if progress == 1 else "Loading"
+            text = f"{doing} {model}{'' if progress == 1 else share} ({elapsed_s:.0f} s)"
+        case events.Notice(message=message):
+            text = message
+        case events.Starting(log=log):
+            text = f"Starting Triton (log: {log})"
+        case events.Ready(grpc=grpc, metrics=metrics):
+            text = f"Triton is ready: gRPC {grpc}, metrics {metrics}"
+        case events.ModelDown(model=model, reason=reason):
+            text = f"Model {model} is down ({reason}); loading it again"
+        case events.ModelUp(model=model):
+            text = f"Model {model} is up again"
+        case events.ServerDown(reason=reason, retry_in_s=retry_in_s):
+            text = f"Triton is down ({reason}); starting it again in {retry_in_s:g} s"
+        case events.ServerUp():
+            text = "Triton is up again"
+        case events.Live() | events.Failed():
+            pass  # the second becomes the exception's message
+        case _:
+            assert_never(event)
+    return text
 
-    When the child ends by itself after it was ready, `failure` says why and this process gets a SIGTERM, so
-    that whatever serves in the context drains and returns.
+
+class EmbeddedTriton:
+    """A replica's child process. One that ends by itself after it was ready is started again.
+
+    Args:
+        replica: what starts the child.
+        report: shown what happens.
+        failed: called, on another thread, when there is no child any more and it was not told to stop.
     """
 
-    def __init__(self, options: TritonOptions, report: Callable[[Event], None]) -> None:
+    def __init__(self, replica: Replica, report: Report, failed: Callable[[], None]) -> None:
         self.failure: str | None = None
-        """Why the child ended, if it did so unexpectedly."""
+        """Why there is no child any more, if it was not told to stop."""
+        self.live: events.Live | None = None
+        """Where the server is, from its first start on."""
+        self.ready: Ready | None = None
+        """What it serves; None while a child has not said so."""
+        self._replica = replica
         self._report = report
-        self._ready: Ready | None = None
-        self._decided = threading.Event()
-        """Set when the child is ready or has ended."""
+        self._failed = failed
         self._leaving = False
-        self._abandoned = False
-        self._options = options
-        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        """Held where a child is started or told to stop."""
+        self._process = self._start()
+        threading.Thread(target=self._follow, name="triton-events", daemon=True).start()
 
-    def __enter__(self) -> Self:
-        self._process = subprocess.Popen(  # noqa: S603 - our own command
-            self._options.command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
-        threading.Thread(
-            target=self._follow, args=(self._process,), name="triton-events", daemon=True
-        ).start()
-        return self
+    def terminate(self) -> None:
+        """Tell the child to stop."""
+        with self._lock:
+            self._leaving = True
+            self._process.terminate()
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def wait_ready(self) -> Ready:
-        """Wait, however long loading takes, until every model answers.
-
-        Raises:
-            TritonFailedError: the child ended instead.
-        """
-        while not self._decided.wait(_LOOK_EVERY_S):
-            pass
-        if self.failure is not None or self._ready is None:
-            raise TritonFailedError(self.failure)
-        return self._ready
-
-    def stop(self) -> None:
-        """Stop the child and wait for its end, ten seconds at most; do nothing for one that was abandoned."""
-        if self._process is None or self._abandoned:
-            return
-        self._leaving = True
-        self._process.terminate()
+    def wait(self, deadline: float) -> None:
+        """Wait for the end of a child that was told to stop; at `deadline` (`time.monotonic()`) kill it."""
         try:
-            self._process.wait(_STOP_TIMEOUT_S)
+            self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             # Its own children end with it: the kernel takes care of that.
             self._process.kill()
             self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        ports: list[str] = []
+        if self.live is not None:  # where the gateway looks for it
+            for name, address in (("grpc", self.live.grpc), ("metrics", self.live.metrics)):
+                ports += [f"--{name}-port", address.rpartition(":")[2]]
+        return subprocess.Popen(  # noqa: S603 - our own command
+            [*self._replica.command, *ports],
+            env=os.environ | self._replica.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def _follow(self) -> None:
+        """Read the events of a child until it ends, and so on; on a thread of its own."""
+        while True:
+            ended = self._read_events()
+            with self._lock:
+                if self._leaving:
+                    return
+                if self.ready is None:
+                    self.failure = f"{self._replica.name}: {ended}" if self._replica.name else ended
+                    break
+                self.ready = None
+                self._report(events.ServerDown(ended, 0), self._replica.name)
+                self._process = self._start()
+        self._failed()
+
+    def _read_events(self) -> str:
+        """Return why the child ended."""
+        failure = None
+        with self._process as process:
+            assert process.stdout is not None  # noqa: S101 - a pipe was asked for
+            for line in process.stdout:
+                try:
+                    event = events.decode_event(line)
+                except msgspec.MsgspecError:
+                    # Not an event, but worth showing.
+                    event = events.Notice(line.decode(errors="replace").rstrip())
+                self._report(event, self._replica.name)
+                if isinstance(event, events.Failed):
+                    failure = event.message
+                elif isinstance(event, events.Live):
+                    self.live = event
+                elif isinstance(event, events.Ready):
+                    self.ready = event
+        status = process.returncode
+        how = f"killed by signal {-status}" if status < 0 else f"status {status}"
+        return failure or f"the process of the embedded Triton ended by itself ({how})"
+
+
+class EmbeddedTritons:
+    """All replicas, as a context: started side by side on entry, stopped on exit. For the main thread.
+
+    When one fails for good while something serves in the context, this process gets a SIGTERM, so that it
+    drains and returns.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], report: Report) -> None:
+        self._replicas = replicas
+        self._report = report
+        self._tritons: list[EmbeddedTriton] = []
+        self._decided = False
+        self._abandoned = False
+
+    def __enter__(self) -> Self:
+        for replica in self._replicas:
+            self._tritons.append(EmbeddedTriton(replica, self._report, self._end_serving))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is KeyboardInterrupt:
+            self._report.stopping()
+        for triton in self._tritons:
+            triton.terminate()
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        for triton in () if self._abandoned else self._tritons:
+            triton.wait(deadline)
+
+    @property
+    def failure(self) -> str | None:
+        """Why one is gone for good."""
+        return next((triton.failure for triton in self._tritons if triton.failure is not None), None)
+
+    def wait_ready(self) -> tuple[list[str], Ready]:
+        """Wait until all servers run, and on one of them, however long loading takes, every model answers.
+
+        Returns the gRPC addresses of all of them, and what the one that is ready said.
+
+        Raises:
+            TritonFailedError: a child ended instead.
+        """
+        while True:
+            if (failure := self.failure) is not None:
+                raise TritonFailedError(failure)
+            addresses = [triton.live.grpc for triton in self._tritons if triton.live is not None]
+            ready = next((triton.ready for triton in self._tritons if triton.ready is not None), None)
+            if ready is not None and len(addresses) == len(self._tritons):
+                self._decided = (
+                    True  # before a last look, so that either this or the signal tells of a failure
+                )
+                if self.failure is None:
+                    return addresses, ready
+            time.sleep(_LOOK_EVERY_S)
 
     def abandon(self) -> None:
-        """Have the child stop and, on exit, do not wait for it."""
-        self._leaving = self._abandoned = True
-        if self._process is not None:
-            self._process.terminate()
+        """Do not wait, on exit, until they have stopped."""
+        self._abandoned = True
 
-    def _follow(self, process: subprocess.Popen[bytes]) -> None:
-        """Read the child's events until it ends; on a thread of its own."""
-        assert process.stdout is not None  # noqa: S101 - a pipe was asked for
-        with process.stdout as lines:
-            for line in lines:
-                self._take(line)
-        status = process.wait()
-        if self._leaving:
-            self._decided.set()
-            return
-        if self.failure is None:
-            how = f"killed by signal {-status}" if status < 0 else f"status {status}"
-            self.failure = f"the process of the embedded Triton ended by itself ({how})"
-        if self._decided.is_set():
+    def _end_serving(self) -> None:
+        if self._decided:
             os.kill(os.getpid(), signal.SIGTERM)
-        self._decided.set()
-
-    def _take(self, line: bytes) -> None:
-        try:
-            event = events.decode_event(line)
-        except msgspec.MsgspecError:
-            # Not an event, but worth showing.
-            event = events.Notice(line.decode(errors="replace").rstrip())
-        self._report(event)
-        if isinstance(event, events.Failed):
-            self.failure = event.message
-        elif isinstance(event, events.Ready):
-            self._ready = event
-            self._decided.set()
 
 
-def run_up(options: TritonOptions, serve: Callable[[Ready], int], out: TextIO) -> int:
-    """Run Triton and, once it is ready, `serve` in front of it; return the process's exit status.
+Serve = Callable[[Sequence[str], Ready, Callable[[], None]], int]
+"""Runs the gateway in front of addresses and models until a signal, at which it calls the last argument."""
 
-    SIGTERM and SIGINT stop a Triton that is still starting; while `serve` runs, it handles them. One that
-    comes while Triton stops ends this process at once, and Triton a little later.
+
+def run_up(replicas: Sequence[Replica], serve: Serve, out: TextIO) -> int:
+    """Run Tritons and, once one is ready, `serve` in front of all; return the process's exit status.
+
+    SIGTERM and SIGINT stop Tritons that are still starting; while `serve` runs, it handles them. One that
+    comes while Tritons stop ends this process at once, and them a little later.
 
     Args:
-        options: what Triton serves.
-        serve: runs the gateway in front of the address and models it is given, until a signal; returns the
-            exit status, above 128 where a second signal cut the drain short.
+        replicas: the Tritons (see `plan_replicas`).
+        serve: returns the exit status, above 128 where a second signal cut the drain short.
         out: where progress is shown.
     """
     report = Report(out)
-    triton = EmbeddedTriton(options, report)
+    tritons = EmbeddedTritons(replicas, report)
     status = 1
     try:
-        with _interrupted_by_sigterm(), triton:
-            status = serve(triton.wait_ready())
+        with _interrupted(), tritons:
+            status = serve(*tritons.wait_ready(), report.stopping)
             if status > _SIGNALLED:
-                triton.abandon()
+                tritons.abandon()
     except TritonFailedError:
         pass  # said below
     except KeyboardInterrupt:
+        report.stopping()
         status = _SIGNALLED + signal.SIGINT
-    if triton.failure is not None:
-        report.say(f"Error: {triton.failure}")
+    if tritons.failure is not None:
+        report.say(f"Error: {tritons.failure}")
         return 1
     return status
 
 
 @contextlib.contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM raise KeyboardInterrupt, as SIGINT does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _interrupted() -> Iterator[None]:
+    """Have SIGTERM and SIGINT raise KeyboardInterrupt, unless they are ignored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _loading_text(event: events.Loading) -> str:
-    share = "" if event.progress is None else f" {event.progress:.0%}"
-    return f"Loading {event.model}{share} ({event.elapsed_s:.0f} s)"
+        for number, handler in before.items():
+            signal.signal(number, handler)

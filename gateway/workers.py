@@ -1,34 +1,49 @@
-"""Runs the gateway as several processes on one port, for more streams than one interpreter can handle.
+"""Several gateway processes behind one port: starts them, replaces those that end, and stops them all.
 
     this process ──order──▶ worker 0, worker 1, …    each a whole gateway, with a listener of its own
 
 The kernel distributes connections among the listeners. This process holds those for HTTP too, so that
 connections waiting for a worker that died are served by its replacement; if that dies soon as well, they are
-reset, and new ones go to the other workers. It serves nothing itself.
+reset, and new ones go to the other workers. It serves nothing itself. Signals work as in `gateway.server` and
+are passed on; after the first, no worker is replaced.
 
-Signals work as in `gateway.server` and are passed on; after the first, no worker is replaced.
+A worker is `python -m gateway.workers`. It reads its order (settings, sockets, place), one line of JSON, from
+standard input, and writes one line to standard output when every model is ready. When standard input ends,
+because the parent died or closed it, the worker stops as on SIGTERM.
 """
 
 import asyncio
 import contextlib
 import logging
+import os
+import shutil
 import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gateway.fleet import Place, answers
-from gateway.listeners import Listeners, base_url, bind_gateway, listen_gateway
-from gateway.logs import configure_logging
-from gateway.server import caught_signals
+import msgspec
+from pydantic import SecretStr
+
+from gateway.limits.counters import mark_ended, new_table
+from gateway.server import (
+    BACKLOG,
+    Listeners,
+    base_url,
+    bind_gateway,
+    caught_signals,
+    listen_gateway,
+)
 from gateway.server import run as run_alone
 from gateway.settings import Settings
-from gateway.tally import mark_ended, new_table
-from gateway.triton.backoff import Backoff
-from gateway.worker import encode_order
+from gateway.settings.values import revealed
+from gateway.telemetry.logs import configure_logging
+from gateway.telemetry.metrics import Place, answers
+from gateway.triton.client import Backoff
 
 _STEADY_S = 60.0
 """A worker that lived longer than this is replaced after the shortest pause."""
@@ -47,11 +62,49 @@ _LONGEST_FOLDER = 80
 _log = logging.getLogger(__name__)
 
 
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a worker, its listeners, and its place among the workers."""
+
+    settings: dict[str, Any]
+    """All settings, secrets in clear text: never log them or put them on a command line."""
+    http: list[int]
+    """The inherited descriptors of the sockets for HTTP."""
+    grpc: str | None
+    """The address for gRPC, if there is one."""
+    place: Place
+
+
+_decoder = msgspec.json.Decoder(Order, dec_hook=lambda kind, text: kind(text))  # of the place's path
+
+
+def encode_order(settings: Settings, listeners: Listeners, place: Place) -> bytes:
+    """Return an order as the line that the worker reads."""
+    http = [listener.fileno() for listener in listeners.http]
+    order = Order(settings=settings.model_dump(), http=http, grpc=listeners.grpc, place=place)
+    return msgspec.json.encode(order, enc_hook=_plain) + b"\n"
+
+
+def decode_order(line: bytes) -> Order:
+    """Read what `encode_order` wrote.
+
+    Raises:
+        msgspec.MsgspecError: it is not an order.
+    """
+    return _decoder.decode(line)
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, SecretStr):
+        return revealed(value)
+    return str(value)
+
+
 def run(
     settings: Settings,
     *,
     listeners: Sequence[Listeners] = (),
     on_ready: Callable[[str], None] | None = None,
+    on_stop: Callable[[], None] | None = None,
 ) -> int:
     """Serve in as many processes as the settings say until a signal; return the exit status.
 
@@ -61,6 +114,7 @@ def run(
         settings: the gateway's; limits on requests apply to all workers together.
         listeners: from `bind_gateway`, those of each worker; closed at the end. Empty: they are made here.
         on_ready: called with the base URL once every model is ready in every worker.
+        on_stop: called when a signal begins the drain.
 
     Raises:
         ListenError: the address cannot be listened on.
@@ -69,10 +123,11 @@ def run(
         settings.host,
         settings.http_ports(),
         grpc_port=settings.kserve_grpc_port,
+        metrics_address=settings.metrics_address,
         count=settings.workers,
     )
     if len(listeners) == 1:
-        return run_alone(settings, listeners=listeners[0], on_ready=on_ready)
+        return run_alone(settings, listeners=listeners[0], on_ready=on_ready, on_stop=on_stop)
     configure_logging(settings.log_level, settings.log_format)
     listen_gateway(listeners)
     with tempfile.TemporaryDirectory(prefix="tritongate-", dir=_folder()) as folder, new_table() as table:
@@ -80,7 +135,7 @@ def run(
             Place(number=number, count=len(listeners), folder=Path(folder), table=table)
             for number in range(len(listeners))
         ]
-        return asyncio.run(_run(settings, listeners, places, on_ready))
+        return asyncio.run(_run(settings, listeners, places, on_ready, on_stop))
 
 
 def _folder() -> str | None:
@@ -93,15 +148,18 @@ async def _run(
     listeners: Sequence[Listeners],
     places: Sequence[Place],
     on_ready: Callable[[str], None] | None,
+    on_stop: Callable[[], None] | None,
 ) -> int:
     workers = [_Worker(settings, own, place) for own, place in zip(listeners, places, strict=True)]
-    url = base_url(listeners[0].http[0])
+    url = base_url(listeners[0].http[0], tls=settings.tls_cert is not None)
     with caught_signals() as signals:
         keeping = [asyncio.create_task(worker.keep()) for worker in workers]
         announcing = asyncio.create_task(_announce(workers, url, on_ready))
         ended: asyncio.Future[Any] = asyncio.gather(*keeping)
         first: asyncio.Future[Any] = asyncio.create_task(signals.get())
         await asyncio.wait([first, ended], return_when=asyncio.FIRST_COMPLETED)
+        if first.done() and on_stop is not None:
+            on_stop()
         first.cancel()
         announcing.cancel()
         for worker in workers:
@@ -196,7 +254,7 @@ class _Worker:
                 sys.executable,
                 "-P",  # no modules from the working directory, which may be anyone's
                 "-m",
-                "gateway.worker",
+                "gateway.workers",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 pass_fds=(*(listener.fileno() for listener in self._listeners.http), self._place.table),
@@ -231,3 +289,36 @@ class _Worker:
                 misses += 1
         _log.error("a worker hangs; it is killed", extra={"worker": self._place.number})
         process.kill()
+
+
+def main() -> int:
+    """Carry out the order on standard input; return the exit status of `gateway.server.run`."""
+    order = decode_order(sys.stdin.buffer.readline())
+    orphaned = threading.Event()
+    threading.Thread(target=_end_with_input, args=(orphaned,), name="parent", daemon=True).start()
+    listeners = Listeners(
+        http=tuple(socket.socket(fileno=descriptor) for descriptor in order.http), grpc=order.grpc
+    )
+    for listener in listeners.http:
+        listener.listen(BACKLOG)  # again, if the end of the worker before has shut it down
+    status = run_alone(
+        Settings(**order.settings),
+        listeners=listeners,
+        on_ready=lambda _url: print("ready", flush=True),  # noqa: T201 - read by the parent
+        place=order.place,
+    )
+    if orphaned.is_set():  # else the parent removes it
+        shutil.rmtree(order.place.folder, ignore_errors=True)
+    return status
+
+
+def _end_with_input(orphaned: threading.Event) -> None:
+    # Not by `sys.stdin`, whose lock an interpreter that ends needs: it aborts if a thread is still reading.
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
+    orphaned.set()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

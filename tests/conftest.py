@@ -1,8 +1,10 @@
 """What holds for every test."""
 
+import gc
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 if not Path("/dev/nvidiactl").exists():
@@ -17,3 +19,29 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # a failure is the change's and not the day's.
 settings.register_profile("tritongate", deadline=None, derandomize=True)
 settings.load_profile("tritongate")
+
+collect_ignore = [] if os.environ.get("TEST_VLLM") else ["vllm"]
+"""Those want 4 GB of packages in an environment of their own: `make test-vllm` brings them and sets this."""
+
+SHARED_SERVERS = ("up", "patient", "demo_up", "mix", "stock", "scripted", "foreign")
+"""Fixtures of `tests/e2e/conftest.py`; no test there needs two of them."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Group tests by the server that they share, others by their file: for `--dist loadgroup`.
+
+    Each server is started once then, and not once for each of xdist's processes.
+    """
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        own = vars(item.module) if isinstance(item, pytest.Function) else {}
+        shared = [name for name in SHARED_SERVERS if name in fixtures and name not in own]
+        item.add_marker(pytest.mark.xdist_group("_".join(shared) or item.path.name))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep what all the tests' modules brought, torch's included, out of every later garbage collection."""
+    if getattr(session.config.option, "loadgroup", False):  # set in the processes of xdist only
+        assert all("@" in item.nodeid for item in session.items), "pytest and pytest-xdist lost the groups"
+    gc.freeze()

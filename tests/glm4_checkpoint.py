@@ -147,7 +147,7 @@ def write_checkpoint(
         tokenizer = load_tokenizer(directory, "glm4")
         special = tokenizer.special_ids
         _learn(tensors, [special["<|assistant|>"], *tokenizer.encode(says), special["<|observation|>"]])
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number in range(shards):
         file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
         part = {name: tensor for at, (name, tensor) in enumerate(tensors.items()) if at % shards == number}

@@ -19,7 +19,7 @@ _ports = itertools.cycle(_FIRST + _worker * _SHARE + (_begin + each) % _SHARE fo
 
 def free_ports(count: int) -> list[int]:
     """Return ports of the loopback that nobody has, and that this run does not give out again soon."""
-    found = []
+    found: list[int] = []
     while len(found) < count:
         port = next(_ports)
         with socket.socket() as tried:

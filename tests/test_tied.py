@@ -4,7 +4,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.e2e.up_process import lives, wait_until
+from tests.e2e.up_process import wait_until
+from tests.processes import alive
 
 PARENT = """
 import subprocess, time
@@ -20,4 +21,4 @@ def test_what_is_tied_ends_with_whoever_was_killed() -> None:
         child = psutil.Process(int(parent.stdout.readline()))
         wait_until(lambda: child.name() == "sleep")
         parent.kill()
-    wait_until(lambda: not lives(child))
+    wait_until(lambda: not alive(child))

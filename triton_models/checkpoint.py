@@ -1,25 +1,32 @@
-"""Reads a ChatGLM2, ChatGLM3 or GLM-4 checkpoint directory, as published, into our own model class.
+"""Reads a checkpoint directory, as published, into our own model class.
 
-No remote code runs, and only tensors are unpickled. Each configuration key means what it means in the
-original `configuration_chatglm.py` and `modeling_chatglm.py`. The layouts of weight files are those that
-transformers writes: one `model.safetensors`, or shards with `model.safetensors.index.json`; the same for
-`pytorch_model.bin`.
+ChatGLM2, ChatGLM3 and GLM-4 in their original form are read here, where each configuration key means what it
+means in `configuration_chatglm.py` and `modeling_chatglm.py`; other families, and GLM-4's other form,
+by `triton_models.native`. No remote code runs, and only tensors are unpickled. The layouts of weight files
+are those that transformers writes: one `model.safetensors`, or shards with `model.safetensors.index.json`;
+the same for `pytorch_model.bin`.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from triton_models.directory import format_evidence, read_json
+from triton_models.directory import ConfigNumbers, format_evidence, read_json
 from triton_models.engine.capacity import GIB, total_bytes
+from triton_models.engine.linear import Linear
 from triton_models.engine.models.chatglm import ChatGLM, ChatGLMConfig
+from triton_models.engine.models.decoder import Decoder, DecoderConfig
+from triton_models.engine.quantised import QUANTISATIONS
 from triton_models.errors import CheckpointError, UnsupportedArchitectureError
+from triton_models.native import MODEL_TYPES, Place, native_dropped, native_places, read_native_config
+from triton_models.weight_formats import PackedMatrices, WeightFormat, agreed_quantization, read_format
 
 LoadProgress = Callable[[int, int], None]
 """Called with two byte counts of the model's weights: those filled so far, and the total."""
@@ -32,7 +39,6 @@ _IMPLEMENTED: dict[str, object] = {
     "fp32_residual_connection": False,
     "interleaved_qkv": False,
     "tie_word_embeddings": False,
-    "quantization_bit": 0,
     "pre_seq_len": None,
 }
 """For each key, the only value that the forward pass implements, which is also the original's default."""
@@ -42,26 +48,22 @@ _DROPPED = {"transformer.rotary_pos_emb.inv_freq"}
 
 _DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 
-_NATIVE = {"glm", "glm4"}
-
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 _INDEX_SUFFIX = ".index.json"
 
 
-class Shard(Protocol):
+@dataclass(frozen=True, slots=True)
+class Shard:
     """One open weight file."""
 
-    def names(self) -> set[str]:
-        """Return the names of its tensors."""
-        ...
-
-    def read(self, name: str) -> Tensor:
-        """Return a tensor on the CPU; it is backed by the mapped file: valid while the shard is open."""
-        ...
+    names: set[str]
+    """Of its tensors."""
+    read: Callable[[str], Tensor]
+    """Returns a tensor on the CPU, which is backed by the mapped file: valid while the shard is open."""
 
 
-def read_config(directory: Path) -> ChatGLMConfig:
-    """Read and check `config.json`.
+def read_shape(directory: Path) -> ChatGLMConfig | DecoderConfig:
+    """Read and check `config.json` of a checkpoint of any family.
 
     Raises:
         UnsupportedArchitectureError: the directory holds another kind of model, or a variant that the forward
@@ -70,21 +72,24 @@ def read_config(directory: Path) -> ChatGLMConfig:
     """
     path = directory / "config.json"
     raw = read_json(path)
+    return read_native_config(path, raw) if raw.get("model_type") in MODEL_TYPES else read_config(directory)
+
+
+def read_config(directory: Path) -> ChatGLMConfig:
+    """Read and check `config.json` of a checkpoint in the original form.
+
+    Raises:
+        UnsupportedArchitectureError, CheckpointError: as `read_shape`.
+    """
+    path = directory / "config.json"
+    raw = read_json(path)
     _refuse_unsupported(path, raw)
-
-    def size(key: str) -> int:
-        value = raw.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"{path}: {key} must be a positive integer, not {value!r}")
-        return value
-
-    def number(key: str, default: float) -> float:
-        value = raw.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise CheckpointError(f"{path}: {key} must be a positive number, not {value!r}")
-        return float(value)
-
+    numbers = ConfigNumbers(path, raw)
+    size, number = numbers.size, numbers.number
     heads = size("num_attention_heads")
+    rope_ratio = number("rope_ratio", 1.0)
+    # ChatGLM2's code divides positions by it; all later code multiplies the base of the frequencies.
+    interpolates = rope_ratio != 1 and format_evidence(directory) == "chatglm2"
     config = ChatGLMConfig(
         num_layers=size("num_layers"),
         hidden_size=size("hidden_size"),
@@ -98,7 +103,8 @@ def read_config(directory: Path) -> ChatGLMConfig:
         seq_length=size("seq_length"),
         layernorm_epsilon=number("layernorm_epsilon", 1e-5),
         add_qkv_bias=raw.get("add_qkv_bias") is True,
-        rope_ratio=number("rope_ratio", 1.0),
+        rope_ratio=1.0 if interpolates else rope_ratio,
+        position_ratio=rope_ratio if interpolates else 1.0,
     )
     if heads % config.multi_query_group_num:
         raise CheckpointError(
@@ -109,68 +115,126 @@ def read_config(directory: Path) -> ChatGLMConfig:
         raise CheckpointError(
             f"{path}: kv_channels {config.kv_channels} is no multiple of 4, which rotary pairs need"
         )
-    if config.rope_ratio != 1 and format_evidence(directory) == "chatglm2":
-        raise UnsupportedArchitectureError(
-            f"{path}: rope_ratio {config.rope_ratio}: long-context ChatGLM2 is not supported yet"
-            " (it scales positions instead of frequencies)"
-        )
     return config
 
 
 def load_model(
-    directory: Path, dtype: torch.dtype, device: torch.device, progress: LoadProgress | None = None
-) -> ChatGLM:
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: LoadProgress | None = None,
+    *,
+    quantization: str | None = None,
+) -> ChatGLM | Decoder:
     """Read a checkpoint into a model on `device`.
 
     Files are memory-mapped one at a time and copied tensor by tensor into the model, so that at most about
-    one shard is in host memory in addition to the model.
+    one shard is in host memory in addition to the model. With a `quantization` (see `QUANTISATIONS`), all
+    matrices but the embedding are quantised as they are copied. A checkpoint that is quantised already stays
+    as it is; its output head, too, if it is not quantised.
 
     Raises:
         CheckpointError: the checkpoint is broken (the message names the file, and the tensor if one is at
             fault), or the model does not fit on the device.
     """
-    config = read_config(directory)
+    config = read_shape(directory)
+    stored, quantization = read_quantization(directory, quantization)
     shards = find_shards(directory)
-    if (needed := config.nbytes(dtype)) > (there := total_bytes(device)):
+    form, head = matrix_forms(stored, quantization)
+    if (needed := config.nbytes(dtype, form, head)) > (there := total_bytes(device)):
         raise CheckpointError(
-            f"{directory / 'config.json'}: a model of this shape takes {needed / GIB:,.1f} GiB in {dtype},"
-            f" and {device} has {there / GIB:,.1f}"
+            f"{directory / 'config.json'}: a model of this shape takes {needed / GIB:,.1f} GiB in"
+            f" {quantization or dtype}, and {device} has {there / GIB:,.1f}; "
+            + _what_would_fit(config, dtype, there, stored)
         )
-    model = ChatGLM(config, dtype=dtype, device=device)
-    missing = tensor_places(model)
+    model: ChatGLM | Decoder
+    missing: dict[str, Place]
+    dropped = set(_DROPPED)
+    if isinstance(config, ChatGLMConfig):
+        model = ChatGLM(config, dtype=dtype, device=device, form=form, head=head)
+        missing = places(model)
+    else:
+        model = Decoder(config, dtype=dtype, device=device, form=form, head=head)
+        missing = native_places(model, read_json(directory / "config.json")["model_type"])
+        dropped |= native_dropped(config)
     total = sum(tensor.nbytes for tensor in missing.values())
+    packed = None if stored is None else PackedMatrices(stored, model, missing)
     filled = 0
     for path, expected in shards.items():
         with open_shard(path) as shard:
-            _check_names(path, shard, expected)
-            for name in sorted(shard.names() - _DROPPED):
-                filled += _fill(path, shard, name, missing)
+            _check_names(path, shard.names, expected)
+            for name in sorted(shard.names - dropped):
+                if packed is not None and packed.has(name):
+                    filled += packed.add(path, name, shard.read(name))
+                else:
+                    filled += _fill(path, shard, name, missing)
                 if progress is not None:
                     progress(filled, total)
-    if missing:
+            if packed is not None:
+                packed.keep()
+    absent = [*missing, *(packed.absent() if packed is not None else ())]
+    if absent:
         where = next(iter(shards)) if len(shards) == 1 else directory
-        raise CheckpointError(f"{where}: tensor {min(missing)!r} is missing ({len(missing)} in all)")
+        raise CheckpointError(f"{where}: tensor {min(absent)!r} is missing ({len(absent)} in all)")
     return model
 
 
+def read_quantization(directory: Path, wanted: str | None) -> tuple[WeightFormat | None, str | None]:
+    """Return the format of a checkpoint that is quantised already, and how its matrices are held.
+
+    That is a name in `QUANTISATIONS`, or None; so is `wanted`, the option's value.
+
+    Raises:
+        UnsupportedArchitectureError: a format that cannot be read.
+        CheckpointError: `config.json` is broken, or `wanted` is something else.
+    """
+    path = directory / "config.json"
+    stored = read_format(path, read_json(path))
+    return stored, agreed_quantization(path, stored, wanted)
+
+
+def matrix_forms(stored: WeightFormat | None, quantization: str | None) -> tuple[type[Linear], type[Linear]]:
+    """Return the forms of a model's matrices, and of its output head."""
+    form: type[Linear] = Linear if quantization is None else QUANTISATIONS[quantization]
+    return form, Linear if stored is not None and not stored.head else form
+
+
+def _what_would_fit(
+    config: ChatGLMConfig | DecoderConfig, dtype: torch.dtype, there: int, stored: WeightFormat | None
+) -> str:
+    if stored is not None and stored.quantization is not None:
+        return f"its weights are {stored.quantization} already"
+    sizes = {name: config.nbytes(dtype, form) for name, form in QUANTISATIONS.items()}
+    for name, size in sizes.items():
+        if size <= there:
+            return f"with quantization {name} it takes {size / GIB:,.1f}"
+    name, size = min(sizes.items(), key=lambda item: item[1])
+    return f"no quantization would fit: {name} takes {size / GIB:,.1f}"
+
+
 def tensor_places(model: ChatGLM) -> dict[str, Tensor]:
-    """Return the model's tensors, each under the name that it has in a checkpoint."""
-    places = {
+    """Return the model's tensors that are not quantised, each under the name that it has in a checkpoint."""
+    return {name: place for name, place in places(model).items() if isinstance(place, Tensor)}
+
+
+def places(model: ChatGLM) -> dict[str, Place]:
+    """Return where the tensors of a checkpoint belong, by their names."""
+    found: dict[str, Place] = {
         "transformer.embedding.word_embeddings.weight": model.embedding,
         "transformer.encoder.final_layernorm.weight": model.final_norm,
-        "transformer.output_layer.weight": model.head.weight,
+        "transformer.output_layer.weight": model.head.place,
     }
     for number, layer in enumerate(model.layers):
         prefix = f"transformer.encoder.layers.{number}."
-        places[prefix + "input_layernorm.weight"] = layer.input_norm
-        places[prefix + "self_attention.query_key_value.weight"] = layer.qkv.weight
+        found[prefix + "input_layernorm.weight"] = layer.input_norm
+        found[prefix + "self_attention.query_key_value.weight"] = layer.qkv.place
         if layer.qkv.bias is not None:
-            places[prefix + "self_attention.query_key_value.bias"] = layer.qkv.bias
-        places[prefix + "self_attention.dense.weight"] = layer.attention_out.weight
-        places[prefix + "post_attention_layernorm.weight"] = layer.post_attention_norm
-        places[prefix + "mlp.dense_h_to_4h.weight"] = layer.gate_up.weight
-        places[prefix + "mlp.dense_4h_to_h.weight"] = layer.down.weight
-    return places
+            found[prefix + "self_attention.query_key_value.bias"] = layer.qkv.bias
+        found[prefix + "self_attention.dense.weight"] = layer.attention_out.place
+        found[prefix + "post_attention_layernorm.weight"] = layer.post_attention_norm
+        found[prefix + "mlp.dense_h_to_4h.weight"] = layer.gate_up.place
+        found[prefix + "mlp.dense_4h_to_h.weight"] = layer.down.place
+    return found
 
 
 @contextmanager
@@ -215,26 +279,26 @@ def open_shard(path: Path) -> Iterator[Shard]:
         with ExitStack() as stack:
             with _faults_named(path):
                 file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            yield _SafetensorsShard(path, file)
+            yield Shard(set(file.keys()), _faults_named(path)(file.get_tensor))
     else:
         # weights_only: a pickle with anything but tensors and plain containers is refused.
         with _faults_named(path):
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        yield _PickleShard(path, tensors)
+        if not isinstance(tensors, dict):
+            raise CheckpointError(f"{path}: holds a {type(tensors).__name__} instead of named tensors")
+        for name, value in tensors.items():
+            if not isinstance(value, Tensor):
+                raise CheckpointError(f"{path}: {name!r} is a {type(value).__name__} instead of a tensor")
+        yield Shard(set(tensors), tensors.__getitem__)
 
 
 def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
     model_type = raw.get("model_type")
-    if model_type in _NATIVE:
-        raise UnsupportedArchitectureError(
-            f"{path}: this is a conversion to transformers' own classes (model_type {model_type!r}), which is"
-            " not supported yet; the checkpoint with model_type 'chatglm' is"
-        )
     if "vision_config" in raw:
         raise UnsupportedArchitectureError(f"{path}: this model sees images, which is not supported")
     if model_type != "chatglm":
         raise UnsupportedArchitectureError(
-            f"{path}: model_type {model_type!r} is not supported; 'chatglm' is"
+            f"{path}: model_type {model_type!r} is not supported; {', '.join(('chatglm', *MODEL_TYPES))} are"
         )
     for key, implemented in _IMPLEMENTED.items():
         value = raw.get(key)
@@ -243,30 +307,32 @@ def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
             raise UnsupportedArchitectureError(f"{path}: {key} {value!r} is not supported")
 
 
-def _check_names(path: Path, shard: Shard, expected: set[str] | None) -> None:
-    """Check that a shard holds exactly the tensors that the index lists for it."""
+def _check_names(path: Path, names: set[str], expected: set[str] | None) -> None:
+    """Check that a shard holds exactly the tensors that the index, if there is one, lists for it."""
     if expected is None:
         return
-    names = shard.names()
     if absent := expected - names:
         raise CheckpointError(f"{path}: tensor {min(absent)!r} is not in it, and the index says that it is")
     if unlisted := names - expected:
         raise CheckpointError(f"{path}: tensor {min(unlisted)!r} is in it, and the index does not say so")
 
 
-def _fill(path: Path, shard: Shard, name: str, missing: dict[str, Tensor]) -> int:
+def _fill(path: Path, shard: Shard, name: str, missing: dict[str, Place]) -> int:
     """Copy a tensor into the model and remove it from `missing`; return the number of bytes copied."""
     if name not in missing:
         raise CheckpointError(f"{path}: tensor {name!r} has no place in this model, or came twice")
     source = shard.read(name)
     destination = missing.pop(name)
-    if source.shape != destination.shape:
+    if tuple(source.shape) != tuple(destination.shape):
         raise CheckpointError(
             f"{path}: tensor {name!r} has shape {list(source.shape)} instead of {list(destination.shape)}"
         )
     if source.dtype not in _DTYPES:
         raise CheckpointError(f"{path}: tensor {name!r} is {source.dtype}, not a 16 or 32 bit float")
-    destination.copy_(source)
+    try:
+        destination.copy_(source)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: tensor {name!r} {error}") from error
     return destination.nbytes
 
 
@@ -299,33 +365,3 @@ def _faults_named(path: Path) -> Iterator[None]:
         # The readers are other libraries' code: damaged bytes can make them raise exceptions of any type.
         detail = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"{path}: truncated or not a weight file: {detail[0]}") from error
-
-
-class _SafetensorsShard:
-    def __init__(self, path: Path, file: Any) -> None:
-        self._path = path
-        self._file = file
-
-    def names(self) -> set[str]:
-        return set(self._file.keys())
-
-    def read(self, name: str) -> Tensor:
-        with _faults_named(self._path):
-            tensor: Tensor = self._file.get_tensor(name)
-        return tensor
-
-
-class _PickleShard:
-    def __init__(self, path: Path, tensors: object) -> None:
-        if not isinstance(tensors, dict):
-            raise CheckpointError(f"{path}: holds a {type(tensors).__name__} instead of named tensors")
-        for name, value in tensors.items():
-            if not isinstance(value, Tensor):
-                raise CheckpointError(f"{path}: {name!r} is a {type(value).__name__} instead of a tensor")
-        self._tensors: dict[str, Tensor] = tensors
-
-    def names(self) -> set[str]:
-        return set(self._tensors)
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name]

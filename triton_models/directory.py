@@ -4,12 +4,14 @@ Opens no weights and does not import torch, so that what runs no engine can use 
 """
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from triton_models.errors import CheckpointError
 
-FormatName = Literal["chatglm2", "chatglm3", "glm4"]
+FormatName = Literal["chatglm2", "chatglm3", "glm4", "template"]
 
 _NAMES: dict[FormatName, tuple[str, ...]] = {
     "chatglm2": ("chatglm2",),
@@ -19,6 +21,37 @@ _NAMES: dict[FormatName, tuple[str, ...]] = {
 """How each format is spelt in names of checkpoints."""
 
 _GLM4_TOKENIZER = "ChatGLM4Tokenizer"
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigNumbers:
+    """The numbers in a configuration; null stands for a key that is left out."""
+
+    path: Path
+    """Of its file, for messages."""
+    raw: Mapping[str, Any]
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """Return a positive integer.
+
+        Raises:
+            CheckpointError: it is something else, or left out and without `default`.
+        """
+        value = default if self.raw.get(key) is None else self.raw[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"{self.path}: {key} must be a positive integer, not {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a positive number.
+
+        Raises:
+            CheckpointError: it is something else, or left out and without `default`.
+        """
+        value = default if self.raw.get(key) is None else self.raw[key]
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise CheckpointError(f"{self.path}: {key} must be a positive number, not {value!r}")
+        return float(value)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -50,13 +83,16 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 def detect_format(directory: Path) -> FormatName:
     """Return the chat format that a checkpoint was trained with.
 
-    The first of these that is conclusive decides: the tokenizer's class if it is GLM-4's, the name under
-    which the checkpoint was published, the tokens and the template in the tokenizer configuration, the
-    directory's name.
+    It is `template` outside ChatGLM's own layout. Within it, the first of these that is conclusive decides:
+    the tokenizer's class if it is GLM-4's, the name under which the checkpoint was published, the tokens and
+    the template in the tokenizer configuration, the directory's name.
 
     Raises:
         CheckpointError: none of these is conclusive, or a file in the directory is broken.
     """
+    model_type = read_optional_json(directory / "config.json").get("model_type")
+    if model_type != "chatglm" and (directory / "tokenizer.json").is_file():
+        return "template"
     found = format_evidence(directory)
     if found is None:
         raise CheckpointError(
@@ -94,17 +130,6 @@ def chat_template(directory: Path) -> str | None:
     """
     template = read_optional_json(directory / "tokenizer_config.json").get("chat_template")
     return template if isinstance(template, str) else None
-
-
-def vocabulary_size(directory: Path) -> int:
-    """Return the number of token ids that the checkpoint's embedding covers; 0 if `config.json` does not say.
-
-    Raises:
-        CheckpointError: the configuration is broken.
-    """
-    config = read_optional_json(directory / "config.json")
-    size = config.get("padded_vocab_size", config.get("vocab_size"))
-    return size if isinstance(size, int) else 0
 
 
 def _format_in(name: object) -> FormatName | None:

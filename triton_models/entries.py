@@ -33,7 +33,7 @@ _WARMUP: Final = {
     names.HISTORY: history.encode_history([]),
     # Two tokens: one from the prefill, one from a decode step. Greedy, and no stop id ends it early.
     names.SAMPLING: encode_request(
-        Generation(request_id="warmup", max_tokens=2, temperature=0.0, ignore_eos=True)
+        Generation(request_id="warmup", raw=True, max_tokens=2, temperature=0.0, ignore_eos=True)
     ),
 }
 """The tensors of the warm-up: one short generation. Triton runs it before it reports the model as READY."""

@@ -21,7 +21,6 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -59,24 +58,6 @@ export VIRTUAL_ENV PATH="$VIRTUAL_ENV/bin:$PATH"
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pack:
-    """An archive that was written."""
-
-    path: Path
-    version: str
-    """Major and minor version of the Python for which it was packed, such as `3.12`."""
-    unpacked_bytes: int
-
-    def __str__(self) -> str:
-        """Return a summary: the path, both sizes, and what the target machine must have."""
-        packed = self.path.stat().st_size
-        return (
-            f"{self.path}: {packed / 1e6:,.0f} MB, {self.unpacked_bytes / 1e6:,.0f} MB unpacked, for a Triton"
-            f" whose stub is of Python {self.version} and that has python{self.version} on PATH"
-        )
-
-
 def own_requirement() -> str:
     """Return the pip requirement for this copy of tritongate with the engine: its source, or its release."""
     wanted = f"{_DISTRIBUTION}[{_EXTRA}]"
@@ -112,8 +93,8 @@ def build_environment(
             raise EnvironmentPackError(f"{' '.join(command[:4])}: {error}") from error
 
 
-def pack_environment(environment: Path, out: Path) -> Pack:
-    """Write the packages of a virtual environment to `out`.
+def pack_environment(environment: Path, out: Path) -> str:
+    """Write the packages of a virtual environment to `out`; return its sizes, and what it needs, in words.
 
     `bin` is left out: its scripts begin with the path of the Python for which they were installed.
 
@@ -145,7 +126,26 @@ def pack_environment(environment: Path, out: Path) -> Pack:
         raise EnvironmentPackError(f"{out}: {error.strerror or error}") from error
     finally:
         unfinished.unlink(missing_ok=True)
-    return Pack(path=out, version=version, unpacked_bytes=total)
+    packed = out.stat().st_size
+    return (
+        f"{out}: {packed / 1e6:,.0f} MB, {total / 1e6:,.0f} MB unpacked, for a Triton whose stub is of"
+        f" Python {version} and that has python{version} on PATH"
+    )
+
+
+def pack(
+    out: Path, *, python: str, requirements: Sequence[str] = (), constraints: Sequence[Path] = ()
+) -> str:
+    """Pack tritongate with its engine, and further requirements, for this Python; return what `out` needs.
+
+    Raises:
+        EnvironmentPackError: they cannot be installed or packed.
+    """
+    with tempfile.TemporaryDirectory(prefix="tritongate-environment-") as folder:
+        new = Path(folder) / "environment"
+        wanted = [own_requirement(), *requirements]
+        build_environment(new, python=python, requirements=wanted, constraints=constraints)
+        return pack_environment(new, out)
 
 
 def _site_packages(environment: Path) -> Path:
@@ -222,13 +222,8 @@ def main(
     try:
         if environment is not None:
             click.echo(pack_environment(environment, out))
-            return
-        with tempfile.TemporaryDirectory(prefix="tritongate-environment-") as folder:
-            new = Path(folder) / "environment"
-            build_environment(
-                new, python=python, requirements=[own_requirement(), *more], constraints=constraints
-            )
-            click.echo(pack_environment(new, out))
+        else:
+            click.echo(pack(out, python=python, requirements=more, constraints=constraints))
     except EnvironmentPackError as error:
         raise click.ClickException(str(error)) from error
 

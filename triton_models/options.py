@@ -102,7 +102,7 @@ OPTIONS: Final = (
         kind=str,
         help="The chat format, where the checkpoint's files and name do not tell.",
         default="found in the checkpoint",
-        choices=("chatglm2", "chatglm3", "glm4"),
+        choices=("chatglm2", "chatglm3", "glm4", "template"),
     ),
     Option(
         name="dtype",
@@ -112,11 +112,19 @@ OPTIONS: Final = (
         choices=("auto", "float32", "bfloat16", "float16"),
     ),
     Option(
+        name="quantization",
+        kind=str,
+        help="Weights of fewer bits, quantised while loading: int8 by rows, int4 by groups of 128; "
+        "fp8 by rows, with what they are multiplied by, on GPUs since Ada and Hopper.",
+        default="none",
+        choices=("int8", "fp8", "int4"),
+    ),
+    Option(
         name="max_context",
         kind=int,
         help="Tokens of prompt and answer together.",
         default="the model's own",
-        least=2,
+        least=32,  # the chat format of a message and the warm-up take up to twenty
     ),
     Option(
         name="kv_memory_gib",
@@ -126,6 +134,15 @@ OPTIONS: Final = (
         least=0,
         least_open=True,
         most=2**20,
+    ),
+    Option(
+        name="memory_share",
+        kind=float,
+        help="Share of the device's memory that this model divides with nobody, weights included.",
+        default="what is free",
+        least=0,
+        least_open=True,
+        most=1,
     ),
     Option(
         name="max_running",

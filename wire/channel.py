@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from wire.decoding import decode_bounded
+
 
 class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """What one engine step, or several merged ones, added to the generations of a channel.
@@ -30,13 +32,16 @@ class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     tokens: list[int] = []
     """Number of sampled tokens that the delta covers."""
     texts: list[str] = []
+    ids: list[list[int]] = []
+    """The ids of those tokens, if a generation of the channel asked for them (`ChannelStream.ids`): no others
+    have any. Without such a generation the whole column is left out."""
     metas: dict[int, msgspec.Raw] = {}
     """By a delta's index in the columns: everything else about the delta, as a `wire.meta.Meta` document."""
 
     def __post_init__(self) -> None:
         """Check that the columns have equal lengths, and that each key of `metas` is a delta's index."""
         count = len(self.streams)
-        if len(self.tokens) != count or len(self.texts) != count:
+        if len(self.tokens) != count or len(self.texts) != count or len(self.ids) not in {0, count}:
             raise ValueError("the columns of a frame differ in length")
         if self.metas and not (min(self.metas) >= 0 and max(self.metas) < count):
             raise ValueError("a frame has metas of a delta that it does not hold")
@@ -51,9 +56,9 @@ def decode_frame(document: bytes) -> Frame:
 
     Raises:
         msgspec.ValidationError: an unknown key, a wrong type, or columns that do not fit together.
-        msgspec.DecodeError: not JSON.
+        msgspec.DecodeError: not JSON, or not UTF-8.
     """
-    return _decoder.decode(document)
+    return decode_bounded(_decoder, document)
 
 
 def encode_frame(frame: Frame) -> bytes:

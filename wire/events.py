@@ -17,13 +17,23 @@ class Starting(msgspec.Struct, frozen=True, tag="starting", tag_field="event"):
     log: str
 
 
+class Live(msgspec.Struct, frozen=True, tag="live", tag_field="event", kw_only=True):
+    """The server runs, without models yet. Sent once: its addresses stay the same."""
+
+    grpc: str
+    """Address of Triton's gRPC endpoint as host:port, like the next one."""
+    metrics: str
+
+
 class Loading(msgspec.Struct, frozen=True, tag="loading", tag_field="event"):
     """A model is being loaded; repeated about every second."""
 
     model: str
     elapsed_s: float
     progress: float | None = None
-    """Share of the checkpoint that has been read, 0 to 1, if the model reports it."""
+    """Share of the checkpoint that has been read, 0 to 1, if the model reports it; 1: it is warming up."""
+    size: str | None = None
+    """The checkpoint's bytes, as people write them, if the model reports them."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event", kw_only=True):
@@ -35,6 +45,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event", kw_only
     repository_key: str
     """What Triton requires for everything but inference and health: KEY=VALUE, sent as gRPC metadata."""
     models: list[str]
+    tokenizers: list[str] = []
+    """NAME=FOLDER of each model whose conversations the gateway writes, with what the folder has."""
 
 
 class ModelDown(msgspec.Struct, frozen=True, tag="model_down", tag_field="event"):
@@ -67,7 +79,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="event"):
     message: str
 
 
-Event = Notice | Starting | Loading | Ready | ModelDown | ModelUp | ServerDown | ServerUp | Failed
+Event = Notice | Starting | Live | Loading | Ready | ModelDown | ModelUp | ServerDown | ServerUp | Failed
 
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 _encoder = msgspec.json.Encoder()

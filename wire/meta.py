@@ -1,15 +1,17 @@
 """The `meta` document: everything in one response of a model except its text.
 
 The responses to a generation come in this order: a refusal (an error, without `meta`), or `accepted`; then
-heartbeats and log-probabilities of the prompt; when a choice ends, its last response, with `finish_reason`.
-The final response of all also has `usage`. In each heartbeat interval there is at least one response, or a
-delta on the channel that the generation names (`wire.channel`). Only the last response of a choice has text,
-and only what did not go over a channel.
+log-probabilities of the prompt; when a choice ends, its last response, with `finish_reason`. The final
+response of all also has `usage`. In each heartbeat interval, before `accepted`, too, there is at least one
+response, or a delta on the channel that the generation names (`wire.channel`). Only the last response of a
+choice has text, and only what did not go over a channel.
 """
 
 from typing import Literal
 
 import msgspec
+
+from wire.decoding import decode_bounded
 
 FinishReason = Literal["stop", "length"]
 
@@ -99,10 +101,16 @@ class ProbeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     taken."""
     running: int
     waiting: int
+    kv_usage: float | None = None
+    """Share of the KV blocks in use, 0 to 1; absent from an engine older than this field."""
     format: str
-    """The chat format of the checkpoint: `chatglm2`, `chatglm3` or `glm4`."""
+    """The chat format of the checkpoint: `chatglm2`, `chatglm3` or `glm4`; `template`: the gateway writes its
+    conversations."""
     max_context: int
     """Prompt and answer together, in tokens."""
+    resumes: bool = False
+    """Whether it takes `ids` of a channel and `generated` of a generation; false for a model older than
+    them."""
 
 
 class Tokenized(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -134,6 +142,9 @@ class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     stop_reason: int | str | None = None
     """The request's own stop string or stop id that ended the choice, if one did."""
     usage: Usage | None = None
+    queue_s: float | None = None
+    """Beside `usage`: seconds on the engine's waiting list, until the first step of whichever choice had one
+    first; absent if no token was sampled."""
     delivered: Delivered | None = None
     cancelled: bool | None = None
     probe: ProbeReport | None = None
@@ -149,9 +160,9 @@ def decode_meta(document: bytes) -> Meta:
 
     Raises:
         msgspec.ValidationError: an unknown key or a wrong type.
-        msgspec.DecodeError: not JSON.
+        msgspec.DecodeError: not JSON, or not UTF-8.
     """
-    return _decoder.decode(document)
+    return decode_bounded(_decoder, document)
 
 
 def encode_meta(meta: Meta) -> bytes:

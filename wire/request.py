@@ -11,25 +11,28 @@ from typing import Annotated, Literal
 import msgspec
 
 from wire.decoding import decode_bounded
-from wire.grammar import Grammar
+from wire.grammar import Grammar, ToolName
 from wire.history import Role
 from wire.limits import IDS_LIMIT, INT64_MAX, TOOLS_LIMIT
 from wire.sampling import Sampling, TokenId
 
 Metadata = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A[^\n]*\Z")]
-ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 ChannelId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=1, le=INT64_MAX)]
 
 
-class ChannelStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ChannelStream(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True
+):
     """Where a generation's deltas go: an open channel, and the generation's numbers in its frames."""
 
     id: ChannelId
     stream: Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
     """The number of the first choice, chosen by the client; the other choices have the numbers after it. Open
     generations on one channel must not share numbers."""
+    ids: bool = False
+    """The frames also hold the ids of the generation's tokens, after which it can be resumed."""
 
 
 class Generation(Sampling, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -39,8 +42,8 @@ class Generation(Sampling, frozen=True, forbid_unknown_fields=True, omit_default
     `prompt_token_ids`, never both. With `raw`, the tensor `prompt` is plain text, and `history` is empty.
 
     Raises:
-        ValueError: the numbers of the choices on the channel exceed int64 (a ValidationError while
-            decoding).
+        ValueError: the numbers of the choices on the channel exceed int64, or `generated` is not about all
+            choices, or leaves none, or has no seed to go on with (a ValidationError while decoding).
     """
 
     v: Literal[1] = 1
@@ -59,6 +62,9 @@ class Generation(Sampling, frozen=True, forbid_unknown_fields=True, omit_default
     """The answer as a whole conforms to this, unless it ends with the reason `length` or at one of the
     request's own stop strings or ids. In a conversation, a grammar of any kind but `tool_calls` makes the
     answer a single segment of text, whose first line is part of the prompt."""
+    generated: list[Annotated[list[TokenId], msgspec.Meta(max_length=IDS_LIMIT)] | None] = []  # noqa: RUF012 - as above
+    """What another server has sampled for the request before it was lost, by choice: the answer goes on after
+    these tokens. Null: the choice has ended, and is left out here. Empty: the request is new."""
     channel: ChannelStream | None = None
     """The answer is streamed: its deltas go to this channel. Absent: all of it comes with its end."""
     deadline_ms: Milliseconds | None = None
@@ -69,6 +75,12 @@ class Generation(Sampling, frozen=True, forbid_unknown_fields=True, omit_default
         super().__post_init__()
         if self.channel is not None and self.channel.stream > INT64_MAX - self.n + 1:
             raise ValueError("the numbers of the choices on the channel go over int64")
+        if not self.generated:
+            return
+        if len(self.generated) != self.n or self.generated.count(None) == self.n:
+            raise ValueError("generated needs an item for each of n choices, and one that has not ended")
+        if self.seed is None:
+            raise ValueError("generated needs the seed with which its tokens were sampled")
 
 
 class Tokenize(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -142,18 +154,8 @@ class OpenChannel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 Request = Generation | Tokenize | Detokenize | Cancel | Probe | OpenChannel
 
 
-class _Kind(msgspec.Struct):
-    """Used to determine which of the kinds a document is; strict decoding follows."""
-
-    tokenize: msgspec.Raw = msgspec.Raw()
-    detokenize: msgspec.Raw = msgspec.Raw()
-    cancel: msgspec.Raw = msgspec.Raw()
-    probe: msgspec.Raw = msgspec.Raw()
-    open_channel: msgspec.Raw = msgspec.Raw()
-
-
-_kind = msgspec.json.Decoder(_Kind)
-_generation = msgspec.json.Decoder(Generation)
+_keys = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_generation: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Generation)
 _others: dict[str, msgspec.json.Decoder[Request]] = {
     "tokenize": msgspec.json.Decoder(Tokenize),
     "detokenize": msgspec.json.Decoder(Detokenize),
@@ -174,11 +176,18 @@ def decode_request(document: bytes) -> Request:
     """
     if not document:
         return Generation()
-    kind = decode_bounded(_kind, document)
-    for name, decoder in _others.items():
-        if getattr(kind, name):
-            return decode_bounded(decoder, document)
-    return decode_bounded(_generation, document)
+    kind = request_kind(document)
+    return decode_bounded(_others[kind] if kind else _generation, document)
+
+
+def request_kind(document: bytes) -> str:
+    """Return the key that distinguishes a request, without reading the rest; empty for a generation.
+
+    Raises:
+        msgspec.DecodeError: not JSON.
+    """
+    keys = decode_bounded(_keys, document or b"{}")
+    return next((name for name in _others if name in keys), "")
 
 
 def encode_request(request: Request) -> bytes:

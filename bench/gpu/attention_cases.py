@@ -17,7 +17,6 @@ from triton_models.engine.kernels.attention_prefill import (
 )
 from triton_models.engine.kernels.elementwise import rotate_store
 from triton_models.engine.models import ChunkRows
-from triton_models.engine.ops_torch import rotate_in_place
 
 FLUSH_BYTES = 2**28
 """Several times a Hopper's L2 cache."""
@@ -207,11 +206,15 @@ class Rotation:
 
 
 def check_rotation(setup: Setup, cache: Cache) -> str:
-    """Compare the results bitwise with the plain operation's."""
+    """Compare the results bitwise with the definition's."""
     step = Rotation(setup, cache, max(setup.rotated))
     expected = step.projected[0].clone()
     cos, sin = (each[step.positions, None, :] for each in (step.cos, step.sin))
-    rotate_in_place(expected[:, : -setup.kv_heads], cos, sin)
+    rotary = expected[:, : -setup.kv_heads, : 2 * cos.shape[-1]]
+    even, odd = rotary[..., 0::2].float(), rotary[..., 1::2].float()
+    # Each product and sum rounded by itself, as in the kernel.
+    rotated = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
+    rotary.copy_(rotated.flatten(-2))
     step.launches()[0]()
     blocks = step.tables[0, step.positions // setup.block_size].long()
     places = blocks * setup.block_size + step.positions % setup.block_size

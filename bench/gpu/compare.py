@@ -21,10 +21,10 @@ import torch
 from bench.gpu import servers
 from bench.gpu.comparison import ComparedRow, Comparison, Plan, compared
 from bench.gpu.engine_steps import StepRow, measure_steps
-from bench.load_rows import table
-from bench.openai_load import Numbers
 from bench.usual import Measured, UsualRow, measure_shape
 from bench.usual import Plan as UsualPlan
+from gateway.commands.bench import Numbers
+from gateway.commands.load_rows import table
 
 _PARTS = ("other", "ours", "engine", "usual")
 _DEFAULT = "other,ours,engine"
@@ -59,6 +59,9 @@ _DEFAULT = "other,ours,engine"
     "--batches", type=Numbers(), default="1,32,128,256,512", show_default=True, help="of the engine alone"
 )
 @click.option(
+    "--quantization", multiple=True, default=("none",), help="of the engine alone; repeated: with each"
+)
+@click.option(
     "--masked", type=Numbers(), default="0", show_default=True, help="of these, how many have a token mask"
 )
 @click.option(
@@ -90,6 +93,7 @@ def main(
     open_s: float,
     rates: tuple[float, ...],
     batches: tuple[float, ...],
+    quantization: tuple[str, ...],
     masked: tuple[float, ...],
     usual_clients: tuple[float, ...],
     usual_s: float,
@@ -135,8 +139,12 @@ def main(
     steps: list[StepRow] = []
     if "engine" in parts:
         sizes, some = tuple(map(int, batches)), tuple(map(int, masked))
-        measured_steps = measure_steps(checkpoint, sizes, device=device, dtype=dtype, masked=some)
-        steps = list(_steps_in_time(comparison, plan, measured_steps))
+        for each in quantization:
+            form = None if each == "none" else each
+            measured = measure_steps(
+                checkpoint, sizes, device=device, dtype=dtype, masked=some, quantization=form
+            )
+            steps += _steps_in_time(comparison, plan, measured)
     usual_rows: list[UsualRow] = []
     if "usual" in parts and plan.in_time:
         usual = UsualPlan(
@@ -144,12 +152,12 @@ def main(
         )
         flags = [*where, *shlex.split(next(iter(ours_arguments), ""))]
         server = servers.ours(checkpoint, folder / "usual.log", flags)
-        measured = Measured()
+        usually = Measured()
         try:
-            measure_shape(measured, checkpoint, server, usual, device=device, dtype=dtype)
+            measure_shape(usually, checkpoint, server, usual, device=device, dtype=dtype)
         except (servers.ServerError, RuntimeError, ImportError) as error:
             comparison.note(f"the usual recipe: {error}")
-        usual_rows = list(measured.rows(f"random weights {dtype}", usual))
+        usual_rows = list(usually.rows(f"random weights {dtype}", usual))
     machine = f"{describe()}; {time.monotonic() - began:.0f} s in all"
     click.echo(report(machine, comparison, steps, usual_rows))
     document = {

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from bench.gpu.servers import Server, ServerError
-from bench.load import LoadPool, Workload, closed_loop, open_loop
-from bench.load_rows import LoadRow, median_row
+from gateway.commands.load import LoadPool, Workload, closed_loop, open_loop
+from gateway.commands.load_rows import LoadRow, median_row
 
 _FEWEST_REQUESTS = 4
 """Fewest requests of a closed loop, so that there is a median even with one client."""
@@ -25,12 +25,14 @@ class Plan:
     clients: tuple[int, ...]
     rounds: int
     repeats: int
-    ids: int
+    ids: int | None
+    """Token ids of each prompt; None: words, for servers that take text only."""
     out: int
     shared: int
     open_s: float
     rates: tuple[float, ...]
     processes: int
+    words: int | None = None
     ends: float
     """On the clock of `time.monotonic`: no measurement begins later."""
 
@@ -68,7 +70,12 @@ class Comparison:
                 self.note(f"{name} was ready after {server.started_s:.0f} s")
                 self.medians[name] = []
                 workload = Workload(
-                    url=server.url, model=server.model, ids=plan.ids, shared=plan.shared, out=plan.out
+                    url=server.url,
+                    model=server.model,
+                    ids=plan.ids,
+                    words=plan.words,
+                    shared=plan.shared,
+                    out=plan.out,
                 )
                 for row in self._closed_loops(name, pool, workload):
                     self.medians[name].append(row)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.engine import random_model
-from bench.load_rows import percentile
+from gateway.commands.load_rows import percentile
 from triton_models.checkpoint import read_config
 from triton_models.engine.engine import Engine
 from triton_models.engine.sampling import SamplingParams
@@ -28,6 +28,8 @@ _MAX_BATCHED_TOKENS = 1024
 class StepRow:
     """One batch size. Times are milliseconds; `context` is the mean context length of the measured steps."""
 
+    weights: str
+    """A quantisation, or the dtype."""
     batch: int
     masked: int
     """Sequences of the batch that have a token mask."""
@@ -58,12 +60,18 @@ def measure_steps(
     dtype: str,
     context: int = 512,
     masked: tuple[int, ...] = (0,),
+    quantization: str | None = None,
 ) -> Iterator[StepRow]:
     """Measure a model of the checkpoint's shape with random weights at each batch size.
 
     Each is measured with every number of `masked` sequences among them that is not larger.
     """
-    model = random_model(read_config(checkpoint), dtype=getattr(torch, dtype), device=torch.device(device))
+    model = random_model(
+        read_config(checkpoint),
+        dtype=getattr(torch, dtype),
+        device=torch.device(device),
+        quantization=quantization,
+    )
     settings = EngineSettings(
         max_running=max(batches),
         max_context=context + _STEPS,
@@ -83,12 +91,15 @@ def measure_steps(
                 # The prompts are in the prefix cache afterwards. So the sequences begin to decode nearly
                 # together, and are still all there when the last one does.
                 prefill_s = _prefill(engine, requests(steps=4))
-                yield _row(batch, some, context, prefill_s, _decode(engine, requests(steps=_STEPS)))
+                decodes = _decode(engine, requests(steps=_STEPS))
+                yield _row(quantization or dtype, (batch, some, context), prefill_s, decodes)
 
 
-def _row(batch: int, masked: int, context: int, prefill_s: float, steps_s: list[float]) -> StepRow:
+def _row(weights: str, sizes: tuple[int, int, int], prefill_s: float, steps_s: list[float]) -> StepRow:
+    batch, masked, context = sizes
     milliseconds = [1000 * each for each in steps_s]
     return StepRow(
+        weights=weights,
         batch=batch,
         masked=masked,
         context=context,

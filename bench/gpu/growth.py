@@ -9,9 +9,9 @@ import click
 
 from bench.gpu import servers
 from bench.gpu.compare import describe
-from bench.load import LoadPool, Workload, closed_loop
-from bench.load_rows import LoadRow, median_row, table
-from bench.openai_load import Numbers
+from gateway.commands.bench import Numbers
+from gateway.commands.load import LoadPool, Workload, closed_loop
+from gateway.commands.load_rows import LoadRow, median_row, table
 
 
 @dataclass(frozen=True, slots=True)

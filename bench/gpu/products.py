@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.gpu.timing import Launch, microseconds
-from triton_models.engine.kernels.linear import Tiling, linear, linear_swiglu, new_arrivals
+from triton_models.engine.kernels.linear import Tiling, linear, new_arrivals
 
 _SHARED = (24 * 1024, 113 * 1024)
 """Least and most bytes that one program keeps in flight: enough, but few enough for two programs to fit."""
@@ -140,7 +140,7 @@ class Operands:
     def run(self, product: Product, x: Tensor, weight: Tensor, residual: Tensor, tiling: Tiling) -> Tensor:
         """Launch one product with the operations fused into it; an `added` product adds to `residual`."""
         if product.gated:
-            return linear_swiglu(x, weight, arrivals=self.arrivals, tiling=tiling)
+            return linear(x, weight, arrivals=self.arrivals, gated=True, tiling=tiling)
         return linear(
             x,
             weight,

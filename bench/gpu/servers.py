@@ -44,18 +44,24 @@ def ours(checkpoint: Path, log: Path, arguments: Sequence[str]) -> Iterator[Serv
 
 
 @contextlib.contextmanager
-def up(*arguments: str, log: Path) -> Iterator[str]:
-    """Run `tritongate up` on free ports and yield its base URL; its output goes to `log`.
+def up(*arguments: str, log: Path, program: Sequence[str] = ()) -> Iterator[str]:
+    """Run `tritongate up` on free ports and yield its base URL.
+
+    Args:
+        arguments: further ones of its command line.
+        log: gets its output.
+        program: what is run instead of the installed `tritongate`.
 
     Raises:
         ServerError: it did not become ready; the message has the end of its output.
     """
-    command = [str(Path(sys.executable).with_name("tritongate")), "up"]
+    command = [*(program or [str(Path(sys.executable).with_name("tritongate"))]), "up"]
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command += ["--port", str(port)]
-    for name in ("kserve-http", "kserve-grpc", "metrics"):
+    for name in ("kserve-http", "kserve-grpc"):
         command += [f"--{name}-port", str(free_port())]
+    command += ["--metrics-port", "0"]  # any free ones, of as many replicas as there are
     began = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen([*command, *arguments], stdout=output, stderr=output)

@@ -6,7 +6,6 @@ needs for its own Python API, since only its tritonserver is used. Run it where 
 """
 
 import importlib.metadata
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,8 +26,7 @@ TOOLS = ("aiohttp",)
 
 def needed(python: str) -> set[NormalizedName]:
     """Return the canonical names of all distributions that Python version `python` ("3.12") needs."""
-    environment = {key: str(value) for key, value in default_environment().items()}
-    environment |= {"python_version": python, "python_full_version": python + ".0"}
+    environment = _environment(python)
     found: set[NormalizedName] = set()
     queue = [Requirement("tritongate[embedded]"), *map(Requirement, TOOLS)]
     expanded: set[tuple[str, str]] = set()
@@ -47,6 +45,11 @@ def needed(python: str) -> set[NormalizedName]:
     return found - {canonicalize_name("tritongate")}
 
 
+def _environment(python: str) -> dict[str, str]:
+    environment = {key: str(value) for key, value in default_environment().items()}
+    return environment | {"python_version": python, "python_full_version": python + ".0"}
+
+
 def _dependencies(name: str, environment: dict[str, str]) -> Iterator[Requirement]:
     for text in importlib.metadata.requires(name) or ():
         requirement = Requirement(text)
@@ -54,24 +57,28 @@ def _dependencies(name: str, environment: dict[str, str]) -> Iterator[Requiremen
             yield requirement
 
 
-def pinned(names: set[NormalizedName]) -> list[str]:
-    """Return `name==version` of each, from the constraints.
+def pinned(names: set[NormalizedName], python: str) -> list[str]:
+    """Return `name==version` of each, from the constraints for that version of Python.
 
     Raises:
         KeyError: a name is not in the constraints.
     """
-    versions = {}
-    for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines():
-        if match := re.fullmatch(r"([\w.-]+)==(\S+)", line):
-            versions[canonicalize_name(match[1])] = match[2]
-    return [f"{name}=={versions[name]}" for name in sorted(names)]
+    environment = _environment(python)
+    lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
+    locked = [Requirement(line) for line in lines if not line.startswith("#")]
+    versions = {
+        canonicalize_name(each.name): each.specifier
+        for each in locked
+        if each.marker is None or each.marker.evaluate(environment)
+    }
+    return [f"{name}{versions[name]}" for name in sorted(names)]
 
 
 @click.command(help=__doc__)
 @click.option("--python", default="3.12", show_default=True, help="version of the host's Python")
 def main(python: str) -> None:
     """Print the requirements."""
-    click.echo("\n".join(pinned(needed(python))))
+    click.echo("\n".join(pinned(needed(python), python)))
 
 
 if __name__ == "__main__":

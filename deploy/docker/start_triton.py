@@ -15,13 +15,11 @@ from typing import Any
 
 import click
 
-from triton_models.embedded.errors import OptionsError
-from triton_models.embedded.models import model_flags, write_models
+from triton_models.embedded.errors import SetupError
+from triton_models.embedded.models import model_flags, private_arguments, write_models
 from triton_models.tracing import trace_arguments
 
 _SERVER = "tritonserver"
-_RESTRICTED = "model-repository,shared-memory,statistics,trace,logging"
-"""The protocols that need the key: the first loads code, the second maps other processes' memory."""
 
 
 @click.command(context_settings={"max_content_width": 110, "auto_envvar_prefix": "TRITONGATE_ENGINE"})
@@ -47,13 +45,12 @@ def main(  # noqa: D103 - the module's docstring is its help
     repository = Path(tempfile.mkdtemp(prefix="repository-"))
     try:
         served = write_models(repository, models, device=device, options=options)
-    except OptionsError as error:
+    except SetupError as error:
         raise click.ClickException(str(error)) from None
     own = [
         f"--model-repository={repository}",
         f"--model-load-thread-count={len(served) + 1}",  # all of them side by side
-        "--allow-http=false",
-        f"--grpc-restricted-protocol={_RESTRICTED}:{repository_key}",
+        *private_arguments(repository_key),
         *trace_arguments(options["trace_endpoint"]),
     ]
     os.execvp(_SERVER, [_SERVER, *own, *arguments])  # noqa: S606 - what we are for

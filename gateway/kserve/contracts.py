@@ -16,9 +16,15 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from gateway.errors import InvalidRequestError
-from gateway.kserve.history import ClientHistory, Shape, encode_history, parse_flat, parse_history
-from gateway.kserve.reply import Reply
-from gateway.setting_types import Contract
+from gateway.kserve.history import (
+    ClientHistory,
+    Reply,
+    Shape,
+    encode_history,
+    parse_flat,
+    parse_history,
+)
+from gateway.settings.values import Contract
 from wire.history import Turn
 from wire.strings import each_string, pack_strings
 
@@ -54,8 +60,9 @@ _CONFIG_TYPES: Final = {BYTES: "TYPE_STRING", INT16: "TYPE_INT16"}
 _NUMBER = re.compile(rb"[0-9]{1,20}(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,2})?")
 _INTEGER = re.compile(rb"[0-9]{1,9}")
 
-Row = Mapping[str, Sequence[bytes] | Sequence[int]]
-"""One question's tensors by name, flat: strings as bytes, INT16 as int. Optional ones may be missing."""
+Row = Mapping[str, Sequence[Any]]
+"""One question's tensors by name, flat, as its contract declares them: strings as bytes, INT16 as int.
+Optional ones may be missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +186,9 @@ class Question:
     max_total_tokens: int
 
 
-def choose_contract(contracts: Mapping[str, Contract], model: str, chat_format: str | None) -> Contract:
-    """Return the contract of `model`: its own in `contracts`, else that of all (""), else its format's."""
-    of_format = Contract.CHATGLM2 if chat_format == "chatglm2" else Contract.BATCHED
-    return contracts.get(model) or contracts.get("") or of_format
+def contract_of(chat_format: str | None) -> Contract:
+    """Return the contract that clients of models with this chat format expect."""
+    return Contract.CHATGLM2 if chat_format == "chatglm2" else Contract.BATCHED
 
 
 def config_document(model: str, contract: Contract) -> dict[str, Any]:
@@ -296,13 +302,13 @@ def read_question(contract: Contract, row: Row, chat_format: str) -> Question:
         InvalidRequestError: a value cannot be used; the message names its field.
     """
     try:
-        prompt = _string(row, PROMPT).decode()
+        prompt = row[PROMPT][0].decode()
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"prompt is not UTF-8: {error}") from None
     return Question(
         prompt=prompt,
-        history=_cut(_history(contract, row, chat_format), row),
-        temperature=_temperature(_string(row, TEMPERATURE)),
+        history=_history(contract, row, chat_format),
+        temperature=_temperature(row[TEMPERATURE][0]),
         max_total_tokens=_integer(row, MAX_TOKEN, least=1),
     )
 
@@ -342,13 +348,11 @@ def _shape_of(signature: Signature, tensor: Declared) -> list[int]:
 
 
 def _history(contract: Contract, row: Row, chat_format: str) -> ClientHistory:
+    """Return the part of the history that is used."""
     if contract is Contract.CHATGLM2:
-        return parse_flat([value for value in row[HISTORY] if isinstance(value, bytes)])
-    empty = Shape.PAIRS if chat_format == "chatglm2" else Shape.OBJECTS
-    return parse_history(_string(row, HISTORY), empty)
-
-
-def _cut(history: ClientHistory, row: Row) -> ClientHistory:
+        history = parse_flat(row[HISTORY])
+    else:
+        history = parse_history(row[HISTORY][0], Shape.PAIRS if chat_format == "chatglm2" else Shape.OBJECTS)
     if HISTORY_LEN not in row:
         return history.last_items(KEPT_ITEMS)
     return history.last_rounds(_integer(row, HISTORY_LEN, least=0))
@@ -363,7 +367,7 @@ def _temperature(text: bytes) -> float:
 
 
 def _integer(row: Row, name: str, *, least: int) -> int:
-    value = _only(row, name)
+    value: bytes | int = row[name][0]
     if isinstance(value, bytes):
         if _INTEGER.fullmatch(value.strip()) and int(value) >= least:
             return int(value)
@@ -373,20 +377,6 @@ def _integer(row: Row, name: str, *, least: int) -> int:
             f"{name} must be at least {least}, not {value} (INT16 ends at 32767, and more wraps around)"
         )
     return value
-
-
-def _string(row: Row, name: str) -> bytes:
-    value = _only(row, name)
-    if not isinstance(value, bytes):
-        raise InvalidRequestError(f"{name} must be a string")
-    return value
-
-
-def _only(row: Row, name: str) -> bytes | int:
-    values = row[name]
-    if len(values) != 1:
-        raise InvalidRequestError(f"{name} must be one value, not {len(values)}")
-    return values[0]
 
 
 def _unpacked(datatype: str, shape: Sequence[int], raw: bytes, path: str) -> Sequence[Any]:

@@ -9,7 +9,10 @@ import asyncio
 import time
 from typing import Any, Final
 
-from gateway.drain import Phase
+from gateway import version
+from gateway.core.events import Delta
+from gateway.core.request import Generation, Turns
+from gateway.core.upstream import ModelCard
 from gateway.errors import (
     GatewayError,
     InvalidRequestError,
@@ -17,25 +20,22 @@ from gateway.errors import (
     UnavailableError,
     UpstreamProtocolError,
 )
-from gateway.exchange import Exchange
-from gateway.flight import Flight, Receive
-from gateway.generation import Delta, Generation, Turns
+from gateway.http.record import Gateway, RequestRecord
+from gateway.http.run import Receive, RunningRequest
 from gateway.kserve.contracts import (
     VERSION,
     InferRequest,
     Question,
     Tensor,
-    choose_contract,
     config_document,
+    contract_of,
     metadata_document,
     read_questions,
     write_outputs,
 )
-from gateway.kserve.reply import Reply, read_reply
-from gateway.resources import Gateway
-from gateway.setting_types import Contract
-from gateway.upstream import ModelCard
-from gateway.version import version
+from gateway.kserve.history import Reply, read_reply
+from gateway.limits.admission import Phase
+from gateway.settings.values import Contract
 from wire.meta import Segment
 
 TOP_P: Final = 0.8
@@ -66,24 +66,25 @@ class _Answer:
 
 
 class Door:
-    """The protocol's operations, on the models of `gateway`. Belongs to one event loop."""
+    """The protocol's operations, on the models of `gateway`. Belongs to one event loop.
+
+    Models are addressed by their public names and aliases alone: keys and limits are set for these, and
+    several may share an entry. `key` is the name of the caller's key; models that are not for it do not exist
+    for it.
+    """
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
-        self._contracts = {
-            name: Contract(contract)
-            for name, _, contract in (text.rpartition("=") for text in gateway.settings.contract)
-        }
         self._statistics: dict[str, dict[str, Any]] = {}
 
     def ready(self) -> bool:
         """Whether requests will be served: every model that should be loaded answers, and no drain runs."""
         return self.gateway.ready()
 
-    def model_ready(self, model: str, model_version: str = "") -> bool:
+    def model_ready(self, model: str, model_version: str = "", key: str | None = None) -> bool:
         """Whether requests for `model` will be served; False, too, if there is none."""
         try:
-            card = self._card(model, model_version)
+            card = self._card(model, model_version, key)
         except GatewayError:
             return False
         return card.ready and self.gateway.drain.phase is Phase.SERVING
@@ -92,45 +93,46 @@ class Door:
         """Return the server's name, version and extensions of the protocol."""
         return {"name": "tritongate", "version": version(), "extensions": _EXTENSIONS}
 
-    def metadata(self, model: str, model_version: str = "") -> dict[str, Any]:
+    def metadata(self, model: str, model_version: str = "", key: str | None = None) -> dict[str, Any]:
         """Return the tensors of `model`.
 
         Raises:
             ModelNotFoundError: there is no such model, or version of it.
             UnavailableError: it has not been reached yet, so its contract is not known.
         """
-        card = self._card(model, model_version)
-        return metadata_document(card.id, self._contract(card))
+        card = self._card(model, model_version, key)
+        return metadata_document(model, self._contract(card))
 
-    def config(self, model: str, model_version: str = "") -> dict[str, Any]:
+    def config(self, model: str, model_version: str = "", key: str | None = None) -> dict[str, Any]:
         """Return the configuration of `model`; raises as `metadata`."""
-        card = self._card(model, model_version)
-        return config_document(card.id, self._contract(card))
+        card = self._card(model, model_version, key)
+        return config_document(model, self._contract(card))
 
-    def statistics(self, model: str = "", model_version: str = "") -> dict[str, Any]:
+    def statistics(self, model: str = "", model_version: str = "", key: str | None = None) -> dict[str, Any]:
         """Return what came through this door of this process since its start; without `model`, of all.
 
         Raises:
             ModelNotFoundError: there is no such model, or version of it.
         """
-        cards = [self._card(model, model_version)] if model else self.gateway.upstream.models()
+        cards = [self._card(model, model_version, key)] if model else self.gateway.models(key)
         return {"model_stats": [self._statistics_of(card.id) for card in cards]}
 
-    def index(self, *, ready: bool = False) -> list[dict[str, str]]:
+    def index(self, *, ready: bool = False, key: str | None = None) -> list[dict[str, str]]:
         """Return the models that are served, or may be again; with `ready`, only those that answer."""
         return [
             {
-                "name": card.id,
+                "name": name,
                 "version": VERSION,
                 "state": "READY" if card.ready else "UNAVAILABLE",
                 "reason": "unloaded" if card.unloaded else "" if card.ready else "not ready",
             }
-            for card in self.gateway.upstream.models()
+            for card in self.gateway.models(key)
             if card.ready or not ready
+            for name in (card.id, *card.settings.aliases)
         ]
 
-    async def load(self, model: str, parameters: dict[str, Any] | None = None) -> None:
-        """Load a model and wait until it answers.
+    async def load(self, model: str, parameters: dict[str, Any] | None = None) -> str:
+        """Load a model and wait until it answers; return its public name.
 
         Raises:
             GatewayError: it could not be loaded, or `parameters` want it with other files or configuration.
@@ -138,33 +140,35 @@ class Door:
         if parameters:
             raise InvalidRequestError(f"The parameter {min(parameters)[:100]!r} is not supported.")
         await self.gateway.upstream.load(model, reload=False, upstream=None)
+        return self.gateway.upstream.model(model).id
 
-    async def unload(self, model: str) -> None:
-        """Unload a model and wait until it is gone.
+    async def unload(self, model: str) -> str:
+        """Unload a model and wait until it is gone; return its public name.
 
         Raises:
             GatewayError: it could not be unloaded.
         """
         await self.gateway.upstream.unload(model, upstream=None)
+        return self.gateway.upstream.model(model).id
 
-    async def infer(self, request: InferRequest, exchange: Exchange, receive: Receive) -> list[Tensor]:
+    async def infer(self, request: InferRequest, record: RequestRecord, receive: Receive) -> list[Tensor]:
         """Answer the questions of a request; return the outputs that it asks for.
 
         Args:
             request: a client's; its shapes fit its elements.
-            exchange: the record of the HTTP request or gRPC call.
+            record: the record of the HTTP request or gRPC call.
             receive: reports the client's hang-up, as an ASGI channel; the body was read.
 
         Raises:
             GatewayError: any question could not be answered; of several, the message names the row.
         """
-        card = self._card(request.model, request.version)
-        exchange.model = card.id
+        card = self._card(request.model, request.version, record.key_name)
+        record.model = card.id
         began, rows = time.perf_counter(), 0
         try:
-            outputs, rows = await self._infer(card, request, exchange, receive)
+            outputs, rows = await self._infer(card, request, record, receive)
         finally:
-            self._count(card.id, rows, time.perf_counter() - began, exchange.queued_s or 0.0)
+            self._count(card.id, rows, time.perf_counter() - began, record.queued_s or 0.0)
         return outputs
 
     def _count(self, model: str, rows: int, seconds: float, queued_s: float) -> None:
@@ -185,17 +189,17 @@ class Door:
         return self._statistics.setdefault(model, {**new, "execution_count": 0, "inference_stats": counts})
 
     async def _infer(
-        self, card: ModelCard, request: InferRequest, exchange: Exchange, receive: Receive
+        self, card: ModelCard, request: InferRequest, record: RequestRecord, receive: Receive
     ) -> tuple[list[Tensor], int]:
         contract, chat_format = self._contract(card), card.chat_format or ""
         questions, batch_dimension = read_questions(contract, request, chat_format)
         if request.timeout_us:
             limit = asyncio.get_running_loop().time() + request.timeout_us / 1e6
-            exchange.deadline = min(exchange.deadline, limit)
-        flight = Flight(self.gateway, exchange)
-        await flight.start(_generations(card, questions, exchange), receive)
+            record.deadline = min(record.deadline, limit)
+        running = RunningRequest(self.gateway, record)
+        await running.start(_generations(card, questions, record), receive)
         answers = [_Answer() for _ in questions]
-        async for event in flight:
+        async for event in running:
             if isinstance(event, Delta):
                 answers[event.index].take(event)
         if not all(answer.finished for answer in answers):
@@ -207,9 +211,9 @@ class Door:
         outputs = write_outputs(contract, request, pairs, batch_dimension=batch_dimension)
         return outputs, len(questions)
 
-    def _card(self, model: str, model_version: str) -> ModelCard:
+    def _card(self, model: str, model_version: str, key: str | None) -> ModelCard:
         try:
-            card = self.gateway.upstream.model(model)
+            card = self.gateway.model(model, key)
         except ModelNotFoundError:
             shown = repr(model[:100])
             raise ModelNotFoundError(
@@ -223,25 +227,24 @@ class Door:
         return card
 
     def _contract(self, card: ModelCard) -> Contract:
-        contracts = self._contracts
-        if not (card.ready or card.chat_format or card.id in contracts or "" in contracts):
+        if not (card.ready or card.chat_format or card.settings.contract):
             raise UnavailableError(
                 f"The model {card.id} has not been reached yet.", retry_after_s=_RETRY_AFTER_S
             )
-        return choose_contract(contracts, card.id, card.chat_format)
+        return card.settings.contract or contract_of(card.chat_format)
 
 
-def _generations(card: ModelCard, questions: list[Question], exchange: Exchange) -> list[Generation]:
+def _generations(card: ModelCard, questions: list[Question], record: RequestRecord) -> list[Generation]:
+    defaults = card.settings.defaults.of_requests()
     return [
         Generation(
-            request_id=exchange.request_id,
+            request_id=record.request_id,
             model=card.id,
             prompt=Turns(question.history.turns, question.prompt),
             prompt_field=f"row {row}" if len(questions) > 1 else None,
-            deadline=exchange.deadline,
-            temperature=question.temperature,
-            top_p=TOP_P,
+            deadline=record.deadline,
             max_total_tokens=question.max_total_tokens,
+            **{"top_p": TOP_P, **defaults, "temperature": question.temperature},
         )
         for row, question in enumerate(questions)
     ]

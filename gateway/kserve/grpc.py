@@ -6,7 +6,6 @@ those of HTTP requests. Methods that the gateway does not offer are refused by n
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
@@ -21,17 +20,15 @@ from tritonclient.grpc import service_pb2
 
 from gateway.errors import (
     GatewayError,
-    InternalError,
     InvalidRequestError,
+    ListenError,
     MethodNotAllowedError,
-    RateLimitError,
 )
-from gateway.exchange import Exchange
+from gateway.http.record import Records, RequestRecord
+from gateway.http.tls import Certificate
 from gateway.kserve.contracts import BYTES, MAX_TENSORS, VERSION, InferRequest, Tensor
 from gateway.kserve.door import Door
-from gateway.listeners import ListenError
-from gateway.middleware import Records
-from gateway.setting_types import Scope
+from gateway.settings.values import Scope
 
 _SERVICE: Final = "inference.GRPCInferenceService"
 _METHODS: Final = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
@@ -58,8 +55,6 @@ _CODES: Final[Mapping[int, grpc.StatusCode]] = {
 _PROBES: Final = ("ServerLive", "ServerReady")
 _ADMIN: Final = ("RepositoryModelLoad", "RepositoryModelUnload")
 
-_log = logging.getLogger(__name__)
-
 
 class _Refusal(NamedTuple):
     """How a request ends without an answer; an error would hold what it was raised in."""
@@ -74,24 +69,26 @@ class GrpcServer:
     Args:
         door: what is served.
         records: of the gateway.
+        certificate: for TLS; None: without.
     """
 
-    def __init__(self, door: Door, records: Records) -> None:
+    def __init__(self, door: Door, records: Records, certificate: Certificate | None = None) -> None:
         self._door = door
         self._gateway = door.gateway
         self._records = records
+        self._certificate = certificate
         self._server: grpc.aio.Server | None = None
-        self._documents: dict[str, Callable[[Any], dict[str, Any]]] = {
-            "ServerLive": lambda _: {"live": True},
-            "ServerReady": lambda _: {"ready": door.ready()},
-            "ModelReady": lambda request: {"ready": door.model_ready(request.name, request.version)},
-            "ServerMetadata": lambda _: door.server_metadata(),
-            "ModelMetadata": lambda request: door.metadata(request.name, request.version),
-            "ModelConfig": lambda request: {"config": door.config(request.name, request.version)},
-            "ModelStatistics": lambda request: door.statistics(request.name, request.version),
-            "RepositoryIndex": lambda request: {"models": door.index(ready=request.ready)},
+        self._documents: dict[str, Callable[[Any, str | None], dict[str, Any]]] = {
+            "ServerLive": lambda *_: {"live": True},
+            "ServerReady": lambda *_: {"ready": door.ready()},
+            "ModelReady": lambda asked, key: {"ready": door.model_ready(asked.name, asked.version, key)},
+            "ServerMetadata": lambda *_: door.server_metadata(),
+            "ModelMetadata": lambda asked, key: door.metadata(asked.name, asked.version, key),
+            "ModelConfig": lambda asked, key: {"config": door.config(asked.name, asked.version, key)},
+            "ModelStatistics": lambda asked, key: door.statistics(asked.name, asked.version, key),
+            "RepositoryIndex": lambda asked, key: {"models": door.index(ready=asked.ready, key=key)},
         }
-        """The answers that need no waiting, as protobuf's JSON."""
+        """The answers that need no waiting, as protobuf's JSON, to a request and the name of its key."""
 
     async def start(self, address: str) -> None:
         """Begin to serve at `address`, host:port; other processes of this gateway may do so, too.
@@ -114,7 +111,10 @@ class GrpcServer:
         handlers = {name: self._handler(name) for name in _METHODS}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
         try:
-            self._server.add_insecure_port(address)
+            if self._certificate is None:
+                self._server.add_insecure_port(address)
+            else:
+                self._server.add_secure_port(address, _credentials(self._certificate))
         except RuntimeError:
             raise ListenError(f"cannot listen on {address} for gRPC: the address is in use") from None
         await self._server.start()
@@ -180,64 +180,55 @@ class GrpcServer:
         probe = name in _PROBES
         async with self._records.opened(
             method="GRPC", headers=metadata, route=lambda: f"/{_SERVICE}/{name}", probe=probe
-        ) as exchange:
+        ) as record:
             try:
-                await self._records.admit(exchange, probe=probe)
-                self._authorize(name, metadata.get("authorization"), exchange)
+                await self._records.admit(record, probe=probe)
+                self._authorize(name, metadata.get("authorization"), record)
                 remaining_s = context.time_remaining()
                 if remaining_s is not None:
                     limit = asyncio.get_running_loop().time() + remaining_s
-                    exchange.deadline = min(exchange.deadline, limit)
-                answer = await self._answer(name, self._received(name, data, exchange), exchange)
+                    record.deadline = min(record.deadline, limit)
+                answer = await self._answer(name, self._received(name, data, record), record)
             except GatewayError as error:
-                exchange.fail(error)
+                record.fail(error)
                 return _refused(error)
             except Exception:  # noqa: BLE001 - the outermost frame of a request: the server goes on
-                _log.exception("a request failed unexpectedly")
-                failure = InternalError("The gateway failed; its log says why under this request's id.")
-                exchange.fail(failure)
-                return _refused(failure)
-            exchange.status = HTTPStatus.OK
+                return _refused(self._records.failed(record))
+            record.status = HTTPStatus.OK
             return answer
 
-    def _authorize(self, name: str, header: str | None, exchange: Exchange) -> None:
+    def _authorize(self, name: str, header: str | None, record: RequestRecord) -> None:
         if name in _ADMIN:
-            exchange.key_name = self._gateway.authorize_admin(header)
+            record.key_name = self._gateway.authorize_admin(header)
         elif name not in _PROBES:
-            exchange.key_name = self._gateway.keyring.authorize(header, Scope.INFERENCE)
+            record.key_name = self._gateway.keyring.authorize(header, Scope.INFERENCE)
 
-    def _received(self, name: str, data: bytes, exchange: Exchange) -> Any:
+    def _received(self, name: str, data: bytes, record: RequestRecord) -> Any:
         """Count the bytes of a request among those that are held, and return the message."""
-        settings = self._gateway.settings
-        if not self._gateway.body_bytes.add_within(len(data), settings.max_held_body_bytes):
-            raise RateLimitError("Too many requests are being sent at once.")
-        exchange.resources.callback(self._release, len(data))
+        self._gateway.hold_body(len(data))
+        record.resources.callback(self._gateway.release_body, len(data))
         try:
             request = GetMessageClass(_METHODS[name].input_type).FromString(data)
         except DecodeError:
             raise InvalidRequestError("This is not the message that the method takes.") from None
-        if settings.log_prompts:
-            exchange.body = json_format.MessageToJson(request, indent=None).encode()
+        if self._gateway.settings.log_prompts:
+            record.body = json_format.MessageToJson(request, indent=None).encode()
         return request
 
-    async def _answer(self, name: str, request: Any, exchange: Exchange) -> Any:
+    async def _answer(self, name: str, request: Any, record: RequestRecord) -> Any:
         if name in ("ModelInfer", "ModelStreamInfer"):
             inference = _read(request)
-            return _write(inference, await self._door.infer(inference, exchange, _connected))
+            return _write(inference, await self._door.infer(inference, record, _connected))
         answer = GetMessageClass(_METHODS[name].output_type)()
         if name in self._documents:
-            return json_format.ParseDict(self._documents[name](request), answer)
+            return json_format.ParseDict(self._documents[name](request, record.key_name), answer)
         if name == "RepositoryModelLoad":
-            await self._door.load(request.model_name, dict(request.parameters))
+            record.model = await self._door.load(request.model_name, dict(request.parameters))
         elif name == "RepositoryModelUnload":
-            await self._door.unload(request.model_name)
+            record.model = await self._door.unload(request.model_name)
         else:
             raise MethodNotAllowedError(f"The gateway does not offer {name}.")
-        exchange.model = request.model_name
         return answer
-
-    def _release(self, count: int) -> None:
-        self._gateway.body_bytes.own -= count
 
 
 async def _connected() -> Mapping[str, str]:
@@ -288,6 +279,15 @@ def _write(request: InferRequest, outputs: Sequence[Tensor]) -> Any:
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         response.raw_output_contents.append(tensor.packed())
     return response
+
+
+def _credentials(certificate: Certificate) -> grpc.ServerCredentials:
+    """Return what gRPC asks for the certificate at each handshake."""
+
+    def newest() -> Any:
+        return grpc.ssl_server_certificate_configuration([certificate.newest])
+
+    return grpc.dynamic_ssl_server_credentials(newest(), newest)
 
 
 def _refused(error: GatewayError) -> _Refusal:

@@ -1,12 +1,16 @@
-"""The `history` of legacy clients: read in the form they send it, and returned in the same form.
+"""The conversations of legacy clients: their `history`, and what they get of an answer.
 
-Clients send nothing, a JSON list, or the `str` of such a list in Python; its items are role objects or
-[question, answer] pairs. ChatGLM2's clients send a flat list of strings instead. What goes back is JSON whose
-values are all strings, so that a client may read it as JSON or as a Python literal. How much of a history is
-used follows the clients' own servers (divergence 11).
+A history is read in the form in which the client sends it, and returned in the same form. Clients send
+nothing, a JSON list, or the `str` of such a list in Python; its items are role objects or [question, answer]
+pairs. ChatGLM2's clients send a flat list of strings instead. What goes back is JSON whose values are all
+strings, so that a client may read it as JSON or as a Python literal. How much of a history is used follows
+the clients' own servers (divergence 11).
 
 Nothing is evaluated. A literal is parsed only after its size, its nesting and every character outside strings
-were checked, so that a hostile one costs milliseconds and cannot exhaust the stack.
+were checked, so that a hostile one costs milliseconds and cannot exhaust the stack. The original code
+(`process_response` of the published `modeling_chatglm.py`) splits an answer into its segments, evaluates tool
+calls, and answers with the last segment. Here a segment's first line names a tool only if such a tool was
+offered; otherwise the answer is read as it is everywhere else (`gateway.chat.answers`).
 """
 
 import ast
@@ -15,13 +19,17 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
 
+from gateway.chat.answers import AnswerText
 from gateway.errors import InvalidRequestError
+from wire.calls import NOTATIONS
 from wire.decoding import decode_bounded
 from wire.history import Role, Turn
+from wire.meta import Segment
 
 MAX_BYTES: Final = 2**20
 """Limit of a whole history: far beyond any context."""
@@ -31,6 +39,9 @@ MAX_LITERAL_BYTES: Final = 2**17
 
 MAX_DEPTH: Final = 16
 """Nesting of brackets: enough for a list of objects with tools and their JSON schemas."""
+
+INTERPRETER: Final = "interpreter"
+"""What ChatGLM3 writes in place of a tool's name before its own code."""
 
 
 class Shape(enum.Enum):
@@ -225,3 +236,62 @@ def _depth_exceeds(value: Any, limit: int) -> bool:
 
 def _unreadable(why: str) -> InvalidRequestError:
     return InvalidRequestError(f"history cannot be read: {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to one question."""
+
+    response: str
+    turns: tuple[Turn, ...]
+    """The assistant's turns; one per segment if a tool is called."""
+
+
+def read_reply(
+    text: str, segments: Sequence[Segment], conversation: Sequence[Turn], chat_format: str
+) -> Reply:
+    """Read the raw answer `text` of a model of `chat_format` to `conversation`.
+
+    If the last segment is a tool call, the response is JSON: `{"name", "parameters"}`, or
+    `{"name", "content"}` if the call cannot be parsed or is code.
+
+    Raises:
+        ValueError: a segment begins outside the text.
+    """
+    callable_names = _callable_names(conversation)
+    bounds = [0, *(segment.at for segment in segments), len(text)]
+    parts = [_part(text[start:end], callable_names) for start, end in pairwise(bounds)]
+    if not any(part.metadata for part in parts):
+        answer = AnswerText()
+        response = answer.push(text, segments) + answer.finish()
+        return Reply(response, (Turn("assistant", response),))
+    last = parts[-1]
+    return Reply(_call(last, chat_format) if last.metadata else last.content, tuple(parts))
+
+
+def _callable_names(conversation: Sequence[Turn]) -> set[str]:
+    """Return the names that a segment's first line may hold; without a system turn, none."""
+    system = [turn for turn in conversation if turn.role == "system"]
+    if not system:
+        return set()
+    offered = {str(tool.get("name")) for turn in system for tool in turn.tools or ()}
+    return offered | {INTERPRETER}
+
+
+def _part(text: str, callable_names: set[str]) -> Turn:
+    first, newline, rest = text.partition("\n")
+    if newline and first.strip() in callable_names:
+        return Turn("assistant", rest, metadata=first.strip())
+    answer = AnswerText()
+    return Turn("assistant", answer.push(text) + answer.finish())
+
+
+def _call(turn: Turn, chat_format: str) -> str:
+    said: dict[str, Any] = {"name": turn.metadata}
+    notation = None if turn.metadata == INTERPRETER else NOTATIONS.get(chat_format)
+    parameters = None if notation is None else notation.read(turn.content)
+    if parameters is None:
+        said["content"] = turn.content
+    else:
+        said["parameters"] = parameters
+    return json.dumps(said, ensure_ascii=False)

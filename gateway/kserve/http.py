@@ -14,8 +14,15 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, BeforeValidator, Field
 from starlette.responses import JSONResponse, Response
 
-from gateway.api.deps import AdminKey, ExchangeDep, GatewayDep, InferenceKey, OptionalBody, OwnSite, read_body
 from gateway.errors import InvalidRequestError
+from gateway.http.routes import (
+    AdminKey,
+    GatewayDep,
+    InferenceKey,
+    OptionalBody,
+    RecordDep,
+    read_body,
+)
 from gateway.kserve.contracts import MAX_RANK, MAX_TENSORS, VERSION, InferRequest, Tensor
 from gateway.kserve.door import Door
 from gateway.openai.document import read_object, read_optional_object, validate
@@ -102,50 +109,49 @@ async def server_metadata(door: DoorDep) -> Response:
 
 
 @router.post("/v2/repository/index", dependencies=[InferenceKey])
-async def index(body: OptionalBody, door: DoorDep) -> Response:
+async def index(body: OptionalBody, record: RecordDep, door: DoorDep) -> Response:
     """List the models."""
     document = read_optional_object(body)
-    return JSONResponse(door.index(ready=document.get("ready") is True))
+    return JSONResponse(door.index(ready=document.get("ready") is True, key=record.key_name))
 
 
-@router.post("/v2/repository/models/{model:path}/load", dependencies=[AdminKey, OwnSite])
-async def load(model: str, body: OptionalBody, exchange: ExchangeDep, door: DoorDep) -> Response:
+@router.post("/v2/repository/models/{model:path}/load", dependencies=[AdminKey])
+async def load(model: str, body: OptionalBody, record: RecordDep, door: DoorDep) -> Response:
     """Load a model and wait until it answers."""
     parameters = read_optional_object(body).get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise InvalidRequestError("parameters: an object is needed.")
-    await door.load(model, parameters)
-    exchange.model = model
+    record.model = await door.load(model, parameters)
     return Response()
 
 
-@router.post("/v2/repository/models/{model:path}/unload", dependencies=[AdminKey, OwnSite])
-async def unload(model: str, exchange: ExchangeDep, door: DoorDep) -> Response:
+@router.post("/v2/repository/models/{model:path}/unload", dependencies=[AdminKey])
+async def unload(model: str, record: RecordDep, door: DoorDep) -> Response:
     """Unload a model and wait until it is gone."""
-    await door.unload(model)
-    exchange.model = model
+    record.model = await door.unload(model)
     return Response()
 
 
-async def model_ready(model: str, door: DoorDep, version: str = "") -> Response:
+async def model_ready(model: str, door: DoorDep, record: RecordDep, version: str = "") -> Response:
     """Tell whether requests for a model will be served."""
-    return Response(status_code=200 if door.model_ready(model, version) else _NOT_READY)
+    ready = door.model_ready(model, version, record.key_name)
+    return Response(status_code=200 if ready else _NOT_READY)
 
 
-def _telling(describe: Callable[[Door, str, str], Any]) -> Callable[..., Awaitable[Response]]:
-    async def tell(door: DoorDep, model: str = "", version: str = "") -> Response:
-        return JSONResponse(describe(door, model, version))
+def _telling(describe: Callable[[Door, str, str, str | None], Any]) -> Callable[..., Awaitable[Response]]:
+    async def tell(door: DoorDep, record: RecordDep, model: str = "", version: str = "") -> Response:
+        return JSONResponse(describe(door, model, version, record.key_name))
 
     return tell
 
 
 async def infer(  # noqa: PLR0917 - FastAPI passes all by name
-    request: Request, gateway: GatewayDep, exchange: ExchangeDep, door: DoorDep, model: str, version: str = ""
+    request: Request, gateway: GatewayDep, record: RecordDep, door: DoorDep, model: str, version: str = ""
 ) -> Response:
     """Answer the questions of a request."""
-    body = await read_body(request, gateway, exchange)
+    body = await read_body(request, gateway, record)
     inference, binary = read_infer_request(model, version, body, request.headers.get(HEADER_LENGTH))
-    return write_infer_answer(inference, await door.infer(inference, exchange, request.receive), binary)
+    return write_infer_answer(inference, await door.infer(inference, record, request.receive), binary)
 
 
 router.get("/v2/models/stats", dependencies=[InferenceKey])(_telling(Door.statistics))

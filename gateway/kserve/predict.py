@@ -18,9 +18,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 from starlette.responses import Response
 
-from gateway.api.deps import ExchangeDep, InferenceKey, JsonBody
-from gateway.api.openapi import body_of, whole
 from gateway.errors import InvalidRequestError
+from gateway.http.openapi import body_of, complete
+from gateway.http.routes import InferenceKey, JsonBody, RecordDep
 from gateway.kserve.contracts import MAX_TENSORS, VERSION, InferRequest, Tensor
 from gateway.kserve.http import DoorDep, InputTensor, Items, OutputTensor, no_bool
 from gateway.openai.document import read_object, validate, without_neutral
@@ -113,12 +113,12 @@ class PredictAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     "/MutilBackendService/Predict",
     response_class=Response,
     openapi_extra=body_of(PredictRequest),
-    responses=whole(PredictAnswer),
+    responses=complete(PredictAnswer),
 )
-async def predict(request: Request, body: JsonBody, exchange: ExchangeDep, door: DoorDep) -> Response:
+async def predict(request: Request, body: JsonBody, record: RecordDep, door: DoorDep) -> Response:
     """Answer a ModelInferRequest in protobuf's JSON."""
     inference = read_predict_request(body)
-    answer = write_predict_answer(inference, await door.infer(inference, exchange, request.receive))
+    answer = write_predict_answer(inference, await door.infer(inference, record, request.receive))
     return Response(answer, media_type="application/json")
 
 

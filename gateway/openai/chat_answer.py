@@ -1,32 +1,65 @@
-"""Chat completions in OpenAI's format: the JSON documents, and how generation events become them."""
+"""`/v1/chat/completions`: the answer, complete or in chunks, with calls in the newer and the older form."""
 
+import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from gateway.generation import Accepted, Delta, Event, FinishReason, StopReason, TokenLogprob
-from gateway.openai.answer import ChunkWriter, Head, Usage, encode, gather, ids_document, shown_token
-from gateway.openai.call_documents import (
-    CalledFunction,
-    CalledFunctionDelta,
-    ToolCall,
-    ToolCallDelta,
-    function_call,
-    function_call_deltas,
-    tool_call,
-    tool_call_deltas,
+from gateway.core.events import (
+    Accepted,
+    CallPart,
+    Delta,
+    Event,
+    FinishReason,
+    StopReason,
+    TokenLogprob,
+)
+from gateway.openai.answer import (
+    ChunkStream,
+    Document,
+    Gathered,
+    PromptLogprobs,
+    Usage,
+    encode,
+    gather,
+    new_head,
+    prompt_logprobs_document,
+    shown_token,
 )
 from gateway.openai.chat_request import ChatRequest
-from gateway.openai.chunk_stream import ChunkedAnswer
-from gateway.openai.generation_request import StreamOptions
-from gateway.openai.prompt_logprobs import PromptLogprobs, prompt_logprobs_document
-from gateway.pieces import Call, CallPart
 
-_CONTENT = b'"content":'
-_NO_CONTENT = _CONTENT + encode("")
-"""As it appears in a chunk, exactly once: quotes in the model's name are escaped."""
+
+class CalledFunction(Struct, frozen=True):
+    """A function's name and arguments; `arguments` is a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, frozen=True):
+    """One call of an answer. Its result refers to `id`."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class CalledFunctionDelta(Struct, frozen=True):
+    """What a chunk adds to a call: first the whole name, then arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct, frozen=True):
+    """What a chunk adds to the call `index`; id and type come once."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: CalledFunctionDelta | UnsetType = UNSET
 
 
 ChatFinishReason = FinishReason | Literal["function_call"]
@@ -59,10 +92,15 @@ class ChoiceLogprobs(Struct, frozen=True):
 
 
 class ResponseMessage(Struct, frozen=True, kw_only=True):
-    """The complete answer. An answer that only calls tools has no content."""
+    """The complete answer. An answer that only calls tools has no content.
+
+    Reasoning stands there twice, since clients read either name (divergence 17).
+    """
 
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     refusal: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
     function_call: CalledFunction | UnsetType = UNSET
@@ -79,14 +117,10 @@ class Choice(Struct, frozen=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(Struct, frozen=True, kw_only=True):
+class ChatCompletion(Document, frozen=True, kw_only=True):
     """The answer to a request that is not streamed."""
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[Choice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -98,6 +132,8 @@ class ChunkDelta(Struct, frozen=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
     function_call: CalledFunctionDelta | UnsetType = UNSET
 
@@ -113,20 +149,26 @@ class ChunkChoice(Struct, frozen=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
+class ChatCompletionChunk(Document, frozen=True, kw_only=True):
     """One event of a stream. `usage` is present only if requested, and null until the end.
 
     The first one has the prompt's ids, if requested.
     """
 
-    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+_CONTENT = b'"content":'
+_NO_CONTENT = _CONTENT + encode("")
+"""As it appears in a chunk, exactly once: quotes in the model's name are escaped."""
+
+
+def new_call_id() -> str:
+    """Make the id that a call's result refers to."""
+    return f"call_{secrets.token_hex(12)}"
 
 
 def logprobs_document(
@@ -155,149 +197,130 @@ def logprobs_document(
     )
 
 
-class ChatAnswer(ChunkedAnswer):
-    """Writes the answer to one chat request: see `gateway.openai.answer.Answer`."""
+class ChatAnswer:
+    """An `Answer` to a chat request."""
 
-    def __init__(self, asked: ChatRequest) -> None:
-        self._head = Head.new("chatcmpl", asked.model)
-        self._wants_logprobs = bool(asked.logprobs)
-        self._wants_ids = bool(asked.return_token_ids)
-        self._as_ids = bool(asked.return_tokens_as_token_ids)
-        self._options = asked.stream_options
-        self._calls = CallWriter(offered=bool(asked.tools or asked.functions), older=bool(asked.functions))
-        self._choices = asked.choices
-        self._prompt_logprobs = asked.prompt_logprobs
+    def __init__(self, request: ChatRequest) -> None:
+        self._head = new_head("chatcmpl", request.model)
+        self._request = request
 
-    async def whole(self, accepted: Accepted, events: AsyncIterator[Event]) -> ChatCompletion:
-        """Return the whole answer."""
-        answers, usage = await gather(events, self._choices)
-        return self._head.document(
-            ChatCompletion,
+    async def complete(self, accepted: Accepted, events: AsyncIterator[Event]) -> ChatCompletion:
+        """Return the complete answer."""
+        request = self._request
+        answers, usage = await gather(events, request.choices)
+        as_ids = bool(request.return_tokens_as_token_ids)
+        return ChatCompletion(
+            **self._head,
             choices=[
                 Choice(
                     answer.index,
-                    self._calls.message(answer.text, answer.calls),
-                    logprobs_document(answer.logprobs, as_ids=self._as_ids) if self._wants_logprobs else None,
-                    self._calls.reason(answer.finish_reason),
+                    self._message(answer),
+                    logprobs_document(answer.logprobs, as_ids=as_ids) if request.logprobs else None,
+                    finish_reason(request, answer.finish_reason),
                     answer.stop_reason,
-                    answer.token_ids if self._wants_ids else UNSET,
+                    answer.token_ids if request.return_token_ids else UNSET,
                 )
                 for answer in answers
             ],
             usage=usage,
             prompt_token_ids=_prompt_ids(accepted),
-            # Each choice was told of the one prompt.
-            prompt_logprobs=prompt_logprobs_document(answers[0].prompt_logprobs, self._prompt_logprobs),
+            # The same with each choice: there is one prompt.
+            prompt_logprobs=prompt_logprobs_document(answers[0].prompt_logprobs, request.prompt_logprobs),
         )
 
-    def chunks(self, accepted: Accepted) -> "ChatChunkWriter":
+    def stream(self, accepted: Accepted) -> "ChatStream":
         """Return a writer of the answer's chunks."""
-        return ChatChunkWriter(
-            self._head, accepted, self._options, self._calls, self._choices, as_ids=self._as_ids
-        )
+        return ChatStream(self._head, accepted, self._request)
+
+    def _message(self, answer: Gathered) -> ResponseMessage:
+        fields: dict[str, Any] = {"content": answer.text}
+        if answer.reasoning:
+            fields |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
+        functions = [CalledFunction(call.name, call.arguments) for call in answer.calls]
+        if functions:
+            fields["content"] = answer.text or None
+        if functions and self._request.functions:
+            fields["function_call"] = functions[0]
+        elif functions:
+            fields["tool_calls"] = [ToolCall(new_call_id(), function) for function in functions]
+        return ResponseMessage(**fields)
 
 
-class CallWriter:
-    """Writes an answer's calls: as `tool_calls`, or in the older form as `function_call`.
-
-    Args:
-        offered: tools or functions were offered, so an answer may have no content.
-        older: the request used `functions`.
-    """
-
-    def __init__(self, *, offered: bool, older: bool) -> None:
-        self.no_content = None if offered else ""
-        """The content of an answer before there is any text."""
-        self._older = older
-
-    def reason(self, reason: FinishReason) -> ChatFinishReason:
-        """Write the finish reason."""
-        return "function_call" if self._older and reason == "tool_calls" else reason
-
-    def message(self, text: str, calls: Sequence[Call]) -> ResponseMessage:
-        """Write the whole answer."""
-        content = text if text or not calls else None
-        if not calls:
-            return ResponseMessage(content=content)
-        if self._older:
-            return ResponseMessage(content=content, function_call=function_call(calls[0]))
-        return ResponseMessage(content=content, tool_calls=[tool_call(call) for call in calls])
-
-    def deltas(self, part: CallPart, index: int) -> list[ChunkDelta]:
-        """Write part of the answer's call number `index`, as deltas for one chunk each."""
-        if self._older:
-            return [ChunkDelta(function_call=each) for each in function_call_deltas(part)]
-        return [ChunkDelta(tool_calls=[each]) for each in tool_call_deltas(part, index)]
-
-
-class ChatChunkWriter(ChunkWriter):
-    """Writes the roles first, then text, calls and finish reasons, each in chunks of its own.
+class ChatStream(ChunkStream):
+    """Writes the roles first, then reasoning, text, calls and finish reasons, each in chunks of its own.
 
     The roles of all choices come first and in order, whichever choice has text first: the SDK's accumulator
     numbers choices by the order in which it sees them.
     """
 
-    def __init__(
-        self,
-        head: Head,
-        accepted: Accepted,
-        options: StreamOptions | None,
-        calls: CallWriter,
-        choices: int,
-        *,
-        as_ids: bool,
-    ) -> None:
-        super().__init__(head, ChatCompletionChunk, accepted, options, choices)
-        self._as_ids = as_ids
+    def __init__(self, head: dict[str, Any], accepted: Accepted, request: ChatRequest) -> None:
+        super().__init__(head, ChatCompletionChunk, accepted, request.stream_options, request.choices)
+        self._request = request
         self._prompt_ids = _prompt_ids(accepted)
-        self._calls = calls
-        self._indices = range(choices)
-        self._calls_begun: Counter[int] = Counter()
+        # An answer that may be calls alone has no content before there is any text.
+        self._no_content = None if request.tools or request.functions else ""
+        self._calls_started: Counter[int] = Counter()
         """By choice."""
-        self._begun = False
+        self._started = False
         self._templates: dict[int, tuple[bytes, bytes]] = {}
 
     def _delta(self, delta: Delta, usage: Usage | UnsetType | None) -> list[bytes]:
         piece = delta.pieces[0] if len(delta.pieces) == 1 else None
         # The common case: text only.
         if (
-            self._begun
+            self._started
             and isinstance(piece, str)
             and delta.logprobs is None
             and delta.token_ids is None
             and delta.finish_reason is None
         ):
             return [self._text_chunk(delta.index, piece, usage)]
-        chunks: list[bytes] = []
-        if not self._begun:
-            self._begun = True
-            role = ChunkDelta(role="assistant", content=self._calls.no_content)
-            roles = [[ChunkChoice(index, role)] for index in self._indices]
-            nothing_yet = self._running_usage(0)
-            chunks.append(self._encode(roles[0], nothing_yet, prompt_token_ids=self._prompt_ids))
-            chunks += [self._encode(each, nothing_yet) for each in roles[1:]]
+        chunks = [] if self._started else self._roles()
         return chunks + [self._encode([choice], usage) for choice in self._choices(delta)]
+
+    def _roles(self) -> list[bytes]:
+        self._started = True
+        role = ChunkDelta(role="assistant", content=self._no_content)
+        usage = self._usage(0)
+        first, *others = ([ChunkChoice(index, role)] for index in range(self._request.choices))
+        return [
+            self._encode(first, usage, prompt_token_ids=self._prompt_ids),
+            *(self._encode(each, usage) for each in others),
+        ]
 
     def _choices(self, delta: Delta) -> list[ChunkChoice]:
         """Return what a delta adds to its choice, one item per chunk."""
-        choices: list[ChunkChoice] = []
+        index, choices = delta.index, []
+        if reasoning := delta.reasoning:
+            thought = ChunkDelta(reasoning_content=reasoning, reasoning=reasoning)
+            choices.append(ChunkChoice(index, thought))
         if delta.text or delta.logprobs or delta.token_ids:
-            logprobs = (
-                None if delta.logprobs is None else logprobs_document(delta.logprobs, as_ids=self._as_ids)
-            )
-            content = ChunkDelta(content=delta.text or self._calls.no_content)
-            ids = ids_document(delta.token_ids)
-            choices.append(ChunkChoice(delta.index, content, logprobs, token_ids=ids))
+            as_ids = bool(self._request.return_tokens_as_token_ids)
+            logprobs = None if delta.logprobs is None else logprobs_document(delta.logprobs, as_ids=as_ids)
+            content = ChunkDelta(content=delta.text or self._no_content)
+            ids = UNSET if delta.token_ids is None else list(delta.token_ids)
+            choices.append(ChunkChoice(index, content, logprobs, token_ids=ids))
         for part in delta.calls:
-            self._calls_begun[delta.index] += part.name is not None
-            deltas = self._calls.deltas(part, self._calls_begun[delta.index] - 1)
-            choices += [ChunkChoice(delta.index, each) for each in deltas]
+            choices += [ChunkChoice(index, each) for each in self._call(part, index)]
         if delta.finish_reason is not None:
-            reason = self._calls.reason(delta.finish_reason)
+            reason = finish_reason(self._request, delta.finish_reason)
             choices.append(
-                ChunkChoice(delta.index, ChunkDelta(), finish_reason=reason, stop_reason=delta.stop_reason)
+                ChunkChoice(index, ChunkDelta(), finish_reason=reason, stop_reason=delta.stop_reason)
             )
         return choices
+
+    def _call(self, part: CallPart, choice: int) -> list[ChunkDelta]:
+        """Write part of a call of `choice`, one item per chunk: its head, with a new id, then arguments."""
+        more = CalledFunctionDelta(arguments=part.arguments)
+        first = None if part.name is None else CalledFunctionDelta(name=part.name, arguments="")
+        if self._request.functions:
+            return [ChunkDelta(function_call=each) for each in (first, more) if each is not None]
+        self._calls_started[choice] += first is not None
+        index = self._calls_started[choice] - 1
+        calls = [ToolCallDelta(index, function=more)]
+        if first is not None:
+            calls.insert(0, ToolCallDelta(index, id=new_call_id(), type="function", function=first))
+        return [ChunkDelta(tool_calls=[each]) for each in calls]
 
     def _text_chunk(self, index: int, text: str, usage: Usage | UnsetType | None) -> bytes:
         """Return a chunk of text only: without running usage such chunks differ in nothing but the text."""
@@ -309,6 +332,11 @@ class ChatChunkWriter(ChunkWriter):
             before, _, after = empty.partition(_NO_CONTENT)
             template = self._templates[index] = before + _CONTENT, after
         return b"%b%b%b" % (template[0], encode(text), template[1])
+
+
+def finish_reason(request: ChatRequest, reason: FinishReason) -> ChatFinishReason:
+    """Write a finish reason in the form that `request` has for calls."""
+    return "function_call" if request.functions and reason == "tool_calls" else reason
 
 
 def _prompt_ids(accepted: Accepted) -> list[int] | UnsetType:

@@ -1,135 +1,163 @@
-"""`POST /v1/chat/completions`: the request as OpenAI defines it."""
+"""`/v1/chat/completions`: the request and its messages, as OpenAI defines them."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from msgspec.structs import replace
-from pydantic import Field
+from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
-from gateway.chatglm.tool_offer import call_rules
+from gateway.chat.conversation import call_rules
+from gateway.core.request import Conversation, Message, MessageRole, NamedTool, PastCall, ToolOffer
 from gateway.errors import InvalidRequestError
-from gateway.generation import Conversation, Generation, Grammar, Message, MessageRole, PastCall, ToolOffer
-from gateway.openai import generation_request
-from gateway.openai.any_completion_request import AnyCompletionRequest
-from gateway.openai.content import Content, Unread, text_of
-from gateway.openai.document import Reading, read_object, validate, without_neutral
-from gateway.openai.generation_request import (
-    MESSAGES_LIMIT,
+from gateway.openai.document import (
     Items,
+    Reading,
     Strict,
-    TokenBound,
+    Unread,
     at_most,
+    fault,
+    if_read,
+    ignore,
+    text_of,
+    type_of,
 )
-from gateway.openai.structured import ResponseFormat, StructuredRequest, refuse_open_ends
+from gateway.openai.images import Illustrated, ImagePart, images_of
+from gateway.openai.params import MESSAGES_LIMIT, AnyCompletionRequest, TokenBound
 from gateway.openai.tools import (
+    ChoiceMode,
     FunctionCall,
     FunctionName,
     Functions,
     MessageCall,
     NamedChoice,
     Tools,
-    offer_of_functions,
+    offer_of,
     offer_of_tools,
 )
 from wire.limits import TOP_LOGPROBS_LIMIT
-
-UNSUPPORTED: Mapping[str, Any] = MappingProxyType(
-    {
-        **generation_request.UNSUPPORTED,
-        "add_generation_prompt": True,
-        "add_special_tokens": False,
-        "audio": None,
-        "best_of": 1,
-        "chat_template": None,
-        "continue_final_message": False,
-        "documents": None,
-        "echo": False,
-        "modalities": ["text"],
-        "web_search_options": None,
-    }
-)
-"""Parameters that would change the answer and are not supported, each with the value that has no effect."""
-
-MESSAGE_UNSUPPORTED: Mapping[str, Any] = MappingProxyType({"audio": None})
-"""The same for a message."""
 
 _DEPRECATED = Field(json_schema_extra={"deprecated": True})  # `deprecated=True` would warn at each access
 
 _ROLES: Mapping[str, MessageRole] = MappingProxyType({"developer": "system", "function": "tool"})
 
+_ANSWERED: Mapping[str, str] = MappingProxyType({"tool": "tool_call_id", "function": "name"})
+"""For roles of results, the field that says of which call. In other messages it has no use."""
 
-class TextPart(Strict):
+REASONED = frozenset({"reasoning_content", "reasoning"})
+"""DeepSeek's and OpenRouter's name of what only an assistant's message has; one is enough."""
+
+
+class TextPart(Strict, place="messages.content"):
     """A piece of a message's content."""
-
-    place: ClassVar[str] = "messages.content"
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(Strict):
+def _kind_of_part(value: Any) -> str:
+    return f"a {type_of(value)}"  # not the type alone: errors would take it for the key of the same name
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("a text")] | Annotated[ImagePart, Tag("a image_url")],
+    Discriminator(
+        _kind_of_part,
+        custom_error_type="part_type",
+        custom_error_message="only parts of the types text and image_url are supported",
+    ),
+]
+
+
+Reasoned = Annotated[
+    str | None,
+    Field(description="of an earlier answer: for a model whose chat template reads it, else ignored"),
+]
+Effort = Annotated[str | None, Field(description="for a model whose chat template reads it, else ignored")]
+
+
+def _read_switches(switches: dict[str, Any] | None, info: ValidationInfo) -> dict[str, Any] | None:
+    read = Reading.of(info).read
+    for name in islice((name for name, value in (switches or {}).items() if name not in read), 16):
+        ignore(info, f"chat_template_kwargs.{name}")
+    return {name: value for name, value in (switches or {}).items() if name in read} or None
+
+
+Switches = Annotated[
+    dict[str, Any] | None,
+    Field(description="variables of the model's chat template; those that it does not read are ignored"),
+    AfterValidator(_read_switches),
+]
+
+
+class ChatMessage(Strict, place="messages"):
     """One message; `developer` is another name for `system`, and `function` an older one for `tool`."""
 
-    place: ClassVar[str] = "messages"
+    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType({"audio": None})
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Content[TextPart] | None = None
+    content: Illustrated[Part] | None = None
     name: Annotated[
         str | None, Field(description="of the function whose result it is; ignored in other messages")
     ] = None
     tool_call_id: str | None = None
     tool_calls: Items[MessageCall] | None = None
     function_call: FunctionCall | None = None
+    reasoning_content: Annotated[Reasoned, if_read("messages.reasoning_content", *REASONED)] = None
+    reasoning: Annotated[Reasoned, if_read("messages.reasoning", *REASONED)] = None
     parsed: Annotated[
         Unread, Field(description="bookkeeping: the SDK sends along what it made of `content`")
     ] = None
 
-    def text(self) -> str:
-        """Return the content with its parts joined."""
-        return text_of(self.content)
+    @classmethod
+    def keys_in(cls, document: dict[str, Any]) -> frozenset[str]:
+        """Return the keys that have a use in a message of its role."""
+        keys = super().keys_in(document)
+        if document.get("role") != "assistant" and not document.keys().isdisjoint(REASONED):
+            keys -= REASONED
+        if "name" not in document and "tool_call_id" not in document:
+            return keys  # the common case
+        return keys - {name for role, name in _ANSWERED.items() if role != document.get("role")}
 
-    def calls(self, path: str) -> tuple[PastCall, ...]:
-        """Return the calls it made; `path` is the message's place in the request.
-
-        Raises:
-            InvalidRequestError: the arguments of one are not a JSON object.
-        """
-        if self.function_call is not None:
-            # The older form has no ids: its results refer to the function's name.
-            call = self.function_call
-            return (call.past(call.name, f"{path}.function_call"),)
-        return tuple(
-            call.function.past(call.id, f"{path}.tool_calls.{at}.function")
-            for at, call in enumerate(self.tool_calls or ())
-        )
-
-    def check(self, path: str) -> None:
-        """Check that it has what its role needs and nothing else; `path` is its place in the request.
-
-        Raises:
-            InvalidRequestError: it does not.
-        """
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        """Check that it has what its role needs and nothing else."""
         if self.content is None and not (self.tool_calls or self.function_call):
-            raise InvalidRequestError(f"Missing required parameter: {path}.content.", param=f"{path}.content")
-        for field, role in (("tool_call_id", "tool"), ("name", "function")):
-            if self.role == role and getattr(self, field) is None:
-                raise InvalidRequestError(
-                    f"{path}.{field} is needed in a message of role {role}.", param=f"{path}.{field}"
-                )
-        for field in ("tool_calls", "function_call"):
-            if getattr(self, field) and self.role != "assistant":
-                raise InvalidRequestError(
-                    f"{path}.{field} belongs only to a message of role assistant.", param=f"{path}.{field}"
-                )
+            raise fault("content", "it is needed", "missing")
+        needed = _ANSWERED.get(self.role)
+        if needed is not None and getattr(self, needed) is None:
+            raise fault(needed, "it is needed", "missing")
+        if self.role != "user" and images_of(self.content):
+            raise fault("content", "images belong only to a message of role user")
+        for name in ("tool_calls", "function_call"):
+            if getattr(self, name) and self.role != "assistant":
+                raise fault(name, "this belongs only to a message of role assistant")
         if self.tool_calls and self.function_call:
-            raise InvalidRequestError(
-                f"{path} has both tool_calls and function_call.", param=f"{path}.function_call"
-            )
+            raise fault("function_call", "tool_calls say the same; give one")
         ids = [call.id for call in self.tool_calls or ()]
         if len(set(ids)) < len(ids):
-            raise InvalidRequestError(f"{path}.tool_calls has an id twice.", param=f"{path}.tool_calls")
+            raise fault("tool_calls", "an id is there twice")
+        return self
+
+    def message(self, field: str) -> Message:
+        """Return it as part of a conversation; `field` is its name in the request."""
+        needed = _ANSWERED.get(self.role)
+        return Message(
+            role=cast("MessageRole", _ROLES.get(self.role, self.role)),
+            content=text_of(self.content),
+            images=images_of(self.content, f"{field}.content"),
+            calls=self._calls(),
+            reasoning=self.reasoning_content or self.reasoning or "",
+            answers=None if needed is None else getattr(self, needed),
+            field=field,
+        )
+
+    def _calls(self) -> tuple[PastCall, ...]:
+        if self.function_call is not None:
+            # The older form has no ids: its results refer to the function's name.
+            return (self.function_call.past(self.function_call.name),)
+        return tuple(call.function.past(call.id) for call in self.tool_calls or ())
 
 
 Messages = Annotated[
@@ -137,8 +165,35 @@ Messages = Annotated[
 ]
 
 
-class ChatRequest(AnyCompletionRequest, StructuredRequest):
+def conversation(
+    messages: Sequence[ChatMessage], offer: ToolOffer | None, switches: Mapping[str, Any] | None = None
+) -> Conversation:
+    """Return a request's `messages` as a conversation in which the tools of `offer` may be called."""
+    return Conversation(
+        tuple(message.message(f"messages.{at}") for at, message in enumerate(messages)),
+        offer,
+        switches or {},
+    )
+
+
+class ChatRequest(AnyCompletionRequest):
     """A chat completion request. Null means absent everywhere."""
+
+    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {
+            **AnyCompletionRequest.unsupported,
+            "add_generation_prompt": True,
+            "add_special_tokens": False,
+            "audio": None,
+            "best_of": 1,
+            "chat_template": None,
+            "continue_final_message": False,
+            "documents": None,
+            "echo": False,
+            "modalities": ["text"],
+            "web_search_options": None,
+        }
+    )
 
     messages: Messages
     max_completion_tokens: Annotated[
@@ -146,25 +201,27 @@ class ChatRequest(AnyCompletionRequest, StructuredRequest):
     ] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
-    response_format: ResponseFormat | None = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tool_choice: ChoiceMode | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[Functions | None, _DEPRECATED] = None
     function_call: Annotated[Literal["none", "auto"] | FunctionName | None, _DEPRECATED] = None
+    reasoning_effort: Annotated[Effort, if_read("reasoning_effort", "reasoning_effort")] = None
+    chat_template_kwargs: Switches = None
 
     @property
     def token_bound(self) -> int | None:
         """The client's limit on new tokens."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def prompt_asked(self) -> Conversation:
-        """Return the conversation and the tools."""
-        return conversation(self.messages, self.offer)
-
     @cached_property
-    def offer(self) -> ToolOffer | None:
-        """The tools offered to the model, and which of them it has to call.
+    def continued(self) -> Conversation:
+        """The conversation and the tools."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return conversation(self.messages, self._offer(), effort | (self.chat_template_kwargs or {}))
+
+    def _offer(self) -> ToolOffer | None:
+        """Return the tools offered to the model, and which of them it has to call.
 
         Raises:
             InvalidRequestError: the fields about them contradict each other.
@@ -174,101 +231,29 @@ class ChatRequest(AnyCompletionRequest, StructuredRequest):
         for given, other in (("functions", "tool_choice"), ("tools", "function_call")):
             if getattr(self, given) and getattr(self, other) is not None:
                 raise InvalidRequestError(f"{other} is not about {given}.", param=other)
-        of_functions = offer_of_functions(self.functions, self.function_call)
-        of_tools = offer_of_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
-        return of_tools or of_functions
+        if self.parallel_tool_calls is not None and not self.tools:
+            raise InvalidRequestError("parallel_tool_calls needs tools.", param="parallel_tool_calls")
+        older = self.function_call
+        of_functions = offer_of(
+            self.functions or (),
+            NamedTool(older.name) if isinstance(older, FunctionName) else older,
+            path="functions.{}",
+            field="functions",
+            choice_field="function_call",
+            single=True,
+        )
+        single = self.parallel_tool_calls is False
+        return offer_of_tools(self.tools, self.tool_choice, single=single) or of_functions
 
-    def grammar_asked(self) -> Grammar | None:
-        """Return the grammar of the answer's text; None: it is free.
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling parameters that were given."""
+        return super().sampling() | {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
 
-        Raises:
-            InvalidRequestError: several fields define one.
-        """
-        formatted = self.response_format.grammar("response_format") if self.response_format else None
-        return self.one_grammar(formatted)
-
-    def generation(self, *, request_id: str, deadline: float) -> Generation:
-        """Return the generation to run."""
-        asked = super().generation(request_id=request_id, deadline=deadline)
-        return replace(asked, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
-
-    def check_combinations(self) -> None:
-        """See `GenerationRequest.check_combinations`."""
+    def check(self) -> None:
+        """Refuse parameters that are valid alone but not together."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
-        super().check_combinations()
-        _ = self.continued  # refuses what is wrong with it
-        if self.offer is not None and call_rules(self.offer) is not None:
-            refuse_open_ends(self, "a call that is held to its schema")
-
-
-def read_chat_request(body: bytes, reading: Reading | None = None) -> ChatRequest:
-    """Decode and check a request body; `reading` notes what of it is ignored, by default nothing is.
-
-    Raises:
-        InvalidRequestError: with the dotted path of the offending field in `param`.
-    """
-    document = without_neutral_messages(without_neutral(read_object(body), UNSUPPORTED))
-    request = validate(ChatRequest, document, reading)
-    note_names(request.messages, reading)
-    request.check_combinations()
-    return request
-
-
-def note_names(messages: Sequence[ChatMessage], reading: Reading | None) -> None:
-    """Note fields of messages whose role has no use for them.
-
-    Raises:
-        InvalidRequestError: `reading` is strict, or None.
-    """
-    for at, message in enumerate(messages):
-        for field, role in (("tool_call_id", "tool"), ("name", "function")):
-            if message.role == role or getattr(message, field) is None:
-                continue
-            if reading is None or reading.strict:
-                path = f"messages.{at}.{field}"
-                raise InvalidRequestError(f"{path} belongs only to a message of role {role}.", param=path)
-            reading.ignore(f"messages.{field}")
-
-
-def without_neutral_messages(document: dict[str, Any]) -> dict[str, Any]:
-    """Drop fields without effect from the messages of a request.
-
-    Raises:
-        InvalidRequestError: a message has a field that would change the answer and is not supported.
-    """
-    messages = document.get("messages")
-    if not isinstance(messages, list):
-        return document
-    return document | {
-        "messages": [
-            without_neutral(message, MESSAGE_UNSUPPORTED, f"messages.{index}.")
-            if isinstance(message, dict)
-            else message
-            for index, message in enumerate(messages)
-        ]
-    }
-
-
-def conversation(messages: Sequence[ChatMessage], offer: ToolOffer | None) -> Conversation:
-    """Return a request's `messages` as a conversation in which the tools of `offer` may be called.
-
-    Raises:
-        InvalidRequestError: a message lacks a field that its role needs, or has one of another role.
-    """
-    for at, message in enumerate(messages):
-        message.check(f"messages.{at}")
-    return Conversation(
-        tuple(_message(message, f"messages.{at}") for at, message in enumerate(messages)), offer
-    )
-
-
-def _message(message: ChatMessage, path: str) -> Message:
-    role = _ROLES.get(message.role, message.role)
-    return Message(
-        role=cast("MessageRole", role),
-        content=message.text(),
-        calls=message.calls(path),
-        answers={"function": message.name, "tool": message.tool_call_id}.get(message.role),
-        field=path,
-    )
+        super().check()
+        offer = self.continued.offer
+        if offer is not None and call_rules(offer) is not None:
+            self.refuse_open_ends("a call that is held to its schema")

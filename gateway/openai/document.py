@@ -1,20 +1,37 @@
-"""Parsing a request body: JSON, then a typed model, with errors that name the field.
+"""Request bodies: JSON, then objects of checked types, with errors that name the field.
 
 What would change the answer is understood, or refused by name: a parameter that this server does not support
 is accepted only at the value that has no effect. What cannot change the answer, or is unknown, is accepted,
 and the answer names it (`Reading`).
+
+A request waits in the gateway in this form. Objects take some twenty times the memory of their JSON, so what
+nobody reads is not kept, and the parts of a text become one string.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import cache
+from itertools import islice
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from gateway.errors import InvalidRequestError
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 _ABSENT = object()
 
@@ -22,7 +39,7 @@ _SHOWN_LIMIT = 100
 """How many characters of a client's own name an error repeats."""
 
 _IGNORED_LIMIT = 16
-"""How many ignored names an answer repeats."""
+"""How many ignored names an answer repeats, and how many unknown keys of one object are looked at."""
 _NAME_LIMIT = 64
 
 
@@ -38,14 +55,204 @@ class Reading:
     """Refuse what would be ignored."""
     model: str | None = None
     """The model of a request that names none; None: it has to name one."""
+    reads: Callable[[str], frozenset[str]] = lambda _: frozenset()
+    """Returns the names that a model's chat template reads, which are no advice to that model."""
+    defaults: Callable[[str], Mapping[str, Any]] = lambda _model: {}
+    """Returns the values of fields that a request for a model leaves out, by its name."""
     ignored: dict[str, None] = field(default_factory=dict)
     """The names, in the order in which they were found."""
+
+    read: frozenset[str] = frozenset()
+    """Those of the model of this request."""
+
+    @classmethod
+    def of(cls, info: ValidationInfo) -> "Reading":
+        """Return the reading of the body that is being validated; without one, it is strict."""
+        return info.context if isinstance(info.context, Reading) else cls(strict=True)
 
     def ignore(self, name: str) -> None:
         """Note the dotted name of a field that is ignored."""
         if len(self.ignored) < _IGNORED_LIMIT:
             shown = name if name.isascii() and name.isprintable() else ascii(name)
             self.ignored[shown[:_NAME_LIMIT].replace(",", "?")] = None
+
+
+def ignore(info: ValidationInfo, name: str) -> None:
+    """Note that a value of the known field `name` has no effect.
+
+    Raises:
+        PydanticCustomError: the reading is strict.
+    """
+    reading = Reading.of(info)
+    if reading.strict:
+        raise PydanticCustomError("no_effect", "this has no effect on this server")
+    reading.ignore(name)
+
+
+def if_read(name: str, *variables: str) -> AfterValidator:
+    """Keep a value if the model's chat template reads one of `variables`; else note that `name` is ignored.
+
+    What asks for nothing, such as null or empty text, is dropped without a word.
+    """
+
+    def check(value: T, info: ValidationInfo) -> T | None:
+        if not value or not Reading.of(info).read.isdisjoint(variables):
+            return value or None
+        ignore(info, name)
+        return None
+
+    return AfterValidator(check)
+
+
+def fault(name: str, message: str, kind: str = "invalid") -> ValidationError:
+    """Return the fault of the key `name` of the object that is being validated.
+
+    Pydantic's kinds `missing` and `extra_forbidden`, and `unsupported`, are always worded alike.
+    """
+    error = PydanticCustomError(kind, message)
+    return ValidationError.from_exception_data("", [InitErrorDetails(type=error, loc=(name,), input=None)])
+
+
+@cache
+def _keys_of(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
+
+
+class Strict(BaseModel):
+    """An object of a request: its declared keys are validated without type conversion, others are ignored.
+
+    Validated with a `Reading` as context, it notes there what it ignores; a strict one, or none, refuses it.
+    """
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        # The OpenAPI document does not forbid what is ignored.
+        json_schema_extra=lambda schema: schema.pop("additionalProperties"),
+    )
+
+    _place: ClassVar[str] = ""
+    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Keys that would change the answer and are not supported, each with the value that has no effect."""
+    refusals: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Why some of them are not supported."""
+
+    def __init_subclass__(cls, *, place: str | None = None, **options: Any) -> None:
+        """Let `place`, by default the base's, be where such objects stand in a request, without indices."""
+        super().__init_subclass__(**options)
+        if place is not None:
+            cls._place = place
+
+    @classmethod
+    def keys_in(cls, document: dict[str, Any]) -> frozenset[str]:
+        """Return the keys that have a use in `document`."""
+        del document
+        return _keys_of(cls)
+
+    @classmethod
+    def neutral_in(cls, document: dict[str, Any]) -> Mapping[str, Any]:
+        """Return what is `unsupported` in `document`."""
+        del document
+        return cls.unsupported
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, document: Any, info: ValidationInfo) -> Any:
+        """Remove what has no effect; one unknown key stays for pydantic to refuse: there may be a million."""
+        if not isinstance(document, dict):
+            return document
+        known = cls.keys_in(document)
+        if document.keys() <= known:
+            return document
+        neutral = cls.neutral_in(document)
+        for name, value in document.items():
+            if name in neutral and not _asks_nothing(value, neutral[name]):
+                refusal = cls.refusals.get(name, _UNSUPPORTED) + _only(neutral[name])
+                raise fault(name, refusal, "unsupported")
+        # Null, false and what is empty ask for nothing.
+        unknown = (
+            name for name, value in document.items() if value and name not in known and name not in neutral
+        )
+        reading = Reading.of(info)
+        if reading.strict:
+            first = next(unknown, None)
+            if first in _keys_of(cls):
+                raise fault(first, "it has no use here", "extra_forbidden")
+            return {name: document[name] for name in (*known, first) if name in document}
+        for name in islice(unknown, _IGNORED_LIMIT):
+            reading.ignore(f"{cls._place}.{name}" if cls._place else name)
+        return {name: document[name] for name in known if name in document}
+
+
+class Body(Strict):
+    """The body of a request to a model."""
+
+    model: Annotated[str, Field(min_length=1)]
+
+    @classmethod
+    def read(cls, body: bytes, reading: Reading | None = None) -> Self:
+        """Decode and check a request body; `reading` notes what of it is ignored, by default nothing is.
+
+        Raises:
+            InvalidRequestError: with the dotted path of the offending field in `param`.
+        """
+        request = validate(cls, read_object(body), reading)
+        request.check()
+        return request
+
+    def check(self) -> None:
+        """Refuse parameters that are valid alone but not together.
+
+        Raises:
+            InvalidRequestError: with the field in `param`.
+        """
+
+
+def type_of(value: Any) -> str | None:
+    """Return the `type` of an object that may be of several; None: it has none."""
+    tag = value.get("type") if isinstance(value, dict) else None
+    return tag if isinstance(tag, str) else None
+
+
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""Validated up to the first fault: a body has room for millions, and only one is reported."""
+
+
+def at_most(limit: int) -> BeforeValidator:
+    """Refuse a larger object or list before validating its items: a body has room for many thousands."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict | list) and len(value) > limit:
+            raise PydanticCustomError("too_many", f"at most {limit} entries are allowed")
+        return value
+
+    return BeforeValidator(check)
+
+
+class _Part(Protocol):
+    @property
+    def text(self) -> str: ...
+
+
+P = TypeVar("P", bound=_Part)
+
+
+def text_of(content: str | Sequence[_Part] | None) -> str:
+    """Return a `Content` as one string, which it is once validated; no content is empty text."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
+def _forgotten(_value: Any) -> None:
+    return None
+
+
+Content = Annotated[str | Items[P], AfterValidator(text_of)]
+"""A text, or parts of one, which validation joins."""
+
+Unread = Annotated[Any, AfterValidator(_forgotten)]
+"""Any JSON value; it is dropped."""
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -77,11 +284,7 @@ def read_optional_object(body: bytes) -> dict[str, Any]:
 
 
 def without_neutral(
-    document: Mapping[str, Any],
-    neutral: Mapping[str, Any],
-    path: str = "",
-    *,
-    refusal: str = "is not supported by this server",
+    document: Mapping[str, Any], neutral: Mapping[str, Any], path: str = ""
 ) -> dict[str, Any]:
     """Drop parameters that are not supported, where they are null or at their neutral value.
 
@@ -89,32 +292,14 @@ def without_neutral(
         document: an object of the request.
         neutral: the names of such parameters, each with the value that has no effect.
         path: the dotted path of `document`, with a dot at its end, for errors.
-        refusal: the error's text for other values.
 
     Raises:
         InvalidRequestError: one of them has another value.
     """
-    kept = {}
     for name, value in document.items():
-        neutral_value = neutral.get(name, _ABSENT)
-        if neutral_value is _ABSENT:
-            kept[name] = value
-        elif value is not None and not _equal(value, neutral_value):
-            only = f"; only {_show(neutral_value)} is" if neutral_value not in (None, []) else ""
-            raise InvalidRequestError(f"The parameter {path}{name} {refusal}{only}.", param=path + name)
-    return kept
-
-
-def without_neutral_in(document: Mapping[str, Any], name: str, neutral: Mapping[str, Any]) -> dict[str, Any]:
-    """Do the same within the object `name` of `document`, if it has one.
-
-    Raises:
-        InvalidRequestError: as `without_neutral`.
-    """
-    inner = document.get(name)
-    if not isinstance(inner, dict):
-        return dict(document)
-    return {**document, name: without_neutral(inner, neutral, f"{name}.")}
+        if name in neutral and not _asks_nothing(value, neutral[name]):
+            raise _unsupported(path + name, _UNSUPPORTED + _only(neutral[name]))
+    return {name: value for name, value in document.items() if name not in neutral}
 
 
 def validate(model: type[M], document: dict[str, Any], reading: Reading | None = None) -> M:
@@ -123,61 +308,76 @@ def validate(model: type[M], document: dict[str, Any], reading: Reading | None =
     Raises:
         InvalidRequestError: of the first fault; `param` is the dotted path of the field.
     """
-    reading = reading or Reading(strict=True)
-    if reading.model is not None and "model" in model.model_fields and document.get("model") is None:
-        document = document | {"model": reading.model}
+    if reading is not None and "model" in model.model_fields:
+        document = _completed(document, model, reading)
     try:
         return model.model_validate(document, context=reading)
     except ValidationError as error:
         raise _explain(error, document) from None
 
 
+def _completed(document: dict[str, Any], model: type[BaseModel], reading: Reading) -> dict[str, Any]:
+    """Fill in the model, and what a request leaves to the model's defaults."""
+    if document.get("model") is None and reading.model is not None:
+        document = document | {"model": reading.model}
+    name = document.get("model")
+    if not isinstance(name, str):
+        return document
+    reading.read, defaults = reading.reads(name), reading.defaults(name)
+    return document | {
+        field: value
+        for field, value in defaults.items()
+        if field in model.model_fields and document.get(field) is None
+    }
+
+
 def _explain(error: ValidationError, document: dict[str, Any]) -> InvalidRequestError:
     """Report the fault deepest in the document: in a union, that is the branch that matched furthest."""
-    faults = error.errors(include_url=False, include_input=False)
-    located = [
-        (path_in(document, fault["loc"], missing=fault["type"] == "missing"), fault) for fault in faults
+    faults = [
+        (_path_in(document, each["loc"], missing=each["type"] == "missing"), each)
+        for each in error.errors(include_url=False, include_input=False)
     ]
-    path, fault = max(located, key=lambda item: len(item[0]))
+    path, deepest = max(faults, key=lambda item: len(item[0]))
     dotted = ".".join(map(str, path))
-    if fault["type"] == "extra_forbidden":
-        return _unknown(dotted)
-    if fault["type"] == "missing":
-        return InvalidRequestError(f"Missing required parameter: {dotted}.", param=dotted)
-    message = fault["msg"].removeprefix("Value error, ")
+    message = deepest["msg"].removeprefix("Value error, ")
+    match deepest["type"]:
+        case "extra_forbidden":
+            shown = dotted if len(dotted) <= _SHOWN_LIMIT else dotted[:_SHOWN_LIMIT] + "…"
+            return InvalidRequestError(f"Unknown parameter: {shown}.", param=shown)
+        case "missing":
+            return InvalidRequestError(f"Missing required parameter: {dotted}.", param=dotted)
+        case "unsupported":
+            return _unsupported(dotted, message)
     return InvalidRequestError(f"{dotted}: {message}" if dotted else message, param=dotted or None)
 
 
-def _unknown(path: str) -> InvalidRequestError:
-    shown = path if len(path) <= _SHOWN_LIMIT else path[:_SHOWN_LIMIT] + "…"
-    return InvalidRequestError(f"Unknown parameter: {shown}.", param=shown)
+def _path_in(document: Any, location: Sequence[int | str], *, missing: bool) -> list[int | str]:
+    """Return the parts of pydantic's `location` that exist in `document`: others name branches of unions.
 
-
-def path_in(document: Any, location: Sequence[int | str], *, missing: bool) -> list[int | str]:
-    """Return the parts of `location` that exist in `document`: pydantic's also name branches of unions.
-
-    Args:
-        document: what was validated.
-        location: pydantic's location of a fault in it.
-        missing: the last part names a key that is missing.
+    With `missing`, the last part is a key that does not exist.
     """
     path: list[int | str] = []
     at = document
-    for part in location:
+    for part in location[:-1] if missing else location:
         try:
             at = at[part]
         except (LookupError, TypeError):
             continue
         path.append(part)
-    if missing:
-        path.append(location[-1])
-    return path
+    return [*path, location[-1]] if missing else path
 
 
-def _equal(value: Any, neutral: Any) -> bool:
+_UNSUPPORTED = "is not supported by this server"
+
+
+def _unsupported(path: str, refusal: str) -> InvalidRequestError:
+    return InvalidRequestError(f"The parameter {path} {refusal}.", param=path)
+
+
+def _asks_nothing(value: Any, neutral: Any) -> bool:
     # 0 == False in Python, but not in JSON.
-    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+    return value is None or (isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral))
 
 
-def _show(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
+def _only(neutral: Any) -> str:
+    return "" if neutral in (None, []) else f"; only {msgspec.json.encode(neutral).decode()} is"

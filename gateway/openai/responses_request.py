@@ -1,47 +1,246 @@
-"""`POST /v1/responses`: the request as OpenAI defines it, for a server that stores no responses."""
+"""`/v1/responses`: the request and its items, as OpenAI defines them, for a server that stores no responses.
 
-from collections.abc import Mapping
+Several adjacent items can form one message of the conversation: an assistant's text and its calls. Ids and
+states of items are bookkeeping, since nothing is stored that they could refer to.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from msgspec.structs import replace
-from pydantic import BeforeValidator, Field, Tag
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from gateway.errors import InvalidRequestError
-from gateway.generation import Conversation, Generation, Grammar, Message, NamedTool, ToolOffer
-from gateway.openai import generation_request
-from gateway.openai.document import Reading, read_object, validate, without_neutral
-from gateway.openai.generation_request import (
-    MESSAGES_LIMIT,
-    Items,
-    Strict,
-    TokenBound,
-    at_most,
+from gateway.core.request import (
+    Conversation,
+    Grammar,
+    Image,
+    Message,
+    MessageRole,
+    NamedTool,
+    PastCall,
+    ToolOffer,
 )
-from gateway.openai.responses_items import Item, ReasoningItem, messages_of
-from gateway.openai.schema import Schema
+from gateway.errors import InvalidRequestError
+from gateway.openai.chat_request import REASONED, Effort, Switches
+from gateway.openai.document import (
+    Content,
+    Items,
+    Reading,
+    Strict,
+    Unread,
+    at_most,
+    fault,
+    if_read,
+    ignore,
+    text_of,
+    type_of,
+)
+from gateway.openai.images import Illustrated, InputImagePart, images_of
+from gateway.openai.params import MESSAGES_LIMIT, GenerationRequest, TokenBound
 from gateway.openai.structured import (
     BY_TYPE,
-    JsonObjectFormat,
     JsonSchema,
-    StructuredRequest,
-    TextFormat,
+    PlainFormat,
+    Schema,
     schema_grammar,
 )
-from gateway.openai.tools import Function, ToolName, offer_of
+from gateway.openai.tools import ChoiceMode, Function, FunctionCall, ToolName, offer_of
 from wire.limits import TOOLS_LIMIT, TOP_LOGPROBS_LIMIT
 
-UNSUPPORTED: Mapping[str, Any] = MappingProxyType({**generation_request.UNSUPPORTED, "prompt": None})
-"""Parameters that would change the answer and are not supported, each with the value that has no effect."""
-
-STORED: Mapping[str, Any] = MappingProxyType(
-    {"background": False, "conversation": None, "previous_response_id": None}
-)
-"""The same for parameters that need stored responses."""
-
 _LOGPROBS = "message.output_text.logprobs"
+
+CallId = Annotated[str, Field(min_length=1)]
+
+
+class InputTextPart(Strict, place="input.content"):
+    """A part of a message's content, or of a result."""
+
+    type: Literal["input_text"]
+    text: str
+
+
+class OutputTextPart(Strict, place="input.content"):
+    """A part of an earlier answer."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: Annotated[Unread, Field(description="bookkeeping: of the answer that is sent back")] = None
+    logprobs: Annotated[Unread, Field(description="bookkeeping: of the answer that is sent back")] = None
+
+
+def _kind_of(value: Any) -> str | None:
+    """Return the item's type, which messages may leave out."""
+    return type_of(value) or ("message" if isinstance(value, dict) and value.get("type") is None else None)
+
+
+Part = Annotated[
+    Annotated[InputTextPart, Tag("input_text")]
+    | Annotated[OutputTextPart, Tag("output_text")]
+    | Annotated[InputImagePart, Tag("input_image")],
+    Discriminator(
+        type_of,
+        custom_error_type="part_type",
+        custom_error_message="only parts of the types input_text, output_text and input_image are supported",
+    ),
+]
+
+
+class _AnyItem(Strict, place="input"):
+    id: Annotated[str | None, Field(description="bookkeeping: accepted, not used")] = None
+    status: Annotated[
+        Literal["in_progress", "completed", "incomplete"] | None,
+        Field(description="bookkeeping: accepted, not used"),
+    ] = None
+
+
+class MessageItem(_AnyItem):
+    """One message; `developer` is another name for `system`."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Illustrated[Part]
+
+    @model_validator(mode="after")
+    def _of_users(self) -> Self:
+        if self.role != "user" and images_of(self.content):
+            raise fault("content", "images belong only to a message of role user")
+        return self
+
+
+class FunctionCallItem(_AnyItem, FunctionCall):
+    """A call that the model made. Its result refers to `call_id`."""
+
+    type: Literal["function_call"]
+    call_id: CallId
+
+
+class FunctionResultItem(_AnyItem):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: Content[InputTextPart]
+
+
+class ReasoningPart(Strict, place="input.content"):
+    """A part of it."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(_AnyItem):
+    """What a model thought before an earlier answer: for one whose chat template reads it, else ignored."""
+
+    type: Literal["reasoning"]
+    summary: Unread = None
+    content: Content[ReasoningPart] | None = None
+    encrypted_content: Unread = None
+
+    @model_validator(mode="after")
+    def _ignored(self, info: ValidationInfo) -> Self:
+        if not self.content or Reading.of(info).read.isdisjoint(REASONED):
+            ignore(info, "input.reasoning")
+            return self.model_copy(update={"content": None})
+        return self
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionResultItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(
+        _kind_of,
+        custom_error_type="item_type",
+        custom_error_message="only items of the types message, function_call, function_call_output and "
+        "reasoning are supported",
+    ),
+]
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A message of the conversation, while its items are collected."""
+
+    role: MessageRole
+    path: str
+    texts: list[list[str]] = field(default_factory=list)
+    """Parts of text; a call starts a new list."""
+    calls: dict[str, PastCall] = field(default_factory=dict)
+    """By id."""
+    reasoning: list[str] = field(default_factory=list)
+    answers: str | None = None
+    images: tuple[Image, ...] = ()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether text behind it is of the same message: it has calls, or nothing but reasoning."""
+        return bool(self.calls) or not self.texts
+
+    def message(self) -> Message:
+        return Message(
+            role=self.role,
+            content="\n\n".join(text for pieces in self.texts if (text := "".join(pieces))),
+            images=self.images,
+            calls=tuple(self.calls.values()),
+            reasoning="\n\n".join(self.reasoning),
+            answers=self.answers,
+            field=self.path,
+        )
+
+
+def messages_of(items: Iterable[Item]) -> list[Message]:
+    """Return `items` as a conversation.
+
+    Calls belong to the assistant message that they follow, or to one without text. So does text that follows
+    a call without a result in between, as in an earlier answer of several parts; a blank line separates the
+    text before a call from that after it.
+
+    Raises:
+        InvalidRequestError: the id of a call is used twice.
+    """
+    turns: list[_Turn] = []
+    for at, item in enumerate(items):
+        path = f"input.{at}"
+        last = turns[-1] if turns and turns[-1].role == "assistant" else None
+        if isinstance(item, ReasoningItem):
+            if item.content and (last is None or last.texts):
+                turns.append(_Turn("assistant", path))
+            if item.content:
+                turns[-1].reasoning.append(text_of(item.content))
+            continue
+        if isinstance(item, FunctionResultItem):
+            turns.append(_Turn("tool", path, [[text_of(item.output)]], answers=item.call_id))
+        elif isinstance(item, FunctionCallItem):
+            if last is None:
+                last = _Turn("assistant", path)
+                turns.append(last)
+            if item.call_id in last.calls:
+                raise InvalidRequestError(
+                    f"{path}.call_id is that of a call before it.", param=f"{path}.call_id"
+                )
+            last.texts.append([])
+            last.calls[item.call_id] = item.past(item.call_id)
+        elif last is not None and last.goes_on and item.role == "assistant":
+            last.texts = last.texts or [[]]
+            last.texts[-1].append(text_of(item.content))
+        else:
+            role = "system" if item.role == "developer" else item.role
+            images = images_of(item.content, f"{path}.content")
+            turns.append(_Turn(role, path, [[text_of(item.content)]], images=images))
+    return [turn.message() for turn in turns]
 
 
 def _function(tool: Any) -> Any:
@@ -50,60 +249,75 @@ def _function(tool: Any) -> Any:
     return tool
 
 
-class FlatFunctionTool(Function):
+class FlatFunctionTool(Function, place="tools"):
     """A function among `tools`."""
-
-    place: ClassVar[str] = "tools"
 
     type: Literal["function"]
 
 
-class FlatNamedChoice(Strict):
+class FlatNamedChoice(Strict, place="tool_choice"):
     """The choice of one particular tool."""
-
-    place: ClassVar[str] = "tool_choice"
 
     type: Literal["function"]
     name: ToolName
 
 
-class FlatJsonSchemaFormat(JsonSchema):
+class FlatJsonSchemaFormat(JsonSchema, place="text.format"):
     """JSON that follows a schema."""
-
-    place: ClassVar[str] = "text.format"
 
     type: Literal["json_schema"]
     schema_: Annotated[Schema, Field(alias="schema")]
 
-    def grammar(self, field: str) -> Grammar | None:
-        """Return the answer's grammar; `field` is this object's name in the request."""
-        return schema_grammar(self.schema_, f"{field}.schema")
 
-
-FlatFormat = Annotated[
-    Annotated[TextFormat, Tag("<text>")]
-    | Annotated[JsonObjectFormat, Tag("<json_object>")]
-    | Annotated[FlatJsonSchemaFormat, Tag("<json_schema>")],
-    BY_TYPE,
-]
-
-
-class TextConfig(Strict):
+class TextConfig(Strict, place="text"):
     """The format of the text."""
 
-    place: ClassVar[str] = "text"
-
-    format: FlatFormat | None = None
-
-
-class Reasoning(Strict):
-    """Reasoning options: advice, which no model here takes."""
-
-    place: ClassVar[str] = "reasoning"
+    format: (
+        Annotated[
+            Annotated[PlainFormat, Tag("<plain>")] | Annotated[FlatJsonSchemaFormat, Tag("<schema>")],
+            BY_TYPE,
+        ]
+        | None
+    ) = None
 
 
-class ResponsesRequest(StructuredRequest):
+class ReasoningOptions(Strict, place="reasoning"):
+    """Reasoning options."""
+
+    effort: Annotated[Effort, if_read("reasoning.effort", "reasoning_effort")] = None
+
+
+def _truncation(value: str, info: ValidationInfo) -> str:
+    if value == "auto":
+        ignore(info, "truncation")
+    return value
+
+
+def _included(value: str, info: ValidationInfo) -> str:
+    if value != _LOGPROBS:
+        ignore(info, "include")
+    return value
+
+
+class ResponsesRequest(GenerationRequest):
     """A request for a response. Null means absent everywhere."""
+
+    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {
+            **GenerationRequest.unsupported,
+            "prompt": None,
+            "background": False,
+            "conversation": None,
+            "previous_response_id": None,
+        }
+    )
+    refusals: ClassVar[Mapping[str, str]] = MappingProxyType(
+        dict.fromkeys(
+            ("background", "conversation", "previous_response_id"),
+            "needs a server that keeps responses, which this one does not: "
+            "send the whole conversation in input",
+        )
+    )
 
     input: Annotated[
         str | Annotated[Items[Item], Field(min_length=1, max_length=MESSAGES_LIMIT)], at_most(MESSAGES_LIMIT)
@@ -116,14 +330,16 @@ class ResponsesRequest(StructuredRequest):
         ]
         | None
     ) = None
-    tool_choice: Literal["none", "auto", "required"] | FlatNamedChoice | None = None
+    tool_choice: ChoiceMode | FlatNamedChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: Switches = None
     truncation: Annotated[
-        Literal["auto", "disabled"] | None, Field(description="auto is ignored: nothing is left out")
+        Annotated[Literal["auto", "disabled"], AfterValidator(_truncation)] | None,
+        Field(description="auto is ignored: nothing is left out"),
     ] = None
-    include: Annotated[Items[str], Field(max_length=64)] | None = None
+    include: Annotated[Items[Annotated[str, AfterValidator(_included)]], Field(max_length=64)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
 
     @property
@@ -132,92 +348,47 @@ class ResponsesRequest(StructuredRequest):
         return self.max_output_tokens
 
     @property
-    def includes_logprobs(self) -> bool:
-        """Whether the answer reports log-probabilities."""
-        return _LOGPROBS in (self.include or ())
-
-    def prompt_asked(self) -> Conversation:
-        """Return the conversation and the tools."""
-        instructions = []
-        if self.instructions is not None:
-            instructions.append(Message(role="system", content=self.instructions, field="instructions"))
-        if isinstance(self.input, str):
-            said = [Message(role="user", content=self.input, field="input")]
-        else:
-            said = messages_of(self.input)
-        return Conversation((*instructions, *said), self.offer)
+    def logprobs(self) -> int | None:
+        """How many alternatives are reported beside each token; None: no log-probabilities are."""
+        return (self.top_logprobs or 0) if _LOGPROBS in (self.include or ()) else None
 
     @cached_property
-    def offer(self) -> ToolOffer | None:
-        """The tools offered to the model, and which of them it has to call.
+    def continued(self) -> Conversation:
+        """The conversation and the tools."""
+        messages = []
+        if self.instructions is not None:
+            messages.append(Message(role="system", content=self.instructions, field="instructions"))
+        if isinstance(self.input, str):
+            messages.append(Message(role="user", content=self.input, field="input"))
+        else:
+            messages += messages_of(self.input)
+        effort = self.reasoning.effort if self.reasoning else None
+        switches = {} if effort is None else {"reasoning_effort": effort}
+        return Conversation(tuple(messages), self._offer(), switches | (self.chat_template_kwargs or {}))
 
-        Raises:
-            InvalidRequestError: the fields about them contradict each other.
-        """
+    def _offer(self) -> ToolOffer | None:
         choice = self.tool_choice
-        return offer_of(
-            self.tools or (),
-            NamedTool(choice.name) if isinstance(choice, FlatNamedChoice) else choice,
-            path="tools.{}",
-            single=self.parallel_tool_calls is False,
-        )
+        named = NamedTool(choice.name) if isinstance(choice, FlatNamedChoice) else choice
+        single = self.parallel_tool_calls is False
+        return offer_of(self.tools or (), named, path="tools.{}", single=single)
 
-    def grammar_asked(self) -> Grammar | None:
-        """Return the grammar of the answer's text; None: it is free.
+    @property
+    def formatted(self) -> Grammar | None:
+        """The grammar that `text.format` asks for."""
+        form = self.text.format if self.text else None
+        if isinstance(form, FlatJsonSchemaFormat):
+            return schema_grammar(form.schema_, "text.format.schema")
+        wanted = form is not None and form.type == "json_object"
+        return Grammar(kind="json_object", field="text.format") if wanted else None
 
-        Raises:
-            InvalidRequestError: several fields define one.
-        """
-        text = self.text.format if self.text else None
-        return self.one_grammar(text.grammar("text.format") if text else None, "text.format")
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling parameters that were given."""
+        return super().sampling() | {"logprobs": self.logprobs}
 
-    def generation(self, *, request_id: str, deadline: float) -> Generation:
-        """Return the generation to run."""
-        asked = super().generation(request_id=request_id, deadline=deadline)
-        return replace(asked, logprobs=(self.top_logprobs or 0) if self.includes_logprobs else None)
-
-    def check_combinations(self) -> None:
-        """See `GenerationRequest.check_combinations`."""
-        if self.top_logprobs and not self.includes_logprobs:
+    def check(self) -> None:
+        """Refuse parameters that are valid alone but not together."""
+        if self.top_logprobs and self.logprobs is None:
             raise InvalidRequestError(
                 'top_logprobs needs "message.output_text.logprobs" in include.', param="top_logprobs"
             )
-        super().check_combinations()
-        _ = self.continued  # refuses what is wrong with it
-
-
-def read_responses_request(body: bytes, reading: Reading | None = None) -> ResponsesRequest:
-    """Decode and check a request body; `reading` notes what of it is ignored, by default nothing is.
-
-    Raises:
-        InvalidRequestError: with the dotted path of the offending field in `param`.
-    """
-    document = without_neutral(read_object(body), UNSUPPORTED)
-    document = without_neutral(
-        document,
-        STORED,
-        refusal="needs a server that keeps responses, which this one does not: "
-        "send the whole conversation in input",
-    )
-    request = validate(ResponsesRequest, document, reading)
-    _note_ignored(request, reading or Reading(strict=True))
-    request.check_combinations()
-    return request
-
-
-def _note_ignored(request: ResponsesRequest, reading: Reading) -> None:
-    """Note values of known fields that have no effect here.
-
-    Raises:
-        InvalidRequestError: `reading` is strict.
-    """
-    items = () if isinstance(request.input, str) else request.input
-    found = [("input", f"input.{at}") for at, item in enumerate(items) if isinstance(item, ReasoningItem)]
-    found += [("truncation", "truncation")] if request.truncation == "auto" else []
-    found += [
-        ("include", f"include.{at}") for at, each in enumerate(request.include or ()) if each != _LOGPROBS
-    ]
-    for name, path in found:
-        if reading.strict:
-            raise InvalidRequestError(f"{path} has no effect on this server.", param=path)
-        reading.ignore(f"{name}.reasoning" if name == "input" else name)
+        super().check()

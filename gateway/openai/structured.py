@@ -5,32 +5,50 @@ conforms, unless one of the request's own stop strings or stop token ids ended i
 which schemas and grammars can be enforced; its refusal comes back as a 400 that names the field.
 """
 
-from abc import ABC
-from functools import cached_property
-from typing import Annotated, Any, ClassVar, Final, Literal
+from collections.abc import Iterable
+from itertools import chain
+from typing import Annotated, Any, Final, Literal, Self
 
 import msgspec
-from msgspec.structs import replace
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from gateway.core.request import Grammar
 from gateway.errors import InvalidRequestError
-from gateway.generation import Generation, Grammar
-from gateway.openai.generation_request import GenerationRequest, Items, Strict
-from gateway.openai.schema import Schema
+from gateway.openai.document import Items, Strict
+from gateway.openai.patterns import check_repeats, patterns_of
 from wire.limits import ALTERNATIVES_LIMIT, GRAMMAR_LIMIT
+
+MAX_DEPTH = 64
+"""Nesting of objects and lists in a schema, and in a call's arguments."""
+
+
+def shallow(value: Any) -> Any:
+    """Return `value`, a JSON value.
+
+    Raises:
+        PydanticCustomError: objects and lists nest deeper than `MAX_DEPTH` in it.
+    """
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        containers = [
+            each.values() if isinstance(each, dict) else each
+            for each in level
+            if isinstance(each, dict | list)
+        ]
+        if not containers:
+            return value
+        level = list(chain.from_iterable(containers))
+    raise PydanticCustomError("too_deep", f"nested deeper than {MAX_DEPTH} levels")
+
 
 _encode = msgspec.json.Encoder().encode
 
-_OLDER = Field(
-    description="the older name of a part of structured_outputs", json_schema_extra={"deprecated": True}
-)
+Schema = Annotated[dict[str, Any], AfterValidator(shallow)]
 
 
-class JsonSchema(Strict):
+class JsonSchema(Strict, place="response_format.json_schema"):
     """The schema of an answer. It is enforced with `strict` and without."""
-
-    place: ClassVar[str] = "response_format.json_schema"
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}\z", description="bookkeeping")]
     description: Annotated[str | None, Field(description="bookkeeping: it is not shown to the model")] = None
@@ -40,66 +58,51 @@ class JsonSchema(Strict):
     ] = None
 
 
-class TextFormat(Strict):
-    """Free text."""
+class PlainFormat(Strict, place="response_format"):
+    """Free text or, whatever the prompt says, any JSON object."""
 
-    place: ClassVar[str] = "response_format"
-
-    type: Literal["text"]
-
-    def grammar(self, field: str) -> Grammar | None:
-        """Return the answer's grammar; `field` is this object's name in the request."""
-        del field
-        return None
+    type: Literal["text", "json_object"]
 
 
-class JsonObjectFormat(Strict):
-    """Any JSON object, whatever the prompt says."""
-
-    place: ClassVar[str] = "response_format"
-
-    type: Literal["json_object"]
-
-    def grammar(self, field: str) -> Grammar | None:
-        """Return the answer's grammar; `field` is this object's name in the request."""
-        return Grammar(kind="json_object", field=field)
-
-
-class JsonSchemaFormat(Strict):
+class JsonSchemaFormat(Strict, place="response_format"):
     """JSON that obeys a schema."""
-
-    place: ClassVar[str] = "response_format"
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
-
-    def grammar(self, field: str) -> Grammar | None:
-        """Return the answer's grammar; `field` is this object's name in the request."""
-        return schema_grammar(self.json_schema.schema_, f"{field}.json_schema.schema")
 
 
 def _tag(value: Any) -> str | None:
     """Return the tag of the format that `value` is, by its type."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>" if isinstance(kind, str) else None
+    return {"text": "<plain>", "json_object": "<plain>", "json_schema": "<schema>"}.get(str(kind))
 
 
 BY_TYPE: Final = Discriminator(
-    # The location of a fault names the branch, and a bare `json_schema` would look like the key of that name.
+    # The location of a fault names the branch: the tags are no keys of an object.
     _tag,
     custom_error_type="format",
     custom_error_message="an object with the type text, json_object or json_schema is needed",
 )
-"""Selects the format by its type; the tags are the types in angle brackets."""
+"""Selects the format by its type."""
 
 ResponseFormat = Annotated[
-    Annotated[TextFormat, Tag("<text>")]
-    | Annotated[JsonObjectFormat, Tag("<json_object>")]
-    | Annotated[JsonSchemaFormat, Tag("<json_schema>")],
-    BY_TYPE,
+    Annotated[PlainFormat, Tag("<plain>")] | Annotated[JsonSchemaFormat, Tag("<schema>")], BY_TYPE
 ]
 
 
+def format_grammar(form: PlainFormat | JsonSchemaFormat | None) -> Grammar | None:
+    """Return the grammar of a `response_format`; None: the answer is free.
+
+    Raises:
+        InvalidRequestError: its schema is too large.
+    """
+    if isinstance(form, JsonSchemaFormat):
+        return schema_grammar(form.json_schema.schema_, "response_format.json_schema.schema")
+    wanted = form is not None and form.type == "json_object"
+    return Grammar(kind="json_object", field="response_format") if wanted else None
+
+
+AnySchema = Schema | str
 Regex = Annotated[
     str, Field(min_length=1, max_length=GRAMMAR_LIMIT, description="of the whole answer, in Rust's syntax")
 ]
@@ -112,40 +115,66 @@ Rules = Annotated[
 ]
 
 
-class StructuredOutputs(Strict):
+WAYS: Final = ("json", "regex", "choice", "grammar")
+"""The keys of structured outputs, and what follows `guided_` in their older names."""
+
+
+class StructuredOutputs(Strict, place="structured_outputs"):
     """Exactly one kind of grammar for the answer."""
 
-    place: ClassVar[str] = "structured_outputs"
-
-    json_: Annotated[
-        Schema | str | None, Field(alias="json", description="a JSON schema, or one as text")
-    ] = None
+    json_: Annotated[AnySchema | None, Field(alias="json", description="a JSON schema, or one as text")] = (
+        None
+    )
     regex: Regex | None = None
     choice: Choice | None = None
     grammar_: Annotated[Rules | None, Field(alias="grammar")] = None
 
     @model_validator(mode="after")
-    def _one(self) -> "StructuredOutputs":
-        ways = (self.json_, self.regex, self.choice, self.grammar_)
-        if sum(way is not None for way in ways) != 1:
+    def _one(self) -> Self:
+        if sum(value is not None for value in self._values()) != 1:
             raise PydanticCustomError("one_way", "exactly one of json, regex, choice and grammar is needed")
         return self
 
-    def grammar(self, field: str) -> Grammar:
-        """Return the answer's grammar; `field` is this object's name in the request.
+    def grammar(self) -> Grammar | None:
+        """Return the answer's grammar.
 
         Raises:
             InvalidRequestError: a schema that is too large, or not JSON.
         """
-        for name, value in (("regex", self.regex), ("choice", self.choice), ("grammar", self.grammar_)):
-            if value is not None:
-                return _grammar(name, value, f"{field}.{name}")
-        return _grammar("json", self.json_, f"{field}.json")
+        return one_grammar(
+            grammar_of(way, value, f"structured_outputs.{way}")
+            for way, value in zip(WAYS, self._values(), strict=True)
+        )
+
+    def _values(self) -> tuple[Any, ...]:
+        return self.json_, self.regex, self.choice, self.grammar_
 
 
-def _grammar(way: str, value: Any, field: str) -> Grammar:
-    """Return the grammar that `value` describes in one of the four ways of `StructuredOutputs`."""
+def one_grammar(grammars: Iterable[Grammar | None]) -> Grammar | None:
+    """Return the only one of `grammars`; None: the answer is free.
+
+    Raises:
+        InvalidRequestError: there are several.
+    """
+    given = [each for each in grammars if each is not None]
+    if len(given) > 1:
+        raise InvalidRequestError(
+            f"{given[0].field} and {given[-1].field} both say what the answer is; give one.",
+            param=given[-1].field.partition(".")[0],
+        )
+    return given[0] if given else None
+
+
+def grammar_of(way: str, value: Any, field: str) -> Grammar | None:
+    """Return the grammar that `value`, the request's `field`, describes in one of the `WAYS`; None: in none.
+
+    Raises:
+        InvalidRequestError: a schema that is too large, or not JSON.
+    """
+    if value is None:
+        return None
     if way == "regex":
+        check_repeats([value], field)
         return Grammar(kind="regex", text=value, field=field)
     if way == "choice":
         return _bounded(Grammar(kind="choice", text=_encode(value).decode(), field=field))
@@ -154,109 +183,15 @@ def _grammar(way: str, value: Any, field: str) -> Grammar:
     return schema_grammar(_decoded(value, field) if isinstance(value, str) else value, field)
 
 
-def one_grammar(outputs: StructuredOutputs | None, formatted: Grammar | None, field: str) -> Grammar | None:
-    """Return the grammar of an answer's text; None: it is free.
-
-    Args:
-        outputs: the request's `structured_outputs`.
-        formatted: the grammar from OpenAI's own field.
-        field: that field's name in the request.
-
-    Raises:
-        InvalidRequestError: both are given, or one is invalid.
-    """
-    if outputs is None:
-        return formatted
-    if formatted is not None:
-        raise InvalidRequestError(
-            f"{field} and structured_outputs both say what the answer is; give one.",
-            param="structured_outputs",
-        )
-    return outputs.grammar("structured_outputs")
-
-
-class StructuredRequest(GenerationRequest, ABC):
-    """A request that can ask for structured output."""
-
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Annotated[Schema | str | None, _OLDER] = None
-    guided_regex: Annotated[Regex | None, _OLDER] = None
-    guided_choice: Annotated[Choice | None, _OLDER] = None
-    guided_grammar: Annotated[Rules | None, _OLDER] = None
-
-    def one_grammar(self, formatted: Grammar | None, field: str = "response_format") -> Grammar | None:
-        """Return the grammar of the answer's text; None: it is free.
-
-        Args:
-            formatted: the grammar from OpenAI's own field.
-            field: that field's name in the request.
-
-        Raises:
-            InvalidRequestError: several fields define one, or one is invalid.
-        """
-        older = [
-            _grammar(way, value, f"guided_{way}")
-            for way in ("json", "regex", "choice", "grammar")
-            if (value := getattr(self, f"guided_{way}")) is not None
-        ]
-        if older and (len(older) > 1 or formatted is not None or self.structured_outputs is not None):
-            name = older[-1].field
-            raise InvalidRequestError(
-                f"{name} and another field both say what the answer is; give one.", param=name
-            )
-        return older[0] if older else one_grammar(self.structured_outputs, formatted, field)
-
-    def grammar_asked(self) -> Grammar | None:
-        """Return the answer's grammar; None: it is free.
-
-        Raises:
-            InvalidRequestError: the fields about it contradict each other.
-        """
-        return self.one_grammar(None)
-
-    @cached_property
-    def grammar(self) -> Grammar | None:
-        """The result of `grammar_asked`, cached: a schema may be large."""
-        return self.grammar_asked()
-
-    def generation(self, *, request_id: str, deadline: float) -> Generation:
-        """Return the generation to run."""
-        asked = super().generation(request_id=request_id, deadline=deadline)
-        return replace(asked, grammar=self.grammar)
-
-    def check_combinations(self) -> None:
-        """See `GenerationRequest.check_combinations`."""
-        super().check_combinations()
-        grammar = self.grammar
-        if grammar is not None:
-            refuse_open_ends(self, f"an answer that is held to {grammar.field}")
-
-
-def refuse_open_ends(asked: GenerationRequest, answer: str) -> None:
-    """Refuse options that keep an answer from ending where it is complete; `answer` describes it for errors.
-
-    Raises:
-        InvalidRequestError: the request has such an option.
-    """
-    for name in ("ignore_eos", "min_tokens"):
-        if getattr(asked, name):
-            raise InvalidRequestError(
-                f"{name} contradicts {answer}, which ends where it is complete.", param=name
-            )
-
-
 def schema_grammar(schema: dict[str, Any] | None, field: str) -> Grammar:
-    """Return the grammar for `schema`; without one, that of any JSON object.
-
-    Args:
-        schema: a JSON schema.
-        field: its name in the request.
+    """Return the grammar for the JSON schema `schema`, the request's `field`; without one, any JSON object's.
 
     Raises:
         InvalidRequestError: it is too large.
     """
     if schema is None:
         return Grammar(kind="json_object", field=field)
+    check_repeats(patterns_of(schema), field)
     return _bounded(Grammar(kind="json_schema", text=_encode(schema).decode(), field=field))
 
 

@@ -8,12 +8,13 @@ Knows nothing of HTTP or of permissions.
 
 import asyncio
 import contextlib
+import enum
 import logging
 import re
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any
 
-from gateway.dialects.registry import choose
+from gateway.core.upstream import EntriesChanged
 from gateway.errors import (
     ConflictError,
     DeadlineError,
@@ -23,10 +24,10 @@ from gateway.errors import (
     UnavailableError,
     UpstreamProtocolError,
 )
-from gateway.triton.client import Client, Control, EntryState
+from gateway.triton.backends import Backend, Backends
+from gateway.triton.client import Client, EntryState
 from gateway.triton.errors import MESSAGE_LIMIT, Fault, TritonError
-from gateway.triton.replicas import Replica, ReplicaState, unable
-from gateway.upstream import EntriesChanged
+from gateway.triton.replicas import Replica, ReplicaState, UpstreamObserver, unable
 
 _log = logging.getLogger(__name__)
 
@@ -43,26 +44,33 @@ _DEAD_STUB = "is not healthy"
 _LOAD_FAILED = {Fault.INTERNAL, Fault.TENSORS_REFUSED}
 """Faults of a load that are about the model; the admin is told Triton's own words."""
 
-ListClients = Callable[[], Sequence[Client]]
-FindReplica = Callable[[str, Client], Replica | None]
-AddReplica = Callable[[str, Client], Replica]
+
+class UnloadReason(enum.StrEnum):
+    """Why a model is unloaded; the value is the label `reason` of `tritongate_model_unloads_total`."""
+
+    ADMIN = "admin"
+    """Somebody asked for it, also as the first half of a reload."""
+    IDLE = "idle"
+    """Nobody used it for long."""
+    ROOM = "room"
+    """Another model needs its place."""
 
 
 class ModelControl:
     """Controls models, one change of each model at a time.
 
     Args:
-        clients: returns the clients to the current Tritons.
-        find: returns the replica of a model on a Triton; None if it was never seen there.
-        add: makes a replica, for a model that is served from now on.
+        backends: the Tritons.
         timeout_s: for loading a model, and for the requests in flight to end before it is unloaded.
+        observer: told of loads and unloads.
     """
 
-    def __init__(self, clients: ListClients, find: FindReplica, add: AddReplica, *, timeout_s: float) -> None:
-        self._clients = clients
-        self._find = find
-        self._add = add
+    def __init__(
+        self, backends: Backends, *, timeout_s: float, observer: UpstreamObserver | None = None
+    ) -> None:
+        self._backends = backends
         self._timeout_s = timeout_s
+        self._observer = observer
         self._changing: set[str] = set()
 
     async def load(self, model: str, *, reload: bool, upstream: str | None) -> list[EntriesChanged]:
@@ -80,24 +88,27 @@ class ModelControl:
             GatewayError: the error of the first Triton that failed; the others may have been changed.
         """
         with self._exclusive(model):
-            clients = await self._having(model, upstream)
+            backends = await self._having(model, upstream)
             if reload:
-                return [await self._load_on(model, client, reload=True) for client in clients]
-            return await _all(self._load_on(model, client, reload=False) for client in clients)
+                return [await self._load_on(model, backend, reload=True) for backend in backends]
+            return await _all(self._load_on(model, backend, reload=False) for backend in backends)
 
-    async def unload(self, model: str, *, upstream: str | None) -> list[EntriesChanged]:
+    async def unload(
+        self, model: str, *, upstream: str | None, reason: UnloadReason = UnloadReason.ADMIN
+    ) -> list[EntriesChanged]:
         """Unload `model` where it is loaded, after its requests in flight have ended.
 
         Args:
             model: its id.
             upstream: as for `load`.
+            reason: for the metrics.
 
         Raises:
             GatewayError: as for `load`.
         """
         with self._exclusive(model):
-            clients = await self._having(model, upstream)
-            return await _all(self._unload_on(model, client) for client in clients)
+            backends = await self._having(model, upstream)
+            return await _all(self._unload_on(model, backend, reason) for backend in backends)
 
     @contextlib.contextmanager
     def _exclusive(self, model: str) -> Iterator[None]:
@@ -109,71 +120,82 @@ class ModelControl:
         finally:
             self._changing.discard(model)
 
-    async def _having(self, model: str, upstream: str | None) -> list[Client]:
+    async def _having(self, model: str, upstream: str | None) -> list[Backend]:
         """Return the requested Tritons that have the model on disk."""
-        clients = self._clients()
-        if not clients:
+        present = self._backends.present()
+        if not present:
             raise unable([]).to_gateway()
-        requested = [client for client in clients if upstream in (None, client.address)]
+        requested = [backend for backend in present if upstream in (None, backend.address)]
         if not requested:
-            known = ", ".join(client.address for client in clients)
+            known = ", ".join(backend.address for backend in present)
             raise InvalidRequestError(f"There is no upstream {upstream!r}, only {known}.", param="upstream")
         found, unknown = [], None
-        for client in requested:
+        for backend in requested:
             try:
-                if model in await Control(client).repository():
-                    found.append(client)
+                if model in await backend.client.repository():
+                    found.append(backend)
             except TritonError as error:
                 unknown = error.to_gateway()
         if found:
             return found
         raise unknown or ModelNotFoundError(f"No Triton has a model {model!r}.")
 
-    async def _load_on(self, model: str, client: Client, *, reload: bool) -> EntriesChanged:
-        control = Control(client)
-        replica = self._find(model, client)
+    async def _load_on(self, model: str, backend: Backend, *, reload: bool) -> EntriesChanged:
+        replica, client = backend.replicas.get(model), backend.client
         patience_s = self._patience_s(replica)
         serves_on = not reload and replica is not None and replica.state is ReplicaState.READY
-        with _as_gateway_errors(client):
+        with _as_gateway_errors(backend):
             with _withdrawn(None if serves_on else replica, wanted=True):
-                if reload:
-                    await self._unload_entry(model, control, patience_s)
-                changed = await self._load_entry(model, control)
+                if reload and await self._unload_entry(model, client, patience_s):
+                    self._unloaded(model, backend, UnloadReason.ADMIN)
+                changed = await self._load_entry(model, backend)
             if replica is None:
-                replica = await self._serve(model, client, control)
+                replica = await backend.examine(model)  # what has no known contract is not served
         if not await replica.ready_within(_ANSWERS_WITHIN_S):
             raise UnavailableError(
-                f"The model {model!r} is loaded on {client.address}, but does not answer "
+                f"The model {model!r} is loaded on {backend.address}, but does not answer "
                 f"({replica.reason}); it may have to be reloaded."
             )
-        return _changed("loaded", model, client, changed=changed)
+        return _changed("loaded", model, backend, changed=changed)
 
-    async def _unload_on(self, model: str, client: Client) -> EntriesChanged:
-        replica = self._find(model, client)
+    async def _unload_on(self, model: str, backend: Backend, reason: UnloadReason) -> EntriesChanged:
+        replica = backend.replicas.get(model)
         patience_s = self._patience_s(replica)
-        with _as_gateway_errors(client), _withdrawn(replica, wanted=False):
-            changed = await self._unload_entry(model, Control(client), patience_s)
-        return _changed("unloaded", model, client, changed=changed)
+        with _as_gateway_errors(backend), _withdrawn(replica, wanted=False):
+            changed = await self._unload_entry(model, backend.client, patience_s)
+        if changed:
+            self._unloaded(model, backend, reason)
+        return _changed("unloaded", model, backend, changed=changed)
 
-    async def _load_entry(self, model: str, control: Control) -> bool:
+    def _unloaded(self, model: str, backend: Backend, reason: UnloadReason) -> None:
+        if self._observer is not None:
+            self._observer.model_unloaded(model, backend.address, reason)
+
+    async def _load_entry(self, model: str, backend: Backend) -> bool:
         """Load the model unless it is loaded; return whether it had to be."""
-        state = await _state(model, control)
+        client, clock = backend.client, asyncio.get_running_loop().time
+        state = await _state(model, client)
         if state is EntryState.READY:
             return False
         if state is EntryState.UNLOADING:
-            await self._await_gone(model, control, self._timeout_s)
+            await self._await_gone(model, client, self._timeout_s)
+        began, failed = clock(), True
         try:
-            await control.load(model, timeout_s=self._timeout_s)
+            await client.load(model, timeout_s=self._timeout_s)
+            failed = False
         except TritonError as error:
             raise self._not_loaded(model, error) from error
+        finally:
+            if self._observer is not None:
+                self._observer.model_loaded(model, backend.address, clock() - began, failed=failed)
         return True
 
-    async def _unload_entry(self, model: str, control: Control, patience_s: float) -> bool:
+    async def _unload_entry(self, model: str, client: Client, patience_s: float) -> bool:
         """Unload the model if it is loaded; return whether it was."""
-        if not (await _state(model, control)).in_memory:
+        if not (await _state(model, client)).in_memory:
             return False
-        await control.unload(model)
-        await self._await_gone(model, control, patience_s)
+        await client.unload(model)
+        await self._await_gone(model, client, patience_s)
         return True
 
     def _patience_s(self, replica: Replica | None) -> float:
@@ -181,9 +203,9 @@ class ModelControl:
         dead = replica is not None and replica.state is ReplicaState.STUCK
         return min(_DEAD_UNLOADS_WITHIN_S, self._timeout_s) if dead else self._timeout_s
 
-    async def _await_gone(self, model: str, control: Control, patience_s: float) -> None:
+    async def _await_gone(self, model: str, client: Client, patience_s: float) -> None:
         end = asyncio.get_running_loop().time() + patience_s
-        while (await control.repository()).get(model, EntryState.NEVER_LOADED).in_memory:
+        while (await client.repository()).get(model, EntryState.NEVER_LOADED).in_memory:
             if asyncio.get_running_loop().time() > end:
                 if patience_s < self._timeout_s:
                     return  # a dead instance: nothing of it is in memory
@@ -201,44 +223,39 @@ class ModelControl:
             )
         return error.to_gateway()
 
-    async def _serve(self, model: str, client: Client, control: Control) -> Replica:
-        """Start serving a model that was unknown on this Triton, if its contract is known."""
-        choose(model, await control.inputs(model))
-        return self._find(model, client) or self._add(model, client)
 
-
-async def _state(model: str, control: Control) -> EntryState:
+async def _state(model: str, client: Client) -> EntryState:
     """Return the state of the model's entry on this Triton.
 
     Raises:
         ConflictError: somebody else is loading it.
     """
-    state = (await control.repository()).get(model, EntryState.NEVER_LOADED)
+    state = (await client.repository()).get(model, EntryState.NEVER_LOADED)
     if state is EntryState.LOADING:
         raise ConflictError(f"{model} is being loaded already.")
     return state
 
 
 @contextlib.contextmanager
-def _as_gateway_errors(client: Client) -> Iterator[None]:
+def _as_gateway_errors(backend: Backend) -> Iterator[None]:
     """Turn errors into the gateway's own, with the name of this Triton in the message."""
     try:
         yield
     except (TritonError, GatewayError) as error:
-        said = error.to_gateway() if isinstance(error, TritonError) else error
-        words = f"{client.address}: {said.message}"
-        raise type(said)(words, param=said.param, retry_after_s=said.retry_after_s) from error
+        own = error.to_gateway() if isinstance(error, TritonError) else error
+        message = f"{backend.address}: {own.message}"
+        raise type(own)(message, param=own.param, retry_after_s=own.retry_after_s) from error
 
 
 def _withdrawn(replica: Replica | None, *, wanted: bool) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if replica is None else replica.withdrawn(wanted=wanted)
 
 
-def _changed(what: str, model: str, client: Client, *, changed: bool) -> EntriesChanged:
+def _changed(what: str, model: str, backend: Backend, *, changed: bool) -> EntriesChanged:
     entries = (model,) if changed else ()
-    extra = {"model": model, "upstream": client.address, "entries": list(entries)}
+    extra = {"model": model, "upstream": backend.address, "entries": list(entries)}
     _log.info("model %s", what, extra=extra)
-    return EntriesChanged(upstream=client.address, entries=entries)
+    return EntriesChanged(upstream=backend.address, entries=entries)
 
 
 def load_failure(detail: str) -> str:

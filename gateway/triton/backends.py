@@ -1,88 +1,186 @@
-"""The current Tritons of the pool: those configured by address, and those found behind names.
+"""The Tritons behind the gateway: those configured by address, and those found behind names.
 
-A backend is one address, with its own health and one client, however many names lead to it.
+A backend is one address of a Triton, with one client and the models on it, however many names lead there.
 
     present ──its last name lost it──▶ leaving ──nothing runs there any more──▶ gone
        ▲                                  │
        └────────────found again───────────┘
 
-Only present backends get new requests. Knows nothing of which models there should be.
+Only present backends get new requests. Names are looked up again and again by the system's resolver, so that
+search domains, `/etc/hosts` and caches work as for any other program. If the configuration names no models,
+each backend's repository is read periodically: what is loaded and has the inputs of a known contract is
+served. Knows nothing of requests.
 """
 
 import asyncio
+import contextlib
 import enum
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Protocol
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from gateway.triton.backoff import Backoff
-from gateway.triton.client import Client
-from gateway.triton.errors import Fault
+from gateway.errors import UpstreamProtocolError
+from gateway.settings.certificates import TlsFiles
+from gateway.triton.client import Backoff, Client, EntryState, Tls
+from gateway.triton.dialects import Dialects
+from gateway.triton.errors import Fault, TritonError
 from gateway.triton.replicas import HealthPolicy, Replica, ReplicaState, UpstreamObserver
-from gateway.triton.resolver import Name, NameWatch, Outcome, Resolve, name_in
 
 _log = logging.getLogger(__name__)
+
+_SCHEME = "dns:///"
+"""gRPC's spelling of a target that is resolved; `gateway.settings` turns the shorter one into this."""
+
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+"""Returns the addresses, `ip:port`, of a host and a port; there may be none.
+
+Raises:
+    OSError: the lookup failed.
+"""
 
 _FORGET_AFTER_S = 60.0
 """How long a backend's error counters outlive it, so that Prometheus reads the last errors."""
 
+_NO_FAULT_OF_ENTRY = {Fault.UNREACHABLE, Fault.DEADLINE, Fault.CLOSED}
+"""Failures to read an entry's inputs that are the server's."""
 
-class PoolObserver(UpstreamObserver, Protocol):
-    """Told of backends, for metrics. Called on the event loop; must not block."""
-
-    def upstream_left(self, upstream: str) -> None:
-        """`upstream` takes no new requests and has no health metrics any more; it may come back."""
-        ...
-
-    def upstream_forgotten(self, upstream: str) -> None:
-        """Nothing more will be reported of `upstream`, unless it comes back."""
-        ...
-
-    def upstream_lookup(self, upstream: str, outcome: str) -> None:
-        """A name was looked up; `outcome` is a value of `gateway.triton.resolver.Outcome`."""
-        ...
+_HAS_NONE = {socket.EAI_NONAME, socket.EAI_NODATA, socket.EAI_ADDRFAMILY}
+"""Errors that are an answer: no such name, or no address that this machine could reach."""
 
 
-class BackendState(enum.StrEnum):
-    """The state of a backend."""
+class Outcome(enum.StrEnum):
+    """The result of a lookup; the value is the label `outcome` of `tritongate_upstream_lookups_total`."""
 
-    PRESENT = "present"
-    LEAVING = "leaving"
-    """Its running requests finish; it gets no new ones."""
-    GONE = "gone"
+    FOUND = "found"
+    NONE = "none"
+    """The name has no addresses, or does not exist."""
+    FAILED = "failed"
+    """No answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A host with a Triton at `port` of each of its addresses; `upstream` is its original spelling."""
+
+    upstream: str
+    host: str
+    port: int
+
+
+def name_in(upstream: str) -> Name | None:
+    """Return the name in `upstream`; None: it is the address of one Triton."""
+    if not upstream.startswith(_SCHEME):
+        return None
+    host, _, port = upstream.removeprefix(_SCHEME).rpartition(":")
+    return Name(upstream, host.strip("[]"), int(port))
+
+
+async def resolve(host: str, port: int) -> list[str]:
+    """Ask the system's resolver on a thread: see `Resolve`.
+
+    An address of a family (IPv4, IPv6) that this machine has no address of is left out.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[list[str]] = loop.create_future()
+
+    def finish(found: list[str] | OSError) -> None:
+        if answer.done():
+            return  # nobody waits any more
+        if isinstance(found, OSError):
+            answer.set_exception(found)
+        else:
+            answer.set_result(found)
+
+    def look_up() -> None:
+        found: list[str] | OSError
+        try:
+            found = _look_up(host, port)
+        except OSError as error:
+            found = error
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(finish, found)
+
+    # Not `loop.getaddrinfo`: the process could not end before its answer, half a minute if the DNS servers
+    # do not respond. Nothing waits for this daemon thread.
+    threading.Thread(target=look_up, name=f"resolve {host}", daemon=True).start()
+    return await answer
+
+
+def _look_up(host: str, port: int) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
+    except socket.gaierror as error:
+        if error.errno in _HAS_NONE:
+            return []
+        raise
+    except UnicodeError as error:
+        raise OSError(f"{host!r} is no name of the DNS: {error}") from None
+    hosts = (str(address[0]) for *_, address in found)
+    return list(dict.fromkeys(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts))
+
+
+TlsOf = Callable[[str], TlsFiles | None]
+"""Returns how to speak TLS to one of the configured upstreams; None: without."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendOptions:
+    """What all backends have in common."""
+
+    models: Sequence[str]
+    """Ids of the models to serve; empty: every entry of a known contract that they have."""
+    policy: HealthPolicy
+    idle_timeout_s: float
+    """For the delta channels."""
+    repository_key: str | None
+    """As for `Client`."""
+    observer: UpstreamObserver | None
+    load_on_demand: bool = False
+    """Models that are not loaded are served too: a request loads them."""
+    dialects: Dialects = field(default_factory=Dialects)
+    tls_of: TlsOf = lambda _upstream: None
+
+
+def client_tls(upstream: str, tls_of: TlsOf) -> Tls | None:
+    """Return how to speak TLS to a Triton at an address that `upstream` is, or leads to.
+
+    Whoever answers at an address that came from the DNS must have a certificate for the name.
+    """
+    files, name = tls_of(upstream), name_in(upstream)
+    return None if files is None else Tls(files, None if name is None else name.host)
 
 
 class Backend:
-    """One Triton: its client, the replicas of its models, and the tasks that watch them.
+    """One Triton: its client, the replicas of its models, and the tasks that watch them."""
 
-    Args:
-        client: of the Triton; closed with the backend.
-        policy: how health is watched.
-        idle_timeout_s: for the delta channels.
-        observer: told of its replicas' health while it is present.
-        changed: called when a replica became unable to take requests.
-    """
-
-    def __init__(
-        self,
-        client: Client,
-        policy: HealthPolicy,
-        *,
-        idle_timeout_s: float,
-        observer: UpstreamObserver | None,
-        changed: Callable[["Backend"], None],
-    ) -> None:
-        self.client = client
-        self.state = BackendState.PRESENT
+    def __init__(self, address: str, options: BackendOptions, tls: Tls | None = None) -> None:
+        self.client = Client(
+            address,
+            repository_key=options.repository_key,
+            timeout_s=options.policy.probe_timeout_s,
+            tls=tls,
+        )
         self.replicas: dict[str, Replica] = {}
         """By model."""
         self.listed = False
         """Whether its repository was read."""
-        self._policy = policy
-        self._idle_timeout_s = idle_timeout_s
-        self._observer = observer
-        self._changed = changed
+        self.leaving: asyncio.Task[None] | None = None
+        """Waits until nothing runs there, to close it; None: it may get new requests."""
+        self._options = options
         self._tasks: list[asyncio.Task[None]] = []
+        self._closed: tuple[Fault, str] | None = None
+        for model in options.models:
+            self.add(model)
+        if not options.models:
+            self._spawn(self._discover(), f"discover on {address}")
+
+    @property
+    def address(self) -> str:
+        """`host:port` of the Triton."""
+        return self.client.address
 
     @property
     def ready(self) -> bool:
@@ -90,22 +188,42 @@ class Backend:
         return any(replica.state is ReplicaState.READY for replica in self.replicas.values())
 
     def add(self, model: str) -> Replica:
-        """Start watching a model on it."""
-        replica = Replica(model, self.client, self._policy, self, idle_timeout_s=self._idle_timeout_s)
-        self.replicas[model] = replica
-        self.spawn(replica.watch(), f"watch {model} on {self.client.address}")
+        """Return the replica of a model on it, watched from now on.
+
+        Raises:
+            TritonError: it was closed.
+        """
+        if self._closed is not None:
+            raise TritonError(*self._closed)
+        replica = self.replicas.get(model)
+        if replica is None:
+            options = self._options
+            replica = Replica(
+                model,
+                self.client,
+                options.policy,
+                idle_timeout_s=options.idle_timeout_s,
+                dialects=options.dialects,
+                on_demand=options.load_on_demand,
+            )
+            replica.observe(None if self.leaving else options.observer)
+            self.replicas[model] = replica
+            self._spawn(replica.watch(), f"watch {model} on {self.address}")
         return replica
 
-    def spawn(self, work: Coroutine[None, None, None], name: str) -> None:
-        """Run `work` until the backend is closed."""
-        self._tasks.append(asyncio.create_task(work, name=name))
-
-    def become(self, state: BackendState) -> None:
-        """Enter `state`; when it comes back, report its health again."""
-        self.state = state
+    def leave(self, done: asyncio.Task[None]) -> None:
+        """Take no new requests, and report no health; `done` waits for those that run."""
+        self.leaving = done
         for replica in self.replicas.values():
-            healthy = replica.state is ReplicaState.READY
-            self.upstream_health(replica.model, replica.upstream, healthy=healthy)
+            replica.observe(None)
+
+    def come_back(self) -> None:
+        """Take requests again, and report its health."""
+        if self.leaving is not None:
+            self.leaving.cancel()
+            self.leaving = None
+        for replica in self.replicas.values():
+            replica.observe(self._options.observer)
 
     async def idle(self) -> None:
         """Wait until no request runs on it."""
@@ -114,6 +232,7 @@ class Backend:
 
     async def close(self, fault: Fault, detail: str) -> None:
         """Stop watching, and end its running requests with `fault`."""
+        self._closed = fault, detail
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -121,19 +240,59 @@ class Backend:
             await replica.close()
         await self.client.close(fault, detail)
 
-    def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
-        """Pass on a replica's health, unless this backend is leaving."""
-        if self.state is not BackendState.PRESENT:
-            return
-        if self._observer is not None:
-            self._observer.upstream_health(model, upstream, healthy=healthy)
-        if not healthy:
-            self._changed(self)
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+        self._tasks.append(asyncio.create_task(work, name=name))
 
-    def upstream_error(self, model: str, upstream: str, code: str) -> None:
-        """Pass on a failed generation."""
-        if self._observer is not None:
-            self._observer.upstream_error(model, upstream, code)
+    async def _discover(self) -> None:
+        """Look for models for ever, with growing pauses while the Triton does not answer."""
+        policy = self._options.policy
+        backoff = Backoff(policy.backoff_first_s, policy.backoff_limit_s)
+        rejected: set[str] = set()
+        reachable = True
+        while True:
+            try:
+                await self._add_models(rejected)
+            except TritonError as error:
+                if reachable:
+                    extra = {"upstream": self.address, "detail": error.detail}
+                    _log.warning("models cannot be listed: %s", error.fault.code, extra=extra)
+                reachable = False
+                await asyncio.sleep(backoff.next())
+            else:
+                reachable = self.listed = True
+                backoff.reset()
+                await asyncio.sleep(policy.interval_s)
+
+    async def examine(self, model: str) -> Replica:
+        """Return the replica of a loaded model, if it has a contract that is known.
+
+        Raises:
+            UpstreamProtocolError: it has none.
+            TritonError: it cannot be asked.
+        """
+        metadata = await self.client.metadata(model)
+        await asyncio.to_thread(self._options.dialects.of, model, metadata)
+        return self.add(model)
+
+    async def _add_models(self, rejected: set[str]) -> None:
+        """Add the models that are loaded; `rejected` are those that were logged as of another contract."""
+        states = await self.client.repository()
+        loaded = {entry for entry, state in states.items() if state is EntryState.READY}
+        if self._options.load_on_demand:
+            for entry in sorted(states.keys() - loaded - self.replicas.keys() - rejected):
+                self.add(entry)  # its contract is not known before it is loaded
+        # An entry that was unloaded may come back with another contract.
+        rejected &= loaded
+        for entry in sorted(loaded - self.replicas.keys() - rejected):
+            try:
+                await self.examine(entry)
+            except TritonError as error:
+                if error.fault in _NO_FAULT_OF_ENTRY:
+                    raise
+                # It is just being unloaded, or broken: the next look will tell.
+            except UpstreamProtocolError as error:
+                _log.info("model left out: %s", error.message, extra={"upstream": self.address})
+                rejected.add(entry)
 
 
 class Backends:
@@ -141,90 +300,108 @@ class Backends:
 
     Args:
         upstreams: addresses `host:port`, and names `dns:///host:port`.
-        make: returns a new backend for an address, with its models.
-        policy: has the pauses between lookups of a name while none of its Tritons serves.
-        interval_s: seconds between two lookups of a name otherwise.
+        options: for each backend.
+        interval_s: seconds between two lookups of a name while one of its Tritons serves.
         resolve: looks up a name.
-        observer: told of backends that come and go.
     """
 
     def __init__(
-        self,
-        upstreams: Sequence[str],
-        *,
-        make: Callable[[str], Backend],
-        policy: HealthPolicy,
-        interval_s: float,
-        resolve: Resolve,
-        observer: PoolObserver | None,
+        self, upstreams: Sequence[str], options: BackendOptions, *, interval_s: float, resolve: Resolve
     ) -> None:
         self._fixed = [upstream for upstream in upstreams if name_in(upstream) is None]
-        self._watches = [
-            NameWatch(
-                name,
-                self,
-                interval_s=interval_s,
-                backoff=Backoff(policy.backoff_first_s, policy.backoff_limit_s),
-                resolve=resolve,
-            )
-            for name in map(name_in, dict.fromkeys(upstreams))
-            if name is not None
-        ]
-        self._make = make
-        self._observer = observer
+        self._names = [name for name in map(name_in, dict.fromkeys(upstreams)) if name is not None]
+        self._options = options
+        self._interval_s = interval_s
+        self._resolve = resolve
         self._led_to: dict[Name, Sequence[str]] = {}
         """The last known addresses of each name."""
         self._backends: dict[str, Backend] = {}
         """Present and leaving ones by address."""
-        self._looking: list[asyncio.Task[None]] = []
-        self._leaving: dict[str, asyncio.Task[None]] = {}
-        """Tasks that wait for leaving backends to become idle, by address."""
-        self._seeing_off: set[asyncio.Task[None]] = set()
-        """The same tasks, and those that close backends that are gone."""
+        self._models = dict.fromkeys(options.models, int(time.time()))
+        self._watches: list[asyncio.Task[None]] = []
+        self._departures: set[asyncio.Task[None]] = set()
+        """Tasks that wait for leaving backends to become idle, and then close them."""
 
     def start(self) -> None:
         """Add the configured addresses, and start looking up the names."""
         self._settle()
-        self._looking += [asyncio.create_task(watch.watch()) for watch in self._watches]
+        self._watches += [asyncio.create_task(self._watch(name)) for name in self._names]
 
     async def close(self) -> None:
         """Close all backends; their running requests end with `Fault.CLOSED`."""
-        for task in (*self._looking, *self._leaving.values()):
+        for task in (*self._watches, *(each.leaving for each in self._backends.values() if each.leaving)):
             task.cancel()
-        await asyncio.gather(*self._looking, *self._seeing_off, return_exceptions=True)
+        await asyncio.gather(*self._watches, *self._departures, return_exceptions=True)
         for backend in self._backends.values():
             await backend.close(Fault.CLOSED, "the pool was closed")
 
     def present(self) -> list[Backend]:
         """Return the backends that may get new requests."""
-        return [backend for backend in self._backends.values() if backend.state is BackendState.PRESENT]
+        return [backend for backend in self._backends.values() if backend.leaving is None]
 
-    def of(self, client: Client) -> Backend | None:
-        """Return the backend, present or leaving, that `client` belongs to."""
-        backend = self._backends.get(client.address)
-        return backend if backend is not None and backend.client is client else None
+    def replicas(self, model: str) -> list[Replica]:
+        """Return the replicas of a model that may get new requests, if they are ready."""
+        return [backend.replicas[model] for backend in self.present() if model in backend.replicas]
 
-    def lost_health(self, backend: Backend) -> None:
-        """Look up the names of `backend` again, if none of their Tritons serves."""
-        for watch in self._watches:
-            if backend.client.address in self._led_to.get(watch.name, ()):
-                watch.look_soon()
+    def models(self) -> Mapping[str, int]:
+        """Return the models to be served, each with the Unix time in seconds at which it was first seen.
 
-    def serves(self, name: Name) -> bool:
-        """See `Lookups.serves`."""
-        return any(self._is_ready(address) for address in self._led_to.get(name, ()))
+        Models that were found stay while their Tritons are down, but not when their last Triton has left and
+        all others were read.
+        """
+        if not self._options.models:
+            present = self.present()
+            found = {model: each for backend in present for model, each in backend.replicas.items()}
+            if present and all(backend.listed for backend in present):
+                self._models = {model: seen for model, seen in self._models.items() if model in found}
+            for model in sorted(found):
+                self._models.setdefault(model, found[model].created)
+        return self._models
 
-    def looked_up(self, name: Name, outcome: Outcome, addresses: Sequence[str]) -> None:
-        """See `Lookups.looked_up`."""
-        if self._observer is not None:
-            self._observer.upstream_lookup(name.upstream, outcome)
-        if outcome is Outcome.FAILED:
-            return
+    async def _watch(self, name: Name) -> None:
+        """Look `name` up for ever: at an interval, with growing pauses while none of its Tritons serves."""
+        policy, clock = self._options.policy, asyncio.get_running_loop().time
+        backoff = Backoff(policy.backoff_first_s, policy.backoff_limit_s)
+        outcome = Outcome.FOUND
+        while True:
+            outcome = await self._look_up(name, outcome)
+            if not self._serves(name):
+                await asyncio.sleep(min(backoff.next(), self._interval_s))
+                continue
+            backoff.reset()
+            again = clock() + self._interval_s
+            # A lookup is due at once when the last of its Tritons fails.
+            while self._serves(name) and (left_s := again - clock()) > 0:  # noqa: ASYNC110 - they have no event
+                await asyncio.sleep(min(left_s, policy.backoff_first_s))
+
+    async def _look_up(self, name: Name, before: Outcome) -> Outcome:
+        """Look `name` up once, and make what it leads to backends; `before` is what came of the last look."""
+        addresses: Sequence[str] = ()
+        detail = ""
+        try:
+            addresses = await self._resolve(name.host, name.port)
+        except OSError as error:
+            outcome, detail = Outcome.FAILED, error.strerror or str(error)
+        except Exception as error:  # noqa: BLE001 - nobody awaits this task, and without it the name is frozen
+            outcome, detail = Outcome.FAILED, f"{type(error).__name__}: {error}"
+        else:
+            outcome = Outcome.FOUND if addresses else Outcome.NONE
+        if outcome is not before:
+            level = logging.INFO if outcome is Outcome.FOUND else logging.WARNING
+            extra = {"upstream": name.upstream, "detail": detail}
+            _log.log(level, "addresses of a name: %s", outcome.value, extra=extra)
+        if self._options.observer is not None:
+            self._options.observer.upstream_lookup(name.upstream, outcome)
         if outcome is Outcome.NONE:
             # The resolver may have lost its data: a backend that serves exists, whatever the resolver says.
             addresses = [address for address in self._led_to.get(name, ()) if self._is_ready(address)]
-        self._led_to[name] = addresses
-        self._settle()
+        if outcome is not Outcome.FAILED:
+            self._led_to[name] = addresses
+            self._settle()
+        return outcome
+
+    def _serves(self, name: Name) -> bool:
+        return any(self._is_ready(address) for address in self._led_to.get(name, ()))
 
     def _is_ready(self, address: str) -> bool:
         backend = self._backends.get(address)
@@ -232,44 +409,44 @@ class Backends:
 
     def _settle(self) -> None:
         """Make the named addresses, and no others, the backends."""
-        wanted = dict.fromkeys([*self._fixed, *(each for led in self._led_to.values() for each in led)])
-        for address in wanted:
+        wanted = {address: address for address in self._fixed}
+        for name, led in self._led_to.items():
+            for address in led:
+                wanted.setdefault(address, name.upstream)
+        for address, upstream in wanted.items():
             backend = self._backends.get(address)
             if backend is None:
-                self._backends[address] = self._make(address)
-                self._say("appeared", address)
-            elif backend.state is BackendState.LEAVING:
-                self._leaving.pop(address).cancel()
-                backend.become(BackendState.PRESENT)
-                self._say("came back", address)
+                self._backends[address] = Backend(
+                    address, self._options, client_tls(upstream, self._options.tls_of)
+                )
+                self._log(address, "appeared")
+            elif backend.leaving is not None:
+                backend.come_back()
+                self._log(address, "came back")
         for backend in self.present():
-            if backend.client.address not in wanted:
+            if backend.address not in wanted:
                 self._lose(backend)
 
     def _lose(self, backend: Backend) -> None:
-        address = backend.client.address
-        backend.become(BackendState.LEAVING)
-        if self._observer is not None:
-            self._observer.upstream_left(address)
-        self._say("left", address)
-        task = asyncio.create_task(self._see_off(backend), name=f"see off {address}")
-        self._leaving[address] = task
-        self._seeing_off.add(task)
-        task.add_done_callback(self._seeing_off.discard)
+        task = asyncio.create_task(self._see_off(backend), name=f"see off {backend.address}")
+        self._departures.add(task)
+        task.add_done_callback(self._departures.discard)
+        backend.leave(task)
+        if self._options.observer is not None:
+            self._options.observer.upstream_left(backend.address)
+        self._log(backend.address, "left")
 
     async def _see_off(self, backend: Backend) -> None:
-        address = backend.client.address
         await backend.idle()
         # From here on it cannot come back: the same address would be a new backend.
-        backend.become(BackendState.GONE)
-        del self._backends[address], self._leaving[address]
+        del self._backends[backend.address]
         await backend.close(Fault.UNREACHABLE, "no name leads to this address any more")
-        asyncio.get_running_loop().call_later(_FORGET_AFTER_S, self._forget, address)
+        asyncio.get_running_loop().call_later(_FORGET_AFTER_S, self._forget, backend.address)
 
     def _forget(self, address: str) -> None:
-        if address not in self._backends and self._observer is not None:
-            self._observer.upstream_forgotten(address)
+        if address not in self._backends and self._options.observer is not None:
+            self._options.observer.upstream_forgotten(address)
 
-    def _say(self, what: str, address: str) -> None:
+    def _log(self, address: str, what: str) -> None:
         if address not in self._fixed:
             _log.info("upstream %s", what, extra={"upstream": address})

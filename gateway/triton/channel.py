@@ -1,7 +1,9 @@
-"""One backend's delta channel: kept open while its model serves, and opened anew after a loss.
+"""Answers over one replica's delta channel, which is kept open while its model serves.
 
-Reads the frames and puts each delta into its generation's buffer. When the channel ends, so does every
-generation on it: none waits for a channel that is gone. Knows neither prompts nor why a backend is chosen.
+What streams comes over the channel. The request's own stream then carries `accepted`, log-probabilities of
+the prompt, heartbeats and the last response of each choice, which says how many deltas there were. When the
+channel ends, so does every answer on it: none waits for a channel that is gone. Knows neither prompts nor why
+a replica is chosen.
 
     closed ──model ready──▶ opening ──frame 0──▶ open ──retired and idle──▶ closed
                                ▲                  │
@@ -15,20 +17,28 @@ import logging
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
-from tritonclient.grpc import service_pb2
-
-from gateway.dialects.base import AnswerDelta, ChannelDialect
+from gateway.core.events import Event
+from gateway.core.request import Generation
 from gateway.errors import UpstreamProtocolError
-from gateway.triton.backoff import Backoff
-from gateway.triton.client import Client
+from gateway.triton.client import Backoff, Client, Metadata, remaining_s
+from gateway.triton.dialects.base import (
+    AnswerDelta,
+    ChannelDecoder,
+    Channels,
+    ModelReport,
+    Request,
+    Response,
+)
 from gateway.triton.errors import Fault, TritonError
 from wire.channel import Frame
+from wire.meta import Delivered
+from wire.request import ChannelStream
 
 _log = logging.getLogger(__name__)
 
-OPEN_WAIT_S = 2.0
+OPEN_WAIT_S = 5.0
 """How long a generation waits for the channel to open before its backend counts as unavailable."""
 
 BUFFER_LIMIT_BYTES = 2**20
@@ -65,18 +75,19 @@ class DeltaChannel:
         self._idle_timeout_s = idle_timeout_s
         self._backoff = backoff
         self._loop = asyncio.get_running_loop()
-        self._dialect: ChannelDialect | None = None
+        self._channels: Channels | None = None
+        """The contract; None: it was never started, is retired or closed, and is not opened again."""
         self._next_number = 0
         self._buffers: dict[int, DeltaBuffer] = {}
         self._finishing: dict[DeltaBuffer, int] = {}
+        """Those that wait for a frame, with its number."""
         self._task: asyncio.Task[None] | None = None
-        """Opens and reads the channel, perhaps after a pause; None: it is closed and stays so."""
+        """Opens and reads the channel, perhaps after a pause; None: it is closed."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._open = asyncio.Event()
         self._opened_at = 0.0
         self._failing = False
         """Whether the latest attempt to open it has failed."""
-        self._retired = False
         self._next_check = 0.0
         self.id = ""
         """The id of the channel that is open now, new at each opening."""
@@ -88,12 +99,11 @@ class DeltaChannel:
         """Whether generations can name it."""
         return self._open.is_set()
 
-    def start(self, dialect: ChannelDialect) -> None:
+    def start(self, channels: Channels) -> None:
         """Open the channel, and open it again whenever it is lost, until it is retired or closed."""
-        self._dialect = dialect
-        self._retired = False
+        self._channels = channels
         if self._task is None:
-            self._begin(dialect, pause_s=0.0)
+            self._begin(channels, pause_s=0.0)
 
     async def opened(self) -> None:
         """Wait a moment until the channel is open.
@@ -107,11 +117,66 @@ class DeltaChannel:
         except TimeoutError:
             raise TritonError(Fault.NO_CHANNEL, f"not open within {OPEN_WAIT_S} s") from None
 
-    def next_numbers(self, count: int) -> range:
-        """Return numbers for a generation's choices that no other generation has on this channel."""
+    def retire(self) -> None:
+        """Close it as soon as no generation uses it: an open channel keeps its model from being unloaded."""
+        self._channels = None
+        self._close_if_retired()
+
+    async def close(self) -> None:
+        """Close it now, for good."""
+        self._channels = None
+        self._end(TritonError(Fault.CLOSED, "the pool was closed"))
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    @contextlib.asynccontextmanager
+    async def answer(
+        self,
+        channels: Channels,
+        generation: Generation,
+        report: ModelReport,
+        headers: Metadata,
+        *,
+        decoder: ChannelDecoder | None = None,
+    ) -> AsyncIterator[AsyncGenerator[Event, None]]:
+        """Run `generation` for a block, with its deltas on the channel once that is open; yields its events.
+
+        A block around the events, not a generator around theirs: each token would pass it. `decoder` reads
+        the answer; None: a new one of `channels`.
+
+        Raises:
+            TritonError: it failed; `NO_CHANNEL` if the channel did not open, `CHANNEL_LOST` if it was lost.
+            UpstreamProtocolError: the answer cannot be understood.
+            InvalidRequestError: the model cannot express the request.
+        """
+        await self.opened()
+        buffer = self.new_buffer(generation.n)
+        address = ChannelStream(id=self.id, stream=buffer.numbers.start, ids=generation.resumable)
+        request = channels.request(generation, report, remaining_s(generation.deadline), address)
+        with self.deliver(buffer):
+            own = asyncio.create_task(self._read_own_stream(request, generation.deadline, headers, buffer))
+            buffer.own = own
+            try:
+                reader = decoder or channels.decoder(generation, report)
+                async with contextlib.aclosing(self._merged(buffer, reader)) as events:
+                    yield events
+                # Let the own stream end by its status: cancelled at the moment of its last response, it may
+                # keep the model from ever being unloaded.
+                await asyncio.wait({own})
+            except TritonError as error:
+                if error.fault is Fault.CHANNEL_LOST:
+                    self.lose(address.id, error)
+                raise
+            finally:
+                own.cancel()
+                buffer.own = None  # the traceback of its task's end refers back to the buffer
+                await asyncio.wait({own})
+
+    def new_buffer(self, choices: int) -> "DeltaBuffer":
+        """Return a buffer with numbers for a generation's choices that no other has on this channel."""
         first = self._next_number
-        self._next_number += count
-        return range(first, self._next_number)
+        self._next_number += choices
+        return DeltaBuffer(range(first, self._next_number), self._loop.time())
 
     @contextlib.contextmanager
     def deliver(self, buffer: "DeltaBuffer") -> Iterator[None]:
@@ -125,44 +190,97 @@ class DeltaChannel:
             self._finishing.pop(buffer, None)
             self._close_if_retired()
 
-    def wake_after(self, frame: int, buffer: "DeltaBuffer") -> None:
-        """Wake the reader of `buffer` once frame `frame` was received."""
-        self._finishing[buffer] = frame
-
     def lose(self, channel_id: str, error: TritonError) -> None:
         """Give up the channel if it still has this id: the model says that it is not open."""
         if channel_id == self.id and self.is_open:
             self._lost(error)
 
-    def retire(self) -> None:
-        """Close it as soon as no generation uses it: an open channel keeps its model from being unloaded."""
-        self._retired = True
-        self._close_if_retired()
+    async def _read_own_stream(
+        self, request: Request, deadline: float, headers: Metadata, buffer: "DeltaBuffer"
+    ) -> None:
+        """Put the responses of the request's own stream, and its end, into `buffer`."""
+        # No idle timeout here: the channel's reader sees the deltas too, and decides whether the model is
+        # silent.
+        responses = self._client.stream_infer(
+            request, deadline=deadline, idle_timeout_s=math.inf, headers=headers
+        )
+        try:
+            async with contextlib.aclosing(responses):
+                async for response in responses:
+                    await buffer.put_response(response, self._loop.time())
+        except Exception as error:  # noqa: BLE001 - passed on to the reader of the buffer
+            buffer.fail(error)
+        else:
+            buffer.end()
 
-    async def close(self) -> None:
-        """Close it now, for good."""
-        self._retired = True
-        self._end(TritonError(Fault.CLOSED, "the pool was closed"))
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+    async def _merged(self, buffer: "DeltaBuffer", decoder: ChannelDecoder) -> AsyncGenerator[Event, None]:
+        """Merge deltas and responses into one ordered stream of events."""
+        for event in await self._first(buffer, decoder):
+            yield event
+        while True:
+            for event in decoder.deltas(buffer.take_deltas()):
+                yield event
+            if not buffer.responses:
+                # What came while the events above were taken is not waited for.
+                if not buffer.deltas and not await buffer.more():
+                    break
+                continue
+            response = buffer.take_response()
+            delivered = decoder.delivered(response)
+            if delivered is not None:
+                await self._all_delivered(buffer, *delivered)
+                for event in decoder.deltas(buffer.take_deltas()):
+                    yield event
+            for event in decoder.decode(response):
+                yield event
+            if decoder.complete:
+                return  # whatever becomes of the channel now does not concern it
+        decoder.end()
+
+    async def _first(self, buffer: "DeltaBuffer", decoder: ChannelDecoder) -> list[Event]:
+        """Return the events of the first response that is no heartbeat; deltas may overtake it."""
+        events: list[Event] = []
+        while not events:
+            if buffer.responses:
+                events = decoder.decode(buffer.take_response())
+            elif not await buffer.more():
+                break
+        return events
+
+    async def _all_delivered(self, buffer: "DeltaBuffer", index: int, delivered: Delivered) -> None:
+        """Wait for all deltas of a choice, since its last response may overtake some.
+
+        Raises:
+            TritonError: one was lost.
+        """
+        if not 0 <= index < len(buffer.received):
+            return  # the decoder reports the fault
+        self._finishing[buffer] = delivered.frame
+        while buffer.received[index] < delivered.deltas and self.last_frame < delivered.frame:
+            await buffer.changed()
+        if (received := buffer.received[index]) != delivered.deltas:
+            # A lost channel is why: the frames of the next one are not those that were meant.
+            buffer.check()
+            detail = f"{received} of {delivered.deltas} deltas came by frame {delivered.frame}"
+            raise TritonError(Fault.PROTOCOL, detail)
 
     def _close_if_retired(self) -> None:
-        if self._retired and not self._buffers:
+        if self._channels is None and not self._buffers:
             self._end(TritonError(Fault.CHANNEL_LOST, "the channel was closed"))
 
-    def _begin(self, dialect: ChannelDialect, *, pause_s: float) -> None:
+    def _begin(self, channels: Channels, *, pause_s: float) -> None:
         self._task = asyncio.create_task(
-            self._keep(dialect, pause_s),
+            self._keep(channels, pause_s),
             name=f"delta channel of {self._model}",
             context=contextvars.Context(),  # not the context of a request that found it lost
         )
         self._tasks.add(self._task)
         self._task.add_done_callback(self._tasks.discard)
 
-    async def _keep(self, dialect: ChannelDialect, pause_s: float) -> None:
+    async def _keep(self, channels: Channels, pause_s: float) -> None:
         await asyncio.sleep(pause_s)
         try:
-            await self._read(dialect)
+            await self._read(channels)
         except TritonError as error:
             self._lost(error)
         except UpstreamProtocolError as error:
@@ -171,36 +289,14 @@ class DeltaChannel:
             _log.exception("the delta channel failed", extra=self._extra())
             self._lost(TritonError(Fault.INTERNAL, f"the gateway failed: {type(error).__name__}"))
 
-    def _lost(self, error: TritonError) -> None:
-        """Record a loss: generations on the channel end, and it is opened again after a pause."""
-        if self.is_open or not self._failing:
-            what = "delta channel lost" if self.is_open else "delta channel cannot be opened"
-            _log.warning(what, extra=self._extra() | {"detail": error.detail})
-        if self.is_open and self._loop.time() - self._opened_at > _STEADY_S:
-            self._backoff.reset()
-        self._failing = not self.is_open
-        known = error.fault in _KEPT_FAULTS
-        self._end(error if known else TritonError(Fault.CHANNEL_LOST, error.detail))
-        if self._dialect is not None and not self._retired:
-            self._begin(self._dialect, pause_s=self._backoff.next())
-
-    def _end(self, error: TritonError) -> None:
-        task, self._task = self._task, None
-        if task is not None and task is not asyncio.current_task():
-            task.cancel()
-        self._open.clear()
-        for buffer in self._buffers.values():
-            buffer.fail(error)
-
-    async def _read(self, dialect: ChannelDialect) -> None:
+    async def _read(self, channels: Channels) -> None:
         self.id = secrets.token_hex(16)
         self.last_frame = -1
-        responses = self._client.stream_infer(
-            dialect.open_channel(self._model, self.id), deadline=math.inf, idle_timeout_s=self._idle_timeout_s
-        )
+        request = channels.open(self._model, self.id)
+        responses = self._client.stream_infer(request, deadline=math.inf, idle_timeout_s=self._idle_timeout_s)
         async with contextlib.aclosing(responses):
             async for response in responses:
-                self._take(dialect.read_frame(response))
+                self._take(channels.read_frame(response))
         raise TritonError(Fault.CHANNEL_LOST, "the model closed the channel")
 
     def _take(self, frame: Frame) -> None:
@@ -209,13 +305,15 @@ class DeltaChannel:
         self.last_frame = frame.frame
         now = self._loop.time()
         buffers, metas = self._buffers, frame.metas
+        ids = frame.ids
         for place, (stream, text, tokens) in enumerate(
             zip(frame.streams, frame.texts, frame.tokens, strict=True)
         ):
             buffer = buffers.get(stream)
             if buffer is not None:  # None if its client has left
                 document = metas.get(place) if metas else None
-                buffer.put(stream, text, tokens, None if document is None else bytes(document), now)
+                details = None if document is None else bytes(document)
+                buffer.put(stream, text, tokens, details, now, ids=ids[place] if ids else ())
         for buffer, number in self._finishing.items():
             if number <= frame.frame:
                 buffer.wake()
@@ -232,6 +330,27 @@ class DeltaChannel:
             if buffer.silent_s(now) > self._idle_timeout_s:
                 buffer.fail(TritonError(Fault.SILENT, f"no response within {self._idle_timeout_s} s"))
 
+    def _lost(self, error: TritonError) -> None:
+        """Record a loss: generations on the channel end, and it is opened again after a pause."""
+        if self.is_open or not self._failing:
+            what = "delta channel lost" if self.is_open else "delta channel cannot be opened"
+            _log.warning(what, extra=self._extra() | {"detail": error.detail})
+        if self.is_open and self._loop.time() - self._opened_at > _STEADY_S:
+            self._backoff.reset()
+        self._failing = not self.is_open
+        known = error.fault in _KEPT_FAULTS
+        self._end(error if known else TritonError(Fault.CHANNEL_LOST, error.detail))
+        if self._channels is not None:
+            self._begin(self._channels, pause_s=self._backoff.next())
+
+    def _end(self, error: TritonError) -> None:
+        task, self._task = self._task, None
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+        self._open.clear()
+        for buffer in self._buffers.values():
+            buffer.fail(error)
+
     def _extra(self) -> dict[str, str]:
         return {"model": self._model, "upstream": self._client.address}
 
@@ -246,27 +365,38 @@ class DeltaBuffer:
     Args:
         numbers: the numbers of its choices on the channel, in order.
         now: the time on the event loop's clock, in seconds.
-        give_up: called when the limit is exceeded, because the task that takes may be waiting for its client.
     """
 
-    def __init__(self, numbers: range, now: float, give_up: Callable[[], object]) -> None:
+    def __init__(self, numbers: range, now: float) -> None:
         self.numbers = numbers
-        self._limit_bytes = BUFFER_LIMIT_BYTES * len(numbers)
-        self._give_up = give_up
-        self._heard = now
+        self.own: asyncio.Task[None] | None = None
+        """Reads the own stream; cancelled beyond the limit, as the task that takes may be at its client's."""
         self.received = [0] * len(numbers)
         """Number of deltas received for each choice, whether taken or not."""
-        self._deltas: list[AnswerDelta] = []
-        self._bytes = 0
-        self._responses: deque[service_pb2.ModelInferResponse] = deque()
+        self.deltas: list[AnswerDelta] = []
+        """Those to be taken, in order."""
+        self.responses: deque[Response] = deque()
+        """Those of the request's own stream that are to be taken, in order."""
         self._ended = False
+        self._limit_bytes = BUFFER_LIMIT_BYTES * len(numbers)
+        self._bytes = 0
+        self._heard = now
         self._error: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
         """What the task that takes waits for, or last waited for."""
         self._room: asyncio.Future[None] | None = None
         """What the reader of the request's own stream waits for."""
 
-    def put(self, number: int, text: str, tokens: int, document: bytes | None, now: float) -> None:
+    def put(
+        self,
+        number: int,
+        text: str,
+        tokens: int,
+        document: bytes | None,
+        now: float,
+        *,
+        ids: Sequence[int] = (),
+    ) -> None:
         """Put in a choice's delta from the channel; ignored after a failure, when nobody would take it."""
         if self._error is not None:
             return
@@ -274,19 +404,20 @@ class DeltaBuffer:
         self.received[index] += 1
         self._heard = now
         self._bytes += _DELTA_BYTES + len(text) + (0 if document is None else len(document))
-        self._deltas.append((index, text, tokens, document))
+        self.deltas.append((index, text, tokens, ids, document))
         if self._bytes > self._limit_bytes:
             detail = f"over {self._limit_bytes} bytes of an answer were left unread"
             self.fail(TritonError(Fault.UNREAD, detail))
-            self._give_up()
+            if self.own is not None:
+                self.own.cancel()
         self.wake()
 
-    async def put_response(self, response: service_pb2.ModelInferResponse, now: float) -> None:
+    async def put_response(self, response: Response, now: float) -> None:
         """Put in a response from the request's own stream, and wait until there is room for another."""
         self._heard = now
-        self._responses.append(response)
+        self.responses.append(response)
         self.wake()
-        if len(self._responses) >= _RESPONSES_LIMIT:
+        if len(self.responses) >= _RESPONSES_LIMIT:
             self._room = asyncio.get_running_loop().create_future()
             try:
                 await self._room
@@ -309,28 +440,22 @@ class DeltaBuffer:
             self._error = error
             self.wake()
 
-    def close(self) -> None:
-        """Drop the reference to `give_up`: the traceback of its task's end refers back to this object."""
-        self._give_up = _nobody
-
-    @property
-    def has_deltas(self) -> bool:
-        """Whether there are deltas to take."""
-        return bool(self._deltas)
-
     def take_deltas(self) -> list[AnswerDelta]:
         """Return the deltas received since the last call, in order; perhaps none."""
-        deltas, self._deltas = self._deltas, []
+        deltas, self.deltas = self.deltas, []
         self._bytes = 0
         return deltas
 
-    def take_response(self) -> service_pb2.ModelInferResponse | None:
-        """Return the next response of the request's own stream, if there is one."""
-        if not self._responses:
-            return None
+    def take_response(self) -> Response:
+        """Return the next response of the request's own stream; there is one."""
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
-        return self._responses.popleft()
+        return self.responses.popleft()
+
+    def check(self) -> None:
+        """Raise the error with which the answer failed, if it did."""
+        if self._error is not None:
+            raise self._error
 
     async def more(self) -> bool:
         """Wait until something is put in; False if nothing will be. Call it only when everything was taken.
@@ -338,12 +463,12 @@ class DeltaBuffer:
         Raises:
             TritonError: the answer failed.
         """
-        if self._error is not None:
+        if self._error is not None:  # not by `check`, and below not by `changed`: every token passes here
             raise self._error
         if self._ended:
             return False
         self._reader = asyncio.get_running_loop().create_future()
-        await self._reader  # as in `changed`: it is on the way of every token
+        await self._reader
         return True
 
     async def changed(self) -> None:
@@ -352,8 +477,7 @@ class DeltaBuffer:
         Raises:
             TritonError: the answer failed.
         """
-        if self._error is not None:
-            raise self._error
+        self.check()
         self._reader = asyncio.get_running_loop().create_future()
         await self._reader
 
@@ -361,7 +485,3 @@ class DeltaBuffer:
         """Make the waiting task, if any, look again."""
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
-
-
-def _nobody() -> None:
-    """Nobody is left to give up."""

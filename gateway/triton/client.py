@@ -1,4 +1,4 @@
-"""A gRPC client of one Triton: streamed inference, and control calls.
+"""A gRPC client of one Triton: streamed inference, and calls about its models.
 
 The raw stub is used because `tritonclient.grpc.aio` drops `triton_enable_empty_final_response` on streams
 and answers reserved parameters with a bare CancelledError. This module knows Triton's stream protocol (final
@@ -9,15 +9,18 @@ health or our events.
 import asyncio
 import contextlib
 import enum
+import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from gateway.tracing import Headers
+from gateway.settings.certificates import TlsFiles
+from gateway.settings.files import identity
 from gateway.triton.errors import Fault, TritonError, classify
 
 MESSAGE_LIMIT_BYTES = 64 * 2**20
@@ -40,6 +43,11 @@ _OPTIONS = [
 
 _EOF_WAIT_S = 1.0
 
+_CERTIFICATES_S = 1.0
+"""Seconds between two looks at the files of certificates."""
+
+_log = logging.getLogger(__name__)
+
 _RESTRICTED = "triton-grpc-protocol-"
 _REPOSITORY = "Repository"
 """The prefix of the methods in Triton's protocol `model-repository`."""
@@ -49,6 +57,28 @@ _UNLOADED = "unloaded"
 
 FINAL = "triton_final_response"
 WANT_EMPTY_FINAL = "triton_enable_empty_final_response"
+
+Metadata = Sequence[tuple[str, str]]
+"""Headers of a call: lower-case names, printable ASCII values."""
+
+
+class Backoff:
+    """Delays that double from `first_s` to `limit_s`."""
+
+    def __init__(self, first_s: float, limit_s: float) -> None:
+        self._first_s = first_s
+        self._limit_s = limit_s
+        self._next_s = first_s
+
+    def next(self) -> float:
+        """Return the delay before the next attempt, in seconds."""
+        delay = self._next_s
+        self._next_s = min(2 * delay, self._limit_s)
+        return delay
+
+    def reset(self) -> None:
+        """Begin again with `first_s`."""
+        self._next_s = self._first_s
 
 
 class EntryState(enum.IntEnum):
@@ -70,28 +100,92 @@ class EntryState(enum.IntEnum):
         return self <= EntryState.UNLOADING
 
 
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """How to speak TLS to one Triton."""
+
+    files: TlsFiles
+    name: str | None = None
+    """Whom its certificate must be for; None: the host of its address."""
+
+
 class Client:
     """A connection to one Triton. Must be made inside the running event loop.
+
+    Every call raises `TritonError`, with any fault.
 
     Args:
         address: `host:port` of Triton's gRPC endpoint.
         repository_key: the key this Triton requires for listing, loading and unloading models, as KEY=VALUE
             (see its `--grpc-restricted-protocol`); None: no key.
+        timeout_s: for each call that is neither an inference nor a load.
+        tls: how to speak TLS; None: without.
     """
 
-    def __init__(self, address: str, *, repository_key: str | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        repository_key: str | None = None,
+        timeout_s: float = 5.0,
+        tls: Tls | None = None,
+    ) -> None:
         self.address = address
         key, _, value = (repository_key or "").partition("=")
         self._repository_headers = ((_RESTRICTED + key, value),) if key else ()
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._timeout_s = timeout_s
+        self._tls = tls
+        self._look_at = 0.0
+        """When to look for new certificates."""
+        self._shown: Sequence[object] = ()
+        """Which files the newest channel's certificates came from."""
+        self._channels: list[grpc.aio.Channel] = []
+        """The last one is for new calls. Those with certificates of before stay for what runs on them."""
+        if tls is None:
+            self._open(grpc.aio.insecure_channel(address, options=_OPTIONS))
         self._calls: set[_Call] = set()
+        self._closed: tuple[Fault, str] | None = None
 
     async def close(self, fault: Fault = Fault.CLOSED, detail: str = "the client was closed") -> None:
-        """End every running call with `fault` and close the connection."""
+        """End every running call, and each that comes later, with `fault`; close the connection."""
+        self._closed = fault, detail
         for call in list(self._calls):
             call.end(fault, detail)
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
+
+    @property
+    def _stub(self) -> service_pb2_grpc.GRPCInferenceServiceStub:
+        if self._tls is not None:
+            self._renew(self._tls)
+        return self._newest
+
+    def _open(self, channel: grpc.aio.Channel) -> None:
+        self._channels.append(channel)
+        self._newest = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+    def _renew(self, tls: Tls) -> None:
+        """Open a channel with the certificates that are in the files now, if it has none with those yet."""
+        now = asyncio.get_running_loop().time()
+        if now < self._look_at:
+            return
+        self._look_at = now + _CERTIFICATES_S
+        found = [identity(path) for path in tls.files.paths()]
+        if self._channels and found == self._shown:
+            return
+        self._shown = found
+        try:
+            roots, key, cert = tls.files.read()
+        except (OSError, ValueError) as error:
+            extra = {"upstream": self.address, "detail": str(error)}
+            _log.error("certificates for a Triton cannot be used", extra=extra)
+            if not self._channels:
+                self._look_at = now
+                raise TritonError(Fault.UNREACHABLE, "its certificates cannot be used") from None
+            return
+        name = [] if tls.name is None else [("grpc.ssl_target_name_override", tls.name)]
+        credentials = grpc.ssl_channel_credentials(roots, key, cert)
+        self._open(grpc.aio.secure_channel(self.address, credentials, options=[*_OPTIONS, *name]))
 
     def end_inference(self, entry: str, fault: Fault, detail: str) -> None:
         """End every running request to `entry` with `fault`: they would never be answered."""
@@ -99,12 +193,57 @@ class Client:
             if call.entry == entry:
                 call.end(fault, detail)
 
-    async def unary(self, method: str, request: Any, *, timeout_s: float) -> Any:
-        """Call the unary `method` of GRPCInferenceService.
+    async def live(self) -> bool:
+        """Ask whether the server is up (its models need not be)."""
+        return bool((await self._unary("ServerLive", service_pb2.ServerLiveRequest())).live)
 
-        Raises:
-            TritonError: with any fault.
-        """
+    async def version(self) -> str | None:
+        """Return Triton's version, such as 2.51.0; None: the server is no Triton."""
+        metadata = await self._unary("ServerMetadata", service_pb2.ServerMetadataRequest())
+        return str(metadata.version) if metadata.name == "triton" else None
+
+    async def ready(self, entry: str) -> bool:
+        """Ask whether Triton calls `entry` ready; it goes on doing so after the model's process has died."""
+        return bool((await self._unary("ModelReady", service_pb2.ModelReadyRequest(name=entry))).ready)
+
+    async def metadata(self, entry: str) -> service_pb2.ModelMetadataResponse:
+        """Return the inputs and outputs of `entry`, which must be loaded."""
+        request = service_pb2.ModelMetadataRequest(name=entry)
+        metadata: service_pb2.ModelMetadataResponse = await self._unary("ModelMetadata", request)
+        return metadata
+
+    async def decoupled(self, entry: str) -> bool:
+        """Return whether `entry`, which must be loaded, may answer a request with several responses."""
+        answer = await self._unary("ModelConfig", service_pb2.ModelConfigRequest(name=entry))
+        return bool(answer.config.model_transaction_policy.decoupled)
+
+    async def inferences(self, entry: str) -> int:
+        """Return how many requests Triton has counted for `entry`, since it was loaded, whoever sent them."""
+        answer = await self._unary("ModelStatistics", service_pb2.ModelStatisticsRequest(name=entry))
+        return sum(model.inference_count for model in answer.model_stats)
+
+    async def repository(self) -> dict[str, EntryState]:
+        """Return the entries that are on the repository's disk, loaded or not, by name."""
+        index = await self._unary("RepositoryIndex", service_pb2.RepositoryIndexRequest())
+        states: dict[str, EntryState] = {}
+        for version in index.models:
+            state = _entry_state(version.state, version.reason)
+            states[version.name] = min(state, states.get(version.name, state))
+        return states
+
+    async def load(self, entry: str, *, timeout_s: float) -> None:
+        """Load `entry` and wait until it is ready, including warm-up; a loaded entry stays as it is."""
+        request = service_pb2.RepositoryModelLoadRequest(model_name=entry)
+        await self._unary("RepositoryModelLoad", request, timeout_s=timeout_s)
+
+    async def unload(self, entry: str) -> None:
+        """Begin to unload `entry`: it takes no new requests, and goes when the last one is answered."""
+        request = service_pb2.RepositoryModelUnloadRequest(model_name=entry)
+        await self._unary("RepositoryModelUnload", request)
+
+    async def _unary(self, method: str, request: Any, *, timeout_s: float | None = None) -> Any:
+        self._check_open()
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = asyncio.get_running_loop().time() + timeout_s
         headers = self._repository_headers if method.startswith(_REPOSITORY) else ()
         running = getattr(self._stub, method)(request, timeout=timeout_s, metadata=headers)
@@ -117,7 +256,7 @@ class Client:
         *,
         deadline: float,
         idle_timeout_s: float,
-        headers: Headers = (),
+        headers: Metadata = (),
     ) -> AsyncGenerator[service_pb2.ModelInferResponse, None]:
         """Send one request on a stream of its own and yield its responses that hold tensors.
 
@@ -134,6 +273,7 @@ class Client:
         Raises:
             TritonError: with any fault; `SILENT` for the idle timeout, `DEADLINE` for the deadline.
         """
+        self._check_open()
         request.parameters[WANT_EMPTY_FINAL].bool_param = True
         stream = self._stub.ModelStreamInfer(
             timeout=None if math.isinf(deadline) else max(0.0, deadline - asyncio.get_running_loop().time()),
@@ -161,6 +301,10 @@ class Client:
             with contextlib.suppress(TritonError):
                 await call.answer(stream.read, deadline=deadline, idle_timeout_s=_EOF_WAIT_S)
 
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise TritonError(*self._closed)
+
     @contextlib.contextmanager
     def _tracked(self, running: grpc.aio.Call, entry: str | None = None) -> Iterator["_Call"]:
         """Let others find and end the call during the block, and end it when the block is left."""
@@ -173,47 +317,16 @@ class Client:
             running.cancel()
 
 
-class Control:
-    """Control calls on one Triton. Each raises `TritonError`, with any fault.
+def remaining_s(deadline: float) -> float:
+    """Return the seconds left until `deadline`, of the event loop's clock.
 
-    Args:
-        client: of that Triton; not closed here.
-        timeout_s: for each call.
+    Raises:
+        DeadlineError: none are left; the request is not sent.
     """
-
-    def __init__(self, client: Client, *, timeout_s: float = 5.0) -> None:
-        self._client = client
-        self._timeout_s = timeout_s
-
-    async def live(self) -> bool:
-        """Ask whether the server is up (its models need not be)."""
-        return bool((await self._call("ServerLive", service_pb2.ServerLiveRequest())).live)
-
-    async def repository(self) -> dict[str, EntryState]:
-        """Return the entries that are on the repository's disk, loaded or not, by name."""
-        index = await self._call("RepositoryIndex", service_pb2.RepositoryIndexRequest())
-        states: dict[str, EntryState] = {}
-        for version in index.models:
-            state = _entry_state(version.state, version.reason)
-            states[version.name] = min(state, states.get(version.name, state))
-        return states
-
-    async def load(self, entry: str, *, timeout_s: float) -> None:
-        """Load `entry` and wait until it is ready, including warm-up; a loaded entry stays as it is."""
-        request = service_pb2.RepositoryModelLoadRequest(model_name=entry)
-        await self._client.unary("RepositoryModelLoad", request, timeout_s=timeout_s)
-
-    async def unload(self, entry: str) -> None:
-        """Begin to unload `entry`: it takes no new requests, and goes when the last one is answered."""
-        await self._call("RepositoryModelUnload", service_pb2.RepositoryModelUnloadRequest(model_name=entry))
-
-    async def inputs(self, entry: str) -> frozenset[str]:
-        """Return the names of the inputs of `entry`, which must be loaded."""
-        answer = await self._call("ModelMetadata", service_pb2.ModelMetadataRequest(name=entry))
-        return frozenset(tensor.name for tensor in answer.inputs)
-
-    async def _call(self, method: str, request: Any) -> Any:
-        return await self._client.unary(method, request, timeout_s=self._timeout_s)
+    left_s = deadline - asyncio.get_running_loop().time()
+    if left_s <= 0:
+        raise TritonError(Fault.DEADLINE, "the deadline passed before it was sent").to_gateway()
+    return left_s
 
 
 def _entry_state(state: str, reason: str) -> EntryState:
@@ -230,31 +343,43 @@ class _Call:
         self.entry = entry
         """The repository entry of an inference; None for calls about Triton itself."""
         self._end: tuple[Fault, str] | None = None
+        self._limit: asyncio.Timeout | None = None
+        """Of the operation that is awaited."""
 
     def end(self, fault: Fault, detail: str) -> None:
-        """Cancel the call; `answer` raises a TritonError of `fault`."""
+        """Let `answer`, now or when it is called next, raise a TritonError of `fault`.
+
+        To cancel the call would not do: one that grpc (1.85) has not begun to send then waits for ever.
+        """
         self._end = fault, detail
-        self.grpc.cancel()
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time())
 
     async def answer(
         self, operation: Callable[[], Awaitable[Any]], *, deadline: float, idle_timeout_s: float
     ) -> Any:
         """Await `operation`, turning every kind of failure into a TritonError."""
+        if self._end is not None:
+            raise TritonError(*self._end)
         idle_end = asyncio.get_running_loop().time() + idle_timeout_s
         try:
-            async with asyncio.timeout_at(min(deadline, idle_end)):
+            async with asyncio.timeout_at(min(deadline, idle_end)) as self._limit:
                 return await operation()
         except TimeoutError:
+            if self._end is not None:
+                raise TritonError(*self._end) from None
             if deadline <= idle_end:
                 raise TritonError(Fault.DEADLINE, "the request's deadline passed") from None
             raise TritonError(Fault.SILENT, f"no response within {idle_timeout_s} s") from None
         except grpc.aio.AioRpcError as error:
             raise classify(error.details() or "", error.code()) from error
         except asyncio.CancelledError:
-            # grpc raises the same error for a call cancelled by `end` and for a cancelled task.
+            # grpc raises the same error when its channel is closed, which comes after `end`.
             if self._end is not None and not _task_is_cancelled():
                 raise TritonError(*self._end) from None
             raise
+        finally:
+            self._limit = None
 
 
 def _task_is_cancelled() -> bool:

@@ -2,7 +2,7 @@
 
 Triton fails in four ways: a gRPC status; a bare text in `error_message` of an open stream, without a code; a
 refusal from one of our models (`wire.refusal`) inside either; or silence. `classify` turns the first three
-into a `Fault`, `gateway.triton.client` the last, and `TREATMENTS` says what each fault means. The texts are
+into a `Fault`, whose value says what it means; `gateway.triton.client` does so for the last. The texts are
 those of tritonserver 2.51, where the end-to-end tests provoke them, except for those marked below.
 
 Only a refusal's own words reach a client, first line only: everything else of Triton's text (tracebacks,
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import grpc
 
+from gateway.core.request import Generation, TokenIds
+from gateway.core.upstream import Embedding, Tokenization
 from gateway.errors import (
     ClientGoneError,
     ContextLengthError,
@@ -26,7 +28,6 @@ from gateway.errors import (
     UnavailableError,
     UpstreamProtocolError,
 )
-from gateway.generation import Generation
 from wire.grammar import part_at_fault
 from wire.refusal import RefusalCode, parse_refusal
 
@@ -34,50 +35,12 @@ MESSAGE_LIMIT = 500
 """How many characters of a refusal a client is shown."""
 
 
-class Fault(enum.StrEnum):
-    """How a call failed; the value is the label `code` of `tritongate_upstream_errors_total`."""
-
-    INVALID_REQUEST = "invalid_request"
-    INVALID_GRAMMAR = "invalid_grammar"
-    CONTEXT_LENGTH = "context_length_exceeded"
-    QUEUE_FULL = "queue_full"
-    DEADLINE = "deadline_exceeded"
-    UNREACHABLE = "unreachable"
-    """No connection, or a lost one."""
-    NOT_READY = "not_ready"
-    """The model is unknown there, loading, unloading or unloaded."""
-    UNLOADED = "unloaded"
-    """The model was unloaded on purpose."""
-    NOT_PERMITTED = "not_permitted"
-    """Triton does not permit listing, loading or unloading its models."""
-    STUB_DEAD = "stub_dead"
-    """The model's process is dead, though Triton still calls the model ready."""
-    SILENT = "silent"
-    """Nothing came for longer than the heartbeat interval allows."""
-    CANCELLED = "cancelled"
-    """Ended by a cancel request that came from somewhere else."""
-    INTERNAL = "internal"
-    """Triton or the model failed internally, or with an unknown message."""
-    TOO_LARGE = "message_too_large"
-    """The request or its answer exceeds our limit for gRPC messages."""
-    TENSORS_REFUSED = "tensors_refused"
-    """Triton refused the tensors: their names, datatypes or shapes are not the model's."""
-    PROTOCOL = "protocol"
-    """The answer cannot be understood."""
-    CHANNEL_LOST = "channel_lost"
-    """The answer's delta channel was lost; the model itself may be fine."""
-    NO_CHANNEL = "no_channel"
-    """The model's delta channel did not open in time."""
-    UNREAD = "unread"
-    """The client does not read, and too much is waiting for it."""
-    CLOSED = "closed"
-    """The gateway itself is closing its connections."""
-
-
 @dataclass(frozen=True, slots=True)
 class Treatment:
-    """What a fault means for the client and for the choice of replicas."""
+    """What a fault means for the client, for the choice of replicas, and for metrics."""
 
+    code: str
+    """The label `code` of `tritongate_upstream_errors_total`."""
     error: type[GatewayError]
     message: str
     """For the client, unless the upstream's refusal has a message of its own."""
@@ -86,55 +49,124 @@ class Treatment:
     """Another replica may be asked, as long as no token was delivered."""
     same_replica: bool = False
     """The same replica may be asked again."""
+    own_words: bool = False
+    """It is about the request itself: the refusal's own message is of use to the client, and no other is."""
+    upstream_at_fault: bool = True
+    """False: the client or the gateway itself caused it, and it is not counted."""
 
 
-TREATMENTS = {
-    Fault.INVALID_REQUEST: Treatment(InvalidRequestError, "The model refused the request."),
-    Fault.INVALID_GRAMMAR: Treatment(InvalidRequestError, "The answer cannot be held to this grammar."),
-    Fault.CONTEXT_LENGTH: Treatment(ContextLengthError, "The prompt exceeds the model's context."),
-    Fault.QUEUE_FULL: Treatment(
-        RateLimitError, "The model's queue is full; try again shortly.", retry_after_s=1, failover=True
-    ),
-    Fault.DEADLINE: Treatment(DeadlineError, "The request's time is over."),
-    Fault.UNREACHABLE: Treatment(
-        UnavailableError, "The model's server cannot be reached.", retry_after_s=5, failover=True
-    ),
-    Fault.NOT_READY: Treatment(UnavailableError, "The model is not ready.", retry_after_s=5, failover=True),
-    Fault.UNLOADED: Treatment(UnavailableError, "The model is unloaded.", retry_after_s=5, failover=True),
-    Fault.NOT_PERMITTED: Treatment(
+class Fault(enum.Enum):
+    """How a call failed, and how that is treated."""
+
+    INVALID_REQUEST = Treatment(
+        "invalid_request",
+        InvalidRequestError,
+        "The model refused the request.",
+        own_words=True,
+        upstream_at_fault=False,
+    )
+    INVALID_GRAMMAR = Treatment(
+        "invalid_grammar",
+        InvalidRequestError,
+        "The answer cannot be held to this grammar.",
+        own_words=True,
+        upstream_at_fault=False,
+    )
+    CONTEXT_LENGTH = Treatment(
+        "context_length_exceeded",
+        ContextLengthError,
+        "The prompt exceeds the model's context.",
+        own_words=True,
+        upstream_at_fault=False,
+    )
+    OTHER_TASK = Treatment(
+        "other_task",
+        InvalidRequestError,
+        "The model does not do this: some models embed, others write text.",
+        upstream_at_fault=False,
+    )
+    NO_ADAPTER = Treatment(
+        "no_adapter",
+        InvalidRequestError,
+        "The model's backend does not have this adapter.",
+        upstream_at_fault=False,
+    )
+    QUEUE_FULL = Treatment(
+        "queue_full", RateLimitError, "The model's queue is full; try again shortly.", 1, failover=True
+    )
+    DEADLINE = Treatment("deadline_exceeded", DeadlineError, "The request's time is over.")
+    UNREACHABLE = Treatment(
+        "unreachable", UnavailableError, "The model's server cannot be reached.", 5, failover=True
+    )
+    """No connection, or a lost one."""
+    NOT_READY = Treatment("not_ready", UnavailableError, "The model is not ready.", 5, failover=True)
+    """The model is unknown there, loading, unloading or unloaded."""
+    UNLOADED = Treatment("unloaded", UnavailableError, "The model is unloaded.", 5, failover=True)
+    """The model was unloaded on purpose."""
+    NOT_PERMITTED = Treatment(
+        "not_permitted",
         ControlDisabledError,
         "Triton does not permit this: it needs --model-control-mode=explicit and, where its protocol "
         "model-repository is restricted, the gateway's setting repository_key.",
-    ),
-    Fault.STUB_DEAD: Treatment(
+    )
+    """Triton does not permit listing, loading or unloading its models."""
+    STUB_DEAD = Treatment(
+        "stub_dead",
         UnavailableError,
         "The model's process has died; it is being restarted.",
-        retry_after_s=5,
+        5,
         failover=True,
-    ),
-    Fault.SILENT: Treatment(UnavailableError, "The model stopped answering.", retry_after_s=5, failover=True),
-    Fault.CANCELLED: Treatment(
-        UnavailableError, "The request was cancelled by the model's server.", retry_after_s=5
-    ),
-    Fault.INTERNAL: Treatment(UpstreamProtocolError, "The model's server failed to answer the request."),
-    Fault.TOO_LARGE: Treatment(
-        InvalidRequestError, "The request, or the answer to it, is larger than the gateway takes from Triton."
-    ),
-    Fault.TENSORS_REFUSED: Treatment(UpstreamProtocolError, "The model does not take the gateway's tensors."),
-    Fault.PROTOCOL: Treatment(UpstreamProtocolError, "The model's answer could not be understood."),
-    Fault.CHANNEL_LOST: Treatment(
+    )
+    """The model's process is dead, though Triton still calls the model ready."""
+    SILENT = Treatment("silent", UnavailableError, "The model stopped answering.", 5, failover=True)
+    """Nothing came for longer than the heartbeat interval allows."""
+    CANCELLED = Treatment(
+        "cancelled", UnavailableError, "The request was cancelled by the model's server.", 5
+    )
+    """Ended by a cancel request that came from somewhere else."""
+    INTERNAL = Treatment(
+        "internal", UpstreamProtocolError, "The model's server failed to answer the request."
+    )
+    """Triton or the model failed internally, or with an unknown message."""
+    TOO_LARGE = Treatment(
+        "message_too_large",
+        InvalidRequestError,
+        "The request, or the answer to it, is larger than the gateway takes from Triton.",
+        upstream_at_fault=False,
+    )
+    """The request or its answer exceeds our limit for gRPC messages."""
+    TENSORS_REFUSED = Treatment(
+        "tensors_refused", UpstreamProtocolError, "The model does not take the gateway's tensors."
+    )
+    """Triton refused the tensors: their names, datatypes or shapes are not the model's."""
+    PROTOCOL = Treatment("protocol", UpstreamProtocolError, "The model's answer could not be understood.")
+    CHANNEL_LOST = Treatment(
+        "channel_lost",
         UnavailableError,
         "The connection that the answer came over was lost.",
-        retry_after_s=1,
+        1,
         failover=True,
         same_replica=True,
-    ),
-    Fault.NO_CHANNEL: Treatment(
-        UnavailableError, "The model cannot stream at the moment.", retry_after_s=1, failover=True
-    ),
-    Fault.UNREAD: Treatment(ClientGoneError, "The client does not read its answer."),
-    Fault.CLOSED: Treatment(UnavailableError, "The gateway is shutting down.", retry_after_s=5),
-}
+    )
+    """The answer's delta channel was lost; the model itself may be fine."""
+    NO_CHANNEL = Treatment(
+        "no_channel", UnavailableError, "The model cannot stream at the moment.", 1, failover=True
+    )
+    """The model's delta channel did not open in time."""
+    UNREAD = Treatment(
+        "unread", ClientGoneError, "The client does not read its answer.", upstream_at_fault=False
+    )
+    """The client does not read, and too much is waiting for it."""
+    CLOSED = Treatment(
+        "closed", UnavailableError, "The gateway is shutting down.", 5, upstream_at_fault=False
+    )
+    """The gateway itself is closing its connections."""
+
+    @property
+    def code(self) -> str:
+        """The label `code` of `tritongate_upstream_errors_total`."""
+        return self.value.code
+
 
 _REFUSALS = {
     RefusalCode.INVALID_REQUEST: Fault.INVALID_REQUEST,
@@ -149,9 +181,6 @@ _REFUSALS = {
     RefusalCode.INTERNAL: Fault.INTERNAL,
 }
 
-_WORDS_FOR_CLIENTS = {Fault.INVALID_REQUEST, Fault.INVALID_GRAMMAR, Fault.CONTEXT_LENGTH}
-"""Refusals about the request itself: only their own messages are of use to the client."""
-
 _TEXTS = [
     # Matched at the start of a text, after Triton's "[request id: ...] ", so that the same words inside a
     # model's exception do not count.
@@ -160,6 +189,9 @@ _TEXTS = [
     (re.compile(r"Request timeout expired"), Fault.DEADLINE),
     (re.compile(r"Stub process .*is not healthy"), Fault.STUB_DEAD),
     (re.compile(r"Request for unknown model"), Fault.NOT_READY),
+    # From the official vLLM backend.
+    (re.compile(r"Error generating stream: Model \S+ does not support '\w+' request"), Fault.OTHER_TASK),
+    (re.compile(r"LoRA (?:\S+ is not supported|feature is not enabled)"), Fault.NO_ADAPTER),
     (re.compile(r"explicit model load / unload is not allowed"), Fault.NOT_PERMITTED),
     (re.compile(r"This protocol is restricted"), Fault.NOT_PERMITTED),
     # Found in the server's binary, not provoked: sent while it shuts down.
@@ -194,39 +226,33 @@ class TritonError(Exception):
     `message` may be shown to a client; `detail` is the raw text, for the log only.
     """
 
-    def __init__(
-        self, fault: Fault, detail: str, *, message: str | None = None, param: str | None = None
-    ) -> None:
-        super().__init__(f"{fault}: {detail}")
+    def __init__(self, fault: Fault, detail: str, *, message: str | None = None) -> None:
+        super().__init__(f"{fault.code}: {detail}")
         self.fault = fault
+        self.error_type = fault.code
+        """What traces call it."""
         self.detail = detail
-        self.message = message or TREATMENTS[fault].message
-        self.param = param
-        """The field of the request that is at fault, if known."""
+        self.message = message or fault.value.message
 
-    def blame_grammar(self, request: Generation) -> "TritonError":
-        """Return this error with the source of the refused grammar in `request` as its `param`."""
-        if self.fault is not Fault.INVALID_GRAMMAR:
-            return self
-        part = part_at_fault(self.message)
-        about_text = part is not None and part.tool is None
-        field = request.grammar_field(None if part is None else part.tool, text=about_text)
-        return TritonError(self.fault, self.detail, message=self.message, param=field)
+    def to_gateway(self, request: Generation | Tokenization | Embedding | None = None) -> GatewayError:
+        """Return the error for the client; `request` says which of its fields was refused."""
+        treatment = self.fault.value
+        param = "model" if self.fault in (Fault.OTHER_TASK, Fault.NO_ADAPTER) else None
+        if isinstance(request, Generation) and self.fault is Fault.INVALID_GRAMMAR:
+            part = part_at_fault(self.message)
+            about_text = part is not None and part.tool is None
+            param = request.grammar_field(None if part is None else part.tool, text=about_text)
+        elif isinstance(request, Generation) and self.fault is Fault.INVALID_REQUEST:
+            param = _field_in(self.message, request)
+        return treatment.error(self.message, param=param, retry_after_s=treatment.retry_after_s)
 
-    @property
-    def failover(self) -> bool:
-        """Whether another replica may be asked."""
-        return TREATMENTS[self.fault].failover
 
-    @property
-    def same_replica(self) -> bool:
-        """Whether the same replica may be asked again."""
-        return TREATMENTS[self.fault].same_replica
-
-    def to_gateway(self) -> GatewayError:
-        """Return the error for the client."""
-        treatment = TREATMENTS[self.fault]
-        return treatment.error(self.message, param=self.param, retry_after_s=treatment.retry_after_s)
+def _field_in(message: str, request: Generation) -> str | None:
+    """Return the field that a refusal in the model's own words is about: it begins with it."""
+    first = message.partition(" ")[0].rstrip(":")
+    if first == "prompt":
+        return request.prompt_field or ("prompt" if isinstance(request.prompt, TokenIds) else None)
+    return first if first in request.__struct_fields__ else None
 
 
 def classify(text: str, code: grpc.StatusCode | None = None) -> TritonError:
@@ -238,7 +264,7 @@ def classify(text: str, code: grpc.StatusCode | None = None) -> TritonError:
     refusal = parse_refusal(text)
     if refusal is not None:
         fault = _REFUSALS[refusal[0]]
-        words = refusal[1].partition("\n")[0][:MESSAGE_LIMIT] if fault in _WORDS_FOR_CLIENTS else None
+        words = refusal[1].partition("\n")[0][:MESSAGE_LIMIT] if fault.value.own_words else None
         return TritonError(fault, text, message=words)
     prefix = _REQUEST_ID.match(text)
     start = prefix.end() if prefix else 0

@@ -1,28 +1,55 @@
-"""The real `gateway.upstream.Upstream`: served models on one or more Tritons.
+"""The real `gateway.core.upstream.Upstream`: served models on one or more Tritons.
 
-Chooses a replica for each generation and, if it fails before the first token was delivered, another one.
-Discovers the models if the configuration names none. Knows nothing of HTTP or tensors.
+Chooses a replica for each request and, if it fails before the first token was delivered, another one. An
+answer that was begun is resumed there, if both models can: the next replica gets the tokens that the client
+has. Each attempt is a call in the trace of the HTTP request. Knows nothing of HTTP or tensors.
 """
 
+import asyncio
 import contextlib
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager
+import logging
+import math
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
-from gateway.errors import InvalidRequestError, ModelNotFoundError, UpstreamProtocolError
-from gateway.generation import Accepted, Delta, Event, Generation
-from gateway.tokenization import Tokenization, Tokens
+from msgspec import structs
+from opentelemetry.trace import Span
+
+from gateway.core.events import Accepted, Delta, Event, Heartbeat
+from gateway.core.request import Generation
+from gateway.core.upstream import Embedding, EntriesChanged, ModelCard, Tokenization, Tokens, Vector
+from gateway.errors import InvalidRequestError, ModelNotFoundError
+from gateway.telemetry.tracing import Headers
 from gateway.triton.admin import ModelControl
-from gateway.triton.answering import answer_over_channel, answer_plainly
-from gateway.triton.answering import tokenize as tokenize_on
-from gateway.triton.backends import Backend, Backends, PoolObserver
-from gateway.triton.client import Client
-from gateway.triton.discovery import Discovery
+from gateway.triton.attempts import Attempts
+from gateway.triton.backends import BackendOptions, Backends, Resolve, TlsOf, resolve
+from gateway.triton.client import Client, Metadata, remaining_s
+from gateway.triton.dialects import Dialects
+from gateway.triton.dialects.base import (
+    AnswerDecoder,
+    Dialect,
+    ModelReport,
+    Tokenizer,
+)
 from gateway.triton.errors import Fault, TritonError
-from gateway.triton.failover import Attempts, TracedCalls
-from gateway.triton.replicas import HealthPolicy, Replica, ReplicaReport, ReplicaState
-from gateway.triton.resolver import Resolve, resolve
-from gateway.upstream import EntriesChanged, ModelCard
+from gateway.triton.on_demand import OnDemand, OnDemandPolicy
+from gateway.triton.replicas import HealthPolicy, Replica, ReplicaState, UpstreamObserver, unable
+
+_log = logging.getLogger(__name__)
+
+_LOGGED_LIMIT = 2000
+"""How many characters of an upstream's error text are logged."""
+_SILENCE_S = 120.0
+"""How long a model without heartbeats may say nothing of a request, which may wait or be in prefill."""
+_RESUMES_LIMIT = 3
+"""How often one answer is resumed: a request that its servers die of must not take down many."""
+_PAUSE_S = 0.25
+"""Between two looks for a replica where an answer can be resumed."""
+_UNLOADED = {Fault.NOT_READY, Fault.UNLOADED}
+"""Faults of a request whose model was unloaded meanwhile."""
+_DOWN = {ReplicaState.UNREACHABLE, ReplicaState.STUCK}
+_ARRIVAL_LOOK_S = 0.25
+_LEFT_S = 0.5
+"""What must be left of a request's time: an answer that says why comes before one that only says too late."""
 
 
 class TritonUpstream:
@@ -35,12 +62,16 @@ class TritonUpstream:
             model once seen stays listed while its Tritons are down.
         idle_timeout_s: seconds without any response after which a request gives up its replica.
         load_timeout_s: longest load of an entry, and longest wait for requests that delay an unload.
+        upstream_wait_s: how long a request waits while no Triton serves its model.
         observer: told of health and errors.
-        max_attempts: replicas that one generation may try.
+        max_attempts: replicas that one request may try, until one has accepted it.
+        resume: answers of models that can are resumed when their server dies.
         health: how the replicas are watched.
         repository_key: the key that the Tritons require for listing, loading and unloading, as KEY=VALUE.
         resolve_interval_s: seconds between two lookups of a name while one of its Tritons serves.
         resolve: looks up a name.
+        dialects: make the dialects of the models; None: those that need no files.
+        on_demand: how models are loaded that requests ask for; None: they are not.
     """
 
     def __init__(
@@ -50,47 +81,56 @@ class TritonUpstream:
         models: Sequence[str] = (),
         idle_timeout_s: float = 10.0,
         load_timeout_s: float = 600.0,
-        observer: PoolObserver | None = None,
+        upstream_wait_s: float = 0.0,
+        observer: UpstreamObserver | None = None,
         max_attempts: int = 3,
+        resume: bool = True,
         health: HealthPolicy | None = None,
         repository_key: str | None = None,
         resolve_interval_s: float = 10.0,
         resolve: Resolve = resolve,
+        dialects: Dialects | None = None,
+        on_demand: OnDemandPolicy | None = None,
+        tls_of: TlsOf = lambda _upstream: None,
     ) -> None:
         self._configured = tuple(dict.fromkeys(models))
         self._idle_timeout_s = idle_timeout_s
+        self._upstream_wait_s = upstream_wait_s
         self._observer = observer
         self._max_attempts = max_attempts
-        self._health = health or HealthPolicy()
-        self._repository_key = repository_key
-        now = int(time.time())
-        self._created = dict.fromkeys(self._configured, now)
-        """The models to be served, with the Unix time at which each was first seen."""
-        self._backends = Backends(
-            upstreams,
-            make=self._make_backend,
-            policy=self._health,
-            interval_s=resolve_interval_s,
-            resolve=resolve,
+        self._resume = resume
+        options = BackendOptions(
+            models=self._configured,
+            policy=health or HealthPolicy(),
+            idle_timeout_s=idle_timeout_s,
+            repository_key=repository_key,
             observer=observer,
+            load_on_demand=on_demand is not None,
+            dialects=dialects or Dialects(),
+            tls_of=tls_of,
         )
-        self._control = ModelControl(
-            self._clients, self._replica, self._add_replica, timeout_s=load_timeout_s
-        )
+        self._backends = Backends(upstreams, options, interval_s=resolve_interval_s, resolve=resolve)
+        self._control = ModelControl(self._backends, timeout_s=load_timeout_s, observer=observer)
+        self._on_demand = None if on_demand is None else OnDemand(self._backends, self._control, on_demand)
         self._closed = False
 
     async def start(self) -> None:
         """Connect and begin watching health; returns without waiting for readiness."""
         self._backends.start()
+        if self._on_demand is not None:
+            self._on_demand.start()
 
     async def close(self) -> None:
-        """Stop watching and close the clients; running generations end with `UnavailableError`."""
+        """Stop watching and close the clients; running requests end with `UnavailableError`."""
         self._closed = True
+        if self._on_demand is not None:
+            await self._on_demand.close()
         await self._backends.close()
 
     def models(self) -> list[ModelCard]:
-        """Return the models to be served, as configured or discovered, by name."""
-        return [self._card(model_id) for model_id in self._configured or sorted(self._created)]
+        """Return the models to be served, as configured or, by name, as discovered."""
+        models = self._backends.models()
+        return [self._card(model_id, models[model_id]) for model_id in self._configured or sorted(models)]
 
     def model(self, model_id: str) -> ModelCard:
         """Return one model.
@@ -100,184 +140,290 @@ class TritonUpstream:
             UnavailableError: it is unknown, since no model is configured and no Triton was reached yet.
         """
         self._find(model_id)
-        return self._card(model_id)
+        return self._card(model_id, self._backends.models()[model_id])
 
-    def replicas(self) -> list[ReplicaReport]:
-        """Return all known replicas, by model and upstream."""
-        return [replica.describe() for model_id in self._created for replica in self._replicas(model_id)]
+    def replicas(self) -> list[Replica]:
+        """Return all replicas of the models to be served, by model."""
+        return [each for model_id in self._backends.models() for each in self._backends.replicas(model_id)]
 
     async def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
-        """Run `request`: see `gateway.upstream.Upstream.generate`."""
-        attempts, calls = self._attempts(request), TracedCalls(request)
-        accepted = delivered = generated = False
-        while True:
-            replica = attempts.next()
-            try:
-                with calls.to(replica) as (call, asked):
-                    async with self._attempt(replica, asked) as events:
-                        async for event in events:
-                            if type(event) is Delta:
-                                delivered = True
-                                if not generated and event.tokens:
-                                    call.event("first_token")
-                                    generated = True
-                            elif type(event) is Accepted:
-                                call.event("accepted")
-                                if accepted:
-                                    continue  # from a second replica: the client has the first one's
-                                accepted = True
-                            yield event
-            except TritonError as error:
-                replica.suspect(error)
-                attempts.failed(error.blame_grammar(request), delivered=delivered)
-            else:
+        """Run `request`: see `gateway.core.upstream.Upstream.generate`."""
+        attempts = Attempts(request)
+        generated = False
+        while not attempts.complete:
+            async for _ in self._loading(request):
+                yield Heartbeat()
+            async for _ in self._returning(attempts):
+                yield Heartbeat()
+            with self._attempt(attempts) as (replica, call, headers):
+                async with await self._events(replica, request, attempts, headers) as events:
+                    async for event in events:
+                        if type(event) is Delta:
+                            attempts.delivered = True
+                            if not generated and event.tokens:
+                                call.add_event("first_token")
+                                generated = True
+                        elif type(event) is Accepted:
+                            call.add_event("accepted")
+                            if not attempts.accept():
+                                self._resumed(attempts)
+                                continue  # from a second replica: the client has the first one's
+                        yield event
                 return
 
     async def tokenize(self, request: Tokenization) -> Tokens:
-        """Run `request`: see `gateway.upstream.Upstream.tokenize`."""
-        attempts, calls = self._attempts(request), TracedCalls(request)
+        """Run `request`: see `gateway.core.upstream.Upstream.tokenize`."""
+        attempts = Attempts(request)
         while True:
-            replica = attempts.next()
-            try:
-                with calls.to(replica) as (_, asked), replica.in_use():
-                    return await self._tokenize(replica, asked)
-            except TritonError as error:
-                replica.suspect(error)
-                attempts.failed(error)
+            async for _ in self._loading(request):
+                pass
+            with self._attempt(attempts) as (replica, _, headers):
+                dialect, report = replica.serving()
+                if dialect.tokens is not None and report.chat_format is None:
+                    return await asyncio.to_thread(dialect.tokens, request)
+                if dialect.tokenizer is None:
+                    raise InvalidRequestError("The model's tokenizer cannot be used.", param="model")
+                return await _tokens(replica.client, dialect.tokenizer, request, report, headers)
 
-    def _attempts(self, request: Generation | Tokenization) -> Attempts:
-        return Attempts(
-            lambda: self._find(request.model),
-            request_id=request.request_id,
-            limit=self._max_attempts,
-            observer=self._observer,
-        )
+    async def embed(self, request: Embedding) -> Vector:
+        """Run `request`: see `gateway.core.upstream.Upstream.embed`."""
+        attempts = Attempts(request)
+        while True:
+            async for _ in self._loading(request):
+                pass
+            with self._attempt(attempts) as (replica, _, headers):
+                embedder = replica.serving()[0].embedder
+                if embedder is None:
+                    raise InvalidRequestError("The model does not embed.", param="model")
+                responses = replica.client.stream_infer(
+                    embedder.request(request),
+                    deadline=request.deadline,
+                    idle_timeout_s=math.inf,  # there are no heartbeats
+                    headers=headers,
+                )
+                async with contextlib.aclosing(responses):
+                    return embedder.read(request, [response async for response in responses])
 
     async def load(self, model_id: str, *, reload: bool, upstream: str | None) -> list[EntriesChanged]:
-        """Load a model: see `gateway.upstream.Upstream.load`."""
+        """Load a model: see `gateway.core.upstream.Upstream.load`."""
         self._check_controllable(model_id)
         return await self._control.load(model_id, reload=reload, upstream=upstream)
 
     async def unload(self, model_id: str, *, upstream: str | None) -> list[EntriesChanged]:
-        """Unload a model: see `gateway.upstream.Upstream.unload`."""
+        """Unload a model: see `gateway.core.upstream.Upstream.unload`."""
         self._check_controllable(model_id)
         return await self._control.unload(model_id, upstream=upstream)
+
+    async def _loading(self, request: Generation | Tokenization | Embedding) -> AsyncGenerator[None, None]:
+        """Yield about every second while the model of `request` is being loaded, or a Triton started.
+
+        Raises:
+            GatewayError: it cannot be loaded, or not in time, or is not to be served.
+        """
+        clock = asyncio.get_running_loop().time
+        until = min(clock() + self._upstream_wait_s, request.deadline - _LEFT_S)
+        while self._is_absent(request.model) and clock() < until:
+            await asyncio.sleep(_ARRIVAL_LOOK_S)
+            yield
+        if self._on_demand is not None:
+            async with contextlib.aclosing(self._on_demand.loading(request.model, request.deadline)) as waits:
+                async for _ in waits:
+                    yield
+
+    async def _returning(self, attempts: Attempts) -> AsyncGenerator[None, None]:
+        """Yield now and then while there is no replica where an answer that was begun can be resumed.
+
+        Raises:
+            GatewayError: the deadline passed, or the model was unloaded everywhere.
+        """
+        while attempts.begun:
+            replicas = self._find(attempts.request.model)
+            ready = [each for each in replicas if each.state is ReplicaState.READY and not each.yielding]
+            if any(each not in attempts.tried for each in ready):
+                return
+            attempts.tried.clear()  # after a pause, those that failed may be asked again
+            unloaded = replicas and all(each.state is ReplicaState.UNLOADED for each in replicas)
+            if unloaded or asyncio.get_running_loop().time() >= attempts.request.deadline:
+                raise (attempts.failure or unable(replicas)).to_gateway(attempts.request)
+            await asyncio.sleep(_PAUSE_S)
+            yield
+
+    def _resumed(self, attempts: Attempts) -> None:
+        """Count that another replica accepted the request, if that goes on with an answer."""
+        if attempts.begun:
+            attempts.resumes += 1
+            if self._observer is not None:
+                self._observer.resumed(attempts.model)
+
+    def _is_absent(self, model_id: str) -> bool:
+        """Whether a model has no Triton, or all of its Tritons are down or loading it.
+
+        Raises:
+            GatewayError: as `_find`.
+        """
+        absent = {ReplicaState.UNKNOWN, *_DOWN}
+        if self._on_demand is None:  # which sees to what a Triton has not loaded
+            absent.add(ReplicaState.NOT_READY)
+        return all(replica.state in absent for replica in self._find(model_id))
 
     def _check_controllable(self, model_id: str) -> None:
         """Refuse a model that is not configured; if models are discovered, any may be controlled."""
         if self._closed or self._configured:
             self._find(model_id)
 
-    @contextlib.asynccontextmanager
-    async def _attempt(
-        self, replica: Replica, request: Generation
-    ) -> AsyncIterator[AsyncGenerator[Event, None]]:
-        """Run `request` on one replica for a block; yields its events.
+    @contextlib.contextmanager
+    def _attempt(self, attempts: Attempts) -> Iterator[tuple[Replica, Span, Headers]]:
+        """Choose a replica that has not failed yet, for a block; yields it, and what `_Attempts.call` does.
 
-        Raises TritonError, or a GatewayError if it was never sent, as do the events.
+        The block is left quietly if the call fails and another attempt may be made.
+
+        Raises:
+            GatewayError: none is ready, there cannot be any, or the last attempt failed.
+        """
+        # Looked up for each attempt: the pool may have been closed meanwhile.
+        replicas = self._find(attempts.request.model)
+        replica = attempts.choose(
+            [each for each in replicas if each not in attempts.tried and not each.yielding]
+        )
+        if replica is None:
+            raise unable(replicas).to_gateway()
+        try:
+            with attempts.call(replica) as (call, headers), replica.in_use():
+                yield replica, call, headers
+        except TritonError as error:
+            replica.suspect(error)
+            self._failed(attempts, replica, error)
+
+    def _failed(self, attempts: Attempts, replica: Replica, error: TritonError) -> None:
+        """Record that an attempt failed; return if another one may be made.
+
+        Raises:
+            GatewayError: it was the last attempt.
+        """
+        treatment, request = error.fault.value, attempts.request
+        attempts.failure = error
+        if treatment.upstream_at_fault:
+            if self._observer is not None:
+                self._observer.upstream_error(attempts.model, replica.upstream, treatment.code)
+            extra = {"request_id": request.request_id, "model": attempts.model, "upstream": replica.upstream}
+            extra["detail"] = error.detail[:_LOGGED_LIMIT]
+            _log.warning("upstream failed: %s", treatment.code, extra=extra)
+        if self._on_demand is not None and not attempts.delivered and error.fault in _UNLOADED:
+            return  # to make room for another model, perhaps by another gateway
+        if not treatment.same_replica:
+            attempts.tried.append(replica)
+        if attempts.complete:
+            return  # only the end of the call failed
+        if attempts.begun and treatment.failover and attempts.resumes < _RESUMES_LIMIT:
+            return
+        another = len(attempts.called) < self._max_attempts and any(
+            each.state is ReplicaState.READY and each not in attempts.tried
+            for each in self._find(request.model)
+        )
+        if attempts.begun or attempts.delivered or not treatment.failover or not another:
+            raise error.to_gateway(request) from error
+
+    async def _events(
+        self, replica: Replica, request: Generation, attempts: Attempts, headers: Metadata
+    ) -> contextlib.AbstractAsyncContextManager[AsyncGenerator[Event, None]]:
+        """Return a block around the events of `request`, as it is or resumed, on one replica.
+
+        Raises TritonError, UpstreamProtocolError, or a GatewayError if it was never sent, as do the events.
         """
         dialect, report = replica.serving()
-        try:
-            with replica.in_use():
-                channels = dialect.channels if request.stream else None
-                if channels is None:
-                    running: AbstractAsyncContextManager[AsyncGenerator[Event, None]] = contextlib.aclosing(
-                        answer_plainly(
-                            replica.client, dialect, request, report, idle_timeout_s=self._idle_timeout_s
-                        )
-                    )
-                else:
-                    running = answer_over_channel(replica.client, replica.channel, channels, request, report)
-                async with running as events:
-                    yield events
-        except UpstreamProtocolError as error:
-            raise TritonError(Fault.PROTOCOL, error.message, message=error.message) from error
-
-    async def _tokenize(self, replica: Replica, request: Tokenization) -> Tokens:
-        """Run `request` on one replica; raises TritonError, or a GatewayError if it was never sent."""
-        dialect, report = replica.serving()
-        if dialect.tokenizer is None:
-            raise InvalidRequestError("The model's tokenizer cannot be used.", param="model")
-        try:
-            return await tokenize_on(replica.client, dialect.tokenizer, request, report)
-        except UpstreamProtocolError as error:
-            raise TritonError(Fault.PROTOCOL, error.message, message=error.message) from error
+        if request.adapter is not None and not dialect.adapters:
+            raise InvalidRequestError("The model's backend applies no adapters by name.", param="model")
+        if request.stream and not dialect.streams:
+            request = structs.replace(request, stream=False)
+        if dialect.prepare is not None:
+            request = await dialect.prepare(request, report)
+        request, decoder = attempts.next(request, dialect.channels if self._resume else None, report)
+        if request.stream and dialect.channels is not None:
+            return replica.channel.answer(dialect.channels, request, report, headers, decoder=decoder)
+        return contextlib.aclosing(
+            _plain_events(
+                replica.client,
+                dialect,
+                request,
+                report,
+                decoder,
+                headers=headers,
+                idle_timeout_s=self._idle_timeout_s if dialect.heartbeats else _SILENCE_S,
+            )
+        )
 
     def _find(self, model_id: str) -> list[Replica]:
-        """Return the current replicas of a model that is to be served; there may be none."""
+        """Return the current replicas of a model that is to be served; there may be none.
+
+        Raises:
+            ModelNotFoundError: it is not to be served.
+            UnavailableError: the pool was closed, or it is not known yet which models there are.
+        """
         if self._closed:
             raise TritonError(Fault.CLOSED, "the pool was closed").to_gateway()
-        if model_id in self._created:
-            return self._replicas(model_id)
+        if model_id in self._backends.models():
+            return self._backends.replicas(model_id)
         if not self._configured and not any(backend.listed for backend in self._backends.present()):
-            # It is not known yet which models there are.
             raise TritonError(Fault.UNREACHABLE, "no repository was read yet").to_gateway()
         raise ModelNotFoundError(f"The model {model_id!r} does not exist.", param="model")
 
-    def _card(self, model_id: str) -> ModelCard:
-        replicas = self._replicas(model_id)
+    def _card(self, model_id: str, created: int) -> ModelCard:
+        replicas = self._backends.replicas(model_id)
         ready = any(replica.state is ReplicaState.READY for replica in replicas)
-        wanted = any(replica.wanted for replica in replicas)
+        on_demand = self._on_demand is not None
+        wanted = any(replica.state in _DOWN if on_demand else replica.wanted for replica in replicas)
         reports = [replica.report for replica in replicas if replica.report is not None]
+        contexts = [report.max_context for report in reports if report.max_context is not None]
         return ModelCard(
             id=model_id,
             ready=ready,
-            created=self._created[model_id],
-            max_context=min((report.max_context for report in reports), default=None),
+            created=created,
+            max_context=min(contexts, default=None),
             unloaded=bool(replicas) and not ready and not wanted,
             chat_format=reports[0].chat_format if reports else None,
+            template_reads=reports[0].template_reads if reports else frozenset(),
         )
 
-    def _replicas(self, model_id: str) -> list[Replica]:
-        return [
-            backend.replicas[model_id] for backend in self._backends.present() if model_id in backend.replicas
-        ]
 
-    def _clients(self) -> list[Client]:
-        return [backend.client for backend in self._backends.present()]
+async def _plain_events(
+    client: Client,
+    dialect: Dialect,
+    request: Generation,
+    report: ModelReport,
+    decoder: AnswerDecoder | None,
+    *,
+    headers: Metadata,
+    idle_timeout_s: float,
+) -> AsyncGenerator[Event, None]:
+    """Run `request` with all of its answer on its own stream; `decoder` reads it, if there is one already."""
+    decoder = decoder or dialect.decoder(request, report)
+    responses = client.stream_infer(
+        dialect.request(request, report, remaining_s(request.deadline)),
+        deadline=request.deadline,
+        idle_timeout_s=idle_timeout_s,
+        headers=headers,
+    )
+    try:
+        async with contextlib.aclosing(responses):
+            async for response in responses:
+                for event in decoder.decode(response):
+                    yield event
+                if decoder.over:
+                    break  # which cancels the rest
+    except TritonError as error:
+        raise error if dialect.explain is None else dialect.explain(error) from error.__cause__
+    for event in await asyncio.to_thread(decoder.end) if dialect.counts_at_end else decoder.end():
+        yield event
 
-    def _make_backend(self, address: str) -> Backend:
-        client = Client(address, repository_key=self._repository_key)
-        backend = Backend(
-            client,
-            self._health,
-            idle_timeout_s=self._idle_timeout_s,
-            observer=self._observer,
-            changed=self._backends.lost_health,
-        )
-        for model_id in self._configured:
-            backend.add(model_id)
-        if not self._configured:
-            discovery = Discovery(client, self._health, self._discovered)
-            backend.spawn(discovery.watch(), f"discover on {address}")
-        return backend
 
-    def _discovered(self, client: Client, model_ids: Sequence[str]) -> None:
-        """A repository was read; `model_ids` are models not reported before, perhaps none."""
-        backend = self._backends.of(client)
-        if backend is None:
-            return
-        backend.listed = True
-        for model_id in model_ids:
-            if model_id not in backend.replicas:
-                self._add_replica(model_id, client)
-        self._forget_models()
-
-    def _forget_models(self) -> None:
-        """Forget models whose Tritons have left, once all other repositories were read."""
-        backends = self._backends.present()
-        if all(backend.listed for backend in backends):
-            self._created = {
-                model_id: created for model_id, created in self._created.items() if self._replicas(model_id)
-            }
-
-    def _replica(self, model_id: str, client: Client) -> Replica | None:
-        backend = self._backends.of(client)
-        return backend.replicas.get(model_id) if backend else None
-
-    def _add_replica(self, model_id: str, client: Client) -> Replica:
-        backend = self._backends.of(client)
-        if backend is None:
-            raise TritonError(Fault.UNREACHABLE, "this Triton is gone")
-        self._created.setdefault(model_id, int(time.time()))
-        return backend.add(model_id)
+async def _tokens(
+    client: Client, tokenizer: Tokenizer, request: Tokenization, report: ModelReport, headers: Metadata
+) -> Tokens:
+    responses = client.stream_infer(
+        tokenizer.request(request, report, remaining_s(request.deadline)),
+        deadline=request.deadline,
+        idle_timeout_s=math.inf,  # there are no heartbeats
+        headers=headers,
+    )
+    async with contextlib.aclosing(responses):
+        return tokenizer.read(request, [response async for response in responses])

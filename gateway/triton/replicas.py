@@ -1,26 +1,26 @@
 """One model on one Triton: its health, its delta channel, and how many requests it is running.
 
-Health is determined by probes (`{"probe": true}`, sent to the model itself), because Triton goes on calling a
-model ready after its process has died. A generation whose failure suggests that the replica is at fault takes
-it out of the selection at once; an immediate probe then decides.
+Health is determined by probes, sent to the model itself where its contract has them, because Triton goes on
+calling a model ready after its process has died. A request whose failure suggests that the replica is at
+fault has it probed at once, which decides; unless a connection broke, it is out of the selection until then.
 
-Knows nothing of generations beyond their number, nor of other replicas.
+Knows nothing of requests beyond their number, nor of other replicas.
 """
 
 import asyncio
 import contextlib
 import enum
 import logging
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from gateway.dialects.base import Dialect, ModelReport
-from gateway.dialects.registry import choose
 from gateway.errors import GatewayError
-from gateway.triton.backoff import Backoff
 from gateway.triton.channel import DeltaChannel
-from gateway.triton.client import Client, Control, EntryState
+from gateway.triton.client import Backoff, Client, EntryState
+from gateway.triton.dialects import Dialects
+from gateway.triton.dialects.base import Dialect, ModelReport
 from gateway.triton.errors import Fault, TritonError
 
 _log = logging.getLogger(__name__)
@@ -54,37 +54,49 @@ class HealthPolicy:
     backoff_limit_s: float = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaReport:
-    """A replica as `tritongate check` and logs show it."""
-
-    model: str
-    upstream: str
-    state: ReplicaState
-    reason: str
-    report: ModelReport | None
-    """The answer to the latest probe; None until there was one."""
-
-
 class UpstreamObserver(Protocol):
-    """Told of health and errors, for metrics. Called on the event loop; must not block."""
+    """Told of health, errors and addresses, for metrics. Called on the event loop; must not block."""
 
     def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
         """`model` on `upstream` became able, or unable, to take requests."""
         ...
 
     def upstream_error(self, model: str, upstream: str, code: str) -> None:
-        """A generation failed on `upstream`; `code` is a value of `gateway.triton.errors.Fault`."""
+        """A request failed on `upstream`; `code` is that of a `gateway.triton.errors.Fault`."""
+        ...
+
+    def resumed(self, model: str) -> None:
+        """An answer of `model`, by its public name, goes on at another Triton, or there once more."""
+        ...
+
+    def model_loaded(self, model: str, upstream: str, seconds: float, *, failed: bool) -> None:
+        """`model` was loaded on `upstream`, or `failed` to be, in so many seconds."""
+        ...
+
+    def model_unloaded(self, model: str, upstream: str, reason: str) -> None:
+        """`model` was unloaded; `reason` is a value of `gateway.triton.admin.UnloadReason`."""
+        ...
+
+    def upstream_left(self, upstream: str) -> None:
+        """`upstream` takes no new requests and has no health metrics any more; it may come back."""
+        ...
+
+    def upstream_forgotten(self, upstream: str) -> None:
+        """Nothing more will be reported of `upstream`, unless it comes back."""
+        ...
+
+    def upstream_lookup(self, upstream: str, outcome: str) -> None:
+        """A name was looked up; `outcome` is a value of `gateway.triton.backends.Outcome`."""
         ...
 
 
-STATE_AFTER = {
+_STATE_AFTER = {
     Fault.UNREACHABLE: ReplicaState.UNREACHABLE,
     Fault.NOT_READY: ReplicaState.NOT_READY,
     Fault.STUB_DEAD: ReplicaState.STUCK,
     Fault.SILENT: ReplicaState.STUCK,
 }
-"""Faults of a generation that put its replica in doubt, and its state until the next probe."""
+"""Faults of a request that put its replica in doubt, and its state until the next probe."""
 
 _FAULT_OF = {
     ReplicaState.UNREACHABLE: Fault.UNREACHABLE,
@@ -93,11 +105,11 @@ _FAULT_OF = {
 }
 
 
-def unable(reports: Sequence[ReplicaReport]) -> TritonError:
+def unable(replicas: Sequence["Replica"]) -> TritonError:
     """Return the error for a request when none of a model's replicas is ready, or there is none."""
-    states = {report.state for report in reports}
+    states = {replica.state for replica in replicas}
     fault = _FAULT_OF.get(states.pop(), Fault.NOT_READY) if len(states) == 1 else Fault.NOT_READY
-    reasons = "; ".join(f"{report.upstream}: {report.state}: {report.reason}" for report in reports)
+    reasons = "; ".join(f"{replica.upstream}: {replica.state}: {replica.reason}" for replica in replicas)
     return TritonError(fault, reasons or "no Triton with the model is known")
 
 
@@ -108,8 +120,9 @@ class Replica:
         model: its id, which is the name of its repository entry.
         client: of the Triton.
         policy: how to watch.
-        observer: told when it becomes able or unable to take requests.
         idle_timeout_s: for its delta channel.
+        dialects: make its dialect; None: those that need no files.
+        on_demand: it is loaded when a request needs it, and need not be before.
     """
 
     def __init__(
@@ -117,9 +130,10 @@ class Replica:
         model: str,
         client: Client,
         policy: HealthPolicy,
-        observer: UpstreamObserver | None,
         *,
         idle_timeout_s: float,
+        dialects: Dialects | None = None,
+        on_demand: bool = False,
     ) -> None:
         self.model = model
         self.client = client
@@ -133,12 +147,20 @@ class Replica:
         self.state = ReplicaState.UNKNOWN
         self.reason = "not reached yet"
         self.report: ModelReport | None = None
-        """The latest one, kept while the replica is down."""
+        """The answer to the latest probe, kept while the replica is down; None until there was one."""
+        self.created = int(time.time())
+        """Unix time in seconds."""
         self.outstanding = 0
-        """Number of generations running on it."""
+        """Number of requests running on it."""
         self.last_chosen = 0
-        self.wanted = True
+        self.wanted = not on_demand
         """Whether it is meant to be loaded."""
+        self.yielding = False
+        """It gets no new requests: when those that run have ended, it makes room for another model."""
+        self.in_use_elsewhere = False
+        """Whether requests of others run on it, as far as can be told; only of what is loaded on demand."""
+        self._on_demand = on_demand
+        self._inferences: int | None = None
         self._withdrawn = False
         self._failed = False
         """Whether it was found dead or stuck, and has not answered since."""
@@ -146,22 +168,25 @@ class Replica:
         self._idle = asyncio.Event()
         self._idle.set()
         self._dialect: Dialect | None = None
-        self.control = Control(client, timeout_s=policy.probe_timeout_s)
+        self._dialects = dialects or Dialects()
         self._policy = policy
-        self._observer = observer
+        self._observer: UpstreamObserver | None = None
         self._suspected = asyncio.Event()
-        self._tell_observer()
 
     @property
     def upstream(self) -> str:
         """The address of its Triton."""
         return self.client.address
 
-    def describe(self) -> ReplicaReport:
-        """Return its current state."""
-        return ReplicaReport(
-            model=self.model, upstream=self.upstream, state=self.state, reason=self.reason, report=self.report
-        )
+    @property
+    def dialect(self) -> str | None:
+        """The name of its dialect; None while it is not ready."""
+        return None if self._dialect is None else self._dialect.name
+
+    def observe(self, observer: UpstreamObserver | None) -> None:
+        """Tell `observer` its health, now and whenever it changes; None: nobody from now on."""
+        self._observer = observer
+        self._tell_observer()
 
     def serving(self) -> tuple[Dialect, ModelReport]:
         """Return the dialect and the report that a request to it needs.
@@ -170,7 +195,7 @@ class Replica:
             TritonError: it is not ready.
         """
         if self.state is not ReplicaState.READY or self._dialect is None or self.report is None:
-            raise unable([self.describe()])
+            raise unable([self])
         return self._dialect, self.report
 
     async def close(self) -> None:
@@ -179,7 +204,7 @@ class Replica:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Count a generation as running on this replica."""
+        """Count a request as running on this replica."""
         self.outstanding += 1
         self._idle.clear()
         try:
@@ -190,7 +215,7 @@ class Replica:
                 self._idle.set()
 
     async def idle(self) -> None:
-        """Wait until no generation runs on this replica."""
+        """Wait until no request runs on this replica."""
         await self._idle.wait()
 
     @contextlib.contextmanager
@@ -219,11 +244,20 @@ class Replica:
             return False
         return True
 
+    def look_now(self) -> None:
+        """Probe it soon."""
+        self._suspected.set()
+
     def suspect(self, error: TritonError) -> None:
-        """Record that a generation failed here."""
-        state = STATE_AFTER.get(error.fault)
+        """Record that a request failed here, and probe it at once if that may be the replica's fault.
+
+        It stays selected if only a connection broke, which is told by the probe within milliseconds and may
+        have been that of one stream. What else failed might cost the next request its idle timeout.
+        """
+        state = _STATE_AFTER.get(error.fault)
         if state is not None:
-            self._become(state, error.detail)
+            if error.fault is not Fault.UNREACHABLE:
+                self._become(state, error.detail)
             self._suspected.set()
 
     async def watch(self) -> None:
@@ -259,14 +293,12 @@ class Replica:
             self._become(ReplicaState.NOT_READY, f"the health check failed: {type(error).__name__}")
         else:
             age = self.report.heartbeat_age_s
-            if age > self._policy.stuck_after_s:
+            if age is not None and age > self._policy.stuck_after_s:
                 self._become(ReplicaState.STUCK, f"the engine last made a step {age:.0f} s ago")
-            else:
-                await self._open_channel()
-                if (
-                    self._dialect is not None
-                ):  # else it was suspected meanwhile, and is looked at again at once
-                    self._become(ReplicaState.READY, "")
+                return
+            await self._open_channel()
+            if self._dialect is not None:  # else it was suspected meanwhile, and is looked at again at once
+                self._become(ReplicaState.READY, "")
 
     async def _open_channel(self) -> None:
         """Open the channel before it is called ready, so that whoever was told so can stream at once."""
@@ -280,17 +312,36 @@ class Replica:
     async def _probe(self) -> ModelReport:
         dialect = self._dialect
         if dialect is None:
-            dialect = choose(self.model, await self.control.inputs(self.model))
-        timeout_s = self._policy.probe_timeout_s
-        responses = self.client.stream_infer(
-            dialect.probe(self.model),
-            deadline=asyncio.get_running_loop().time() + timeout_s,
-            idle_timeout_s=timeout_s,
-        )
-        async with contextlib.aclosing(responses):
-            report = dialect.read_probe([response async for response in responses])
+            metadata = await self.client.metadata(self.model)
+            dialect = await asyncio.to_thread(self._dialects.of, self.model, metadata)
+            if dialect.streams is None:
+                dialect = replace(dialect, streams=await self.client.decoupled(self.model))
+        if dialect.probe is None:
+            if not await self.client.ready(self.model):
+                raise TritonError(Fault.NOT_READY, "Triton does not call it ready")
+            report = dialect.report
+        else:
+            timeout_s = self._policy.probe_timeout_s
+            responses = self.client.stream_infer(
+                dialect.probe.request(self.model),
+                deadline=asyncio.get_running_loop().time() + timeout_s,
+                idle_timeout_s=timeout_s,
+            )
+            async with contextlib.aclosing(responses):
+                report = dialect.probe.read([response async for response in responses])
+        if self._on_demand:
+            self.in_use_elsewhere = not self.outstanding and await self._used(report)
         self._dialect = dialect  # `suspect` may have removed it meanwhile
         return report
+
+    async def _used(self, report: ModelReport) -> bool:
+        """Tell whether requests run on it or, if its contract has no probe, have run since the last look."""
+        if report.running is not None:
+            return report.running > 0
+        before = self._inferences
+        with contextlib.suppress(TritonError):  # this may be restricted, which is no fault of the model
+            self._inferences = await self.client.inferences(self.model)
+        return self._inferences != before
 
     async def _judge(self, error: TritonError) -> tuple[ReplicaState, str]:
         """Return the state after a failed probe, and the reason."""
@@ -298,12 +349,12 @@ class Replica:
             return await self._why_silent(), "no answer to a probe"
         if error.fault is Fault.NOT_READY:
             return await self._why_not_ready(), error.detail
-        return STATE_AFTER.get(error.fault, ReplicaState.NOT_READY), error.detail
+        return _STATE_AFTER.get(error.fault, ReplicaState.NOT_READY), error.detail
 
     async def _why_silent(self) -> ReplicaState:
         """Distinguish a model that does not answer from a server that does not."""
         try:
-            await self.control.live()
+            await self.client.live()
         except TritonError:
             return ReplicaState.UNREACHABLE
         return ReplicaState.STUCK
@@ -311,9 +362,14 @@ class Replica:
     async def _why_not_ready(self) -> ReplicaState:
         """Distinguish a model that was unloaded on purpose from one that should be there."""
         try:
-            entry = (await self.control.repository()).get(self.model)
+            entry = (await self.client.repository()).get(self.model)
         except TritonError:
             return self._away()
+        if entry not in (EntryState.READY, EntryState.UNLOADING):
+            # It died and is being repaired, faster than a probe could see: nothing runs there any more.
+            # On demand, another gateway may have unloaded it just before the request came.
+            fault = Fault.UNLOADED if self._on_demand else Fault.STUB_DEAD
+            self.client.end_inference(self.model, fault, "it was unloaded under the request")
         if entry is EntryState.LOADING:
             return ReplicaState.NOT_READY
         if entry in (EntryState.UNLOADED, EntryState.UNLOADING) and not self._failed:
@@ -332,8 +388,6 @@ class Replica:
         if state is ReplicaState.READY:
             self._failed = False
             self._ready.set()
-            if self._dialect is not None and self._dialect.channels is not None:
-                self.channel.start(self._dialect.channels)
         else:
             # It may come back as another model, and cannot be unloaded while a channel is open.
             self._dialect = None

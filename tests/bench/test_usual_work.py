@@ -1,5 +1,6 @@
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -37,7 +38,7 @@ class Clock:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         self.batches: list[list[int]] = []
-        patch.setattr(usual_work.time, "perf_counter", lambda: self.now)
+        patch.setattr(time, "perf_counter", lambda: self.now)
 
     def answer(self, batch: Sequence[Job]) -> None:
         """A second for each token of the longest answer."""
@@ -73,7 +74,7 @@ def test_no_batch_begins_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (run.seconds, run.tokens, len(run.waited)) == (10, 40, 8)
 
 
-def test_the_engine_answers_all_with_so_many_clients_at_once() -> None:
+def test_the_engine_answers_all_with_so_many_clients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeModel()
     engine = Engine(model, EngineSettings(max_running=8, max_batched_tokens=64, kv_blocks=64))
     most = 0
@@ -84,7 +85,7 @@ def test_the_engine_answers_all_with_so_many_clients_at_once() -> None:
         add(request)
         most = max(most, engine.open_requests)
 
-    engine.add = watched
+    monkeypatch.setattr(engine, "add", watched)
     wanted = [Job((1, 2, 3), 1 + number) for number in range(20)]
     run = by_engine(engine, wanted, clients=3)
     assert most == 3
@@ -100,7 +101,9 @@ async def test_a_server_that_answers_short_is_not_measured(monkeypatch: pytest.M
         def __init__(self, url: str) -> None:
             pass
 
-        async def post(self, path: str, body: bytes, on_event: object, *, timeout_s: float) -> bytes:
+        async def post(
+            self, path: str, body: bytes, on_event: Callable[[float, bytes], None], *, timeout_s: float
+        ) -> bytes:
             bodies.append(json.loads(body))
             on_event(1.0, b'{"choices": [{"text": "a"}]}')
             usage = {"prompt_tokens": 1, "completion_tokens": 3}

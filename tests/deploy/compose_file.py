@@ -43,7 +43,8 @@ def load_compose(env: dict[str, str]) -> dict[str, Any]:
 
     # Comments may mention variables too: only what YAML keeps is filled in.
     document = yaml.safe_load(COMPOSE_FILE.read_text(encoding="utf-8"))
-    return _each_string(document, lambda text: _VARIABLE.sub(fill, text))
+    filled: dict[str, Any] = _each_string(document, lambda text: _VARIABLE.sub(fill, text))
+    return filled
 
 
 def _each_string(value: Any, change: Any) -> Any:
@@ -57,7 +58,7 @@ def _each_string(value: Any, change: Any) -> Any:
 
 
 def dockerfile(service: dict[str, Any]) -> str:
-    return (ROOT / service["build"]["dockerfile"]).read_text(encoding="utf-8")
+    return (ROOT / str(service["build"]["dockerfile"])).read_text(encoding="utf-8")
 
 
 def entrypoint(service: dict[str, Any]) -> list[str]:

@@ -5,7 +5,6 @@ folders of ours, and `tritonserver` is the one of the wheel. The environment of 
 would give it: none of this process's own.
 """
 
-import contextlib
 import os
 import re
 import shutil
@@ -19,12 +18,12 @@ from typing import Any, Self
 import psutil
 
 from tests.deploy.compose_file import ROOT, copied, entrypoint, load_compose, read_env
-from tests.e2e.up_process import RESTARTS, aborted, lives
+from tests.e2e.up_process import RESTARTS, aborted
 from tests.ports import free_ports
+from tests.processes import alive, children_of
 from tests.tied import tied
-from triton_models.embedded.warden import environments, remove_environments
+from triton_models.embedded.warden import remove_environments
 
-START_TIMEOUT_S = 30
 STOP_TIMEOUT_S = 20
 _ENTRYPOINTS = {"prometheus": ["prometheus"]}
 """Of images that are not ours."""
@@ -53,8 +52,6 @@ class ComposeStack:
         """What health checks said."""
         self._keys = keys
         self._shared_memory = f"tritongate_compose_{os.getpid()}_"
-        self._environments: set[str] = set()
-        """The `/tmp/python_env_*` folders that appeared while a Triton loaded its first entry."""
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._tree: dict[int, psutil.Process] = {}
         self._hosts = "|".join(
@@ -75,9 +72,9 @@ class ComposeStack:
         for name in reversed(list(self._processes)):
             self.stop(name)
         for process in self._tree.values():
-            if lives(process):
+            if alive(process):
                 process.kill()
-        remove_environments(self._environments)
+        remove_environments()
         for region in Path("/dev/shm").glob(f"{self._shared_memory}*"):  # noqa: S108 - where they are
             region.unlink(missing_ok=True)
 
@@ -95,17 +92,8 @@ class ComposeStack:
         service = self.document["services"][name]
         before = entrypoint(service) if "build" in service else _ENTRYPOINTS[name]
         command = [*before, *service["command"]]
-        others = environments()
-        self._processes[name] = process = self._run(name, command)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        own: set[str] = set()
-        while "triton" in name and not own:
-            assert process.poll() is None, self.log(name)
-            assert time.monotonic() < deadline, self.log(name)
-            time.sleep(0.02)
-            own = environments() - others
-        self._environments |= own
-        return process
+        self._processes[name] = self._run(name, command)
+        return self._processes[name]
 
     def healthy(self, name: str, *more: str) -> "subprocess.CompletedProcess[str]":
         """Run the service's health check once."""
@@ -120,7 +108,7 @@ class ComposeStack:
         restarts = 0
         while (done := self.healthy(name)).returncode != 0:
             said = done.stdout + done.stderr + self.log(name)
-            if restarts < RESTARTS and aborted(self._processes[name], said):
+            if restarts < RESTARTS and aborted(self._processes[name].poll(), said):
                 restarts += 1
                 self.start(name)  # the restart policy
             assert self._processes[name].poll() is None, said
@@ -151,14 +139,12 @@ class ComposeStack:
         self._processes[name].kill()
         self._processes[name].wait()
         for process in self._tree.values():
-            if lives(process):
+            if alive(process):
                 process.kill()
 
     def _remember(self) -> None:
         for process in self._processes.values():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for child in psutil.Process(process.pid).children(recursive=True):
-                    self._tree[child.pid] = child
+            self._tree.update((child.pid, child) for child in children_of(process.pid))
 
     def _run(self, name: str, command: list[str]) -> "subprocess.Popen[bytes]":
         with (self.folder / f"{name}.log").open("ab") as log:

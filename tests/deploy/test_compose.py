@@ -12,8 +12,8 @@ import yaml
 from click.testing import CliRunner
 
 from deploy.docker.start_triton import main as start_triton
-from gateway.configuration import load_settings, settings_table
-from gateway.up import TritonOptions
+from gateway.settings import load_settings, settings_table
+from gateway.up import METRICS_PORT
 from tests.deploy.compose_file import (
     CHOSEN,
     COMPOSE_FILE,
@@ -43,8 +43,9 @@ def services(compose: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def test_it_is_a_compose_file() -> None:
-    command = [Path(sys.executable).with_name("check-jsonschema"), "--builtin-schema", "vendor.compose-spec"]
-    done = subprocess.run([*command, COMPOSE_FILE], capture_output=True, text=True, check=False)
+    check = Path(sys.executable).with_name("check-jsonschema")
+    command = [check, "--builtin-schema", "vendor.compose-spec", COMPOSE_FILE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -82,7 +83,7 @@ def test_every_variable_of_the_gateway_is_a_setting(
     for name, value in given.items():
         monkeypatch.setenv(name, re.sub(r"<.*>", SHA, value))
     settings = load_settings()
-    assert settings.api_keys[0].sha256 == SHA
+    assert settings.api_keys[0].sha256 == (SHA,)
     for _, service in services(compose):
         others = set(service.get("environment", {})) - set(given)
         assert not [name for name in others if name.startswith("TRITONGATE_")]
@@ -107,7 +108,7 @@ def test_the_ports_are_the_ones_that_are_served(compose: dict[str, Any]) -> None
     assert doors == {"HTTP": "8000", "GRPC": "8001"}, "where clients of a Triton look for it"
     assert f":{port}/health/ready" in " ".join(gateway["healthcheck"]["test"])
     tritons = [compose["services"][name] for name in ("triton", "triton-cpu")]
-    metrics_port = TritonOptions().metrics_port
+    metrics_port = METRICS_PORT
     for triton in tritons:
         flags = dict(word.removeprefix("--").split("=", 1) for word in triton["command"] if "=" in word)
         assert flags["metrics-port"] == str(metrics_port)
@@ -117,7 +118,8 @@ def test_the_ports_are_the_ones_that_are_served(compose: dict[str, Any]) -> None
         assert checked["--metrics"] == f"127.0.0.1:{metrics_port}"
         assert triton["networks"] == {"inside": {"aliases": ["triton"]}}
     scraped = (ROOT / "deploy/prometheus/prometheus.yml").read_text(encoding="utf-8")
-    assert f"[gateway:{port}]" in scraped
+    scraped_port = gateway["environment"]["TRITONGATE_METRICS_ADDRESS"].rpartition(":")[2]
+    assert f"[gateway:{scraped_port}]" in scraped
     assert f"[triton:{metrics_port}]" in scraped
     source = (ROOT / "deploy/grafana/provisioning/datasources/prometheus.yml").read_text(encoding="utf-8")
     listening = next(word for word in compose["services"]["prometheus"]["command"] if "listen" in word)
@@ -165,8 +167,8 @@ def test_images_are_pinned(compose: dict[str, Any]) -> None:
         assert image, name
         assert tag != "latest", name
         assert ("build" in service) == (name in OURS)
-    for service in OURS:
-        text = (ROOT / compose["services"][service]["build"]["dockerfile"]).read_text(encoding="utf-8")
+    for name in OURS:
+        text = (ROOT / compose["services"][name]["build"]["dockerfile"]).read_text(encoding="utf-8")
         assert not re.search(r"^FROM [^$\n]*:latest|^ARG \w+=latest", text, re.MULTILINE)
 
 

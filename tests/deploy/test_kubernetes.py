@@ -14,10 +14,10 @@ from click.testing import CliRunner
 
 from deploy.docker import triton_health
 from deploy.docker.start_triton import main as start_triton
-from gateway.configuration import load_settings, settings_table
-from gateway.setting_types import revealed
+from gateway.settings import load_settings, settings_table
+from gateway.settings.values import revealed
 from gateway.triton.replicas import HealthPolicy
-from gateway.up import TritonOptions
+from gateway.up import METRICS_PORT
 from tests.deploy.compose_file import CHOSEN, load_compose
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ needs_kubectl = pytest.mark.skipif(
 
 
 def base() -> list[dict[str, Any]]:
-    files = sorted((FOLDER / "base").glob("*.yaml"))
+    files = sorted((ROOT / "gateway" / "manifests" / "base").glob("*.yaml"))
     documents = [each for file in files for each in yaml.safe_load_all(file.read_text(encoding="utf-8"))]
     return [each for each in documents if each["kind"] != "Kustomization"]
 
@@ -113,6 +113,7 @@ def test_the_gateways_configuration_is_settings(overlay: str, monkeypatch: pytes
         "http": settings.port,
         "kserve-http": settings.kserve_http_port,
         "kserve-grpc": settings.kserve_grpc_port,
+        "metrics": int((settings.metrics_address or "").rpartition(":")[2]),
     }
     pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert spec["terminationGracePeriodSeconds"] >= pause + settings.drain_s + 5
@@ -140,7 +141,7 @@ def test_tritons_command_and_ports() -> None:
     assert "No such option" not in result.output
     assert "/checkpoint is not a directory" in result.output
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert ports == {"grpc": 8001, "metrics": TritonOptions().metrics_port}
+    assert ports == {"grpc": 8001, "metrics": METRICS_PORT}
     assert {f"--{name}-port={port}" for name, port in ports.items()} <= set(server)
     assert "--model-control-mode=none" in server
     (exits,) = (int(word.rpartition("=")[2]) for word in server if word.startswith("--exit-timeout-secs"))

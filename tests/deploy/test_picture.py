@@ -1,4 +1,4 @@
-"""The pictures in the READMEs, and the data that they are of."""
+"""The pictures in the documents, and the data that they are of."""
 
 import http.server
 import json
@@ -83,5 +83,6 @@ def test_the_pictures_are_of_their_data(data: Path, tmp_path: Path) -> None:
     assert "drawn with matplotlib" in made
     shown = str(data.with_suffix(".svg").relative_to(ROOT))
     assert all(
-        shown in (ROOT / readme).read_text(encoding="utf-8") for readme in ("README.md", "README.zh.md")
+        shown in (ROOT / "docs" / page).read_text(encoding="utf-8")
+        for page in ("kubernetes.md", "kubernetes.zh.md")
     )

@@ -1,4 +1,4 @@
-"""`tritongate up`, started once for all tests that do not break it, and a scripted Triton."""
+"""Servers that are started once for all tests that do not break them."""
 
 import json
 import shutil
@@ -8,8 +8,11 @@ import openai
 import pytest
 
 from gateway.triton.pool import TritonUpstream
+from tests.e2e.foreign_server import Foreign, foreign_server
+from tests.e2e.mix_server import Mix, mix_server
 from tests.e2e.relay import Relay
 from tests.e2e.scripted_triton import Scripted, ready, scripted_triton, upstream_of
+from tests.e2e.stock_server import REPOSITORY, StockServer, built, by_hand, stock_server
 from tests.e2e.stream_client import StreamClient
 from tests.e2e.up_process import GOLDEN, UpProcess
 
@@ -17,7 +20,7 @@ from tests.e2e.up_process import GOLDEN, UpProcess
 @pytest.fixture(scope="session")
 def up() -> Iterator[UpProcess]:
     models = [text for name in ("chatglm3", "chatglm2") for text in ("--model", str(GOLDEN / name))]
-    process = UpProcess(*models, "--dtype", "float32")
+    process = UpProcess(*models, "--dtype", "float32", "--vllm-metrics")
     try:
         yield process.wait_ready()
     finally:
@@ -27,7 +30,7 @@ def up() -> Iterator[UpProcess]:
 @pytest.fixture
 def own_up() -> Iterator[UpProcess]:
     """One that a test may break."""
-    process = UpProcess("--model", str(GOLDEN / "chatglm3"))
+    process = UpProcess("--model", str(GOLDEN / "chatglm3"), "--no-resume")
     try:
         yield process.wait_ready()
     finally:
@@ -48,7 +51,7 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
         process.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def relay(patient: UpProcess) -> Iterator[Relay]:
     """Between a gateway and a Triton of long answers, which it can be kept from hearing of."""
     relay = Relay(patient.triton_grpc)
@@ -70,19 +73,43 @@ def sdk(up: UpProcess) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="session")
-def demo() -> Iterator[openai.OpenAI]:
+def demo_up() -> Iterator[UpProcess]:
     """The built-in model, which is what `tritongate up` serves unless it is told otherwise."""
     process = UpProcess()
     try:
-        url = process.wait_ready().base_url + "/v1"
-        with openai.OpenAI(base_url=url, api_key="unused", max_retries=0) as client:
-            yield client
+        yield process.wait_ready()
         assert process.stop() == 0
     finally:
         process.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def demo(demo_up: UpProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=demo_up.base_url + "/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def mix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mix]:
+    with mix_server(tmp_path_factory.mktemp("repository")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockServer]:
+    """The committed repository; written by hand, an entry `glm` of ChatGLM3 and ChatGLM2; a built one."""
+    folder = tmp_path_factory.mktemp("stock")
+    with stock_server(REPOSITORY, by_hand(folder), built(folder), temporary=folder) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Foreign]:
+    with foreign_server(tmp_path_factory.mktemp("foreign")) as foreign:
+        yield foreign
+
+
+@pytest.fixture(scope="session")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
     with scripted_triton(tmp_path_factory.mktemp("repository")) as scripted:
         yield scripted

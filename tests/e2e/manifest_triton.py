@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tests.deploy.compose_stack import _TRITONSERVER
 from tests.e2e.up_process import GOLDEN, RESTARTS, aborted
 from tests.ports import free_ports
+from tests.processes import Command
 
 ROOT = Path(__file__).parents[2]
 MODEL = "chatglm3-6b"
@@ -22,7 +22,7 @@ RESTRICTED_KEY = "s3cret"
 
 
 def stateful_set() -> Any:
-    documents = yaml.safe_load_all((ROOT / "deploy/kubernetes/base/triton.yaml").read_text(encoding="utf-8"))
+    documents = yaml.safe_load_all((ROOT / "gateway/manifests/base/triton.yaml").read_text(encoding="utf-8"))
     (found,) = [each["spec"] for each in documents if each["kind"] == "StatefulSet"]
     return found
 
@@ -47,7 +47,7 @@ class ManifestTriton:
     ) -> None:
         self._folder = folder
         self._prefix = f"tritongate_{os.getpid()}_{folder.name}_"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._command: Command | None = None
         self._host = host
         port, metrics = free_ports(2)
         port = grpc_port or port
@@ -69,14 +69,7 @@ class ManifestTriton:
         paths["TRITONGATE_REPOSITORY_KEY"] = f"admin-key={RESTRICTED_KEY}"
         temporary = {"TMPDIR": str(self._folder), "OMP_NUM_THREADS": "1"}
         program = [sys.executable, str(ROOT / "deploy/docker/start_triton.py")]
-        with (self._folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [*program, *self._arguments()],
-                env=os.environ | paths | temporary,
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-            )
+        self._command = Command(*program, *self._arguments(), env=paths | temporary)
 
     def _arguments(self) -> list[str]:
         words = stateful_set()["template"]["spec"]["containers"][0]["args"]
@@ -92,12 +85,12 @@ class ManifestTriton:
         deadline = time.monotonic() + within_s
         restarts = 0
         while not self.is_ready():
-            assert self._process is not None
-            if restarts < RESTARTS and aborted(self._process, self.log()):
+            assert self._command is not None
+            if restarts < RESTARTS and aborted(self._command.process.poll(), self._command.output):
                 restarts += 1
                 self.start()  # as the kubelet does
-            assert self._process.poll() is None, self.log()
-            assert time.monotonic() < deadline, self.log()
+            assert self._command.process.poll() is None, self._command.output
+            assert time.monotonic() < deadline, self._command.output
             time.sleep(0.2)
 
     def is_ready(self) -> bool:
@@ -108,21 +101,17 @@ class ManifestTriton:
             except grpc.RpcError:
                 return False
 
-    def log(self) -> str:
-        return (self._folder / "log").read_text(errors="replace")[-4000:]
-
     def stop(self) -> float:
         """End it by SIGTERM, as an orchestrator does; return the seconds that it took."""
-        assert self._process is not None
+        assert self._command is not None
         began = time.monotonic()
         # The wheel's server aborts at its very end if another one here removed its folder in /tmp: no status.
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait(80)
+        self._command.process.send_signal(signal.SIGTERM)
+        self._command.process.wait(80)
         return time.monotonic() - began
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        if self._command is not None:
+            self._command.close()
         for region in Path("/dev/shm").glob(f"{self._prefix}*"):  # noqa: S108 - where they are
             region.unlink(missing_ok=True)

@@ -51,7 +51,7 @@ class MeddlingProxy(grpc.GenericRpcHandler):
     def _unary(self, method: str) -> Any:
         call = self._channel.unary_unary(method)
 
-        async def forward(request: bytes, context: Any) -> bytes:
+        async def forward(request: bytes, context: Any) -> Any:
             try:
                 return await call(request, timeout=context.time_remaining())
             except grpc.aio.AioRpcError as error:
@@ -93,14 +93,19 @@ class MeddlingProxy(grpc.GenericRpcHandler):
 
         return forward
 
-    def _meddle(self, message: bytes) -> bytes:
+    def _meddle(self, message: bytes) -> Any:
         response = pb.ModelStreamInferResponse.FromString(message)
         raw = response.infer_response.raw_output_contents
         frame = decode_frame(unpack_strings(raw[1])[0])
         if frame.streams:
             self.steal -= 1
             frame = msgspec.structs.replace(
-                frame, streams=frame.streams[1:], tokens=frame.tokens[1:], texts=frame.texts[1:], metas={}
+                frame,
+                streams=frame.streams[1:],
+                tokens=frame.tokens[1:],
+                texts=frame.texts[1:],
+                ids=frame.ids[1:],
+                metas={},
             )
             raw[1] = pack_strings([encode_frame(Frame(**msgspec.structs.asdict(frame)))])
         return response.SerializeToString()

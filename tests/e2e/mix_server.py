@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-
-from tests.e2e.repository_server import RepositoryServer, gateway
+from tests.e2e.repository_server import RepositoryServer
+from tests.e2e.serve_process import ServeProcess
 from tests.e2e.stream_client import StreamClient
-from tests.e2e.up_process import GOLDEN, metric
+from tests.e2e.up_process import GOLDEN
 from triton_models.entries import ModelEntry, write_entry
 from wire.meta import ProbeReport
 
@@ -31,24 +30,24 @@ class Mix:
 
     server: RepositoryServer
     triton: StreamClient
-    base_url: str
-    hasty_url: str
-    """A gateway that gives a request only `SHORT_TIMEOUT_S`."""
+    gateway: ServeProcess
+    hasty: ServeProcess
+    """One that gives a request only `SHORT_TIMEOUT_S`."""
 
     def count(self, name: str, **labels: str) -> float:
         return self.server.gauge("tritongate_engine_" + name, **labels)
 
     def probe(self, model: str) -> ProbeReport:
         ((_, meta),) = self.triton.stream(model, probe=True)
+        assert meta.probe is not None
         return meta.probe
 
     def idle(self, model: str) -> bool:
-        gateways = httpx.get(self.base_url + "/metrics", timeout=20).text
         return not any(
             (
                 *(self.count(name, model=model) for name in ("requests_running", "requests_waiting")),
                 self.count("kv_blocks_used", model=model),
-                metric(gateways, "tritongate_requests_in_flight"),
+                self.gateway.gauge("tritongate_requests_in_flight"),
             )
         )
 
@@ -63,15 +62,15 @@ def mix_server(repository: Path) -> Iterator[Mix]:
         # A prompt takes as many steps as half of its tokens.
         ("line", "chatglm3", {"max_running": RUNNING, "max_waiting": WAITING, "max_batched_tokens": RUNNING}),
     ):
-        options = {"dtype": "float32", **limits}
+        options: dict[str, int | float | str | None] = {"dtype": "float32", **limits}
         write_entry(repository, model=ModelEntry(name=name, checkpoint=str(GOLDEN / golden), options=options))
     with (
         RepositoryServer(repository) as server,
-        gateway(server.ready.grpc, key=server.ready.repository_key) as base_url,
-        gateway(
+        ServeProcess(server.ready.grpc, key=server.ready.repository_key) as gateway,
+        ServeProcess(
             server.ready.grpc, "--request-timeout-s", str(SHORT_TIMEOUT_S), key=server.ready.repository_key
-        ) as hasty_url,
+        ) as hasty,
     ):
         triton = StreamClient(server.ready.grpc)
-        yield Mix(server, triton, base_url, hasty_url)
+        yield Mix(server, triton, gateway, hasty)
         triton.close()

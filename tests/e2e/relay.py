@@ -9,10 +9,10 @@ from collections.abc import Iterator
 class Relay:
     """Listens on a port of its own and passes bytes on to `upstream`, both ways."""
 
-    def __init__(self, upstream: str) -> None:
-        host, _, port = upstream.rpartition(":")
-        self._upstream = host, int(port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
+    def __init__(self, upstream: str, port: int = 0) -> None:
+        host, _, upstream_port = upstream.rpartition(":")
+        self._upstream = host, int(upstream_port)
+        self._listener = socket.create_server(("127.0.0.1", port))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._moving = threading.Event()
         self._moving.set()

@@ -1,6 +1,6 @@
 """A `1/model.py` that does what its prompt says, to see how Triton carries each failure.
 
-`refuse CODE`, `raise`, `hang` (accepted, then nothing until cancelled, which is noted by a file `cancelled`
+`refuse CODE`, `raise`, `hang` (accepted, then nothing until cancelled, which is noted by a file `cancelled-…`
 in the entry's folder), `beat` (the same with heartbeats), `die`; anything else is answered by itself, over
 the channel if the request names one. The tokens of a text are its characters. It is loading as long as there
 is a file `hold` in the folder.
@@ -9,6 +9,7 @@ is a file `hold` in the folder.
 import os
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ class TritonPythonModel:
             time.sleep(BEAT_S)
             if beat:
                 call.send("", Meta())
-        (self.folder / "cancelled").touch()
+        (self.folder / f"cancelled-{uuid.uuid4()}").touch()
         call.refuse(RefusalCode.CANCELLED, "as requested")
 
 

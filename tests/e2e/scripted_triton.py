@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -13,12 +11,13 @@ from typing import Any
 import pytest
 from tritonclient.grpc import service_pb2
 
+from gateway.core.events import Event
+from gateway.core.request import Conversation, Generation, Message
 from gateway.errors import GatewayError
-from gateway.generation import Conversation, Event, Generation, Message
 from gateway.triton.client import Client
 from gateway.triton.errors import TritonError
 from gateway.triton.pool import TritonUpstream
-from wire.events import Failed, Ready, decode_event
+from tests.e2e.repository_server import RepositoryServer
 from wire.strings import pack_strings
 
 CONFIG = """
@@ -48,11 +47,15 @@ class Scripted:
         self.entry = entry
 
     def connect(self) -> Client:
-        return Client(self.address, repository_key=self.repository_key)
+        return Client(self.address, repository_key=self.repository_key, timeout_s=60)
 
-    @property
-    def saw_cancel(self) -> Path:
-        return self.entry / "cancelled"
+    def cancels(self) -> int:
+        """Return how many requests the model has seen cancelled."""
+        return len(list(self.entry.glob("cancelled-*")))
+
+    def forget_cancels(self) -> None:
+        for seen in self.entry.glob("cancelled-*"):
+            seen.unlink()
 
 
 @contextlib.contextmanager
@@ -62,20 +65,8 @@ def scripted_triton(repository: Path) -> Iterator[Scripted]:
     (entry / "1").mkdir(parents=True)
     (entry / "config.pbtxt").write_text(CONFIG, encoding="utf-8")
     shutil.copy(Path(__file__).with_name("scripted_model.py"), entry / "1" / "model.py")
-    command = [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin"]
-    command += ["--repository", str(repository)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        for line in process.stdout:
-            event = decode_event(line)
-            assert not isinstance(event, Failed), event
-            if isinstance(event, Ready):
-                yield Scripted(event.grpc, event.repository_key, entry)
-                break
-    finally:
-        process.stdin.close()
-        process.stdout.close()
-        process.wait(60)
+    with RepositoryServer(repository) as server:
+        yield Scripted(server.ready.grpc, server.ready.repository_key, entry)
 
 
 async def until(condition: Callable[[], bool], *, within_s: float = 60.0) -> None:

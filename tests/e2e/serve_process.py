@@ -1,45 +1,43 @@
 """`tritongate serve` as a process, in front of a Triton that others share."""
 
-import contextlib
-import os
-import subprocess
-import threading
 from typing import Any
 
 import httpx
 import openai
 
-from tests.e2e.up_process import TRITONGATE, metric, wait_until
+from tests.e2e.up_process import TRITONGATE, metric
 from tests.ports import free_ports
-from tests.tied import tied
+from tests.processes import Command, answers
 
 
-class ServeProcess:
-    """One gateway, its address and what it wrote."""
+class ServeProcess(Command):
+    """One gateway and its address, once every model is ready.
 
-    def __init__(self, upstream: str, *flags: str, log_level: str = "error", **variables: str) -> None:
+    Args:
+        upstream: the Triton's address.
+        flags: of `serve`.
+        key: the setting `repository_key`; None: as in the environment.
+        log_level: of the gateway.
+        variables: of its environment.
+    """
+
+    def __init__(
+        self,
+        upstream: str,
+        *flags: str,
+        key: str | None = None,
+        log_level: str = "error",
+        **variables: str,
+    ) -> None:
         self.port = free_ports(1)[0]
         self.base_url = f"http://127.0.0.1:{self.port}"
-        self.output = ""
         own = ("--upstreams", upstream, "--port", self.port, "--log-level", log_level)
-        self.process = subprocess.Popen(
-            tied(TRITONGATE, "serve", *own, *flags),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"TRITONGATE_WORKERS": "1"} | variables,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        wait_until(self.is_ready, 60)
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self.output += line.decode()
+        variables |= {} if key is None else {"TRITONGATE_REPOSITORY_KEY": key}
+        super().__init__(TRITONGATE, "serve", *own, *flags, env={"TRITONGATE_WORKERS": "1"} | variables)
+        self.wait_for(self.is_ready)
 
     def is_ready(self) -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return httpx.get(self.base_url + "/health/ready", timeout=20).status_code == 200
-        return False
+        return answers(self.base_url + "/health/ready")
 
     def gauge(self, name: str, **labels: str) -> float:
         return metric(httpx.get(self.base_url + "/metrics", timeout=20).text, name, **labels)
@@ -50,7 +48,6 @@ class ServeProcess:
         )
 
     def close(self) -> None:
+        """End it at once, whatever it serves."""
         self.process.kill()
-        self.process.wait()
-        self._reader.join()
-        self.process.stdout.close()
+        super().close()

@@ -2,21 +2,28 @@
 
 import contextlib
 import os
-import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import psutil
 
-from tests.e2e.up_process import metric, wait_until
+from tests.e2e.up_process import GOLDEN, metric
 from tests.ports import free_ports
-from tests.tied import tied
+from tests.processes import Command, answers
 from triton_models.embedded.installation import find_installation
+from triton_models.entries import ModelEntry, write_entry
 
-START_S = 100.0
+REPOSITORY = Path(__file__).parents[2] / "triton_models" / "repository"
+CONFIG = """backend: "python"
+parameters {{ key: "checkpoint" value {{ string_value: "{checkpoint}" }} }}
+version_policy {{ specific {{ versions: [1, 2] }} }}
+"""
+
+_GIVEN_UP_S = 50.0
+"""Several times what a start takes while two other processes run tests."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,6 @@ class StockServer:
     grpc: str
     http: str
     metrics: str
-    process: psutil.Process
     shared_memory_prefix: str
 
     def gauge(self, name: str, **labels: str) -> float:
@@ -39,37 +45,83 @@ class StockServer:
         return sum(region.stat().st_blocks * 512 for region in regions)
 
 
+def by_hand(folder: Path) -> Path:
+    """Write a repository with an entry `glm` that names its checkpoint only, another one for each version."""
+    for version, name in (("1", "chatglm3"), ("2", "chatglm2")):
+        (folder / "checkpoints" / version).mkdir(parents=True)
+        (folder / "checkpoints" / version / "model").symlink_to(GOLDEN / name)
+    write_entry(folder / "written", model=ModelEntry(name="glm", checkpoint="unused"))
+    code = (folder / "written" / "glm" / "1" / "model.py").read_text()
+    for version in ("1", "2"):
+        (folder / "repository" / "glm" / version).mkdir(parents=True)
+        (folder / "repository" / "glm" / version / "model.py").write_text(code)
+    config = CONFIG.format(checkpoint="../../checkpoints/{version}/model")
+    (folder / "repository" / "glm" / "config.pbtxt").write_text(config)
+    return folder / "repository"
+
+
+def built(folder: Path) -> Path:
+    """Have `tritongate build` write a model `built`, without its packages, and move what it wrote."""
+    model = ("--model", f"built={GOLDEN}/chatglm3", "--device", "cpu", "--dtype", "float32")
+    command = (Path(sys.executable).with_name("tritongate"), "build", *model, "--no-environment")
+    subprocess.run((*command, "--out", folder / "out"), check=True, capture_output=True)
+    return (folder / "out").rename(folder / "moved") / "repository"
+
+
 @contextlib.contextmanager
-def stock_server(repository: Path, temporary: Path) -> Iterator[StockServer]:
-    """Run a server until it says that it is ready, and until the block ends."""
+def stock_server(
+    *repositories: Path,
+    temporary: Path,
+    backends: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    ready_s: float = _GIVEN_UP_S,
+    flags: Sequence[str] = (),
+) -> Iterator[StockServer]:
+    """Run a server from when it says that it is ready until the block ends.
+
+    Args:
+        repositories: its models.
+        temporary: a folder of its own.
+        backends: its backend directory; None: it gets the Python backend alone.
+        environment: as `Installation.environment` makes it; None: that of this Python.
+        ready_s: longest time until it is ready.
+        flags: more of its command line.
+
+    Triton (2.51) takes a stub for dead that has not run for a second while it starts, and then waits for its
+    end for ever. A virtual machine that its host pauses meets that. `up` starts such a server again, and so
+    does this, once.
+    """
     found = find_installation()
-    found.link_backends(temporary / "backends")
+    if backends is None:
+        backends = temporary / "backends"
+        found.link_backends(backends)
     http, grpc, metrics = free_ports(3)
     prefix = f"tritongate_stock_{os.getpid()}_{http}_"
-    command = [found.server, f"--model-repository={repository}", f"--backend-directory={temporary}/backends"]
+    command = [found.server, f"--backend-directory={backends}"]
+    command += [f"--model-repository={repository}" for repository in repositories]
     command += [f"--backend-config=python,shm-region-prefix-name={prefix}", "--exit-timeout-secs=2"]
+    command += flags
     for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics)):
         command += [f"--{name}-address=127.0.0.1", f"--{name}-port={port}"]
-    process = subprocess.Popen(tied(*command), env=found.environment(os.environ, temporary=temporary))
-    tree = [psutil.Process(process.pid)]
+    environment = environment or found.environment(os.environ, temporary=temporary)
+
+    def start() -> Command:
+        server = Command(*command, env=environment)
+        try:
+            server.wait_for(lambda: answers(f"http://127.0.0.1:{http}/v2/health/ready"), ready_s)
+        except AssertionError:
+            server.close()
+            raise
+        return server
+
     try:
-        wait_until(lambda: process.poll() is not None or _ready(http), START_S)
-        assert process.poll() is None, "tritonserver did not start"
-        tree += tree[0].children(recursive=True)
-        local = "127.0.0.1:{}".format
-        yield StockServer(local(grpc), local(http), local(metrics), tree[0], prefix)
+        try:
+            server = start()
+        except AssertionError:
+            server = start()
+        with server:
+            local = "127.0.0.1:{}".format
+            yield StockServer(local(grpc), local(http), local(metrics), prefix)
     finally:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        for each in tree:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
         for region in Path("/dev/shm").glob(f"{prefix}*"):  # noqa: S108 - as above
             region.unlink(missing_ok=True)
-
-
-def _ready(port: int) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"http://127.0.0.1:{port}/v2/health/ready", timeout=5).status_code == 200
-    return False

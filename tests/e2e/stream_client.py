@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +64,7 @@ class StreamClient:
         prompt: str = "",
         history: list[Any] | None = None,
         **sampling: Any,
-    ) -> Iterator[tuple[str, Meta]]:
+    ) -> Generator[tuple[str, Meta], None, None]:
         """Yield (text, meta) per response; closing the generator cancels the call."""
         call = self.call(model, prompt, history, **sampling)
         with contextlib.closing(call):

@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-from tritonclient.grpc import service_pb2
 
 from gateway.errors import UnavailableError
 from gateway.triton.errors import Fault
@@ -21,9 +20,6 @@ from tests.e2e.scripted_triton import (
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
-
-UNLOAD = service_pb2.RepositoryModelUnloadRequest(model_name="m")
-LOAD = service_pb2.RepositoryModelLoadRequest(model_name="m")
 
 
 async def test_a_model_that_triton_does_not_know(scripted: Scripted) -> None:
@@ -50,14 +46,13 @@ async def test_a_stub_that_dies_and_is_brought_back(upstream: TritonUpstream) ->
 async def test_an_unloaded_model(upstream: TritonUpstream, scripted: Scripted) -> None:
     client = scripted.connect()
     try:
-        await client.unary("RepositoryModelUnload", UNLOAD, timeout_s=60)
+        await client.unload("m")
         assert (await stream_failure(client, "m", [1, 1])).fault is Fault.NOT_READY
-        readiness = service_pb2.ModelReadyRequest(name="m")
-        assert not (await client.unary("ModelReady", readiness, timeout_s=60)).ready
+        assert not await client.ready("m")
         await until(lambda: not upstream.model("m").ready)
         assert type(await failure(upstream, "hello")) is UnavailableError
     finally:
-        await client.unary("RepositoryModelLoad", LOAD, timeout_s=60)
+        await client.load("m", timeout_s=60)
         await client.close()
     await ready(upstream)
 
@@ -71,8 +66,8 @@ async def test_a_model_that_is_being_loaded(scripted: Scripted) -> None:
         async with upstream_of(scripted) as upstream:
             await ready(upstream)
             hold.touch()
-            await client.unary("RepositoryModelUnload", UNLOAD, timeout_s=60)
-            loading = asyncio.create_task(client.unary("RepositoryModelLoad", LOAD, timeout_s=60))
+            await client.unload("m")
+            loading = asyncio.create_task(client.load("m", timeout_s=60))
             await until(lambda: upstream.replicas()[0].state is ReplicaState.NOT_READY)
             error = await failure(upstream, "hello")
             assert type(error) is UnavailableError

@@ -17,7 +17,9 @@ IDS = {"return_token_ids": True}
 
 def chat_ids(triton: StreamClient, model: str) -> list[int]:
     """Return the prompt's ids of a conversation that says 你好."""
-    return triton.tokenize(model, messages=[{"role": "user", "content": "你好"}]).ids
+    ids = triton.tokenize(model, messages=[{"role": "user", "content": "你好"}]).ids
+    assert ids
+    return ids
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -28,6 +30,7 @@ def test_text_is_continued_behind_the_tokenizers_prefix(
     answer = sdk.completions.create(**asked, prompt="你好")
     (choice,) = answer.choices
     text_ids = triton.tokenize(model, "你好").ids
+    assert text_ids
     prefix = chat_ids(triton, model)[:2]
     assert choice.prompt_token_ids == prefix + text_ids
     assert answer.usage.prompt_tokens == 2 + len(text_ids)

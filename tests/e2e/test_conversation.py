@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from typing import Any
 
 import httpx
 import openai
@@ -14,7 +15,7 @@ from tests.e2e.up_process import UpProcess, wait_until
 pytestmark = pytest.mark.e2e
 
 MODELS = ("chatglm3", "chatglm2")
-HELLO = [{"role": "user", "content": "你好"}]
+HELLO: list[Any] = [{"role": "user", "content": "你好"}]
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 def test_a_gateway_that_is_told_to_end_lets_streams_finish_and_takes_nothing_new(relay: Relay) -> None:
     with contextlib.ExitStack() as stack:
         gateway = ServeProcess(relay.address, "--models", "chatglm3", TRITONGATE_DRAIN_S="100")
-        own = stack.enter_context(contextlib.closing(gateway))
+        own = stack.enter_context(gateway)
         # Connections of before: the listening socket may close at once.
         reader, prober, late = (
             stack.enter_context(httpx.Client(base_url=own.base_url, timeout=60)) for _ in range(3)

@@ -49,7 +49,7 @@ LONG: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def narrow(relay: Relay) -> Iterator[ServeProcess]:
     """A gateway with keys and little room, which can be kept from hearing of its Triton."""
-    keys = [{"name": "client", "key": KEYS["client"]}]
+    keys: list[dict[str, object]] = [{"name": "client", "key": KEYS["client"]}]
     keys += [{"name": "operator", "key": KEYS["operator"], "scopes": ["admin"]}]
     keys += [{"name": "limited", "key": KEYS["limited"], "requests_per_minute": 1}]
     settings = {
@@ -63,9 +63,8 @@ def narrow(relay: Relay) -> Iterator[ServeProcess]:
         "default_max_tokens": TOKENS,
     }
     variables = {f"TRITONGATE_{name.upper()}": str(value) for name, value in settings.items()}
-    process = ServeProcess(relay.address, log_level="info", **variables)
-    yield process
-    process.close()
+    with ServeProcess(relay.address, log_level="info", **variables) as process:
+        yield process
 
 
 @pytest.fixture
@@ -159,7 +158,12 @@ def begun_post(gateway: ServeProcess, length: int) -> Iterator[socket.socket]:
     """A connection on which a chat's head was sent and read, and nothing of its body."""
     with socket.create_connection(("127.0.0.1", gateway.port)) as connection:
         connection.settimeout(30)
-        head = [f"POST {CHAT} HTTP/1.1", "Host: x", "Content-Type: application/json", "Connection: close"]
+        head = [
+            f"POST {CHAT} HTTP/1.1",
+            "Host: localhost",
+            "Content-Type: application/json",
+            "Connection: close",
+        ]
         head += ["Expect: 100-continue"]
         head += [f"Authorization: Bearer {KEYS['client']}", f"Content-Length: {length}", "", ""]
         connection.sendall("\r\n".join(head).encode())
@@ -226,12 +230,11 @@ def test_a_gateway_that_is_full_says_so_and_sends_nothing_that_is_late(
 @pytest.fixture
 def hurried(relay: Relay) -> Iterator[ServeProcess]:
     """A gateway with little room and little time, which bears its Triton's silence for longer than that."""
-    settings = {"request_timeout_s": REQUEST_TIMEOUT_S, "idle_timeout_s": 60, "max_in_flight": 1}
-    settings |= {"max_waiting": 1, "models": "chatglm3"}
+    settings: dict[str, object] = {"request_timeout_s": REQUEST_TIMEOUT_S, "idle_timeout_s": 60}
+    settings |= {"max_in_flight": 1, "max_waiting": 1, "models": "chatglm3"}
     variables = {f"TRITONGATE_{name.upper()}": str(value) for name, value in settings.items()}
-    process = ServeProcess(relay.address, **variables)
-    yield process
-    process.close()
+    with ServeProcess(relay.address, **variables) as process:
+        yield process
 
 
 def engine_requests(up: UpProcess) -> float:
@@ -239,17 +242,20 @@ def engine_requests(up: UpProcess) -> float:
     return up.gauge("tritongate_engine_requests_total", model="chatglm3")
 
 
-def test_who_gives_no_bound_gets_the_settings_and_else_the_rest_of_the_context(
-    up: UpProcess, http: httpx.Client
-) -> None:
-    asked = {"model": "chatglm3", "messages": LONG["messages"], "ignore_eos": True}
-    bounded = http.post(CHAT, json=asked).json()
+UNBOUNDED = {"model": "chatglm3", "messages": LONG["messages"], "ignore_eos": True}
+
+
+def test_who_gives_no_bound_gets_the_settings(http: httpx.Client) -> None:
+    bounded = http.post(CHAT, json=UNBOUNDED).json()
     assert bounded["usage"]["completion_tokens"] == TOKENS
     assert bounded["choices"][0]["finish_reason"] == "length"
+
+
+def test_who_gives_no_bound_gets_else_the_rest_of_the_context(up: UpProcess) -> None:
     count = httpx.post(
         up.base_url + "/tokenize", json={"model": "chatglm3", "prompt": "a"}, timeout=60
     ).json()
-    free = httpx.post(up.base_url + CHAT, json=asked, timeout=60).json()
+    free = httpx.post(up.base_url + CHAT, json=UNBOUNDED, timeout=60).json()
     assert free["usage"]["total_tokens"] == count["max_model_len"] > 100
 
 

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -54,7 +55,8 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
         requirements=["numpy<2"],
         constraints=[ROOT / "constraints.txt"],
     )
-    return pack_environment(folder / "environment", folder / "x.tar.gz").path
+    pack_environment(folder / "environment", folder / "x.tar.gz")
+    return folder / "x.tar.gz"
 
 
 class Bare:
@@ -62,6 +64,7 @@ class Bare:
 
     def __init__(self, repository: Path, server: TritonServer, channel: grpc.Channel) -> None:
         self.repository = repository
+        self.unpacked: set[Path] = set()
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         key, _, value = server.key.partition("=")
         self._metadata = ((f"triton-grpc-protocol-{key}", value),)
@@ -75,12 +78,13 @@ class Bare:
         request = pb.RepositoryModelLoadRequest(model_name=name)
         self._stub.RepositoryModelLoad(request, timeout=TIMEOUT_S, metadata=self._metadata)
 
-    def ask(self, name: str) -> dict[str, str]:
+    def ask(self, name: str) -> dict[str, Any]:
         request = pb.ModelInferRequest(model_name=name)
         request.inputs.add(name="any", datatype="INT32", shape=[1])
         request.raw_input_contents.append(b"\1\0\0\0")
         (raw,) = self._stub.ModelInfer(request, timeout=TIMEOUT_S).raw_output_contents
-        seen: dict[str, str] = json.loads(unpack_strings(raw)[0])
+        seen: dict[str, Any] = json.loads(unpack_strings(raw)[0])
+        self.unpacked.add(Path(seen["prefix"]))
         return seen
 
 
@@ -95,17 +99,19 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bare]:
     installation = find_installation()
     installation.link_backends(run.backends)
     server = TritonServer(installation, run, repository, Ports())
-    others = environments()
+    unpacked: set[Path] = set()
     try:
         asyncio.run(start(server))
         with grpc.insecure_channel(f"{HOST}:{server.ports.grpc}") as channel:
-            yield Bare(repository, server, channel)
+            bare = Bare(repository, server, channel)
+            yield bare
+            unpacked = bare.unpacked
     finally:
         server.stop()
         run.remove()
-        for name in environments() - others:  # a server that is stopped early leaves it
-            if any((Path("/tmp") / name).iterdir()):  # noqa: S108 - where Triton unpacks it
-                shutil.rmtree(Path("/tmp") / name, ignore_errors=True)  # noqa: S108
+        # A server that is stopped early leaves its own folder. Other workers' servers have theirs beside it.
+        for folder in environments() & {path.parent for path in unpacked}:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_every_place_that_triton_documents(bare: Bare, archive: Path) -> None:

@@ -5,16 +5,21 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import psutil
 import pytest
 
-from tests.e2e.up_process import GOLDEN, UpProcess, lives, wait_until
+from tests.e2e.field_client import FieldError, ask_batched
+from tests.e2e.up_process import GOLDEN, UpProcess, wait_until
 from tests.ports import free_ports
+from tests.processes import alive
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -22,6 +27,8 @@ CLEAR_WITHIN_S = 30.0
 FAILS_WITHIN_S = 100.0
 RECOVER_WITHIN_S = 60.0
 STREAMS = 8
+KSERVE_CLIENTS = 16
+RESPONSES = 4
 HELLO = [{"role": "user", "content": "你好"}]
 
 
@@ -63,68 +70,118 @@ def answers(up: UpProcess) -> bool:
     return answer.usage.completion_tokens >= 1
 
 
+def endless_response(up: UpProcess, begun: threading.Event) -> list[Any]:
+    """Stream responses until one breaks; return its events, none if it was refused.
+
+    For a thread of its own: a loop that reads many streams sees an answer's text when it is over.
+    """
+    with openai.OpenAI(base_url=up.base_url + "/v1", api_key="unused", max_retries=0) as sdk:
+        while True:
+            try:
+                stream: Any = sdk.responses.create(
+                    model="chatglm3",
+                    input="你好",
+                    stream=True,
+                    max_output_tokens=480,
+                    extra_body={"ignore_eos": True},
+                )
+            except openai.APIError:
+                return []
+            events = []
+            for event in stream:
+                events.append(event)
+                if event.type == "response.output_text.delta":
+                    begun.set()
+            if events[-1].type == "response.failed":
+                return events
+
+
+def said(events: list[Any]) -> str:
+    return "".join(event.delta for event in events if event.type == "response.output_text.delta")
+
+
+def check_failed(events: list[Any]) -> None:
+    *before, error, failed = events
+    assert (error.type, error.code) == ("error", "service_unavailable")
+    assert (failed.type, failed.response.status) == ("response.failed", "failed")
+    assert failed.response.error.code == "server_error"
+    assert before[-1].type == "response.output_text.delta"
+    assert failed.response.output_text == said(events)
+
+
+def endless_kserve(up: UpProcess) -> int:
+    """Ask long questions as clients of Triton do; return the status of the error that one ends with."""
+    while True:
+        try:
+            ask_batched(up.kserve_http, "你好", temperature="1", max_token="512", timeout_s=CLEAR_WITHIN_S)
+        except FieldError as error:
+            return error.status
+
+
 async def break_under_load(up: UpProcess, victim: psutil.Process) -> None:
     """Kill `victim` amid streams: each breaks with an error in time, 503 follows, then all is well again."""
     async with client(up) as sdk:
         begun = [asyncio.Event() for _ in range(STREAMS)]
         streams = [asyncio.create_task(endless_stream(sdk, each)) for each in begun]
-        await asyncio.gather(*(each.wait() for each in begun))
-        killed = time.monotonic()
-        victim.kill()
-        refused = asyncio.create_task(first_refusal(sdk, until=killed + CLEAR_WITHIN_S))
-        broken = await asyncio.wait_for(asyncio.gather(*streams), CLEAR_WITHIN_S)
+        with ThreadPoolExecutor(KSERVE_CLIENTS + RESPONSES) as threads:
+            loop = asyncio.get_running_loop()
+            asking = [loop.run_in_executor(threads, endless_kserve, up) for _ in range(KSERVE_CLIENTS)]
+            answered = [threading.Event() for _ in range(RESPONSES)]
+            responses = [loop.run_in_executor(threads, endless_response, up, each) for each in answered]
+            await asyncio.gather(*(each.wait() for each in begun))
+            await asyncio.to_thread(wait_until, lambda: all(each.is_set() for each in answered))
+            served = STREAMS + RESPONSES
+            await asyncio.to_thread(wait_until, lambda: up.gauge("tritongate_requests_in_flight") >= served)
+            refused = asyncio.create_task(first_refusal(sdk, until=time.monotonic() + CLEAR_WITHIN_S))
+            killed = time.monotonic()
+            victim.kill()
+            broken = await asyncio.wait_for(asyncio.gather(*streams), CLEAR_WITHIN_S)
+            faults = set(await asyncio.gather(*asking))
+            failed = [events for events in await asyncio.gather(*responses) if said(events)]
         assert max(broken) - killed < CLEAR_WITHIN_S
+        assert failed, "none of the responses broke amid its text"
+        for events in failed:
+            check_failed(events)
+        assert 503 in faults
+        assert faults <= {502, 503}
         refusal = await refused
         assert refusal.status_code == 503
         assert refusal.response.headers["retry-after"]
         await asyncio.to_thread(wait_until, up.is_ready, RECOVER_WITHIN_S)
         await asyncio.to_thread(wait_until, lambda: answers(up), RECOVER_WITHIN_S)
-    assert not lives(victim)
+    assert not alive(victim)
     await asyncio.to_thread(wait_until, lambda: up.gauge("tritongate_requests_in_flight") == 0)
     await asyncio.to_thread(wait_until, lambda: up.gauge("tritongate_engine_kv_blocks_used") == 0)
 
 
-async def test_dead_stub_then_dead_server_then_a_clean_end(own_up: UpProcess) -> None:
+def unload_and_load(up: UpProcess) -> None:
+    """Over the KServe door: clients are told in between that the model is away."""
+    control = up.kserve_http + "/v2/repository/models/chatglm3"
+    assert httpx.post(control + "/unload", timeout=60).status_code == 200
+    wait_until(lambda: not up.stubs("chatglm3"))
+    with pytest.raises(FieldError) as raised:
+        ask_batched(up.kserve_http, "你好", timeout_s=CLEAR_WITHIN_S)
+    assert raised.value.status == 503
+    assert httpx.post(control + "/load", timeout=100).status_code == 200
+    assert ask_batched(up.kserve_http, "你好")
+
+
+async def test_unloaded_then_a_dead_stub_then_a_dead_server_then_a_clean_end(own_up: UpProcess) -> None:
     processes = len(own_up.tree())
+    await asyncio.to_thread(unload_and_load, own_up)
     await break_under_load(own_up, own_up.stub("chatglm3"))
     await break_under_load(own_up, own_up.server())
     await asyncio.to_thread(wait_until, lambda: len(own_up.tree()) == processes)
     assert own_up.stop() == 0
 
 
-@pytest.mark.parametrize("victim", ["the gateway", "the supervisor"])
-def test_nothing_outlives_a_killed_parent(own_up: UpProcess, victim: str) -> None:
-    assert own_up.tree()
-    if victim == "the gateway":
-        own_up.process.kill()
-        own_up.process.wait()
-    else:
-        own_up.supervisor().kill()
-        assert own_up.process.wait(CLEAR_WITHIN_S) != 0
-    wait_until(lambda: not own_up.tree())
-
-
-def broken_checkpoint(folder: Path, damage: str) -> Path:
-    directory = folder / "broken"
+def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
+    directory = tmp_path / "broken"
     shutil.copytree(GOLDEN / "chatglm3", directory)
     weights = directory / "model.safetensors"
-    if damage == "truncated":
-        weights.write_bytes(weights.read_bytes()[:-1000])
-    elif damage == "garbage":
-        weights.write_bytes(b"\0" * 4096)
-    else:
-        (directory / damage).unlink()
-    return directory
-
-
-@pytest.mark.parametrize(
-    "damage", ["truncated", "garbage", "model.safetensors", "tokenizer.model", "config.json"]
-)
-def test_a_broken_checkpoint_is_named(tmp_path: Path, damage: str) -> None:
-    directory = broken_checkpoint(tmp_path, damage)
+    weights.write_bytes(weights.read_bytes()[:-1000])
     said = fails("--model", f"glm={directory}")
-    named = damage if "." in damage else "model.safetensors"
-    assert named in said
+    assert weights.name in said
     assert "Traceback" not in said
 
 

@@ -4,6 +4,7 @@ import ast
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import openai
@@ -181,12 +182,13 @@ def test_chatglm2_over_grpc(up: UpProcess, grpc: grpcclient.InferenceServerClien
 
 
 def test_chatglm2s_refusals(grpc: grpcclient.InferenceServerClient) -> None:
-    for words, changes in {
+    wrong: dict[str, dict[str, Any]] = {
         "flat list": {"history": ["q"]},
         "history_len": {"rounds": "-1"},
         "max_token": {"max_token": "x"},
         "temperature": {"temperature": "1e9"},
-    }.items():
+    }
+    for words, changes in wrong.items():
         arguments = {"prompt": HELLO, "history": [], **changes}
         with pytest.raises(InferenceServerException, match=words) as raised:
             ask_chatglm2(grpc, **arguments)

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.e2e.field_client import FieldError, ask_unbatched, conversation
-from tests.e2e.repository_server import gateway
+from tests.e2e.serve_process import ServeProcess
 from tests.e2e.up_process import UpProcess
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -19,8 +19,8 @@ HELLO = "你好"
 def glm(up: UpProcess) -> Iterator[str]:
     """The URL of chatglm3 with the unbatched contract, before the Triton where others have another one."""
     arguments = ("--models", "chatglm3,chatglm2", "--contract", "chatglm3=unbatched")
-    with gateway(up.triton_grpc, *arguments) as url:
-        yield f"{url}/v2/models/chatglm3"
+    with ServeProcess(up.triton_grpc, *arguments) as gateway:
+        yield f"{gateway.base_url}/v2/models/chatglm3"
 
 
 def test_the_unbatched_contract(glm: str) -> None:

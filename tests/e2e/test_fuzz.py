@@ -15,6 +15,7 @@ MORE = {
     "POST /v1/chat/completions": (SHORT, {**SHORT, "stream": True, "max_completion_tokens": None}),
     "POST /v1/completions": (SHORT, {**SHORT, "stream": True}),
     "POST /v1/responses": ({"max_output_tokens": 4}, {"max_output_tokens": 4, "stream": True}),
+    "POST /v1/messages": ({"max_tokens": 4}, {"max_tokens": 4, "stream": True}),
     "POST /tokenize": ({},),
     "POST /detokenize": ({"tokens": [5, 300, 7]},),
 }

@@ -93,7 +93,7 @@ def test_it_answers_as_the_reference_does(served: Served) -> None:
         )
     finally:
         client.close()
-    prompt = served.format.render([], "你好")
+    prompt = served.format.render_turns([Turn("user", "你好")])
     assert answer.metas[0].accepted.prompt_token_ids == prompt
     with torch.inference_mode():
         logits = native(served.tensors)(torch.tensor([prompt + answer.token_ids])).logits[0]
@@ -108,7 +108,7 @@ def test_a_conversation_whole_and_streamed(served: Served) -> None:
         {"role": "user", "content": "<|observation|> and then?"},
     ]
     whole = served.create(RANDOM, messages=messages)
-    turns = [Turn(each["role"], each["content"]) for each in messages]  # type: ignore[arg-type]
+    turns = [Turn(each["role"], each["content"]) for each in messages]
     assert whole.usage.prompt_tokens == len(served.format.render_turns(turns))
     chunks = list(served.create(RANDOM, messages=messages, stream=True))
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
@@ -141,7 +141,7 @@ def test_a_call_whole_and_its_arguments_as_they_come(served: Served) -> None:
     with served.sdk.chat.completions.stream(
         model=CALLER, messages=QUESTION, tools=TOOLS, temperature=0
     ) as stream:
-        (again,) = stream.get_final_completion().choices[0].message.tool_calls
+        (again,) = stream.get_final_completion().choices[0].message.tool_calls or []
     assert again.function.arguments == CALLED
 
 
@@ -216,11 +216,11 @@ def test_required_calls_are_made_at_any_temperature(served: Served) -> None:
 
 
 def test_beside_tools_the_answer_is_calls_or_text_that_obeys(served: Served) -> None:
-    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    schema: dict[str, Any] = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
     schema["additionalProperties"] = False
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     asked: Any = {"tools": STRICT, "response_format": wanted, "temperature": 1, "max_tokens": 300}
-    kinds = set()
+    kinds: set[bool] = set()
     for seed in range(200):
         if seed >= 24 and len(kinds) > 1:
             break

@@ -18,7 +18,8 @@ AT_ONCE = 16
 
 
 def golden(model: str) -> dict[str, Any]:
-    return json.loads((GOLDEN / model / "golden.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads((GOLDEN / model / "golden.json").read_text(encoding="utf-8"))
+    return found
 
 
 def turns(history: list[Any]) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ def refusal(triton: StreamClient, request: pb.ModelInferRequest) -> str:
     try:
         for message in call:
             if message.error_message:
-                return message.error_message
+                return str(message.error_message)
     finally:
         call.cancel()
     pytest.fail("the junk was taken")

@@ -1,6 +1,5 @@
 """Models come and go while `tritongate up` runs: by the gateway, by command, by another gateway."""
 
-import contextlib
 import json
 import os
 import subprocess
@@ -12,17 +11,20 @@ from typing import Any
 
 import httpx
 import openai
-import psutil
 import pytest
 
 from tests.e2e.serve_process import ServeProcess
-from tests.e2e.up_process import GOLDEN, UpProcess, command_of, wait_until
+from tests.e2e.up_process import GOLDEN, UpProcess, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 ENTRY = ["chatglm3"]
 TIMEOUT_S = 120.0
 HELLO: list[Any] = [{"role": "user", "content": "你好"}]
+FIRST: list[Any] = [
+    {"role": "system", "content": "You answer briefly, politely and in the language of the question."},
+    {"role": "user", "content": "你好，请介绍一下你自己"},
+]
 KEYS = json.dumps(
     [
         {"name": "client", "key": "sk-client"},
@@ -55,29 +57,24 @@ def model(up: UpProcess) -> dict[str, Any]:
     return dict(httpx.get(url, headers=headers, timeout=TIMEOUT_S).json())
 
 
-def stubs(up: UpProcess) -> list[psutil.Process]:
-    return [
-        process for process in up.tree() if "triton_python_backend_stub" in " ".join(command_of(process)[:1])
-    ]
-
-
 def client(up: UpProcess) -> openai.OpenAI:
     return openai.OpenAI(base_url=up.base_url + "/v1", api_key="sk-client", max_retries=0)
 
 
-def ask(up: UpProcess, **options: Any) -> Any:
+def ask(up: UpProcess, messages: list[Any] = HELLO, **options: Any) -> Any:
     with client(up) as sdk:
-        return sdk.chat.completions.create(model="chatglm3", messages=HELLO, temperature=0, **options)
+        return sdk.chat.completions.create(model="chatglm3", messages=messages, temperature=0, **options)
 
 
 def test_a_model_is_unloaded_and_its_memory_comes_back(up: UpProcess) -> None:
-    before = ask(up, max_tokens=8).choices[0].message.content
-    assert len(stubs(up)) == 1
-    memory = sum(process.memory_info().rss for process in stubs(up))
+    cached = second_turn(up, FIRST)
+    before = ask(up, cached, max_tokens=20)
+    assert len(up.stubs("chatglm3")) == 1
+    memory = sum(process.memory_info().rss for process in up.stubs("chatglm3"))
     answer = change(up, "unload")
     assert answer.status_code == 200, answer.text
     assert answer.json()["changes"][0]["entries"] == ENTRY
-    wait_until(lambda: not stubs(up))
+    wait_until(lambda: not up.stubs("chatglm3"))
     assert memory > 100 * 2**20
     assert model(up)["unloaded"]
     ready = httpx.get(up.base_url + "/health/ready", timeout=TIMEOUT_S)
@@ -89,7 +86,27 @@ def test_a_model_is_unloaded_and_its_memory_comes_back(up: UpProcess) -> None:
     answer = change(up, "load")
     assert answer.json()["changes"][0]["entries"] == ENTRY
     assert answer.json()["model"]["ready"]
-    assert ask(up, max_tokens=8).choices[0].message.content == before
+    fresh = ask(up, cached, max_tokens=20)
+    assert fresh.choices[0].message.content == before.choices[0].message.content
+    assert before.usage.prompt_tokens_details.cached_tokens > 0
+    assert fresh.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def second_turn(up: UpProcess, messages: list[Any]) -> list[Any]:
+    """Ask, and return the conversation's next turn; the engine's cache has the turns before it by then."""
+    first = ask(up, messages, max_tokens=20)
+    said = {"role": "assistant", "content": first.choices[0].message.content or ""}
+    conversation = [*messages, said, {"role": "user", "content": "And in English?"}]
+    second = ask(up, conversation, max_tokens=20)
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    # All of the first turn's prompt but what does not fill a block of 16.
+    assert cached >= first.usage.prompt_tokens // 16 * 16 > 0
+    hits = "tritongate_engine_prefix_hit_tokens_total"
+    wait_until(lambda: up.gauge(hits, model="chatglm3") >= cached)
+    again = ask(up, conversation, max_tokens=20)
+    assert again.usage.prompt_tokens_details.cached_tokens >= cached
+    assert again.choices[0].message.content == second.choices[0].message.content
+    return conversation
 
 
 def test_requests_in_flight_finish_and_parallel_changes_conflict(up: UpProcess) -> None:
@@ -104,7 +121,7 @@ def test_requests_in_flight_finish_and_parallel_changes_conflict(up: UpProcess) 
     assert chunks[-1].choices[0].finish_reason == "length"
     assert statuses == [200, 409, 409, 409]
     assert model(up)["ready"]
-    wait_until(lambda: len(stubs(up)) == 1)
+    wait_until(lambda: len(up.stubs("chatglm3")) == 1)
 
 
 def test_who_may_and_what_may_not(up: UpProcess) -> None:
@@ -131,11 +148,7 @@ def command(up: UpProcess, *words: str, key: str = "sk-admin") -> tuple[int, str
     return done.returncode, done.stdout + done.stderr
 
 
-def test_by_command(up: UpProcess) -> None:
-    status, said = command(up, "unload", "chatglm3")
-    assert (status, said.splitlines()[-1]) == (0, "chatglm3 is unloaded")
-    status, said = command(up, "load", "chatglm3")
-    assert (status, said.splitlines()[-1]) == (0, "chatglm3 is ready")
+def test_commands_that_are_refused(up: UpProcess) -> None:
     status, said = command(up, "load", "nope")
     assert (status, "nope" in said, "Traceback" in said) == (1, True, False)
     assert command(up, "unload", "chatglm3", key="sk-client")[0] == 1
@@ -143,26 +156,20 @@ def test_by_command(up: UpProcess) -> None:
 
 def test_by_another_gateway(up: UpProcess) -> None:
     """The supervisor leaves alone what somebody unloaded, and readiness follows."""
-    with contextlib.closing(ServeProcess(up.triton_grpc, TRITONGATE_REPOSITORY_KEY=key_of(up))) as other:
+    with ServeProcess(up.triton_grpc, key=up.repository_key) as other:
         url = f"{other.base_url}/v1/models/chatglm3"
         assert httpx.post(url + "/unload", json={}, timeout=TIMEOUT_S).status_code == 200
         wait_until(lambda: model(up).get("unloaded", False))
         assert httpx.get(up.base_url + "/health/ready", timeout=TIMEOUT_S).status_code == 200
-        wait_until(lambda: not stubs(up))
+        wait_until(lambda: not up.stubs("chatglm3"))
         assert httpx.post(url + "/load", json={}, timeout=120).status_code == 200
         wait_until(lambda: model(up)["ready"])
     assert ask(up, max_tokens=2).choices[0].finish_reason == "length"
 
 
-def key_of(up: UpProcess) -> str:
-    """Return the key of the private Triton's repository, from the server's flags."""
-    flag = "--grpc-restricted-protocol="
-    (restricted,) = (word for word in up.server().cmdline() if word.startswith(flag))
-    return restricted.removeprefix(flag).partition(":")[2]
-
-
 def test_what_cannot_be_loaded_says_why(up: UpProcess) -> None:
-    assert change(up, "unload").status_code == 200
+    status, said = command(up, "unload", "chatglm3")
+    assert (status, said.splitlines()[-1]) == (0, "chatglm3 is unloaded")
     config = next(
         Path(word.partition("=")[2]) / "chatglm3" / "config.pbtxt"
         for word in up.server().cmdline()
@@ -177,6 +184,11 @@ def test_what_cannot_be_loaded_says_why(up: UpProcess) -> None:
     assert "At:" not in message
     assert httpx.get(up.base_url + "/health/ready", timeout=TIMEOUT_S).status_code == 503
     config.write_text(good, encoding="utf-8")
-    assert change(up, "load").status_code == 200
+
+    def loaded() -> bool:
+        status, said = command(up, "load", "chatglm3")
+        return (status, said.splitlines()[-1]) == (0, "chatglm3 is ready")
+
+    wait_until(loaded)  # the supervisor may be loading it already, which is a conflict
     assert ask(up, max_tokens=2).choices[0].finish_reason == "length"
     assert up.stop() == 0

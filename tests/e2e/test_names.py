@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.metrics import Metrics
+from gateway.telemetry.metrics import Metrics
 from gateway.triton.pool import TritonUpstream
 from tests.e2e.manifest_triton import MODEL, ManifestTriton
 from tests.gateway.serving import on_socket

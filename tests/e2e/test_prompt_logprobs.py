@@ -24,7 +24,9 @@ NEAR = 1e-3
 
 @cache
 def loaded(model: str) -> ChatGLM:
-    return load_model(GOLDEN / model, torch.float32, torch.device("cpu"))
+    found = load_model(GOLDEN / model, torch.float32, torch.device("cpu"))
+    assert isinstance(found, ChatGLM)
+    return found
 
 
 def check(told: Any, ids: list[int], top: int, model: str) -> None:
@@ -68,7 +70,7 @@ def test_a_chats_whole_prompt_is_told_once(model: str, top: int, sdk: openai.Ope
 
 @pytest.mark.parametrize("model", MODELS)
 def test_each_choice_of_a_completion_is_told_of_its_own_prompt(model: str, sdk: openai.OpenAI) -> None:
-    answer = sdk.completions.create(
+    answer: Any = sdk.completions.create(
         model=model, prompt=["The question is this one", "你好 👋"], max_tokens=1, n=2,
         extra_body={"prompt_logprobs": 3, "return_token_ids": True},
     )  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.e2e.manifest_triton import MODEL, RESTRICTED_KEY, ManifestTriton
-from tests.e2e.repository_server import gateway
+from tests.e2e.serve_process import ServeProcess
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -72,7 +72,8 @@ def test_without_the_key_requests_are_served_and_changes_refused_with_the_reason
 ) -> None:
     if key is not None:
         monkeypatch.setenv("TRITONGATE_REPOSITORY_KEY", key)
-    with gateway(triton.grpc, "--models", MODEL) as url:
+    with ServeProcess(triton.grpc, "--models", MODEL) as gateway:
+        url = gateway.base_url
         assert generate(url) == "length"
         for action in ("load", "unload"):
             refused = change(url, action)
@@ -81,18 +82,16 @@ def test_without_the_key_requests_are_served_and_changes_refused_with_the_reason
         assert generate(url) == "length"
 
 
-def test_with_the_key_models_are_listed_unloaded_and_loaded(
-    triton: ManifestTriton, with_key: None, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with gateway(triton.grpc, "--log-level", "debug") as url:
+def test_with_the_key_models_are_listed_unloaded_and_loaded(triton: ManifestTriton, with_key: None) -> None:
+    with ServeProcess(triton.grpc, log_level="debug") as gateway:
+        url = gateway.base_url
         listed = httpx.get(url + "/v1/models", timeout=60).json()["data"]
         assert [model["id"] for model in listed] == [MODEL]
         assert change(url, "unload").json()["changes"][0]["entries"] == [MODEL]
         assert change(url, "load").json()["changes"][0]["entries"] == [MODEL]
         assert generate(url) == "length"
-    said = "".join(capfd.readouterr())
-    assert '"model loaded"' in said
-    assert RESTRICTED_KEY not in said
+    assert '"model loaded"' in gateway.output
+    assert RESTRICTED_KEY not in gateway.output
 
 
 def test_the_check_says_what_is_missing(triton: ManifestTriton) -> None:

@@ -21,8 +21,9 @@ def ids(sdk: openai.OpenAI, model: str, **asked: Any) -> list[int]:
     extra = {"return_token_ids": True, "ignore_eos": True, **asked.pop("extra_body", {})}
     asked = {"temperature": 0, **asked}
     answer = sdk.completions.create(model=model, prompt=PROMPT, max_tokens=LENGTH, extra_body=extra, **asked)
-    assert len(answer.choices[0].token_ids) == answer.usage.completion_tokens == LENGTH
-    return answer.choices[0].token_ids
+    told: list[int] = answer.choices[0].token_ids
+    assert len(told) == answer.usage.completion_tokens == LENGTH
+    return told
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -63,7 +63,7 @@ def test_the_stream_helper_tells_of_content_and_ends_with_the_answer(demo: opena
 def test_the_stream_helper_tells_of_calls(demo: openai.OpenAI) -> None:
     with demo.chat.completions.stream(model=MODEL, messages=QUESTION, temperature=0, tools=STRICT) as stream:
         events = list(stream)
-        (call,) = stream.get_final_completion().choices[0].message.tool_calls
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls or []
     (done,) = [event for event in events if event.type == "tool_calls.function.arguments.done"]
     assert (done.name, json.loads(done.arguments)) == ("get_weather", {"city": "襄阳"})
     pieces = [event.arguments_delta for event in events if event.type.endswith("arguments.delta")]

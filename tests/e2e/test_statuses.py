@@ -1,11 +1,13 @@
 """Every way in which the real Triton fails, seen through the gateway's upstream: the error table, proven."""
 
 import asyncio
-import contextlib
 
 import httpx
 import pytest
 
+from gateway.core.events import Delta
+from gateway.core.request import PlainText, TokenIds
+from gateway.core.upstream import Tokenization
 from gateway.errors import (
     ContextLengthError,
     DeadlineError,
@@ -15,8 +17,6 @@ from gateway.errors import (
     UnavailableError,
     UpstreamProtocolError,
 )
-from gateway.generation import Delta, PlainText, TokenIds
-from gateway.tokenization import Tokenization
 from gateway.triton.errors import Fault
 from gateway.triton.pool import TritonUpstream
 from tests.e2e.scripted_triton import (
@@ -77,8 +77,7 @@ def test_what_clients_get_over_http(scripted: Scripted) -> None:
     codes = {"invalid_request": 400, "context_length_exceeded": 400, "queue_full": 429}
     codes |= {"internal": 502, "shutting_down": 503, "deadline_exceeded": 504}
     scripts = {"hello": 200, "raise": 502} | {f"refuse {code}": status for code, status in codes.items()}
-    key = {"TRITONGATE_REPOSITORY_KEY": scripted.repository_key}
-    with contextlib.closing(ServeProcess(scripted.address, **key)) as gateway:
+    with ServeProcess(scripted.address, key=scripted.repository_key) as gateway:
         for script, status in scripts.items():
             body = {"model": "m", "messages": [{"role": "user", "content": script}], "stream": True}
             answer = httpx.post(gateway.base_url + "/v1/chat/completions", json=body, timeout=60)
@@ -110,24 +109,25 @@ async def test_tensors_of_another_shape(scripted: Scripted) -> None:
         await client.close()
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_the_requests_own_deadline(
-    upstream: TritonUpstream, scripted: Scripted, *, stream: bool
-) -> None:
-    scripted.saw_cancel.unlink(missing_ok=True)
-    assert type(await failure(upstream, "beat", time_s=PATIENCE_S, stream=stream)) is DeadlineError
-    await until(scripted.saw_cancel.exists)
+async def test_the_requests_own_deadline(upstream: TritonUpstream, scripted: Scripted) -> None:
+    scripted.forget_cancels()
+    errors = await asyncio.gather(
+        *(failure(upstream, "beat", time_s=PATIENCE_S, stream=stream) for stream in (True, False))
+    )
+    assert [type(error) for error in errors] == [DeadlineError] * 2
+    await until(lambda: scripted.cancels() == 2)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_silence(scripted: Scripted, *, stream: bool) -> None:
+async def test_silence(scripted: Scripted) -> None:
     async with upstream_of(scripted, idle_timeout_s=PATIENCE_S) as upstream:
         await ready(upstream)
-        scripted.saw_cancel.unlink(missing_ok=True)
-        error = await failure(upstream, "hang", stream=stream)
-        assert type(error) is UnavailableError
-        assert "stopped answering" in error.message
-        await until(scripted.saw_cancel.exists)
+        scripted.forget_cancels()
+        for error in await asyncio.gather(
+            *(failure(upstream, "hang", stream=stream) for stream in (True, False))
+        ):
+            assert type(error) is UnavailableError
+            assert "stopped answering" in error.message
+        await until(lambda: scripted.cancels() == 2)
         await ready(upstream)
 
 
@@ -136,8 +136,8 @@ async def test_silence(scripted: Scripted, *, stream: bool) -> None:
 async def test_hanging_up_is_seen_by_the_model(
     upstream: TritonUpstream, scripted: Scripted, script: str, *, stream: bool
 ) -> None:
-    scripted.saw_cancel.unlink(missing_ok=True)
+    scripted.forget_cancels()
     events = upstream.generate(asking(script, stream=stream))
     await anext(events)
     await events.aclose()
-    await until(scripted.saw_cancel.exists)
+    await until(lambda: scripted.cancels() == 1)

@@ -4,29 +4,21 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.e2e.channel_client import open_channel
-from tests.e2e.stock_server import StockServer, stock_server
+from tests.e2e.stock_server import StockServer
 from tests.e2e.stream_client import StreamClient, infer_request
 from tests.e2e.up_process import wait_until
 from wire.meta import Meta
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-REPOSITORY = Path(__file__).parents[2] / "triton_models" / "repository"
 MODEL = "chatglm3-demo"
 GREEDY = {"temperature": 0, "ignore_eos": True}
 AT_ONCE_S = 10.0
 """Far less than the wait behind a busy engine, far more than a busy machine needs."""
-
-
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockServer]:
-    with stock_server(REPOSITORY, tmp_path_factory.mktemp("stock")) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +29,14 @@ def client(stock: StockServer) -> Iterator[StreamClient]:
 
 
 def test_a_generation_comes_alike_whole_and_over_a_channel(client: StreamClient) -> None:
-    whole = client.ask(MODEL, "Who are you?", max_tokens=60, **GREEDY)
+    whole = client.ask(MODEL, "Who are you?", max_tokens=300, **GREEDY)
     accepted, *heartbeats, last = whole.responses
     assert accepted[1].accepted is not None
     assert all(heartbeat == ("", Meta()) for heartbeat in heartbeats)
-    assert last[1].usage.completion_tokens == 60
+    assert last[1].usage.completion_tokens == 300
     channel = open_channel(client, MODEL, "stock")
     where = {"id": "stock", "stream": 5}
-    own = client.ask(MODEL, "Who are you?", max_tokens=60, channel=where, **GREEDY)
+    own = client.ask(MODEL, "Who are you?", max_tokens=300, channel=where, **GREEDY)
     wait_until(lambda: channel.frames[-1].frame >= own.last.delivered.frame)
     assert channel.text(5) + own.text == whole.text
     assert channel.deltas(5) == own.last.delivered.deltas > 5
@@ -70,7 +62,7 @@ def test_a_full_engine_answers_probes_cancels_and_requests_to_tokenize(
             MODEL,
             "Who are you?",
             request_id=f"full {stream}",
-            max_tokens=400,
+            max_tokens=1500,
             channel={"id": "full", "stream": stream},
             **GREEDY,
         )
@@ -167,5 +159,6 @@ def test_tokenizing_long_texts_does_not_hold_up_streams(client: StreamClient) ->
         assert list(own)[-1][1].finish_reason == "length"
     over.set()
     flooding.join()
-    assert all(channel.deltas(stream) > 50 for stream in range(8))
+    # Held up for as long as a text takes, each stream would get what has gathered in a few large deltas.
+    assert all(channel.deltas(stream) > 15 for stream in range(8))
     channel.close()

@@ -53,7 +53,7 @@ def test_a_question_is_a_call_streamed_and_not(
         model=MODEL, messages=question(text), tools=TOOLS, temperature=0, max_tokens=160
     ) as stream:
         (streamed,) = stream.get_final_completion().choices
-    (again,) = streamed.message.tool_calls
+    (again,) = streamed.message.tool_calls or []
     assert (streamed.finish_reason, streamed.message.content) == ("tool_calls", None)
     assert again.function.name == name
     assert again.function.arguments == call.function.arguments
@@ -101,6 +101,7 @@ def test_what_is_not_a_whole_literal_call_stays_text(streamed: bool, demo: opena
 @pytest.mark.parametrize("streamed", [False, True])
 def test_the_result_becomes_the_answer(streamed: bool, demo: openai.OpenAI) -> None:
     said = question("襄阳今天天气怎么样？")
+    message: Any
     if streamed:
         with demo.chat.completions.stream(model=MODEL, messages=said, tools=TOOLS, temperature=0) as stream:
             message = stream.get_final_completion().choices[0].message
@@ -148,7 +149,7 @@ def test_tags_in_a_result_or_a_question_stay_text(demo: openai.OpenAI) -> None:
     message = ask(demo, said).choices[0].message
     said.append(message)
 
-    def tokens(result: str) -> int:
+    def tokens(result: str) -> Any:
         answer = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": result}
         return ask(demo, [*said, answer], max_tokens=1).usage.prompt_tokens
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from gateway.core.events import Accepted, Delta, Event
+from gateway.core.request import Conversation, Generation, Message
 from gateway.errors import ContextLengthError, InvalidRequestError
-from gateway.generation import Accepted, Conversation, Delta, Event, Generation, Message
 from gateway.triton.pool import TritonUpstream
 from tests.e2e.up_process import UpProcess
 

@@ -7,7 +7,8 @@ import psutil
 import pytest
 
 from tests.e2e.unread_answer import TOKENS, UnreadAnswer
-from tests.e2e.up_process import GOLDEN, UpProcess, command_of, wait_until
+from tests.e2e.up_process import GOLDEN, UpProcess, wait_until
+from tests.processes import command_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -27,7 +28,7 @@ def up() -> Iterator[UpProcess]:
 
 
 def workers(up: UpProcess) -> list[psutil.Process]:
-    return [process for process in up.tree() if "gateway.worker" in command_of(process)]
+    return [process for process in up.tree() if "gateway.workers" in command_of(process)]
 
 
 async def test_a_killed_worker_frees_what_it_asked_for_and_the_others_go_on(up: UpProcess) -> None:

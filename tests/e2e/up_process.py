@@ -1,44 +1,40 @@
 """`tritongate up` as a process: how the end-to-end tests reach everything behind one command."""
 
 import contextlib
-import os
 import re
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import psutil
 
 from tests.ports import free_ports
-from tests.tied import tied
+from tests.processes import Command, answers, command_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 TRITONGATE = Path(sys.executable).with_name("tritongate")
-READY_TIMEOUT_S = 100.0
 STOP_TIMEOUT_S = 10.0
 """Ten are promised; the others are for a machine that several tests share."""
 ABORTED = "tritonserver was killed by signal 6: uncaught boost::interprocess::lock_exception"
 """What is said of a server that did not survive the death of a stub (divergence 16)."""
 UNCAUGHT = "terminate called after throwing an instance of 'boost::interprocess::lock_exception'"
-"""What such a server says itself; also one that gave up a stub's start (ARCHITECTURE.md)."""
+"""What such a server says itself; also one that gave up a stub's start (docs/internals-triton.md)."""
 RESTARTS = 2
 """By the tests, of a server that aborted so before it was ready, as something else does in production."""
 
 
-def aborted(server: "subprocess.Popen[bytes]", log: str) -> bool:
-    """Whether a tritonserver ended in the way that only a new start helps against."""
-    return server.poll() == -signal.SIGABRT and UNCAUGHT in log
+def aborted(status: int | None, log: str) -> bool:
+    """Whether a tritonserver with this status ended in the way that only a new start helps against."""
+    return status == -signal.SIGABRT and UNCAUGHT in log
 
 
-class UpProcess:
-    """One run of `tritongate up`, its addresses, its output, and every process it ever had."""
+class UpProcess(Command):
+    """One run of `tritongate up` and its addresses."""
 
     python = sys.executable
 
@@ -51,43 +47,15 @@ class UpProcess:
         ports = {"--port": self.port, "--kserve-http-port": http, "--kserve-grpc-port": grpc}
         ports["--metrics-port"] = metrics
         flags = [text for name, port in ports.items() for text in (name, str(port))]
-        self._known: dict[int, psutil.Process] = {}
-        self.output = ""
-        self.process = subprocess.Popen(
-            tied(command, "up", *flags, *arguments),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"TRITONGATE_LOG_LEVEL": "warning", "TRITONGATE_WORKERS": "1"},
-            start_new_session=True,
-        )
-        threading.Thread(target=self._read, daemon=True).start()
+        variables = {"TRITONGATE_LOG_LEVEL": "warning", "TRITONGATE_WORKERS": "1"}
+        super().__init__(command, "up", *flags, *arguments, env=variables)
 
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self.output += line.decode()
-
-    def wait_ready(self) -> "UpProcess":
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while not self.is_ready():
-            assert self.process.poll() is None, self.output
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.1)
-        self.tree()
+    def wait_ready(self) -> Self:
+        self.wait_for(self.is_ready)
         return self
 
     def is_ready(self) -> bool:
-        try:
-            return httpx.get(self.base_url + "/health/ready", timeout=20).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def tree(self) -> list[psutil.Process]:
-        """Return the living processes below this one, and remember them: an orphan stays findable."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self.process.pid).children(recursive=True):
-                self._known[process.pid] = process
-        return [process for process in self._known.values() if lives(process)]
+        return answers(self.base_url + "/health/ready")
 
     def find(self, *begins: str, contains: str = "") -> psutil.Process:
         """Return the one living process whose first arguments end in `begins`."""
@@ -140,42 +108,9 @@ class UpProcess:
         now = time.time()
         wait_until(lambda: self.gauge("tritongate_engine_heartbeat_timestamp_seconds", model=model) > now)
 
-    def stop(self) -> int:
-        """End it as Ctrl-C does; hold that it takes its time limit only and leaves no process."""
-        self.tree()
-        self.process.send_signal(signal.SIGINT)
-        status = self.process.wait(STOP_TIMEOUT_S)
-        assert not self.tree(), [command_of(process) for process in self.tree()]
-        return status
-
-    def close(self) -> None:
-        """End whatever a failed test left."""
-        remaining = self.tree()
-        if self.process.poll() is None:
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(STOP_TIMEOUT_S)
-        for process in [*remaining, *self.tree()]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process.kill()
-        self.process.wait()
-        self.process.stdout.close()
-
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def command_of(process: psutil.Process) -> list[str]:
-    """Return its command line; nothing if it has just ended."""
-    try:
-        return process.cmdline()
-    except psutil.NoSuchProcess:
-        return []
+    def stop(self, number: int = signal.SIGINT, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """End it as Ctrl-C does."""
+        return super().stop(number, timeout_s)
 
 
 @contextlib.contextmanager

@@ -76,6 +76,7 @@ class Fleet:
         command += ["--port", str(self._ports[name]), "--drain-s", str(DRAIN_S), "--log-level", "info"]
         inside = f'mount --bind {self._hosts} /etc/hosts && exec "$@"'
         key = {"TRITONGATE_REPOSITORY_KEY": f"admin-key={RESTRICTED_KEY}"}
+        key["TRITONGATE_PLAIN_REPOSITORY_KEY"] = "true"  # as in the manifests
         with (self._folder / f"{name}.log").open("ab") as log:
             self._gateways[name] = subprocess.Popen(
                 ["unshare", "--mount", "sh", "-c", inside, "sh", *command],

@@ -2,8 +2,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.configuration import settings_table
-from gateway.tally import new_table
+from gateway.limits.counters import new_table
+from gateway.settings import settings_table
 
 
 @pytest.fixture

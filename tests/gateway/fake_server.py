@@ -7,9 +7,10 @@ import json
 import sys
 from collections.abc import AsyncGenerator
 
-from gateway.configuration import load_settings
-from gateway.generation import Event, Generation
+from gateway.core.events import Event
+from gateway.core.request import Generation
 from gateway.server import run
+from gateway.settings import load_settings
 from tests.gateway.fake_upstream import FakeUpstream, say
 
 

@@ -1,23 +1,26 @@
-"""A fake of the seam `gateway.upstream.Upstream`: answers by script, and remembers what it was asked."""
+"""A fake of the seam `gateway.core.upstream.Upstream`: answers by script, and remembers what it was asked."""
 
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
-from gateway.errors import InvalidRequestError, ModelNotFoundError
-from gateway.generation import (
+from gateway.core.events import (
     Accepted,
-    Conversation,
     Delta,
     Event,
-    Generation,
-    PlainText,
-    TokenIds,
+    Heartbeat,
     TokenLogprob,
     Usage,
 )
-from gateway.tokenization import Tokenization, Tokens
-from gateway.upstream import EntriesChanged, ModelCard
+from gateway.core.request import (
+    Conversation,
+    Generation,
+    PlainText,
+    TokenIds,
+)
+from gateway.core.upstream import Embedding, EntriesChanged, ModelCard, Tokenization, Tokens, Vector
+from gateway.errors import InvalidRequestError, ModelNotFoundError
+from gateway.settings import Settings
 
 Script = Callable[[Generation], AsyncGenerator[Event, None]]
 Tokenize = Callable[[Tokenization], Awaitable[Tokens]]
@@ -45,6 +48,19 @@ async def say_after(told: asyncio.Event) -> AsyncGenerator[Event, None]:
     await told.wait()
     usage = Usage(prompt_tokens=1, completion_tokens=1)
     yield Delta(pieces=("a",), tokens=1, finish_reason="stop", usage=usage)
+
+
+async def say_once_loaded(
+    loaded: asyncio.Event, *, error: Exception | None = None
+) -> AsyncGenerator[Event, None]:
+    """Load the model until that is set, then answer with one delta, or fail."""
+    while not loaded.is_set():
+        yield Heartbeat()
+        await asyncio.sleep(0.01)
+    if error is not None:
+        raise error
+    async for event in say("a"):
+        yield event
 
 
 async def say_and_hang(text: str) -> AsyncGenerator[Event, None]:
@@ -98,11 +114,15 @@ class FakeUpstream:
 
     def __init__(self, script: Script | None = None, models: tuple[str, ...] = ("glm", "org/glm-2")) -> None:
         self.script = script or (lambda _request: say("Hello", " wor", "ld"))
+        self.settings = Settings.model_validate({})
+        """The gateway's, for what they say of models."""
         self.ready = True
         self.started = self.closed = False
         self.requests: list[Generation] = []
         self.tokenizing: Tokenize = by_code_point
         self.tokenizations: list[Tokenization] = []
+        self.embeds = True
+        self.embeddings: list[Embedding] = []
         self.running = self.cancelled = 0
         self.chat_format: str | None = "chatglm3"
         self.unloaded: set[str] = set()
@@ -133,6 +153,14 @@ class FakeUpstream:
         finally:
             self.running -= 1
 
+    async def embed(self, request: Embedding) -> Vector:
+        """Return the text's length, and a half."""
+        self.embeddings.append(request)
+        if not self.embeds:
+            raise InvalidRequestError("The model does not embed.", param="model")
+        given = request.prompt.ids if isinstance(request.prompt, TokenIds) else request.prompt.text
+        return Vector(values=[float(len(given)), 0.5], tokens=len(given))
+
     def models(self) -> list[ModelCard]:
         return [
             ModelCard(
@@ -142,6 +170,7 @@ class FakeUpstream:
                 max_context=64,
                 unloaded=name in self.unloaded,
                 chat_format=self.chat_format,
+                settings=self.settings.model(name),
             )
             for name in self._models
         ]

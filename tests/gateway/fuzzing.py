@@ -5,12 +5,13 @@ documented schema, and no success for what the document rules out. What the docu
 fields that exclude each other are not in it, and JSON Schema's integers may be written 1.0, ours not.
 """
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import schemathesis
-from hypothesis import HealthCheck, Phase, given
+from hypothesis import HealthCheck, Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -23,7 +24,12 @@ from schemathesis.specs.openapi.checks import (
 from tests.gateway.kserve.legacy import predict_body
 
 RIGHT, WRONG = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
-GENERATING = ("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses")
+GENERATING = (
+    "POST /v1/chat/completions",
+    "POST /v1/completions",
+    "POST /v1/responses",
+    "POST /v1/messages",
+)
 
 _CHECKS: list[Any] = [
     not_a_server_error,
@@ -33,7 +39,13 @@ _CHECKS: list[Any] = [
     negative_data_rejection,
 ]
 
-_OF_MESSAGES = ("tool_choice", "response_format", "structured_outputs", "add_generation_prompt")
+_OF_MESSAGES = (
+    "tool_choice",
+    "response_format",
+    "structured_outputs",
+    "add_generation_prompt",
+    "chat_template_kwargs",
+)
 """What a text to tokenise cannot have; a text to continue may have some of them, and does without."""
 
 _MODEL_FIELDS = ("model", "model_name", "model_id")
@@ -66,6 +78,8 @@ def mend(body: Any, more: Mapping[str, Any]) -> None:
     if isinstance(body.get("prompt"), str):
         for name in ("messages", "tools", *_OF_MESSAGES):
             body.pop(name, None)
+    elif body.keys() & {"tools", *_OF_MESSAGES}:
+        body.setdefault("messages", [{"role": "user"}])
     for message in body.get("messages") or ():
         message.setdefault("content", "hi")
         message["content"] = message["content"] or "hi"
@@ -99,7 +113,8 @@ def run(
     """
     statuses: Counter[int] = Counter()
 
-    # Not derived from the test's name, and without a database: the same cases in every run and place.
+    # With a seed and without a database: the same cases in every run and place.
+    @seed(int(os.environ.get("FUZZ_SEED", "1")))
     @hypothesis_settings(
         max_examples=cases, phases=[Phase.generate], database=None, suppress_health_check=list(HealthCheck)
     )

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gateway.fleet import Place
+from gateway.telemetry.metrics import Place
 
 
 def places(table: int, count: int = 2) -> list[Place]:

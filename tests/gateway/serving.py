@@ -11,11 +11,9 @@ import openai
 import uvicorn
 
 from gateway.app import create_app
-from gateway.configuration import load_settings
-from gateway.listeners import base_url, bind
-from gateway.resources import Gateway
-from gateway.server import make_server
-from gateway.settings import Settings
+from gateway.http.record import Gateway
+from gateway.server import base_url, bind, make_server
+from gateway.settings import Settings, load_settings
 from tests.gateway.fake_upstream import FakeUpstream
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -26,7 +24,7 @@ def settings(**values: Any) -> Settings:
     return load_settings({"port": 0, **values})
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[..., bool]) -> None:  # called with nothing: a loop's value is its default
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.01)
@@ -88,18 +86,20 @@ class Served:
 
 @asynccontextmanager
 async def in_process(upstream: FakeUpstream, **values: Any) -> AsyncIterator[Served]:
-    app = create_app(settings(**values), upstream)
+    upstream.settings = settings(**values)
+    app = create_app(upstream.settings, upstream)
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://gateway") as http,
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as http,
     ):
         yield Served(app.state.gateway, upstream, http)
 
 
 @asynccontextmanager
 async def on_socket(upstream: FakeUpstream, *, key: str = "unused", **values: Any) -> AsyncIterator[Served]:
-    app = create_app(settings(**values), upstream)
+    upstream.settings = settings(**values)
+    app = create_app(upstream.settings, upstream)
     listener = bind("127.0.0.1", 0)
     url = base_url(listener)
     server = make_server(app)

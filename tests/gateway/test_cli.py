@@ -10,13 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 import gateway.cli
-from gateway.check import Finding
 from gateway.cli import greeting, main
-from gateway.configuration import settings_table
-from gateway.listeners import base_url, bind, bind_gateway
-from gateway.setting_types import revealed
-from gateway.settings import Settings
-from gateway.up import TritonOptions
+from gateway.commands.check import Finding
+from gateway.server import base_url, bind, bind_gateway, claim
+from gateway.settings import Settings, settings_table
+from gateway.settings.values import revealed
+from gateway.up import Replica, triton_command
 from wire.events import Ready
 
 READY = Ready(grpc="127.0.0.1:1", metrics="127.0.0.1:3", repository_key="some=key", models=["m", "n"])
@@ -32,11 +31,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.append(settings)
         return 0
 
-    def run_up(options: TritonOptions, serve: Any, _out: Any) -> int:
-        calls.append(options)
-        return serve(READY)
+    def run_up(replicas: list[Replica], serve: Any, _out: Any) -> int:
+        calls.append(replicas)
+        code: int = serve([f"127.0.0.1:{number}" for number in range(1, len(replicas) + 1)], READY, print)
+        return code
 
-    monkeypatch.setattr(gateway.cli, "run_gateway", run_gateway)
+    monkeypatch.setattr("gateway.workers.run", run_gateway)
     monkeypatch.setattr(gateway.cli, "run_up", run_up)
     return calls
 
@@ -56,7 +56,7 @@ def test_every_setting_has_its_flag() -> None:
 
 def test_serve(served: list[Any]) -> None:
     assert run("serve", "--port", "0", "--models", "a,b", "--allow-anonymous", "--host", "::")[0] == 0
-    assert (served[0].port, served[0].models, served[0].allow_anonymous) == (0, ("a", "b"), True)
+    assert (served[0].port, [*served[0].models], served[0].allow_anonymous) == (0, ["a", "b"], True)
 
 
 @pytest.mark.parametrize("command", ["serve", "check", "up"])
@@ -93,7 +93,7 @@ def test_triton_clients_are_served_where_triton_used_to_be(
         asked.append((ports, more["grpc_port"]))
         return []
 
-    monkeypatch.setattr(gateway.cli, "bind_gateway", bind_gateway)
+    monkeypatch.setattr("gateway.server.bind_gateway", bind_gateway)
     run("up", "--port", "8080")
     run("up", "--kserve-http-port", "9000")
     assert asked == [([8080, 8000], 8001), ([8080, 9000], 8001)]
@@ -111,6 +111,8 @@ def test_up(served: list[Any]) -> None:
         "0",
         "--dtype",
         "float32",
+        "--quantization",
+        "int8",
         "--port",
         "0",
     ]
@@ -118,21 +120,42 @@ def test_up(served: list[Any]) -> None:
     limits += ["--burst-steps", "0"]
     contracts = ["--contract", "a=unbatched", "--contract", "batched"]
     assert run("up", *arguments, *KSERVE, "--device", "cpu", *limits, *contracts)[0] == 0
-    options, settings = served
-    assert options == TritonOptions(
-        models=("a=/x", "/y"),
+    (replica,), settings = served
+    assert replica.command == triton_command(
+        model=("a=/x", "/y"),
         metrics_port=0,
         device="cpu",
+        memory_share=0.5,
         dtype="float32",
+        quantization="int8",
         max_batched_tokens=9,
         burst_tokens=12,
         burst_steps=0,
     )
-    assert (settings.upstreams, settings.models, settings.max_waiting) == (("127.0.0.1:1",), ("m", "n"), 3)
-    assert (settings.drain_s, settings.log_level) == (5.0, "warning")
+    assert (settings.upstreams, [*settings.models], settings.max_waiting) == (("127.0.0.1:1",), ["m", "n"], 3)
+    assert (settings.drain_s, settings.log_level, settings.log_format) == (5.0, "warning", "plain")
     assert revealed(settings.repository_key) == "some=key"
     assert settings.contract == ("a=unbatched", "batched")
     assert (settings.kserve_http_port, settings.kserve_grpc_port) == (0, 0)
+
+
+def test_one_gateway_serves_all_replicas(served: list[Any]) -> None:
+    assert run("up", "--port", "0", *KSERVE, "--device", "cuda:0,cuda:1", "--replicas", "2")[0] == 0
+    replicas, settings = served
+    assert [replica.name for replica in replicas] == ["Replica 1 (cuda:0)", "Replica 2 (cuda:1)"]
+    assert settings.upstreams == ("127.0.0.1:1", "127.0.0.1:2")
+    status, text = run("up", "--device", "cuda:0,auto")
+    assert (status, "auto stands alone" in text) == (2, True)
+
+
+def test_up_serves_the_names_of_a_models_file(served: list[Any], tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text("models: {pub: {entry: m}}")
+    assert run("up", *KSERVE, "--port", "0", "--models-file", str(file))[0] == 0
+    _, settings = served
+    assert settings.model("pub").entry == "m"
+    assert settings.model("pub").upstreams == ("127.0.0.1:1",)
+    assert [*settings.models] == ["pub"]
 
 
 def test_up_keeps_what_was_asked_for(served: list[Any]) -> None:
@@ -156,7 +179,7 @@ def test_the_greeting_is_a_command(tmp_path: Path) -> None:
     assert json.loads(command[-1])["model"] == "it's"
     text = greeting("u", ["m"], listeners, keyed=True)
     assert "Authorization: Bearer $KEY" in text
-    assert f"For clients of Triton: HTTP {base_url(listeners.http[1])}, gRPC {listeners.grpc}\n" in text
+    assert f"(for clients of Triton: HTTP {base_url(listeners.http[1])}, gRPC {listeners.grpc})\n" in text
     for each in (alone, listeners):
         each.close()
 
@@ -167,7 +190,7 @@ def test_check(monkeypatch: pytest.MonkeyPatch, ok: bool) -> None:
         await asyncio.sleep(0)
         return [Finding(ok=ok, text=f"upstream within {timeout_s}")]
 
-    monkeypatch.setattr(gateway.cli, "check_upstreams", found)
+    monkeypatch.setattr("gateway.commands.check.check", found)
     status, text = run("check", "--timeout-s", "2")
     assert status == (0 if ok else 1)
     assert "upstream within 2.0" in text
@@ -177,3 +200,28 @@ def test_the_command_is_installed() -> None:
     command = Path(sys.executable).with_name("tritongate")
     done = subprocess.run([command, "--version"], capture_output=True, text=True, check=False)
     assert done.stdout.startswith("tritongate ")
+
+
+@pytest.mark.parametrize("module", ["click", "gateway.settings", "gateway.app", "gateway.kserve.grpc"])
+def test_ctrl_c_while_modules_are_imported_is_a_word(module: str) -> None:
+    program = f"""
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Finder())
+sys.argv[1:] = ["up", "--port", "0"]
+import gateway.commands
+gateway.commands.run()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopping\n")
+
+
+def test_a_port_of_a_start_under_way_is_taken(served: list[Any]) -> None:
+    with bind("127.0.0.1", 0) as other, claim(other):
+        status, text = run("up", "--port", str(other.getsockname()[1]), *KSERVE)
+    assert (status, "another tritongate is starting" in text) == (1, True)
+    assert not served[1:]

@@ -4,7 +4,26 @@ import socket
 
 import pytest
 
-from gateway.listeners import ListenError, base_url, bind, bind_all, bind_gateway, listen_all, listen_gateway
+from gateway.errors import ListenError
+from gateway.server import Listeners, base_url, bind, bind_gateway, claim, listen_gateway
+from tests.ports import free_ports
+
+
+def bind_all(stack: contextlib.ExitStack, host: str, port: int, count: int) -> list[Listeners]:
+    """Bind one port for HTTP."""
+    listeners = bind_gateway(host, [port], count=count)
+    for each in listeners:
+        stack.callback(each.close)
+    return listeners
+
+
+def test_metrics_have_an_address_of_their_own() -> None:
+    (port,) = free_ports(1)
+    for count in (1, 2):
+        listeners = bind_gateway("127.0.0.1", [0], metrics_address=f"127.0.0.1:{port}", count=count)
+        assert [each.http[-1].getsockname() for each in listeners] == [("127.0.0.1", port)] * count
+        for each in listeners:
+            each.close()
 
 
 def test_a_taken_port_is_told() -> None:
@@ -12,6 +31,14 @@ def test_a_taken_port_is_told() -> None:
         first.listen()
         with pytest.raises(ListenError, match="Address already in use"):
             bind("127.0.0.1", first.getsockname()[1])
+
+
+def test_a_start_holds_its_address_before_it_listens() -> None:
+    with bind("127.0.0.1", 0) as first:
+        host, port = first.getsockname()
+        with claim(first), bind(host, port) as second, pytest.raises(ListenError, match="is starting there"):
+            claim(second)
+        claim(first).close()
 
 
 def test_an_address_of_nobody() -> None:
@@ -35,7 +62,7 @@ def test_an_ipv6_address_may_be_written_as_in_a_url() -> None:
 
 def test_an_address_for_several_sockets_is_parted_among_those_that_listen() -> None:
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(each) for each in bind_all("127.0.0.1", 0, 3)]
+        listeners = [each.http[0] for each in bind_all(stack, "127.0.0.1", 0, 3)]
         assert len({each.getsockname() for each in listeners}) == 1
         for each in listeners[1:]:
             each.listen(64)
@@ -54,21 +81,21 @@ def test_an_address_for_several_sockets_is_parted_among_those_that_listen() -> N
 @pytest.mark.parametrize("others", [1, 2], ids=["alone", "shared"])
 def test_an_address_is_never_shared_with_a_stranger(others: int) -> None:
     with contextlib.ExitStack() as stack:
-        for each in bind_all("127.0.0.1", 0, others):
-            stack.enter_context(each).listen()
-            address = each.getsockname()
+        for each in bind_all(stack, "127.0.0.1", 0, others):
+            each.http[0].listen()
+            host, port = each.http[0].getsockname()
         with pytest.raises(ListenError, match="Address already in use"):
-            bind_all(*address, 2)
+            bind_all(stack, host, port, 2)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_who_comes_second_to_a_bound_address_may_not_listen(host: str) -> None:
     with contextlib.ExitStack() as stack:
-        first = [stack.enter_context(each) for each in bind_all(host, 0, 2)]
-        second = [stack.enter_context(each) for each in bind_all(*first[0].getsockname()[:2], 2)]
-        listen_all(first)
+        first = bind_all(stack, host, 0, 2)
+        second = bind_all(stack, host, first[0].http[0].getsockname()[1], 2)
+        listen_gateway(first)
         with pytest.raises(ListenError, match="Address already in use"):
-            listen_all(second)
+            listen_gateway(second)
 
 
 @pytest.mark.parametrize("count", [1, 2])

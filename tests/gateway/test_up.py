@@ -6,64 +6,129 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from gateway.up import EmbeddedTriton, Report, TritonFailedError, TritonOptions, run_up
+from gateway.up import EmbeddedTritons, Replica, Report, plan_replicas, run_up, triton_command
 from wire import events
 
+LIVE = '{"event":"live","grpc":"127.0.0.1:1","metrics":"127.0.0.1:3"}'
+OTHER_LIVE = LIVE.replace(":1", ":4")
 READY = '{"event":"ready","grpc":"127.0.0.1:1","metrics":"127.0.0.1:3","repository_key":"k=v","models":["m"]}'
 UNTIL_EOF = "import sys; sys.stdin.read()"
 
 
-@pytest.fixture
-def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Have the given Python program run in the embedded server's place."""
-
-    def use(program: str) -> None:
-        monkeypatch.setattr(TritonOptions, "command", lambda _: [sys.executable, "-uc", program])
-
-    return use
+def child(program: str, name: str = "") -> Replica:
+    """A Python program that runs in the embedded server's place; `begin()` says that it runs and is ready."""
+    said = f"def begin():\n    print({LIVE!r})\n    print({READY!r})\n"
+    return Replica(command=[sys.executable, "-uc", said + program], environment={"WHICH": name}, name=name)
 
 
 def test_command_line() -> None:
-    options = TritonOptions(
-        models=("a=/x", "/y"),
-        metrics_port=0,
-        device="cuda:1",
-        dtype="float32",
-        max_running=512,
-        kv_memory_gib=1.5,
+    command = triton_command(
+        model=("a=/x", "/y"), metrics_port=0, device="cuda:1", max_context=None, kv_memory_gib=1.5
     )
-    command = options.command()
     assert command[:4] == [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin"]
     assert " ".join(command[4:]) == (
-        "--log-level critical --device cuda:1 --dtype float32 --metrics-port 0 --max-running 512 "
-        "--kv-memory-gib 1.5 --model a=/x --model /y"
+        "--model a=/x --model /y --metrics-port 0 --device cuda:1 --kv-memory-gib 1.5"
     )
 
 
-def test_serves_when_ready_and_stops_the_child(child: Callable[[str], None]) -> None:
-    child(f"print('{READY}'); {UNTIL_EOF}")
-    seen: list[events.Ready] = []
+def plan(device: str, count: int | None, **more: object) -> list[Replica]:
+    return plan_replicas(device, count, **{"metrics_port": 8002, "models": (), **more})
 
-    def serve(ready: events.Ready) -> int:
-        seen.append(ready)
+
+def flags(replica: Replica) -> str:
+    return " ".join(replica.command[4:])
+
+
+def test_one_replica_has_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (only,) = plan("cuda:1", None, models=("a=/x",), max_context=9)
+    assert flags(only) == "--model a=/x --metrics-port 8002 --device cuda:1 --max-context 9"
+    assert only.name == ""
+    assert only.environment.keys() == {"TRITONGATE_REPOSITORY_KEY"}
+
+
+def test_devices_are_given_in_turn_and_what_is_shared_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    three = plan("cuda:0,cuda:1", 3)
+    assert [replica.name for replica in three] == [
+        "Replica 1 (cuda:0)",
+        "Replica 2 (cuda:1)",
+        "Replica 3 (cuda:0)",
+    ]
+    assert [flags(replica) for replica in three] == [
+        "--metrics-port 8002 --device cuda:0 --memory-share 0.5",
+        "--metrics-port 8003 --device cuda:1",
+        "--metrics-port 8004 --device cuda:0 --memory-share 0.5",
+    ]
+    assert {replica.environment["OMP_NUM_THREADS"] for replica in three} == {"2"}
+    (key,) = {replica.environment["TRITONGATE_REPOSITORY_KEY"] for replica in three}
+    assert key != plan("cpu", 1)[0].environment["TRITONGATE_REPOSITORY_KEY"]
+
+
+def test_what_was_chosen_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    for replica in plan("cpu", 2, metrics_port=0, kv_memory_gib=1.5):
+        assert flags(replica) == "--metrics-port 0 --device cpu --kv-memory-gib 1.5"
+        assert "OMP_NUM_THREADS" not in replica.environment
+
+
+def test_several_models_divide_a_device_too() -> None:
+    assert flags(plan("cpu", 2, models=("/a", "/b"))[1]).endswith("--memory-share 0.25")
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "words"),
+    [
+        ("cuda:0,cuda:1", 1, "--replicas 1 are fewer than the devices of --device cuda:0,cuda:1"),
+        ("cuda:0,auto", None, "auto stands alone"),
+        ("auto,auto", None, "auto stands alone"),
+    ],
+)
+def test_replicas_that_cannot_be_meant(device: str, count: int | None, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plan(device, count)
+
+
+def test_serves_when_ready_and_stops_the_child() -> None:
+    replica = child(f"begin(); {UNTIL_EOF}")
+    seen: list[tuple[Sequence[str], events.Ready]] = []
+
+    def serve(addresses: Sequence[str], ready: events.Ready, _: object) -> int:
+        seen.append((addresses, ready))
         return 0
 
     out = io.StringIO()
-    assert run_up(TritonOptions(), serve, out) == 0
-    assert seen[0].grpc == "127.0.0.1:1"
-    assert seen[0].models == ["m"]
+    assert run_up([replica], serve, out) == 0
+    ((addresses, ready),) = seen
+    assert addresses == ["127.0.0.1:1"]
+    assert ready.models == ["m"]
     assert "Triton is ready: gRPC 127.0.0.1:1" in out.getvalue()
 
 
-def test_a_child_that_fails_to_start_is_the_reason(child: Callable[[str], None]) -> None:
-    child("""print('{"event":"failed","message":"no such model"}'); raise SystemExit(1)""")
+def test_serves_all_as_soon_as_one_is_ready() -> None:
+    loading = child(f"print({OTHER_LIVE!r}); {UNTIL_EOF}", "Replica 2")
     out = io.StringIO()
-    assert run_up(TritonOptions(), _must_not_serve, out) == 1
+
+    def serve(addresses: Sequence[str], ready: events.Ready, _: object) -> int:
+        assert addresses == ["127.0.0.1:1", "127.0.0.1:4"]
+        assert ready.models == ["m"]
+        return 0
+
+    assert run_up([child(f"begin(); {UNTIL_EOF}", "Replica 1"), loading], serve, out) == 0
+    assert "Replica 1: Triton is ready" in out.getvalue()
+    assert "Replica 2: Triton is ready" not in out.getvalue()
+
+
+def test_a_child_that_fails_to_start_is_the_reason() -> None:
+    replica = child("""print('{"event":"failed","message":"no such model"}'); raise SystemExit(1)""")
+    out = io.StringIO()
+    assert run_up([replica], _must_not_serve, out) == 1
     assert out.getvalue() == "Error: no such model\n"
 
 
@@ -71,77 +136,109 @@ def test_a_child_that_fails_to_start_is_the_reason(child: Callable[[str], None])
     ("program", "reason"),
     [("raise SystemExit(3)", "status 3"), ("import os; os.kill(os.getpid(), 9)", "signal 9")],
 )
-def test_a_child_that_ends_without_a_word(child: Callable[[str], None], program: str, reason: str) -> None:
-    child(program)
-    with (
-        EmbeddedTriton(TritonOptions(), lambda _: None) as triton,
-        pytest.raises(TritonFailedError, match=reason),
-    ):
-        triton.wait_ready()
-
-
-def test_a_child_that_dies_later_ends_the_gateway(child: Callable[[str], None]) -> None:
-    child(f"print('{READY}'); import os, time; time.sleep(0.3); os.kill(os.getpid(), 9)")
+def test_of_several_the_one_that_failed_is_named(program: str, reason: str) -> None:
     out = io.StringIO()
-    assert run_up(TritonOptions(), _serve_until_sigterm, out) == 1
-    assert "ended by itself (killed by signal 9)" in out.getvalue()
+    replicas = [child(f"print({LIVE!r}); {UNTIL_EOF}", "Replica 1"), child(program, "Replica 2")]
+    assert run_up(replicas, _must_not_serve, out) == 1
+    assert out.getvalue().startswith("Error: Replica 2: the process of the embedded Triton ended by itself")
+    assert reason in out.getvalue()
+
+
+def test_a_replica_that_fails_to_start_while_another_serves_ends_the_gateway(tmp_path: Path) -> None:
+    late = f"""print({OTHER_LIVE!r})
+import pathlib, time
+while not pathlib.Path({str(tmp_path / "serving")!r}).exists(): time.sleep(0.02)
+"""
+
+    def serve(addresses: Sequence[str], ready: events.Ready, _: object) -> int:
+        (tmp_path / "serving").touch()
+        return _serve_until_sigterm(addresses, ready)
+
+    out = io.StringIO()
+    assert run_up([child(f"begin(); {UNTIL_EOF}", "Replica 1"), child(late, "Replica 2")], serve, out) == 1
+    assert "Error: Replica 2: the process of the embedded Triton ended" in out.getvalue()
+
+
+def test_a_child_that_dies_later_is_started_again_on_its_ports_and_the_others_serve_on(
+    tmp_path: Path,
+) -> None:
+    dies = f"""
+import os, pathlib, sys, time
+lives = pathlib.Path({str(tmp_path / "lives")!r})
+with lives.open("a") as file: file.write(" ".join(sys.argv[1:]) + "\\n")
+begin()
+if len(lives.read_text().splitlines()) == 1: os.kill(os.getpid(), 9)
+{UNTIL_EOF}"""
+    out = io.StringIO()
+
+    def serve(addresses: Sequence[str], *_: object) -> int:
+        while out.getvalue().count("Replica 2: Triton is ready") < 2:
+            time.sleep(0.02)
+        return len(addresses)
+
+    assert run_up([child(f"begin(); {UNTIL_EOF}", "Replica 1"), child(dies, "Replica 2")], serve, out) == 2
+    assert "Replica 2: Triton is down (the process of the embedded Triton ended by itself" in out.getvalue()
+    assert (tmp_path / "lives").read_text().splitlines() == ["", "--grpc-port 1 --metrics-port 3"]
+    assert out.getvalue().count("Replica 1: Triton is ready") == 1
+
+
+def test_a_child_that_dies_again_before_it_is_ready_ends_the_gateway(tmp_path: Path) -> None:
+    dies = f"""
+import os, pathlib, time
+if not (seen := pathlib.Path({str(tmp_path / "seen")!r})).exists():
+    seen.touch()
+    begin()
+    time.sleep(0.3)
+os.kill(os.getpid(), 9)"""
+    out = io.StringIO()
+    assert run_up([child(dies)], _serve_until_sigterm, out) == 1
+    assert out.getvalue().endswith("ended by itself (killed by signal 9)\n")
+    assert "starting it again" in out.getvalue()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_it_starts_stops_it(
-    child: Callable[[str], None], number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child(f"import os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); {UNTIL_EOF}")
+    replica = child(f"import os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); {UNTIL_EOF}")
     # A shell's background job, which this run may be part of, inherits that SIGINT is ignored.
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
-    waiting, original = threading.Event(), EmbeddedTriton.wait_ready
+    waiting, original = threading.Event(), EmbeddedTritons.wait_ready
 
-    def wait_ready(triton: EmbeddedTriton) -> events.Ready:
+    def wait_ready(tritons: EmbeddedTritons) -> tuple[list[str], events.Ready]:
         waiting.set()
-        return original(triton)
+        return original(tritons)
 
     def send() -> None:
         waiting.wait()  # else it could come amid the start of the child, which nobody has a hold of then
         _signal_once_written(tmp_path / "pid", number)
 
-    monkeypatch.setattr(EmbeddedTriton, "wait_ready", wait_ready)
+    monkeypatch.setattr(EmbeddedTritons, "wait_ready", wait_ready)
     threading.Thread(target=send, daemon=True).start()
     try:
-        assert run_up(TritonOptions(), _must_not_serve, io.StringIO()) == 130
+        out = io.StringIO()
+        assert run_up([replica], _must_not_serve, out) == 130
+        assert out.getvalue() == "stopping\n"
     finally:
         signal.signal(signal.SIGINT, inherited)
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_forced_end_does_not_wait_for_the_child(child: Callable[[str], None]) -> None:
-    ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    child(f"{ignore}; print('{READY}'); {UNTIL_EOF}; time.sleep(0.5)")
-    kept: list[EmbeddedTriton] = []
-    original = EmbeddedTriton.abandon
-
-    def abandon(triton: EmbeddedTriton) -> None:
-        kept.append(triton)
-        original(triton)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EmbeddedTriton, "abandon", abandon)
-        assert run_up(TritonOptions(), lambda _: 130, io.StringIO()) == 130
-    process = kept[0]._process
-    assert process is not None
-    assert process.poll() is None
-    process.kill()
-    process.wait()
-    assert process.stdin is not None
-    process.stdin.close()
+def test_a_forced_end_does_not_wait_for_the_child(tmp_path: Path) -> None:
+    ignore = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    pid = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
+    replica = child(f"{ignore}; {pid}; begin(); {UNTIL_EOF}; time.sleep(60)")
+    began = time.monotonic()
+    assert run_up([replica], lambda *_: 130, io.StringIO()) == 130
+    assert time.monotonic() - began < 60
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # an error if it is gone
 
 
-def test_the_child_is_out_of_reach_of_the_terminals_signals(child: Callable[[str], None]) -> None:
-    child(f"print('{READY}'); {UNTIL_EOF}")
-    with EmbeddedTriton(TritonOptions(), lambda _: None) as triton:
-        triton.wait_ready()
-        assert triton._process is not None
-        assert os.getpgid(triton._process.pid) != os.getpgid(0)
+def test_the_child_is_out_of_reach_of_the_terminals_signals(tmp_path: Path) -> None:
+    group = f"import os; open({str(tmp_path / 'group')!r}, 'w').write(str(os.getpgid(0)))"
+    assert run_up([child(f"{group}; begin(); {UNTIL_EOF}")], lambda *_: 0, io.StringIO()) == 0
+    assert int((tmp_path / "group").read_text()) != os.getpgid(0)
 
 
 def test_report_rewrites_one_line_on_a_terminal() -> None:
@@ -152,9 +249,16 @@ def test_report_rewrites_one_line_on_a_terminal() -> None:
     out = Terminal()
     report = Report(out)
     report(events.Loading("m", 0.0))
-    report(events.Loading("m", 1.0, 0.43))
+    report(events.Loading("m", 1.0, 0.43, "12.5GB"))
+    report(events.Loading("m", 2.0, 1.0, "12.5GB"))
     report(events.ModelUp("m"))
-    assert out.getvalue() == ("Loading m (0 s)\r\x1b[KLoading m 43% (1 s)\r\x1b[KModel m is up again\n")
+    erase = "\r\x1b[K"
+    shown = [
+        "Loading m (0 s)",
+        "Loading m 43% of 12.5GB (1 s)",
+        "Warming up m (2 s)",
+    ]
+    assert out.getvalue() == erase.join([*shown, "Model m is up again\n"])
 
 
 def test_report_elsewhere_says_loading_now_and_then() -> None:
@@ -177,18 +281,17 @@ def test_report_elsewhere_says_loading_now_and_then() -> None:
     ]
 
 
-def test_other_output_of_the_child_is_shown(child: Callable[[str], None]) -> None:
-    child(f"print('what is this'); print('{READY}'); {UNTIL_EOF}")
+def test_other_output_of_the_child_is_shown() -> None:
     out = io.StringIO()
-    run_up(TritonOptions(), lambda _: 0, out)
+    run_up([child(f"print('what is this'); begin(); {UNTIL_EOF}")], lambda *_: 0, out)
     assert out.getvalue().startswith("what is this\n")
 
 
-def _must_not_serve(_: events.Ready) -> int:
+def _must_not_serve(*_: object) -> int:
     raise AssertionError
 
 
-def _serve_until_sigterm(_: events.Ready) -> int:
+def _serve_until_sigterm(*_: object) -> int:
     ended = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
     try:

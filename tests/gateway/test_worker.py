@@ -8,11 +8,10 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.configuration import restore_settings
-from gateway.fleet import Place
-from gateway.listeners import Listeners
+from gateway.server import Listeners
 from gateway.settings import Settings
-from gateway.worker import decode_order, encode_order
+from gateway.telemetry.metrics import Place
+from gateway.workers import decode_order, encode_order
 
 
 class Socket:
@@ -23,7 +22,7 @@ class Socket:
         return self._descriptor
 
 
-LISTENERS = Listeners(http=(Socket(5), Socket(6)), grpc="[::1]:7")  # type: ignore[arg-type]
+LISTENERS = Listeners(http=(Socket(5), Socket(6)), grpc="[::1]:7")
 PLACE = Place(number=1, count=3, folder=Path("/nowhere"), table=7)
 
 words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
@@ -38,31 +37,69 @@ keys = st.fixed_dictionaries(
         "max_in_flight": bounds,
         "requests_per_minute": bounds,
         "tokens_per_minute": bounds,
+        "tokens_per_day": st.none() | st.integers(1, 2**40 - 1),
+        "models": st.lists(words, max_size=2).map(tuple),
     }
 ).flatmap(lambda rest: st.builds(lambda secret: rest | secret, st.builds(lambda key: {"key": key}, words)))
-hashes = st.just({"sha256": "0aF9" * 16})
+hashes = st.builds(lambda *each: {"sha256": each}, st.just("0aF9" * 16), st.just("1" * 64))
 values: dict[str, st.SearchStrategy[Any]] = {
     "host": words,
-    "port": st.integers(0, 1023),
+    "port": st.integers(0, 1022),
     "kserve_http_port": st.none() | st.integers(1024, 9999),
     "kserve_grpc_port": st.none() | st.integers(10_000, 65535),
     "contract": st.lists(st.sampled_from(["batched", "m=unbatched", "a/b=chatglm2"])).map(tuple),
     "upstreams": st.lists(addresses, min_size=1).map(tuple),
+    "upstream_ca": st.just(()),
+    "upstream_cert": st.just(()),
+    "upstream_key": st.just(()),
+    "tls_cert": st.none(),
+    "tls_key": st.none(),
+    "metrics_address": st.none() | st.just("127.0.0.1:1023"),
+    "plain_repository_key": st.just(value=True),
     "repository_key": st.none() | st.just("a-header=with = signs, and commas"),
-    "models": st.lists(words).map(tuple),
+    "models": st.lists(words)
+    | st.dictionaries(
+        words,
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "entry": words,
+                "system": words,
+                "stop": st.lists(words, max_size=8),
+                "defaults": st.just({"temperature": 0.5, "max_tokens": 9}),
+                "limits": st.just({"n": 2}),
+                "contract": st.sampled_from(["batched", "chatglm2"]),
+            },
+        ),
+    ),
+    "models_file": st.none() | st.just("models.yaml"),
     "api_keys": st.lists(keys | hashes).map(
         lambda keys: tuple({"name": str(number)} | key for number, key in enumerate(keys))
     ),
+    "keys_file": st.none() | st.just("keys.yaml"),
     "allow_anonymous": st.just(value=True),
     "metrics_need_key": st.booleans(),
+    "chat_page": st.booleans(),
+    "warn_of_faults": st.booleans(),
+    "vllm_metrics": st.booleans(),
     "workers": st.integers(1, 64),
     "default_max_tokens": bounds,
+    "allowed_hosts": st.lists(st.sampled_from(["*", "a.example"]), max_size=2, unique=True).map(tuple),
+    "cors_origins": st.lists(st.sampled_from(["*", "https://a.example"]), max_size=2, unique=True).map(tuple),
     "max_choices": st.integers(1, 128),
     "strict": st.booleans(),
+    "resume": st.booleans(),
     "log_level": st.sampled_from(["debug", "info", "warning", "error"]),
-    "log_format": st.sampled_from(["json", "text"]),
+    "log_format": st.sampled_from(["json", "text", "plain"]),
     "log_sample": share,
     "log_prompts": st.booleans(),
+    "tokenizers": st.lists(st.sampled_from(["/", "m=/"]), max_size=2, unique=True).map(tuple),
+    "load_on_demand": st.sampled_from([True]),  # which others need
+    "max_loaded_models": st.none() | st.integers(1, 9),
+    "min_loaded_s": st.floats(0, 99),
+    "unload_idle_s": st.none() | st.floats(0.1, 99),
+    "pinned_models": st.lists(st.sampled_from(["a", "b"]), unique=True).map(tuple),
+    "adapters": st.lists(st.just("tuned=m"), max_size=1).map(tuple),
     "trace_endpoint": st.none() | st.just("http://127.0.0.1:4318/v1/traces"),
     "trace_sample": share,
 } | {
@@ -78,8 +115,9 @@ def test_every_setting_is_tried_below() -> None:
 
 @given(st.fixed_dictionaries({}, optional=values))
 def test_an_order_has_every_setting_secrets_too(chosen: dict[str, Any]) -> None:
+    defaults = {"allow_anonymous": True, "load_on_demand": True, "plain_repository_key": True}
     with variables():
-        settings = restore_settings({"allow_anonymous": True} | chosen)
+        settings = Settings(**defaults | chosen)
     line = encode_order(settings, LISTENERS, PLACE)
     assert line.count(b"\n") == 1
     # What has changed since must not part a replaced worker from the others.
@@ -90,7 +128,7 @@ def test_an_order_has_every_setting_secrets_too(chosen: dict[str, Any]) -> None:
         TRITONGATE_CONFIG="/nowhere/at.all",
     ):
         order = decode_order(line)
-        restored = restore_settings(order.settings)
+        restored = Settings(**order.settings)
     assert restored.model_dump() == settings.model_dump()
     assert (order.http, order.grpc, order.place) == ([5, 6], "[::1]:7", PLACE)
 

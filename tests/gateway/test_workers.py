@@ -15,14 +15,16 @@ import psutil
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from gateway import fleet, workers
-from gateway.configuration import load_settings
-from gateway.listeners import bind_gateway
+from gateway import workers
+from gateway.server import bind_gateway
+from gateway.settings import load_settings
+from gateway.telemetry import metrics as worker_metrics
 from tests.gateway.kserve.legacy import body, question
 from tests.gateway.serving import CHAT, MESSAGES
 from tests.gateway.triton.fake_triton import FakeTriton, accepted, finished, reply, until
 from tests.gateway.two_workers import STARTED_S, TRITONGATE, Gateway, gateway_of_two, is_whole, stream
 from tests.ports import free_ports
+from tests.processes import wait_ended
 from tests.tied import tied
 from wire.meta import Meta
 
@@ -213,7 +215,7 @@ async def test_a_stuck_worker_does_not_keep_the_others_from_ending(gateway: Gate
     stuck, other = gateway.workers().values()
     stuck.suspend()
     gateway.process.terminate()
-    assert not (await asyncio.to_thread(psutil.wait_procs, [other], 30))[1]
+    assert not await asyncio.to_thread(wait_ended, [other], 30)
     if signals > 1:
         gateway.process.terminate()
     async with asyncio.timeout(60):
@@ -232,7 +234,7 @@ async def test_a_signal_while_workers_start_ends_them() -> None:
     children = parent.children()
     async with asyncio.timeout(60):
         assert await process.wait() == 0
-    assert not psutil.wait_procs(children, 20)[1]
+    assert not wait_ended(children, 20)
 
 
 async def test_workers_take_no_modules_from_the_working_directory(tmp_path: Path) -> None:
@@ -264,14 +266,14 @@ async def test_workers_end_with_a_killed_parent(gateway: Gateway) -> None:
     assert folder.is_dir()
     gateway.process.kill()
     await gateway.process.wait()
-    assert not (await asyncio.to_thread(psutil.wait_procs, workers, 30))[1]
+    assert not await asyncio.to_thread(wait_ended, workers, 30)
     assert not folder.exists()
 
 
 def test_one_that_dies_again_before_it_listened_leaves_a_good_listener(tmp_path: Path, table: int) -> None:
     (listeners,) = bind_gateway("127.0.0.1", [0])
     (listener,) = listeners.http
-    place = fleet.Place(number=0, count=1, folder=tmp_path, table=table)
+    place = worker_metrics.Place(number=0, count=1, folder=tmp_path, table=table)
     worker = workers._Worker(load_settings({"upstreams": ("127.0.0.1:1",)}), listeners, place)
     listener.listen()
     for _ in range(3):
@@ -294,12 +296,12 @@ async def test_one_that_hangs_is_replaced(
     monkeypatch.setattr(workers, "_MISSES_AT_START", 10**6)  # looks; a start takes seconds
     settings = load_settings({"upstreams": (triton.address,), "port": 0})
     (listeners,) = bind_gateway("127.0.0.1", [0])
-    place = fleet.Place(number=0, count=1, folder=tmp_path, table=table)
+    place = worker_metrics.Place(number=0, count=1, folder=tmp_path, table=table)
     worker = workers._Worker(settings, listeners, place)
     keeping = asyncio.create_task(worker.keep())
     async with asyncio.timeout(STARTED_S):
         await worker.ready.wait()
-        while not await fleet.answers(place):  # noqa: ASYNC110 - another process's
+        while not await worker_metrics.answers(place):  # noqa: ASYNC110 - another process's
             await asyncio.sleep(0.05)
     await asyncio.sleep(0.5)  # ten looks
     hung = worker._process

@@ -14,6 +14,7 @@ import psutil
 from tests.gateway.serving import CHAT, MESSAGES
 from tests.gateway.triton.fake_triton import FakeTriton
 from tests.ports import free_ports
+from tests.processes import wait_ended
 from tests.tied import tied
 
 TRITONGATE = Path(sys.executable).with_name("tritongate")
@@ -30,7 +31,7 @@ class Gateway:
     def workers(self) -> dict[int, psutil.Process]:
         """Return the living ones by process id."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return {each.pid: each for each in children if "gateway.worker" in each.cmdline()}
+        return {each.pid: each for each in children if "gateway.workers" in each.cmdline()}
 
     async def series(self, name: str) -> dict[str, float]:
         """Return a metric's sums by worker."""
@@ -42,7 +43,7 @@ class Gateway:
                 await asyncio.sleep(0.05)
                 text = (await http.get(self.url + "/metrics")).text
         for labels, value in re.findall(rf"^{name}{{(.*)}} (\S+)$", text, re.MULTILINE):
-            worker = re.search(r'worker="(\d+)"', labels)[1]
+            worker = re.search(r'worker="(\d+)"', labels).group(1)
             sums[worker] = sums.get(worker, 0.0) + float(value)
         return sums
 
@@ -88,7 +89,7 @@ async def gateway_of_two(triton: FakeTriton, folder: Path, more: Mapping[str, in
         if process.returncode is None:
             process.terminate()
             await process.wait()
-        assert not psutil.wait_procs(children, 20)[1]
+        assert not wait_ended(children, 20)
 
 
 async def stream(url: str) -> str:

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md names every room there is; it and the contract name no file or heading that is gone."""
+"""ARCHITECTURE.md names every room there is; it, its pages and the contract name no file that is gone."""
 
 import re
 from fnmatch import fnmatch
@@ -8,7 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-DOCUMENTS = ("ARCHITECTURE.md", "wire/README.md")
+INTERNALS = tuple(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("internals-*.md")))
+DOCUMENTS = ("ARCHITECTURE.md", "wire/README.md", *INTERNALS)
 SIDES = {"gateway": "Gateway", "triton_models": "Model side"}
 TREES = (*SIDES, "wire", "deploy", "tests", "bench", "demo")
 ELSEWHERE = {"errors.py", "version.py"}

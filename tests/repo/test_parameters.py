@@ -1,4 +1,4 @@
-"""The READMEs' table of parameters, held against the SDK's requests and against the gateway, row by row."""
+"""The documents' table of parameters, held against the SDK's requests and against the gateway, row by row."""
 
 import json
 import re
@@ -13,22 +13,23 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from gateway.openai import chat_request, completion_request, responses_request
+from gateway.openai import chat_request, responses_request
+from gateway.openai import completions as completion_request
 from tests.gateway.fake_upstream import FakeUpstream, say_choices
 from tests.gateway.serving import Served, in_process
 
 ROOT = Path(__file__).parents[2]
 KINDS = {
-    "README.md": (
+    "docs/parameters.md": (
         "honoured",
         "honoured, beyond OpenAI",
         "bookkeeping",
         "ignored, named in the header",
         "refused (400)",
     ),
-    "README.zh.md": ("生效", "生效（OpenAI 之外）", "登记", "忽略并在响应头中列出", "拒绝（400）"),
+    "docs/parameters.zh.md": ("生效", "生效（OpenAI 之外）", "登记", "忽略并在响应头中列出", "拒绝（400）"),
 }
-HONOURED, BEYOND, BOOKKEEPING, IGNORED, REFUSED = KINDS["README.md"]
+HONOURED, BEYOND, BOOKKEEPING, IGNORED, REFUSED = KINDS["docs/parameters.md"]
 
 
 @dataclass(frozen=True)
@@ -49,19 +50,19 @@ ROUTES = {
     "/v1/chat/completions": Route(
         chat_create_params.CompletionCreateParamsStreaming,
         frozenset(chat_request.ChatRequest.model_fields),
-        chat_request.UNSUPPORTED,
+        chat_request.ChatRequest.unsupported,
         {"model": "glm", "messages": [{"role": "user", "content": "hi"}]},
     ),
     "/v1/completions": Route(
         completion_create_params.CompletionCreateParamsStreaming,
         frozenset(completion_request.CompletionRequest.model_fields),
-        completion_request.UNSUPPORTED,
+        completion_request.CompletionRequest.unsupported,
         {"model": "glm", "prompt": "hi"},
     ),
     "/v1/responses": Route(
         response_create_params.ResponseCreateParamsStreaming,
         frozenset(responses_request.ResponsesRequest.model_fields),
-        {**responses_request.UNSUPPORTED, **responses_request.STORED},
+        responses_request.ResponsesRequest.unsupported,
         {"model": "glm", "input": "hi"},
     ),
 }
@@ -118,12 +119,14 @@ ASKING_FOR: Mapping[str, Any] = {
     "bad_words": ["no"],
     "truncate_prompt_tokens": 2,
     "priority": 1,
+    "include_timings": True,
     "user": "ann",
     "metadata": {"a": "b"},
     "service_tier": "flex",
     "safety_identifier": "s",
     "prompt_cache_key": "k",
     "reasoning": {"effort": "low"},
+    "reasoning_effort": "low",
 }
 """A value of each parameter that asks for something; those that the table gives a value have that one."""
 
@@ -159,24 +162,24 @@ class Row:
     example: Any
 
 
-def rows_of(readme: str) -> list[Row]:
-    text = (ROOT / readme).read_text(encoding="utf-8")
+def rows_of(page: str) -> list[Row]:
+    text = (ROOT / page).read_text(encoding="utf-8")
     table = text.split("<!-- parameters -->\n")[1].split("<!-- /parameters -->")[0]
     rows = []
     for line in table.splitlines()[2:]:
         route, kind, parameters = (cell.strip() for cell in line.strip("|").split("|"))
         for item in re.findall(r"`(.*?)`", parameters):
             name, _, example = item.partition(": ")
-            kind_here = KINDS["README.md"][KINDS[readme].index(kind)]
+            kind_here = KINDS["docs/parameters.md"][KINDS[page].index(kind)]
             rows.append(Row(route.strip("`"), kind_here, name, json.loads(example) if example else None))
     return rows
 
 
-ROWS = rows_of("README.md")
+ROWS = rows_of("docs/parameters.md")
 
 
-def test_both_readmes_have_the_same_table() -> None:
-    assert rows_of("README.zh.md") == ROWS
+def test_both_languages_have_the_same_table() -> None:
+    assert rows_of("docs/parameters.zh.md") == ROWS
 
 
 @pytest.mark.parametrize("path", ROUTES)

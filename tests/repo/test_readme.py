@@ -1,22 +1,22 @@
-"""What the READMEs say is true: settings, metrics and the quick start's commands."""
+"""What the READMEs and docs/ say is true. Their commands are run in `tests/e2e/test_quick_start.py`."""
 
-import json
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from gateway.configuration import settings_table
-from tests.e2e.up_process import UpProcess
+from gateway.settings import settings_table
 
 ROOT = Path(__file__).parents[2]
 READMES = ("README.md", "README.zh.md")
 
 
-def blocks(readme: str, language: str) -> list[str]:
-    text = (ROOT / readme).read_text(encoding="utf-8")
+PAGES = (*READMES, *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")))
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
@@ -29,76 +29,34 @@ def settings_as_documented() -> str:
     return "\n".join(rows)
 
 
-def test_the_settings_table_is_the_settings() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["settings.md", "settings.zh.md"])
+def test_the_settings_table_is_the_settings(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     documented = text.split("<!-- settings -->\n")[1].split("\n<!-- /settings -->")[0]
     assert documented == settings_as_documented()
 
 
-@pytest.mark.parametrize("readme", READMES)
-def test_make_targets_in_the_readme_exist(readme: str) -> None:
+@pytest.mark.parametrize("page", PAGES)
+def test_make_targets_in_the_documents_exist(page: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     commands = [
-        line for block in blocks(readme, "bash") for line in block.splitlines() if line.startswith("make")
+        line for block in blocks(page, "bash") for line in block.splitlines() if line.startswith("make")
     ]
-    assert commands
+    assert commands or page not in {*READMES, "docs/getting-started.md", "docs/development.md"}
     for command in commands:
         assert re.search(rf"^{command.split()[1]}:", makefile, re.MULTILINE), command
 
 
-def test_both_readmes_show_the_same_commands() -> None:
-    english, chinese = (
-        [shlex.split(block, comments=True) for block in blocks(readme, "bash")] for readme in READMES
-    )
-    assert english == chinese
+@pytest.mark.parametrize("page", [page for page in PAGES if not page.endswith(".zh.md")])
+def test_both_languages_show_the_same_commands(page: str) -> None:
+    chinese = page.replace(".md", ".zh.md")
+    if chinese in PAGES:
+        assert commands_of(page) == commands_of(chinese)
 
 
-@pytest.fixture(scope="module")
-def quick_start() -> UpProcess:
-    process = UpProcess()
-    try:
-        yield process.wait_ready()
-    finally:
-        process.close()
+def commands_of(page: str) -> list[list[str]]:
+    return [shlex.split(block, comments=True) for block in blocks(page, "bash")]
 
 
-def greedy(program: str) -> str:
-    """Return a program that asks at temperature 0, unless it has another one."""
-    model = 'model="chatglm3-demo",'
-    assert model in program
-    return program if "temperature" in program else program.replace(model, f"{model} temperature=0,")
-
-
-@pytest.mark.e2e
-def test_the_quick_start_answers(quick_start: UpProcess) -> None:
-    """`make up` without a model, the README's curl line and its Python, and Ctrl-C.
-
-    The Python is asked greedily: of a thousand sampled answers, a few are in words that nobody expects.
-    """
-    here = quick_start.base_url
-    (curl,) = [block for block in blocks("README.md", "bash") if block.startswith("curl")]
-    done = subprocess.run(
-        ["bash", "-c", curl.replace("http://127.0.0.1:8080", here)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    events = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line.startswith("data: ")]
-    assert events[-1] == "[DONE]"
-    choices = [json.loads(event)["choices"][0] for event in events[:-1]]
-    assert choices[-1]["finish_reason"] == "stop"
-    assert "chatglm3-demo" in "".join(choice["delta"].get("content", "") for choice in choices)
-    printed = quick_start.output
-    assert f"{here}/v1/chat/completions" in printed
-    assert "a few pages by heart" in printed
-    for readme in READMES:
-        for program, answer in zip(blocks(readme, "python"), ("OpenAI", "sure=", "221"), strict=True):
-            answered = subprocess.run(
-                [quick_start.python, "-c", greedy(program.replace("http://127.0.0.1:8080", here))],
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=100,
-            )
-            assert answer in answered.stdout
-    assert quick_start.stop() == 0
+def test_the_documents_begin_with_the_readmes_commands() -> None:
+    assert commands_of("docs/getting-started.md") == commands_of("README.md")

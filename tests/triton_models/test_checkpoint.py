@@ -15,6 +15,7 @@ from triton_models.checkpoint import find_shards, load_model, open_shard, progre
 from triton_models.directory import read_json
 from triton_models.engine.linear import Linear
 from triton_models.engine.models.chatglm import ChatGLM, LayerWeights
+from triton_models.engine.quantised import QUANTISATIONS, QuantisedLinear
 from triton_models.errors import CheckpointError, UnsupportedArchitectureError
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -37,7 +38,9 @@ def configure(directory: Path, name: str = "config.json", **values: Any) -> None
 
 
 def load(directory: Path) -> ChatGLM:
-    return load_model(directory, torch.float32, CPU)
+    model = load_model(directory, torch.float32, CPU)
+    assert isinstance(model, ChatGLM)
+    return model
 
 
 def respread(directory: Path, shards: int, suffix: str) -> list[Path]:
@@ -113,9 +116,8 @@ def test_rope_ratio_is_read_and_null_flags_are_defaults(directory: Path) -> None
         ("fp32_residual_connection", True),
         ("interleaved_qkv", True),
         ("tie_word_embeddings", True),
-        ("quantization_bit", 4),
         ("pre_seq_len", 128),
-        ("model_type", "llama"),
+        ("model_type", "bloom"),
         ("model_type", None),
     ],
 )
@@ -127,24 +129,17 @@ def test_what_the_forward_pass_does_not_do_is_refused_by_name(
         read_config(directory)
 
 
-@pytest.mark.parametrize("model_type", ["glm", "glm4"])
-def test_a_conversion_to_native_classes_is_refused_by_its_name(directory: Path, model_type: str) -> None:
-    configure(directory, model_type=model_type)
-    with pytest.raises(UnsupportedArchitectureError, match=f"own classes .*{model_type}.*not supported yet"):
-        read_config(directory)
-
-
 def test_a_model_that_sees_is_refused(directory: Path) -> None:
     configure(directory, vision_config={"image_size": 1120})
     with pytest.raises(UnsupportedArchitectureError, match="sees images"):
         read_config(directory)
 
 
-def test_long_context_chatglm2_is_refused(directory: Path) -> None:
+def test_long_context_chatglm2_divides_positions_instead(directory: Path) -> None:
     configure(directory, rope_ratio=16)
     configure(directory, "tokenizer_config.json", name_or_path="THUDM/chatglm2-6b-32k")
-    with pytest.raises(UnsupportedArchitectureError, match="long-context ChatGLM2"):
-        read_config(directory)
+    config = read_config(directory)
+    assert (config.rope_ratio, config.position_ratio) == (1, 16)
 
 
 @pytest.mark.parametrize(
@@ -254,6 +249,43 @@ def test_a_truncated_shard_is_named(directory: Path, suffix: str) -> None:
         load(directory)
 
 
+@pytest.mark.parametrize("name", QUANTISATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_are_quantised_while_they_are_read(directory: Path, name: str, dtype: torch.dtype) -> None:
+    plain = load_model(directory, torch.float32, CPU)
+    respread(directory, 3, "safetensors")
+    calls: list[tuple[int, int]] = []
+    model = load_model(
+        directory, dtype, CPU, lambda filled, total: calls.append((filled, total)), quantization=name
+    )
+    assert calls[-1][0] == calls[-1][1]
+    assert isinstance(model, ChatGLM)
+    assert isinstance(plain, ChatGLM)
+    assert torch.equal(model.embedding, plain.embedding.to(dtype))
+    pairs = [(model.head, plain.head)]
+    for mine, theirs in zip(model.layers, plain.layers, strict=True):
+        assert torch.equal(mine.input_norm, theirs.input_norm)
+        assert torch.equal(mine.qkv.bias, theirs.qkv.bias.to(dtype))
+        pairs += [(getattr(mine, each), getattr(theirs, each)) for each in ("qkv", "gate_up", "down")]
+        pairs.append((mine.attention_out, theirs.attention_out))
+    for quantised, linear in pairs:
+        assert isinstance(quantised, QUANTISATIONS[name])
+        expected = QUANTISATIONS[name].empty(*linear.weight.shape, bias=False, dtype=dtype, device=CPU)
+        expected.place.copy_(linear.weight)
+        assert torch.equal(quantised.weight, expected.weight)
+        assert torch.equal(quantised.scales, expected.scales)
+    stored = [each for each, _ in pairs if isinstance(each, QuantisedLinear)]
+    matrices = sum(each.weight.nbytes + each.scales.nbytes for each in stored)
+    others = calls[-1][1] - matrices + model._rotary.cos.nbytes * 2
+    assert model.config.nbytes(dtype, QUANTISATIONS[name]) == matrices + others
+
+
+def test_a_tensor_that_cannot_be_quantised_is_named(directory: Path) -> None:
+    change(directory, lambda tensors: tensors[DENSE].fill_(torch.inf))
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: tensor '{DENSE}' holds .*not finite"):
+        load_model(directory, torch.float32, CPU, quantization="int8")
+
+
 def test_progress_ends_at_the_whole_model() -> None:
     calls: list[tuple[int, int]] = []
     load_model(GOLDEN / "chatglm2", torch.float32, CPU, lambda filled, total: calls.append((filled, total)))
@@ -288,7 +320,7 @@ def test_tensors_come_back_as_they_were(tmp_path: Path, name: str, write: Callab
     write(TENSORS, tmp_path / name)
     assert find_shards(tmp_path) == {tmp_path / name: None}
     with open_shard(tmp_path / name) as shard:
-        assert shard.names() == {"a", "b"}
+        assert shard.names == {"a", "b"}
         for key, tensor in TENSORS.items():
             assert torch.equal(shard.read(key), tensor)
 
@@ -370,8 +402,8 @@ def test_whatever_byte_of_a_pickle_is_damaged_the_file_is_named(tmp_path: Path) 
 
 
 class Evil:
-    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
-        return Path.touch, (Path("/nonexistent/never"),)  # type: ignore[return-value]
+    def __reduce__(self) -> tuple[Callable[[Path], object], tuple[Path]]:
+        return Path.touch, (Path("/nonexistent/never"),)
 
 
 def test_a_pickle_that_asks_for_more_than_tensors_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from triton_models import checkpoint
 from triton_models.checkpoint import load_model, read_config
 from triton_models.errors import CheckpointError
 
@@ -26,7 +27,8 @@ def resident(field):
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
 
 before = resident("VmRSS")
-model = load_model(Path(sys.argv[1]), torch.float32, torch.device("cpu"))
+how = sys.argv[2] or None
+model = load_model(Path(sys.argv[1]), torch.float32, torch.device("cpu"), quantization=how)
 print(resident("VmHWM") - before)
 """
 
@@ -43,8 +45,34 @@ def test_a_model_that_no_machine_holds_is_refused_before_it_is_allocated(
         load_model(tmp_path, torch.float32, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_the_peak_of_memory_is_about_one_shard_above_the_model(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "share", "words"),
+    [
+        (None, 0.5, r"GiB in torch\.float32, .* with quantization int8 it takes"),
+        (None, 0.2, r"GiB in torch\.float32, .* with quantization int4 it takes"),
+        ("int8", 0.2, "GiB in int8, .* with quantization int4 it takes"),
+        ("int4", 0.1, "GiB in int4, .* no quantization would fit: int4 takes"),
+    ],
+)
+def test_the_refusal_says_which_quantization_would_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None, share: float, words: str
+) -> None:
+    config = json.loads((GOLDEN / "chatglm3" / "config.json").read_text(encoding="utf-8"))
+    config |= {"num_layers": 40, "hidden_size": 4096, "ffn_hidden_size": 13696}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "model.safetensors").symlink_to(GOLDEN / "chatglm3" / "model.safetensors")
+    there = int(share * read_config(tmp_path).nbytes(torch.float32))
+    monkeypatch.setattr(checkpoint, "total_bytes", lambda _device: there)
+    with pytest.raises(CheckpointError, match=words):
+        load_model(tmp_path, torch.float32, torch.device("cpu"), quantization=quantization)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "quantization"), [("safetensors", ""), ("bin", ""), ("safetensors", "int4")]
+)
+def test_the_peak_of_memory_is_about_one_shard_above_the_model(
+    tmp_path: Path, suffix: str, quantization: str
+) -> None:
     config = json.loads((GOLDEN / "chatglm3" / "config.json").read_text(encoding="utf-8"))
     config |= {"num_layers": 6, "hidden_size": 512, "ffn_hidden_size": 4608}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -66,9 +94,12 @@ def test_the_peak_of_memory_is_about_one_shard_above_the_model(tmp_path: Path, s
     assert shard > 28e6
     assert model > 5 * shard
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, tmp_path], capture_output=True, text=True, check=False
+        [sys.executable, "-c", MEASURE, tmp_path, quantization], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    if quantization:
+        # The embedding is not quantised; what is quantised at once takes a few times its size in float32.
+        model, shard = model // 5, 3 * shard
     assert model < int(done.stdout) < model + 1.8 * shard
 
 

@@ -17,8 +17,10 @@ DEMO = "chatglm3-demo"
 OPTIONS_SET = {
     "format": "chatglm2",
     "dtype": "bfloat16",
+    "quantization": "int4",
     "max_context": 4096,
     "kv_memory_gib": 1.5,
+    "memory_share": 0.5,
     "max_running": 8,
     "max_waiting": 16,
     "max_batched_tokens": 256,

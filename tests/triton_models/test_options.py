@@ -68,7 +68,7 @@ def test_tritons_own_parameters_are_left_alone() -> None:
         ({"checkpoint": "x", "max_contxt": "5"}, "unknown parameter 'max_contxt'; known: checkpoint, format"),
         ({"checkpoint": "x", "max_context": "many"}, "max_context: 'many' is not a whole number"),
         ({"checkpoint": "x", "max_context": "1.5"}, "max_context: '1.5' is not a whole number"),
-        ({"checkpoint": "x", "max_context": "1"}, "max_context must be at least 2, not 1"),
+        ({"checkpoint": "x", "max_context": "1"}, "max_context must be at least 32, not 1"),
         ({"checkpoint": "x", "max_waiting": "-1"}, "max_waiting must be at least 0, not -1"),
         ({"checkpoint": "x", "kv_memory_gib": "1,5"}, "kv_memory_gib: '1,5' is not a number"),
         ({"checkpoint": "x", "dtype": "int3"}, "dtype must be auto, float32, bfloat16 or float16, not int3"),
@@ -108,7 +108,7 @@ def test_the_engines_own_defaults_are_those_that_are_said() -> None:
 def test_the_engine_has_an_option_for_each_of_its_limits() -> None:
     own = {"block_size", "kv_blocks", "prefix_cache", "failure_limit"}
     limits = {field.name for field in fields(EngineSettings)} - own
-    assert limits == BY_NAME.keys() - {"format", "dtype", "heartbeat_s", "trace_endpoint"}
+    assert limits == BY_NAME.keys() - {"format", "dtype", "quantization", "heartbeat_s", "trace_endpoint"}
 
 
 def test_values_are_checked_by_name() -> None:

@@ -46,3 +46,8 @@ def test_a_heartbeat_is_its_number() -> None:
 def test_what_is_no_frame_is_refused(document: bytes, where: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=where):
         decode_frame(document)
+
+
+def test_what_is_not_utf_8_is_no_frame() -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode_frame(b'{"frame":1,"te\xf8ts":[]}')

@@ -1,9 +1,12 @@
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
 from wire.history import decode_history
 from wire.request import decode_request
 
+Decode = Callable[[bytes], object]
 DEEP = b"[" * 10_000 + b"]" * 10_000
 
 
@@ -16,7 +19,7 @@ DEEP = b"[" * 10_000 + b"]" * 10_000
         (decode_request, b'{"detokenize":' + DEEP + b"}"),
     ],
 )
-def test_nesting_without_end_is_the_documents_fault(decode: object, document: bytes) -> None:
+def test_nesting_without_end_is_the_documents_fault(decode: Decode, document: bytes) -> None:
     with pytest.raises(msgspec.ValidationError, match="nested too deeply"):
         decode(document)
 
@@ -29,7 +32,7 @@ def test_nesting_without_end_is_the_documents_fault(decode: object, document: by
         (decode_request, b'{"tokenize":"\xff"}'),
     ],
 )
-def test_bytes_that_are_no_text_are_the_documents_fault(decode: object, document: bytes) -> None:
+def test_bytes_that_are_no_text_are_the_documents_fault(decode: Decode, document: bytes) -> None:
     with pytest.raises(msgspec.DecodeError, match="utf-8"):
         decode(document)
 
@@ -42,6 +45,6 @@ def test_bytes_that_are_no_text_are_the_documents_fault(decode: object, document
         (decode_request, b'{"detokenize":[9223372036854775808]}'),
     ],
 )
-def test_numbers_that_fit_no_tensor_are_the_documents_fault(decode: object, document: bytes) -> None:
+def test_numbers_that_fit_no_tensor_are_the_documents_fault(decode: Decode, document: bytes) -> None:
     with pytest.raises(msgspec.ValidationError, match="<="):
         decode(document)

@@ -22,7 +22,7 @@ CONTRACT = (Path(__file__).parents[2] / "wire" / "README.md").read_text(encoding
 def table_after(words: str) -> list[str]:
     """Return the first column of the table that follows `words`, without its code marks."""
     rows = CONTRACT.split(words)[1].split("\n\n")[1].splitlines()[2:]
-    return [re.match(r"\| `(\w+)` \|", row)[1] for row in rows]
+    return [re.match(r"\| `(\w+)` \|", row).group(1) for row in rows]
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,12 @@ FULL = Meta(
     finish_reason="stop",
     stop_reason="END",
     usage=Usage(prompt_tokens=3, completion_tokens=1, cached_tokens=2),
+    queue_s=0.5,
     delivered=Delivered(deltas=2, frame=9),
     cancelled=False,
-    probe=ProbeReport(heartbeat_age_s=0.1, running=1, waiting=0, format="chatglm3", max_context=512),
+    probe=ProbeReport(
+        heartbeat_age_s=0.1, running=1, waiting=0, kv_usage=0.5, format="chatglm3", max_context=512
+    ),
     tokenized=Tokenized(ids=[1, 2], strings=["a", "b"]),
 )
 
@@ -79,3 +82,8 @@ def test_another_document_is_refused_by_path(document: bytes, where: str) -> Non
 def test_what_is_not_json_is_refused() -> None:
     with pytest.raises(msgspec.DecodeError):
         decode_meta(b"{")
+
+
+def test_what_is_not_utf_8_is_no_document() -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode_meta(b'{"to\xf8kens":1}')

@@ -14,7 +14,9 @@ def test_every_refusal_comes_back_out_of_what_triton_makes_of_it(code: RefusalCo
 def test_a_message_that_quotes_a_client_at_length_still_fits_a_grpc_status() -> None:
     text = refusal_text(RefusalCode.INVALID_REQUEST, "unknown field `" + "键" * 100_000)
     assert len(text.encode()) * len("%XX") < 16 * 1024
-    assert parse_refusal(text)[1].startswith("unknown field `键")
+    parsed = parse_refusal(text)
+    assert parsed is not None
+    assert parsed[1].startswith("unknown field `键")
 
 
 @pytest.mark.parametrize(

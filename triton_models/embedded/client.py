@@ -8,22 +8,16 @@ import msgspec
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from triton_models.embedded.errors import CallError
+from triton_models.embedded.errors import ModelError
 from wire import names, strings
-from wire.meta import Meta, ProbeReport, decode_meta
+from wire.meta import ProbeReport, decode_meta
 from wire.request import Probe, encode_request
 
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # proxies set in the environment are not for 127.0.0.1
     ("grpc.use_local_subchannel_pool", 1),  # do not inherit the back-off of a dead server's channel
-    # A refused connection is tried again soon: these are the pauses. The other one is, in spite of its name,
-    # how long a connection may take, and on a busy machine that is more than a moment.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),
-    ("grpc.min_reconnect_backoff_ms", 5_000),
 )
-
-_CONNECTION_LOST = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+_PROBE = encode_request(Probe(probe=True))
 
 
 class TritonClient:
@@ -48,14 +42,14 @@ class TritonClient:
         """Ask whether the server is live."""
         try:
             return bool((await self._call("ServerLive", pb.ServerLiveRequest(), timeout_s)).live)
-        except CallError:
+        except ModelError:
             return False
 
     async def load(self, entry: str) -> None:
         """Load `entry`; returns when it is ready, after its warm-up, which may take minutes.
 
         Raises:
-            CallError: Triton could not load it, or is gone.
+            ModelError: Triton could not load it, or is gone.
         """
         await self._call("RepositoryModelLoad", pb.RepositoryModelLoadRequest(model_name=entry), None)
 
@@ -63,7 +57,7 @@ class TritonClient:
         """Ask Triton to unload `entry`; it answers at once, and only then waits for the entry's streams.
 
         Raises:
-            CallError: Triton refused, or did not answer in time.
+            ModelError: Triton refused, or did not answer in time.
         """
         request = pb.RepositoryModelUnloadRequest(model_name=entry)
         await self._call("RepositoryModelUnload", request, timeout_s)
@@ -71,12 +65,10 @@ class TritonClient:
     async def unloaded(self, entry: str, timeout_s: float) -> bool:
         """Whether `entry` was unloaded on purpose or never loaded, or is being loaded or unloaded.
 
-        False if Triton does not say so in time.
+        Raises:
+            ModelError: Triton did not say so in time.
         """
-        try:
-            index = await self._call("RepositoryIndex", pb.RepositoryIndexRequest(), timeout_s)
-        except CallError:
-            return False
+        index = await self._call("RepositoryIndex", pb.RepositoryIndexRequest(), timeout_s)
         for model in index.models:
             if model.name == entry:
                 gone = model.state in {"", "UNAVAILABLE"} and model.reason in {"", "unloaded"}
@@ -91,61 +83,36 @@ class TritonClient:
         again.
 
         Raises:
-            CallError: the answer is an error, is late, or holds no report.
+            ModelError: the answer is an error, is late, or holds no report.
         """
-        values = {
-            names.PROMPT: b"",
-            names.HISTORY: b"",
-            names.SAMPLING: encode_request(Probe(probe=True)),
-        }
         request = pb.ModelInferRequest(model_name=entry)
-        for name, value in values.items():
+        for name, value in ((names.PROMPT, b""), (names.HISTORY, b""), (names.SAMPLING, _PROBE)):
             request.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
             request.raw_input_contents.append(strings.pack_strings([value]))
         # Without the empty final response, the stream of a request without answers would never end.
         request.parameters["triton_enable_empty_final_response"].bool_param = True
         call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
+        report = None
         try:
-            metas = [meta async for response in call if (meta := _meta(response)) is not None]
+            async for response in call:
+                if response.error_message:
+                    raise ModelError(response.error_message)
+                outputs, raws = response.infer_response.outputs, response.infer_response.raw_output_contents
+                for output, raw in zip(outputs, raws, strict=True):
+                    if output.name == names.META:
+                        report = decode_meta(strings.unpack_strings(raw)[0]).probe
         except grpc.RpcError as error:
-            raise _call_error(error) from error
+            raise ModelError(error.details() or str(error.code())) from error
+        except (msgspec.MsgspecError, ValueError, IndexError) as error:
+            raise ModelError(f"an unreadable meta document: {error}") from error
         finally:
             call.cancel()
-        for meta in metas:
-            if meta.probe is not None:
-                return meta.probe
-        raise CallError("the probe's answer holds no report")
+        if report is None:
+            raise ModelError("the probe's answer holds no report")
+        return report
 
     async def _call(self, method: str, request: Any, timeout_s: float | None) -> Any:
         try:
             return await getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._key)
         except grpc.RpcError as error:
-            raise _call_error(error) from error
-
-
-def _meta(response: Any) -> Meta | None:
-    """Return a response's `meta`; None for the empty final response.
-
-    Raises:
-        CallError: the response is an error, or its `meta` cannot be read.
-    """
-    if response.error_message:
-        raise CallError(response.error_message)
-    outputs = response.infer_response.outputs
-    for output, raw in zip(outputs, response.infer_response.raw_output_contents, strict=True):
-        if output.name == names.META:
-            try:
-                return decode_meta(strings.unpack_strings(raw)[0])
-            except (msgspec.MsgspecError, ValueError, IndexError) as error:
-                raise CallError(f"an unreadable meta document: {error}") from error
-    return None
-
-
-def _call_error(error: Any) -> CallError:
-    """Wrap a `grpc.RpcError`."""
-    code = error.code()
-    return CallError(
-        error.details() or str(code),
-        timed_out=code is grpc.StatusCode.DEADLINE_EXCEEDED,
-        by_server=code not in {grpc.StatusCode.DEADLINE_EXCEEDED, *_CONNECTION_LOST},
-    )
+            raise ModelError(error.details() or str(error.code())) from error

@@ -1,17 +1,19 @@
-"""The served models: their command-line flags, and the repository entries written or found for them.
+"""What every Triton of ours is started with: flags for its models, their repository entries, and its privacy.
 
 A program with these flags must be able to report that parts of the engine are not installed: so what writes
 entries is imported only when it is needed.
 """
 
+import re
 from collections.abc import Callable
-from functools import reduce
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from triton_models.embedded.errors import OptionsError
+from triton_models.directory import detect_format
+from triton_models.embedded.errors import SetupError
+from triton_models.errors import CheckpointError
 from triton_models.options import OPTIONS, Option, Options, Value
 
 BUILT_IN_NAME = "chatglm3-demo"
@@ -21,15 +23,24 @@ BUILT_IN_NOTICE = (
     "Serve a model of yours with --model DIR"
 )
 
-F = TypeVar("F", bound=Callable[..., Any])
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
+"""Of a model on a hub: owner/name."""
+_POINTER, _LONGEST_POINTER = b"version https://git-lfs", 1024
+"""How such a file begins, and how long it is, in bytes, by Git LFS's specification."""
+
+_RESTRICTED = "model-repository,shared-memory,statistics,trace,logging"
+"""The protocols that need the key: the first loads code, the second maps other processes' memory. Health,
+metadata, configurations and inference need none."""
 
 
-def model_flags(command: F) -> F:
+def model_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add a flag for each option to `command`, whose values are None where they are not set."""
-    return reduce(lambda decorated, option: _flag(option)(decorated), reversed(OPTIONS), command)
+    for option in reversed(OPTIONS):
+        command = _flag(option)(command)
+    return command
 
 
-def _flag(option: Option) -> Callable[[F], F]:
+def _flag(option: Option) -> Callable[..., Any]:
     def parse(_context: click.Context, _parameter: click.Parameter, text: str | None) -> Value | None:
         try:
             return None if text is None else option.parse(text)
@@ -41,23 +52,49 @@ def _flag(option: Option) -> Callable[[F], F]:
     return click.option(option.flag, option.name, callback=parse, metavar=metavar, help=text)
 
 
+def private_arguments(key: str) -> list[str]:
+    """Return tritonserver's arguments that keep it to those who know `key` (KEY=VALUE), and off HTTP.
+
+    tritonserver (2.51) takes the key from nowhere else, so whoever can list the machine's processes can read
+    it: it is a second fence behind the network's.
+    """
+    return ["--allow-http=false", f"--grpc-restricted-protocol={_RESTRICTED}:{key}"]
+
+
 def read_model_argument(argument: str) -> tuple[str, Path]:
     """Split `[NAME=]DIR`; without a name, the model is named after the folder.
 
     Raises:
-        OptionsError: there is no such directory, or no config.json in it.
+        SetupError: there is no such directory, or no config.json in it.
     """
     before, equals, after = argument.partition("=")
-    if equals and "/" not in before:
-        name, path = before, Path(after).expanduser().resolve()
-    else:
-        path = Path(argument).expanduser().resolve()
-        name = path.name
+    named = equals and "/" not in before
+    path = Path(after if named else argument).expanduser().resolve()
     if not path.is_dir():
-        raise OptionsError(f"--model {argument}: {path} is not a directory")
+        text = after if named else argument
+        if _HUB_NAME.fullmatch(text):
+            folder = text.partition("/")[2]
+            raise SetupError(
+                f"--model {argument}: not fetched; download it first: "
+                f"hf download {text} --local-dir {folder}, then --model {folder}"
+            )
+        raise SetupError(f"--model {argument}: {path} is not a directory")
     if not (path / "config.json").is_file():
-        raise OptionsError(f"--model {argument}: {path} has no config.json, so it is no checkpoint")
-    return name, path
+        raise SetupError(f"--model {argument}: {path} has no config.json, so it is no checkpoint")
+    if pointers := sorted(each.name for each in path.iterdir() if _is_pointer(each)):
+        raise SetupError(
+            f"--model {argument}: {', '.join(pointers)}: pointers of Git LFS instead of the files; "
+            f"fetch them first: git -C {path} lfs pull"
+        )
+    return before if named else path.name, path
+
+
+def _is_pointer(path: Path) -> bool:
+    """Whether Git LFS has yet to put the file's contents into its place."""
+    if not path.is_file() or path.stat().st_size > _LONGEST_POINTER:
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_POINTER)) == _POINTER
 
 
 def write_models(repository: Path, arguments: tuple[str, ...], *, device: str, options: Options) -> list[str]:
@@ -67,7 +104,7 @@ def write_models(repository: Path, arguments: tuple[str, ...], *, device: str, o
     `cuda:N`) and the same options; of these, those that are None are the engine's to choose.
 
     Raises:
-        OptionsError: an argument is not a checkpoint, or a name is invalid or occurs twice.
+        SetupError: an argument is not a checkpoint, or a name is invalid or occurs twice.
     """
     from triton_models.entries import ModelEntry, write_entry  # noqa: PLC0415 - see the module's docstring
 
@@ -76,23 +113,29 @@ def write_models(repository: Path, arguments: tuple[str, ...], *, device: str, o
     written: list[str] = []
     for name, path in models or [(BUILT_IN_NAME, BUILT_IN_CHECKPOINT)]:
         if name in written:
-            raise OptionsError(f"two models are named {name!r}: write --model NAME=DIR to rename one")
+            raise SetupError(f"two models are named {name!r}: write --model NAME=DIR to rename one")
         try:
             entry = ModelEntry(name=name, checkpoint=str(path), device=device, options=chosen)
         except ValueError as error:
-            raise OptionsError(f"--model {path}: {error}") from error
+            raise SetupError(f"--model {path}: {error}") from error
         write_entry(repository, model=entry)
         written.append(name)
     return written
 
 
-def find_models(repository: Path) -> list[str]:
-    """Return the names of the entries in an existing repository.
+def template_folders(arguments: tuple[str, ...], chat_format: object = None) -> list[str]:
+    """Return NAME=FOLDER of each model in `arguments` whose conversations its chat template writes.
 
-    Raises:
-        OptionsError: it holds none.
+    Args:
+        arguments: as of `write_models`.
+        chat_format: the option `format`; None: the checkpoints say.
     """
-    found = sorted(config.parent.name for config in repository.glob("*/config.pbtxt"))
-    if not found:
-        raise OptionsError(f"{repository} holds no model: no folder with a config.pbtxt")
+    found = []
+    for argument in arguments:
+        name, path = read_model_argument(argument)
+        try:
+            if (chat_format or detect_format(path)) == "template":
+                found.append(f"{name}={path}")
+        except CheckpointError:
+            continue  # the model says so itself when it is loaded
     return found

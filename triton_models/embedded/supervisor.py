@@ -1,21 +1,19 @@
 """Keeps one tritonserver and its models running until it is cancelled: one loop, in it one task a model."""
 
 import asyncio
-import enum
-import logging
+import contextlib
 import re
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Never
 
 from triton_models.embedded.client import TritonClient
-from triton_models.embedded.errors import CallError, EmbeddedError, LoadError, ServerError
-from triton_models.embedded.server import HOST, ServerLog, TritonServer
-from triton_models.embedded.warden import environments
-from wire.events import Event, Loading, ModelDown, ModelUp, Ready, ServerDown, ServerUp, Starting
-
-logger = logging.getLogger(__name__)
+from triton_models.embedded.errors import EmbeddedError, ModelError, ServerError
+from triton_models.embedded.server import ERROR, HOST, PROGRESS, SIZE, ServerLog, TritonServer
+from triton_models.embedded.warden import command_line, kill
+from wire.events import Event, Live, Loading, ModelDown, ModelUp, Ready, ServerDown, ServerUp, Starting
 
 _INTERVAL_S = 1.0
 """Between two probes of a model, and between two reports about its load."""
@@ -33,17 +31,13 @@ _LIVE_MISSES = 6
 _SERVER_DEATH_S = 10.0
 """How long to wait after a failed call for a sign that the server died, before the model is blamed. Its
 warden's end is that sign, and comes after the end of all stubs, which may hold much memory."""
-_FIRST_CLAIM_S = 0.1
-"""How soon after the request to load the server's `python_env_*` folder is there."""
 _ABSENT_LIMIT = 10
 """Checks in a row, one per second, that find no process of a model being loaded."""
 _CANCEL_S = 0.2
-_EARLY_CRASHES = 2
-"""Most crashes before everything is ready that are answered by another start."""
 _FIRST_ATTEMPTS = 3
-"""Attempts at a first load while its process dies each time."""
+"""Before everything is ready: at the server while it crashes, at a model while its process dies."""
 
-_FIRST_PAUSE_S = 0.5
+_SHORTEST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _STABLE_S = 60.0
 
@@ -54,20 +48,8 @@ _LOAD_FAILURE = re.compile(r"is at UNAVAILABLE state: (?:Internal: )?(.*)", re.D
 _TRACEBACK = re.compile(r"\s+At:\n.*", re.DOTALL)
 
 
-class ModelState(enum.Enum):
-    """The state of a model."""
-
-    LOADING = enum.auto()
-    """For the first time in this life of the server."""
-    UP = enum.auto()
-    DOWN = enum.auto()
-    """It failed and is being repaired."""
-    UNLOADED = enum.auto()
-    """It was unloaded through Triton's API, and is left alone until it is loaded through it again."""
-
-
 class Backoff:
-    """Pauses that double from 0.5 s up to 30 s, and start over after a minute without a failure."""
+    """Pauses: none, then from 0.5 s doubled up to 30 s; they start over after a minute without a failure."""
 
     def __init__(self) -> None:
         self._pause = 0.0
@@ -77,7 +59,7 @@ class Backoff:
         """Record a failure; return the seconds to wait before the next attempt."""
         now = time.monotonic()
         calm = now - self._failed_at >= _STABLE_S + self._pause
-        self._pause = _FIRST_PAUSE_S if calm else min(2 * self._pause, _LONGEST_PAUSE_S)
+        self._pause = 0.0 if calm else min(max(2 * self._pause, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
         self._failed_at = now
         return self._pause
 
@@ -86,7 +68,8 @@ class Backoff:
 class _Model:
     name: str
     """Also its repository entry's."""
-    state: ModelState = ModelState.LOADING
+    up: bool = False
+    """It answered a probe after its last load."""
     deaths: int = 0
     """First loads that ended with their process."""
     stubs: set[int] = field(default_factory=set)
@@ -103,9 +86,17 @@ class Supervisor:
         server: not yet started.
         models: names of the repository entries to serve.
         emit: told everything that happens.
+        tokenizers: NAME=FOLDER of models whose conversations the gateway writes.
     """
 
-    def __init__(self, server: TritonServer, models: Sequence[str], emit: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        server: TritonServer,
+        models: Sequence[str],
+        emit: Callable[[Event], None],
+        tokenizers: Sequence[str] = (),
+    ) -> None:
+        self._tokenizers = list(tokenizers)
         self._server = server
         self._models = [_Model(name) for name in models]
         self._emit = emit
@@ -118,54 +109,56 @@ class Supervisor:
 
         Raises:
             ServerError: a requested port is in use, the server did not start, or died before it was ready.
-            LoadError: a model could not be loaded at the first start.
+            ModelError: a model could not be loaded at the first start.
         """
         self._emit(Starting(str(self._server.log.path)))
-        backoff, down, early_crashes = Backoff(), False, 0
-        try:
-            while True:
-                try:
-                    client = await self._server.start()
-                    if down:
-                        self._emit(ServerUp())
-                    await self._live(client)
-                except ServerError as error:
-                    self._server.stop()
-                    early_crashes += error.crashed
-                    if not self._ready and not (error.crashed and early_crashes <= _EARLY_CRASHES):
-                        raise
-                    down, pause = True, backoff.failed()
-                    logger.warning("tritonserver is down: %s", error)
-                    self._emit(ServerDown(str(error), pause))
-                    await asyncio.sleep(pause)
-        finally:
-            self._server.stop()
+        backoff, failures, live = Backoff(), 0, False
+        while True:
+            try:
+                client = await self._server.start()
+                if failures:
+                    self._emit(ServerUp())
+                if not live:
+                    self._emit(Live(**self._addresses()))
+                    live = True
+                await self._live(client)
+            except ServerError as error:
+                failures += 1
+                if not (self._ready or (error.transient and failures < _FIRST_ATTEMPTS)):
+                    raise
+                pause = backoff.failed()
+                down = ServerDown(str(error), pause)
+            finally:
+                self._server.stop()
+            self._emit(down)
+            await asyncio.sleep(pause)
 
-    async def _live(self, client: TritonClient) -> None:
+    def _addresses(self) -> dict[str, str]:
+        return {name: f"{HOST}:{port}" for name, port in self._server.ports._asdict().items()}
+
+    async def _live(self, client: TritonClient) -> Never:
         """Watch one life of the server.
 
         Raises:
             ServerError: it ended, or hangs, or only a new one can help a model.
-            LoadError: a model could not be loaded at the first start.
+            ModelError: a model could not be loaded at the first start.
         """
         tasks = [asyncio.create_task(self._keep(client, model)) for model in self._models]
         tasks.append(asyncio.create_task(self._watch_server(client)))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        except EmbeddedError:
-            raise
-        except Exception as error:
-            logger.exception("watching failed")
-            raise ServerError(f"watching failed: {error!r}") from error
         finally:
-            running = set(tasks)
-            while running:  # repeated: a call that is cancelled may end with another error
-                for task in running:
-                    task.cancel()
-                _, running = await asyncio.wait(running, timeout=_CANCEL_S)
+            while not all(task.done() for task in tasks):
+                for task in tasks:
+                    task.cancel()  # repeated: a call that is cancelled may end with another error
+                await asyncio.wait(tasks, timeout=_CANCEL_S)
+            await asyncio.gather(*tasks, return_exceptions=True)  # else these errors would be logged
             await client.aclose()
+        error = done.pop().exception()
+        if isinstance(error, EmbeddedError):
+            raise error
+        traceback.print_exception(error)
+        raise ServerError(f"watching failed: {error!r}")
 
     async def _watch_server(self, client: TritonClient) -> Never:
         """Raise a ServerError when the server has died or hangs."""
@@ -183,24 +176,37 @@ class Supervisor:
         """Load the model, then probe it; one that died or is stuck is unloaded and loaded again.
 
         Raises:
-            LoadError: a load failed at the first start.
+            ModelError: a load failed at the first start.
             ServerError: only a new server can help.
         """
-        model.state = ModelState.LOADING
+        model.up = down = False
         while True:
             try:
                 await self._load(client, model)
+                model.up = True
+                if down:
+                    self._emit(ModelUp(model.name))
+                if not self._ready and all(each.up for each in self._models):
+                    self._ready = True
+                    names = [each.name for each in self._models]
+                    self._emit(
+                        Ready(
+                            **self._addresses(),
+                            repository_key=self._server.key,
+                            models=names,
+                            tokenizers=self._tokenizers,
+                        )
+                    )
                 fault = await self._watch(client, model)
-            except CallError as error:
+            except ModelError as error:
                 fault = str(error)
-                if not error.by_server:
+                if not await client.live(_CALL_TIMEOUT_S):
                     # A dying server makes calls fail before its death is noticed: not the model's fault.
                     await asyncio.sleep(_SERVER_DEATH_S)
                 model.deaths += fault == _DIED_LOADING
                 if not self._ready and (fault != _DIED_LOADING or model.deaths == _FIRST_ATTEMPTS):
-                    raise LoadError(f"{model.name}: {fault}") from error
-            logger.warning("%s is down: %s", model.name, fault)
-            model.state = ModelState.DOWN
+                    raise ModelError(f"{model.name}: {fault}") from error
+            model.up, down = False, True
             self._emit(ModelDown(model.name, fault))
             await self._clear(client, model)
             await asyncio.sleep(model.backoff.failed())
@@ -209,77 +215,62 @@ class Supervisor:
         """Load the model, and wait until its engine has answered a probe.
 
         Raises:
-            CallError: Triton refused, or the model does not answer.
+            ModelError: Triton refused, or the model does not answer.
             ServerError: the load will never end.
         """
         async with self._loading:
-            await self._await_load(client, model)
+            started, absent = time.monotonic(), 0
+            self._emit(Loading(model.name, 0.0))
+            self._server.log.mark()
+            call = asyncio.create_task(client.load(model.name))
+            try:
+                while not (await asyncio.wait({call}, timeout=_INTERVAL_S))[0]:
+                    elapsed_s = round(time.monotonic() - started, 1)
+                    percent = self._server.log.last(PROGRESS)
+                    read = None if percent is None else min(int(percent), 100) / 100
+                    size = self._server.log.last(SIZE)
+                    self._emit(Loading(model.name, elapsed_s, read, None if size is None else f"{size}B"))
+                    # Triton waits for ever for a stub that dies before it has reported to Triton.
+                    absent = 0 if self._server.stubs(model.name) else absent + 1
+                    if absent == _ABSENT_LIMIT:
+                        raise ServerError(f"{model.name}: its process is gone, and Triton waits for it")
+                await call
+            except ModelError as error:
+                raise ModelError(load_failure(str(error), self._server.log)) from error
+            finally:
+                call.cancel()
         await client.probe(model.name, _FIRST_PROBE_TIMEOUT_S)
-        logger.info("%s is up", model.name)
-        if model.state is ModelState.DOWN:
-            self._emit(ModelUp(model.name))
-        model.state = ModelState.UP
         model.stubs = self._server.stubs(model.name)
-        if not self._ready and all(each.state is ModelState.UP for each in self._models):
-            self._ready = True
-            ports, names = self._server.ports, [each.name for each in self._models]
-            grpc, metrics = f"{HOST}:{ports.grpc}", f"{HOST}:{ports.metrics}"
-            self._emit(Ready(grpc=grpc, metrics=metrics, repository_key=self._server.key, models=names))
-
-    async def _await_load(self, client: TritonClient, model: _Model) -> None:
-        started = time.monotonic()
-        self._emit(Loading(model.name, 0.0))
-        self._server.log.begin_load()
-        before, absent, pause = environments(), 0, _FIRST_CLAIM_S
-        call = asyncio.create_task(client.load(model.name))
-        try:
-            while not (await asyncio.wait({call}, timeout=pause))[0]:
-                pause = _INTERVAL_S
-                self._server.run.claim_environment(before)
-                elapsed_s = round(time.monotonic() - started, 1)
-                self._emit(Loading(model.name, elapsed_s, self._server.log.progress))
-                # Triton waits for ever for a stub that dies before it has reported to Triton.
-                absent = 0 if self._server.stubs(model.name) else absent + 1
-                if absent == _ABSENT_LIMIT:
-                    raise ServerError(f"{model.name}: its process is gone, and Triton goes on waiting for it")
-            await call
-        except CallError as error:
-            cause = load_failure(str(error), self._server.log)
-            raise CallError(cause, by_server=error.by_server) from error
-        finally:
-            call.cancel()
-            self._server.run.claim_environment(before)
 
     async def _watch(self, client: TritonClient, model: _Model) -> str:
         """Watch the model until something is wrong with it; return what is wrong."""
-        misses = 0
+        misses, unloaded = 0, False
         while True:
             fault, certain = await self._examine(client, model)
             if fault is None:
-                misses = 0
-                model.state = ModelState.UP
-            elif await client.unloaded(model.name, _CALL_TIMEOUT_S):
-                misses = 0  # a client of Triton's API unloaded it or is loading it
-                model.state = ModelState.UNLOADED
-            else:
-                misses += 1
-                if certain or misses >= _MISSES:
-                    return fault
+                misses, unloaded = 0, False
+                continue
+            try:
+                # A client of Triton's API may have unloaded it, or be loading it: then it is left alone.
+                unloaded = await client.unloaded(model.name, _CALL_TIMEOUT_S)
+            except ModelError:
+                certain = False  # Triton did not say; until it does, what it said last holds
+            misses = 0 if unloaded else misses + 1
+            if misses >= _MISSES or (misses and certain):
+                return fault
 
     async def _examine(self, client: TritonClient, model: _Model) -> tuple[str | None, bool]:
         """Return what is wrong (None: nothing), and whether a single check is sufficient proof."""
         for _ in range(_CHECKS):
             await asyncio.sleep(_INTERVAL_S / _CHECKS)
-            if not any(self._server.stub_runs(pid, model.name) for pid in model.stubs):
+            if not any(map(command_line, model.stubs)):
                 model.stubs = self._server.stubs(model.name)  # somebody may have loaded it anew
                 if not model.stubs:
                     return "its process died", True
         try:
             report = await client.probe(model.name, _CALL_TIMEOUT_S)
-        except CallError as error:
-            if error.timed_out:
-                return f"no answer to a probe within {_CALL_TIMEOUT_S:.0f} s", False
-            return f"a probe was refused: {error}", _DEAD_STUB in str(error)
+        except ModelError as error:
+            return f"a probe failed: {error}", _DEAD_STUB in str(error)
         if report.heartbeat_age_s > _LONGEST_HEARTBEAT_AGE_S:
             return f"its engine has not moved for {report.heartbeat_age_s:.0f} s", True
         return None, False
@@ -291,11 +282,9 @@ class Supervisor:
         stops. But it holds no memory any more, and a load creates a new instance.
         """
         # A stuck stub would delay its own unloading, and keep its memory beside the new stub's.
-        self._server.kill_stubs(model.name)
-        try:
+        kill(self._server.stubs(model.name))
+        with contextlib.suppress(ModelError):  # the load will say what is wrong
             await client.unload(model.name, _CALL_TIMEOUT_S)
-        except CallError as error:
-            logger.warning("unloading %s: %s", model.name, error)
 
 
 def load_failure(message: str, log: ServerLog) -> str:
@@ -303,7 +292,7 @@ def load_failure(message: str, log: ServerLog) -> str:
     found = _LOAD_FAILURE.search(message)
     if found is not None:
         message = found[1]
-    elif (error := log.last_error) is not None:
+    elif (error := log.last(ERROR)) is not None:
         message = f"{message}: {error}"
     if _DEAD_STUB in message:
         return _DIED_LOADING

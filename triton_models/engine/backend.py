@@ -74,7 +74,10 @@ PLAIN = Backend(
 def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """Choose the fastest backend that runs on `device`."""
     if device.type == "cpu":
-        return cpu_backend(dtype)
+        obstacle = why_not_packed(dtype)
+        matrices = "packed matrices" if obstacle is None else f"matrices as they are ({obstacle})"
+        reason = f"torch operations for the CPU, {matrices}, {dtype}"
+        return replace(PLAIN, reason=reason, convert=pack if obstacle is None else None)
     if device.type != "cuda":
         return PLAIN
     capability = torch.cuda.get_device_capability(device)
@@ -83,17 +86,6 @@ def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     if find_spec("triton") is None:
         return replace(PLAIN, reason="plain torch operations: the package triton is missing")
     return cuda_backend(dtype)
-
-
-def cpu_backend(dtype: torch.dtype) -> Backend:
-    """Return the backend for this CPU: packed matrices, and sampling row by row."""
-    obstacle = why_not_packed(dtype)
-    matrices = "packed matrices" if obstacle is None else f"matrices as they are ({obstacle})"
-    return replace(
-        PLAIN,
-        reason=f"torch operations for the CPU, {matrices}, {dtype}",
-        convert=pack if obstacle is None else None,
-    )
 
 
 def cuda_backend(dtype: torch.dtype) -> Backend:

@@ -40,16 +40,6 @@ class BlockManager:
         self._references = [0] * (blocks + 1)
 
     @property
-    def free(self) -> int:
-        """Number of blocks without holders or useful contents."""
-        return len(self._free)
-
-    @property
-    def cached(self) -> int:
-        """Number of blocks without holders whose contents are kept while there is room."""
-        return len(self._cached)
-
-    @property
     def available(self) -> int:
         """Number of blocks that can be allocated."""
         return len(self._free) + len(self._cached)
@@ -57,7 +47,7 @@ class BlockManager:
     @property
     def used(self) -> int:
         """Number of blocks with holders."""
-        return self.blocks - len(self._free) - len(self._cached)
+        return self.blocks - self.available
 
     def blocks_for(self, tokens: int) -> int:
         """Return how many blocks hold `tokens` tokens."""

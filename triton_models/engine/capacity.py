@@ -30,6 +30,9 @@ GRAPH_BYTES = 2 * 2**20
 LOGITS_COPIES = 10
 """Float32 copies of each logit in a step whose rows all ask for penalties, biases and log-probabilities."""
 
+CONTEXT_BYTES = 2**30
+"""A generous estimate of what the driver, libraries and kernels take of a GPU for one process."""
+
 _SCORES_COPIES = 4
 """Float32 copies of each logit in a slice of a prompt whose log-probabilities are requested."""
 
@@ -102,9 +105,10 @@ def _choose_blocks(
         reason = f"{settings.kv_memory_gib} GiB were set"
     else:
         device = model.device
-        free = free_bytes(device)
+        share = settings.memory_share or 1.0
+        free = free_bytes(device, share)
         if device.type == "cuda":
-            steps = needed_bytes(profile_steps(run_largest, device), settings, model.vocab_size)
+            steps = needed_bytes(profile_steps(run_largest, device, share), settings, model.vocab_size)
             memory = int(max(0, free - steps) * GPU_SHARE)
             reason = (
                 f"{GPU_SHARE:.0%} of {free / GIB:.1f} GiB free on {device}, less {steps / GIB:.1f} for steps"
@@ -112,6 +116,8 @@ def _choose_blocks(
         else:
             memory = int(free * CPU_SHARE)
             reason = f"{CPU_SHARE:.0%} of {free / GIB:.1f} GiB of main memory left"
+        if share < 1:
+            reason += f"; a share of {share:.2g}, since other models have the rest"
     fitting = memory // block_bytes
     if fitting < 1:
         raise SettingsError(f"a KV block takes {block_bytes} bytes and {memory} are there ({reason})")
@@ -133,7 +139,7 @@ class Profile:
     graphs: int
 
 
-def profile_steps(run_largest: Callable[[], int], device: torch.device) -> Profile:
+def profile_steps(run_largest: Callable[[], int], device: torch.device, share: float = 1.0) -> Profile:
     """Run the largest steps once on a GPU, and measure.
 
     The runner is the one that will serve, with everything allocated but the KV cache. So what is free before
@@ -143,15 +149,16 @@ def profile_steps(run_largest: Callable[[], int], device: torch.device) -> Profi
     Args:
         run_largest: runs them, and returns how many graphs there will be.
         device: a GPU.
+        share: of it, as in `free_bytes`.
     """
-    before = free_bytes(device)
+    before = free_bytes(device, share)
     torch.cuda.reset_peak_memory_stats(device)
     allocated = torch.cuda.memory_allocated(device)
     graphs = run_largest()
     # The peak is counted when memory is requested, but kernels and libraries are loaded as the device runs.
     torch.cuda.synchronize(device)
     return Profile(
-        held=before - free_bytes(device),
+        held=before - free_bytes(device, share),
         activations=torch.cuda.max_memory_allocated(device) - allocated,
         graphs=graphs,
     )
@@ -174,10 +181,21 @@ def needed_bytes(profile: Profile, settings: EngineSettings, vocabulary: int) ->
     return needed
 
 
-def free_bytes(device: torch.device) -> int:
-    """Return how many bytes this process can still allocate on `device`."""
+def free_bytes(device: torch.device, share: float = 1.0) -> int:
+    """Return how many bytes this process can still allocate on `device`.
+
+    With a `share` under 1, within that share of a GPU, by what this process holds itself: others that start
+    at the same time change what is free, and take what is theirs later. On a CPU, that share of what is free.
+    """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        free, total = torch.cuda.mem_get_info(device)
+        if share < 1:
+            free = min(free, int(share * total) - torch.cuda.memory_reserved(device) - CONTEXT_BYTES)
+        return free
+    return int(share * _free_main_memory())
+
+
+def _free_main_memory() -> int:
     machine = _meminfo("MemAvailable")
     limit = _container_limit()
     if limit is None:

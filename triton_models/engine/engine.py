@@ -1,5 +1,6 @@
 """The engine: token ids in, token ids out, one step at a time."""
 
+import itertools
 import logging
 import threading
 import time
@@ -23,7 +24,7 @@ from triton_models.engine.sequence import (
     check_request,
 )
 from triton_models.engine.settings import EngineSettings
-from triton_models.engine.step import Sampled, Step, StepState
+from triton_models.engine.step import Sampled, Step
 from triton_models.errors import (
     DuplicateRequestError,
     EngineStoppedError,
@@ -45,7 +46,6 @@ class StepStats:
     """Tokens of decoding sequences that became part of an answer."""
     seconds: float
     """From scheduling to sampled tokens."""
-    preemptions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +96,8 @@ class Engine:
         """Steps that were scheduled and are not known to have finished."""
         self._collected_at = 0.0
         self._intake = Intake(settings.max_running + settings.max_waiting)
-        self._arrivals = self._preemptions = self._failed_steps = 0
-        self._sequences: dict[str, Sequence] = {}
+        self._arrivals = itertools.count()
+        self._preemptions = self._failed_steps = 0
         self._outputs: list[TokenOutput] = []
         self._start_scheduler()
         self._runner.capture()
@@ -123,8 +123,19 @@ class Engine:
             EngineStoppedError: the engine has stopped.
         """
         for request in requests:
-            check_request(request, max_context=self._capacity.max_context, vocabulary=self._vocabulary)
-        self._intake.add(requests, self._clock())
+            check_request(request, max_context=self.max_context, vocabulary=self._vocabulary)
+        arrived_at = self._clock()
+        self._intake.add(
+            [
+                Sequence(
+                    request,
+                    arrival=next(self._arrivals),
+                    arrived_at=arrived_at,
+                    max_tokens=request.sampling.max_tokens or self.max_context - len(request.prompt_ids),
+                )
+                for request in requests
+            ]
+        )
 
     def cancel(self, request_id: str) -> bool:
         """End a request before the next step; its last output says CANCELLED. False if it is not open."""
@@ -162,9 +173,9 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - raised by the next call
                 self._fault = error
         stats = self._collect(current)
-        if self._launched is not None:
+        if self._launched is not None and self._launched.staged is not None:
             try:
-                self._sample(self._launched)
+                self._runner.sample(self._launched)
             except Exception as error:  # noqa: BLE001 - as above
                 self._fault = error
         return stats
@@ -184,10 +195,10 @@ class Engine:
         self._forget_steps()
         # Only the sequences' tokens are used again: the failed step may have left anything else half done.
         self._start_scheduler()
-        for sequence in list(self._sequences.values()):
+        for sequence in self._intake.collect_all():
             ran = sequence.state is not SequenceState.WAITING
             if ran and (sequence in blamed or not blamed):
-                self._close(Sampled(sequence, None), FinishReason.ERROR, error)
+                self._close(Sampled(sequence), FinishReason.ERROR, error)
             else:
                 sequence.start_over()
                 self._scheduler.add(sequence)
@@ -197,10 +208,9 @@ class Engine:
         """Take no more requests, and end every open one."""
         self._intake.close()
         self._forget_steps()
-        self._take_requests()
         self._start_scheduler()
-        for sequence in list(self._sequences.values()):
-            self._close(Sampled(sequence, None), reason, error)
+        for sequence in self._intake.collect_all():
+            self._close(Sampled(sequence), reason, error)
 
     def _forget_steps(self) -> None:
         self._launched = self._fault = None
@@ -208,14 +218,7 @@ class Engine:
 
     def _start_scheduler(self) -> None:
         self._blocks = BlockManager(self._capacity.kv_blocks, self.settings.block_size)
-        self._scheduler = Scheduler(
-            self._blocks,
-            max_running=self.settings.max_running,
-            max_batched_tokens=self.settings.max_batched_tokens,
-            prefix_cache=self.settings.prefix_cache,
-            burst_steps=self.settings.burst_steps,
-            burst_tokens=self.settings.largest_step,
-        )
+        self._scheduler = Scheduler(self._blocks, self.settings)
 
     def _launch(self) -> Step | None:
         """Schedule a step and have the device compute it; None if there is nothing to compute.
@@ -235,14 +238,9 @@ class Engine:
                 chunk.sequence.scheduled_at = self._clock()
         self._runner.begin(step)
         if not step.masks_wait:
-            self._sample(step)
+            self._runner.sample(step)
         step.advance()
         return step
-
-    def _sample(self, step: Step) -> None:
-        """Launch the sampling of a step, unless that is done already."""
-        if step.state is StepState.BEGUN:
-            self._runner.sample(step)
 
     def _collect(self, step: Step) -> StepStats:
         """Wait for a step's results and apply them."""
@@ -255,41 +253,26 @@ class Engine:
             prefill_tokens=sum(chunk.count for chunk in step.prefills),
             decode_tokens=sum(accepted[: len(step.decodes)]),
             seconds=now - started,
-            preemptions=step.preemptions,
         )
 
     def _take_requests_and_cancels(self) -> None:
         """Put new requests on the waiting list; end those that were cancelled or timed out."""
-        for request_id in self._take_requests():
-            sequence = self._sequences.get(request_id)
-            if sequence is not None:
-                self._finish(sequence, FinishReason.CANCELLED)
-        for sequence in self._scheduler.expired(self._clock()):
-            self._finish(sequence, FinishReason.DEADLINE)
-
-    def _take_requests(self) -> list[str]:
-        """Put new requests on the waiting list; return the ids to cancel."""
-        requests, cancels = self._intake.collect()
-        for request, arrived_at in requests:
-            room = self._capacity.max_context - len(request.prompt_ids)
-            sequence = Sequence(
-                request,
-                arrival=self._arrivals,
-                arrived_at=arrived_at,
-                max_tokens=request.sampling.max_tokens or room,
-            )
-            self._arrivals += 1
-            self._sequences[request.request_id] = sequence
+        sequences, cancelled = self._intake.collect()
+        for sequence in sequences:
             self._scheduler.add(sequence)
-        return cancels
+        for sequence in cancelled:
+            if sequence.state is not SequenceState.FINISHED:
+                self._finish(Sampled(sequence), FinishReason.CANCELLED)
+        for sequence in self._scheduler.expired(self._clock()):
+            self._finish(Sampled(sequence), FinishReason.DEADLINE)
 
     def _accept(self, sampled: Sampled) -> bool:
-        """Append a sampled token to its sequence, and end the sequence if due; False if it is dropped."""
+        """Append a sampled token to its sequence, and end the sequence if due; False if there is none."""
         sequence = sampled.sequence
         if sequence.state is SequenceState.FINISHED:
             return False  # The sequence ended while the device was computing this token.
-        if sampled.error is not None:
-            self._finish(sequence, sampled.reason, error=sampled.error, invalid=sampled.invalid)
+        if sampled.fault is not None:
+            self._finish(sampled, *sampled.fault)
             return False
         if sampled.token_id is None:
             self._output(sampled)
@@ -297,40 +280,31 @@ class Engine:
         params = sequence.request.sampling
         sequence.append(sampled.token_id)
         if sampled.token_id in params.stop_token_ids:
-            self._finish(sequence, FinishReason.STOP, sampled)
+            self._finish(sampled, FinishReason.STOP)
         elif sequence.generated >= sequence.max_tokens:
-            self._finish(sequence, FinishReason.LENGTH, sampled)
+            self._finish(sampled, FinishReason.LENGTH)
         else:
             self._output(sampled)
             if (fault := tell_mask(sequence, sampled.token_id)) is not None:
-                self._finish(sequence, fault[0], error=fault[1])
+                self._finish(Sampled(sequence), *fault)
         return True
 
-    def _finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        sampled: Sampled | None = None,
-        *,
-        error: str | None = None,
-        invalid: bool = False,
-    ) -> None:
+    def _finish(self, last: Sampled, reason: FinishReason, error: str | None = None) -> None:
         """Remove a sequence from the scheduler, free its blocks and emit its final output."""
-        self._scheduler.remove(sequence, invalid=invalid)
-        self._close(sampled or Sampled(sequence, None), reason, error)
+        self._scheduler.remove(last.sequence, invalid=last.invalid)
+        self._close(last, reason, error)
 
     def _close(self, last: Sampled, reason: FinishReason, error: str | None) -> None:
         """Emit the final output of a sequence that has left the scheduler, and forget it."""
         last.sequence.move_to(SequenceState.FINISHED)
-        request_id = last.sequence.request.request_id
-        del self._sequences[request_id]
-        self._intake.end(request_id)
+        self._intake.end(last.sequence.request.request_id)
         self._output(last, reason, error)
 
     def _output(self, sampled: Sampled, reason: FinishReason | None = None, error: str | None = None) -> None:
         sequence = sampled.sequence
         queue_seconds = time_to_first_token = None
-        if sampled.token_id is not None and sequence.generated == 1 and sequence.scheduled_at is not None:
+        first = sequence.generated == len(sequence.request.generated_ids) + 1
+        if sampled.token_id is not None and first and sequence.scheduled_at is not None:
             queue_seconds = sequence.scheduled_at - sequence.arrived_at
             time_to_first_token = self._clock() - sequence.arrived_at
         self._outputs.append(
@@ -360,9 +334,9 @@ class Intake:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()
-        self._open: set[str] = set()
-        self._new: list[tuple[Request, float]] = []
-        self._cancels: dict[str, None] = {}
+        self._open: dict[str, Sequence] = {}
+        self._new: list[Sequence] = []
+        self._cancelled: list[Sequence] = []
         self._closed = False
 
     @property
@@ -370,8 +344,8 @@ class Intake:
         """Number of requests without a final output yet."""
         return len(self._open)
 
-    def add(self, requests: tuple[Request, ...], arrived_at: float) -> None:
-        """Open requests that arrived together at `arrived_at`, in monotonic seconds: all of them, or none.
+    def add(self, sequences: list[Sequence]) -> None:
+        """Open requests: all of them, or none.
 
         Raises:
             EngineStoppedError: the engine takes no more requests.
@@ -379,42 +353,49 @@ class Intake:
             InvalidRequestError: there are more of them than may ever be open.
             QueueFullError: too many other requests are open.
         """
+        by_id = {sequence.request.request_id: sequence for sequence in sequences}
         with self._lock:
             if self._closed:
                 raise EngineStoppedError("the engine has stopped")
-            for request in requests:
-                if request.request_id in self._open:
-                    raise DuplicateRequestError(f"request {request.request_id!r} is open already")
-            if len(requests) > self._limit:
+            if known := by_id.keys() & self._open.keys():
+                raise DuplicateRequestError(f"request {min(known)!r} is open already")
+            if len(sequences) > self._limit:
                 raise InvalidRequestError(
-                    f"{len(requests)} requests at once are more than the {self._limit} that may be open"
+                    f"{len(sequences)} requests at once are more than the {self._limit} that may be open"
                 )
-            if len(self._open) + len(requests) > self._limit:
+            if len(self._open) + len(sequences) > self._limit:
                 raise QueueFullError(f"{len(self._open)} requests are open already")
-            self._open.update(request.request_id for request in requests)
-            self._new += [(request, arrived_at) for request in requests]
+            self._open |= by_id
+            self._new += sequences
 
     def cancel(self, request_id: str) -> bool:
         """Have the engine end a request; False if it is not open."""
         with self._lock:
-            if request_id not in self._open:
-                return False
-            self._cancels[request_id] = None
-            return True
+            sequence = self._open.get(request_id)
+            if sequence is not None:
+                self._cancelled.append(sequence)
+            return sequence is not None
 
-    def collect(self) -> tuple[list[tuple[Request, float]], list[str]]:
-        """Return the requests (with their arrival) and the cancels since the last call, in order."""
+    def collect(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Return what was added and what was cancelled since the last call, each in order.
+
+        What was cancelled may have ended before, or be there twice.
+        """
         with self._lock:
             new, self._new = self._new, []
-            cancels, self._cancels = list(self._cancels), {}
-        return new, cancels
+            cancelled, self._cancelled = self._cancelled, []
+        return new, cancelled
+
+    def collect_all(self) -> list[Sequence]:
+        """Return every open sequence, whether collected before or not; cancels are left for later."""
+        with self._lock:
+            self._new = []
+            return list(self._open.values())
 
     def end(self, request_id: str) -> None:
         """Record that a request had its final output."""
         with self._lock:
-            self._open.discard(request_id)
-            # A cancel that came too late must not hit the next request with that id.
-            self._cancels.pop(request_id, None)
+            del self._open[request_id]
 
     def close(self) -> None:
         """Take no more requests; those already taken can still be collected."""

@@ -8,7 +8,6 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -101,19 +100,6 @@ def prompt_sizes(largest: int) -> list[int]:
     return [*(size for size in sizes if size < largest), largest]
 
 
-@dataclass(frozen=True, slots=True)
-class CapturePool:
-    """The memory and the stream of graphs that are replayed one after the other, on the current device.
-
-    They share one stream because memory is reused within a stream only. It is not torch's own stream for
-    captures: that belongs to the device that was current at the first capture of this process.
-    """
-
-    memory: Any = field(default_factory=torch.cuda.graph_pool_handle)
-    """Torch has no public name for its type."""
-    stream: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
-
-
 class SizedGraphs:
     """Captures the same work at several sizes: `work(size)` for each.
 
@@ -150,14 +136,14 @@ class SizedGraphs:
         self.compute(self._sizes[-1])
         return len(self._sizes)
 
-    def capture(self, pool: CapturePool) -> None:
+    def capture(self, memory: Any, stream: torch.cuda.Stream) -> None:
         """Compile and capture each size, the largest first, so that smaller graphs reuse its memory."""
         for size in reversed(self._sizes):
             # Compiles kernels and initialises libraries, neither of which may happen during a capture.
             self.compute(size)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool.memory, stream=pool.stream):
+            with torch.cuda.graph(graph, pool=memory, stream=stream):
                 self.compute(size)
             self._graphs[size] = graph
 
@@ -232,9 +218,11 @@ class CapturedSteps:
     def capture(self) -> None:
         """Compile and capture everything."""
         started = time.monotonic()
-        pool = CapturePool()
+        # The graphs are replayed one after the other, and share a stream because memory is reused within one
+        # only. Not torch's own for captures: that is of the device of this process's first capture.
+        memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         for graphs in (self._prompts, self._decode, self._finish):
-            graphs.capture(pool)
+            graphs.capture(memory, stream)
         log.info("captured the steps in %.1f s", time.monotonic() - started)
 
     def padding(self, decodes: int) -> int:

@@ -5,11 +5,14 @@ form. A plain matrix is a tensor as the checkpoint has it. Every other form is a
 products, which a `Backend` puts in the place of the plain one.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from triton_models.engine.quantised import QuantisedRows
 
 _OUT, _IN = 80, 48
 """Shape of the matrix for the trial: small, and not a multiple of a large tile."""
@@ -24,6 +27,26 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
+
+    @classmethod
+    def bytes_for(cls, rows: int, columns: int, dtype: torch.dtype) -> int:
+        """Return the bytes of a matrix without bias."""
+        return rows * columns * dtype.itemsize
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, *, bias: bool, dtype: torch.dtype, device: torch.device) -> Self:
+        """Return a matrix to be filled: `bias`, if there is one, and what is at `place`."""
+        weight = torch.empty((rows, columns), dtype=dtype, device=device)
+        return cls(weight, torch.empty(rows, dtype=dtype, device=device) if bias else None)
+
+    @property
+    def place(self) -> "Tensor | QuantisedRows":
+        """What the checkpoint's tensor is copied to: the weight, or what turns a copy into it."""
+        return self.weight
+
+    def packed(self) -> "Linear":
+        """Return the matrix in the form that suits a CPU; a packed one as it is."""
+        return PackedLinear(self)
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return `inputs @ weight.T + bias`: [T, K] gives [T, N]."""
@@ -52,6 +75,10 @@ class PackedLinear(Linear):
         product: Tensor = _products().default(inputs, self.weight, self.bias, "none", [], "")
         return product
 
+    def packed(self) -> Linear:
+        """Return the matrix itself."""
+        return self
+
     def add(self, hidden: Tensor, inputs: Tensor) -> Tensor:
         """Return `hidden + inputs @ weight.T + bias`; in 16 bits the sum is rounded only once."""
         total: Tensor = _products().binary(inputs, hidden, self.weight, self.bias, "add")
@@ -60,7 +87,7 @@ class PackedLinear(Linear):
 
 def pack(matrix: Linear) -> Linear:
     """Return `matrix` packed; a packed one as it is."""
-    return matrix if isinstance(matrix, PackedLinear) else PackedLinear(matrix)
+    return matrix.packed()
 
 
 def why_not_packed(dtype: torch.dtype) -> str | None:

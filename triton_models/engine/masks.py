@@ -3,6 +3,7 @@
 import logging
 from collections import defaultdict
 from collections.abc import Callable
+from operator import methodcaller
 
 import numpy as np
 import torch
@@ -10,19 +11,15 @@ from torch import Tensor
 
 from triton_models.engine.sampler import MASK_BITS
 from triton_models.engine.sampling import BatchedMask, TokenMask
-from triton_models.engine.sequence import FinishReason, Sequence, SequenceState
+from triton_models.engine.sequence import Fault, FinishReason, Sequence, SequenceState
 from triton_models.errors import TokenMaskError, panics_are_errors
 
 log = logging.getLogger(__name__)
 
-MaskFault = tuple[FinishReason, str]
-"""How the request ends, and the message for its client."""
-
 _MASK = "a token mask"
-_FAULT = "the request's token mask failed"
 
 
-def fill_masks(masked: list[Sequence], vocabulary: int) -> tuple[Tensor | None, dict[str, MaskFault]]:
+def fill_masks(masked: list[Sequence], vocabulary: int) -> tuple[Tensor | None, dict[str, Fault]]:
     """Let the mask of each sequence write its allowed tokens; masks of a kind that can, all at once.
 
     Masks of sequences that have ended are not called, and allow nothing: their tokens are dropped.
@@ -39,23 +36,20 @@ def fill_masks(masked: list[Sequence], vocabulary: int) -> tuple[Tensor | None, 
     for sequence, row in zip(masked, words, strict=True):
         if sequence.state is not SequenceState.FINISHED:
             kinds[type(sequence.request.sampling.mask)].append((sequence, row))
-    faults: dict[str, MaskFault] = {}
+    faults: dict[str, Fault] = {}
     for entries in kinds.values():
-        for sequence, fault in _fill_together(entries) if len(entries) > 1 else _fill_each(entries):
-            if fault is not None:
-                faults[sequence.request.request_id] = fault
+        if len(entries) == 1 or not _fill_together(entries, faults):
+            for sequence, row in entries:
+                if (fault := _call(sequence, methodcaller("fill", row))) is not None:
+                    faults[sequence.request.request_id] = fault
     return words, faults
 
 
-def _fill_each(entries: list[tuple[Sequence, Tensor]]) -> list[tuple[Sequence, MaskFault | None]]:
-    return [(sequence, fill_mask(sequence, row)) for sequence, row in entries]
-
-
-def _fill_together(entries: list[tuple[Sequence, Tensor]]) -> list[tuple[Sequence, MaskFault | None]]:
-    """Fill masks of one kind in one call, if it can, else one after the other."""
+def _fill_together(entries: list[tuple[Sequence, Tensor]], faults: dict[str, Fault]) -> bool:
+    """Fill masks of one kind in one call, and note their faults; False if it cannot be done or told whose."""
     masks = [sequence.request.sampling.mask for sequence, _ in entries]
     if not isinstance(masks[0], BatchedMask):
-        return _fill_each(entries)
+        return False
     try:
         with panics_are_errors(_MASK):
             errors = masks[0].fill_all(masks, [row for _, row in entries])
@@ -64,32 +58,28 @@ def _fill_together(entries: list[tuple[Sequence, Tensor]]) -> list[tuple[Sequenc
         log.exception("%d token masks failed together", len(entries))
         for _, row in entries:
             row.zero_()
-        return _fill_each(entries)
-    return [
-        (sequence, None if error is None else (FinishReason.MASK, str(error)))
-        for (sequence, _), error in zip(entries, errors, strict=True)
-    ]
+        return False
+    for (sequence, _), error in zip(entries, errors, strict=True):
+        if error is not None:
+            faults[sequence.request.request_id] = FinishReason.MASK, str(error)
+    return True
 
 
-def fill_mask(sequence: Sequence, words: Tensor) -> MaskFault | None:
-    """Let the mask of `sequence`, if any, write the allowed tokens to `words`; return the fault, if any."""
-    return _call(sequence, lambda mask: mask.fill(words))
-
-
-def tell_mask(sequence: Sequence, token_id: int) -> MaskFault | None:
+def tell_mask(sequence: Sequence, token_id: int) -> Fault | None:
     """Tell the mask of `sequence`, if any, which token comes next; return the fault, if any."""
-    return _call(sequence, lambda mask: mask.accept(token_id))
+    return _call(sequence, methodcaller("accept", token_id))
 
 
-def _call(sequence: Sequence, call: Callable[[TokenMask], None]) -> MaskFault | None:
+def _call(sequence: Sequence, call: Callable[[TokenMask], None]) -> Fault | None:
     mask = sequence.request.sampling.mask
+    if mask is None:
+        return None
     try:
-        if mask is not None:
-            with panics_are_errors(_MASK):
-                call(mask)
+        with panics_are_errors(_MASK):
+            call(mask)
     except TokenMaskError as error:
         return FinishReason.MASK, str(error)
     except Exception:
         log.exception("the token mask of %s failed", sequence.request.request_id)
-        return FinishReason.ERROR, _FAULT
+        return FinishReason.ERROR, "the request's token mask failed"
     return None

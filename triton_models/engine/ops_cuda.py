@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.kernels.attention_decode import DecodeWorkspace, decode_attention, plan_decode
@@ -14,9 +15,17 @@ from triton_models.engine.kernels.attention_prefill import (
     queries_per_tile,
 )
 from triton_models.engine.kernels.elementwise import norm, rotate_store, swiglu
-from triton_models.engine.kernels.linear import MAX_ROWS, linear, linear_swiglu, new_arrivals
+from triton_models.engine.kernels.linear import MAX_ROWS, linear, new_arrivals
+from triton_models.engine.kernels.quantised import MAX_ROWS as QUANTISED_ROWS
+from triton_models.engine.kernels.quantised import expand, quantised_linear, scaled_product
 from triton_models.engine.linear import Linear
 from triton_models.engine.models import CausalModel, ChunkRows, Rotary, StepLayout
+from triton_models.engine.quantised import Fp8Linear, QuantisedLinear
+
+_EXPANDED_WEIGHTS = 2**24
+"""Most weights that are expanded at once: 32 MB in 16 bits, which stay in a large GPU's cache."""
+_FP8_MULTIPLE = 16
+"""What the library's product of 8-bit numbers needs N and K to be a multiple of."""
 
 
 class CudaOperations:
@@ -112,21 +121,50 @@ class CudaOperations:
 
     def linear(self, inputs: Tensor, matrix: Linear) -> Tensor:
         """Return `matrix(inputs)`; few rows are limited by reading the weights, and get a kernel for that."""
-        if len(inputs) <= MAX_ROWS:
-            return linear(inputs, matrix.weight, matrix.bias, arrivals=self._arrivals)
-        return matrix(inputs)
+        product = self._product(inputs, matrix)
+        return _library_product(inputs, matrix) if product is None else product
 
     def add_linear(self, hidden: Tensor, inputs: Tensor, matrix: Linear) -> Tensor:
         """Add `matrix(inputs)` to `hidden` in place, and return it."""
-        if len(inputs) <= MAX_ROWS:
-            return linear(inputs, matrix.weight, arrivals=self._arrivals, residual=hidden)
+        if self._product(inputs, matrix, residual=hidden) is not None:
+            return hidden
+        if isinstance(matrix, QuantisedLinear):
+            return hidden.add_(_library_product(inputs, matrix))
         return torch.addmm(hidden, inputs, matrix.weight.T, out=hidden)
 
     def linear_swiglu(self, inputs: Tensor, matrix: Linear) -> Tensor:
         """Return silu(first half) * second half of `matrix(inputs)`."""
-        if len(inputs) <= MAX_ROWS:
-            return linear_swiglu(inputs, matrix.weight, arrivals=self._arrivals)
-        return swiglu(matrix(inputs))
+        product = self._product(inputs, matrix, gated=True)
+        return swiglu(_library_product(inputs, matrix)) if product is None else product
+
+    def _product(
+        self, inputs: Tensor, matrix: Linear, *, residual: Tensor | None = None, gated: bool = False
+    ) -> Tensor | None:
+        """Return the product by a kernel of ours; None: there are too many rows for it."""
+        rows, arrivals = len(inputs), self._arrivals
+        if isinstance(matrix, QuantisedLinear):
+            if rows > QUANTISED_ROWS[type(matrix)]:
+                return None
+            return quantised_linear(inputs, matrix, arrivals=arrivals, residual=residual, gated=gated)
+        if rows > MAX_ROWS:
+            return None
+        return linear(inputs, matrix.weight, matrix.bias, arrivals=arrivals, residual=residual, gated=gated)
+
+
+def _library_product(inputs: Tensor, matrix: Linear) -> Tensor:
+    """Return `matrix(inputs)` by a library's product, of expanded weights if it knows no other."""
+    if isinstance(matrix, Fp8Linear):
+        fits = not (len(matrix.weight) % _FP8_MULTIPLE or matrix.columns % _FP8_MULTIPLE)
+        return scaled_product(inputs, matrix) if fits else matrix(inputs)
+    if not isinstance(matrix, QuantisedLinear):
+        return matrix(inputs)
+    step = max(1, _EXPANDED_WEIGHTS // matrix.columns)
+    parts = [
+        functional.linear(inputs, expand(matrix, start, start + step))
+        for start in range(0, len(matrix.weight), step)
+    ]
+    product = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    return product if matrix.bias is None else product.add_(matrix.bias)
 
 
 def _sm_count(device: torch.device) -> int:

@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.linear import Linear
@@ -21,7 +21,11 @@ class PlainMath:
 
     def norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Return the RMSNorm of [T, width], computed in float32."""
-        return rms_norm(hidden.float(), weight.shape, weight, epsilon).to(hidden.dtype)
+        numbers = hidden.float()
+        length: Tensor = torch.linalg.vector_norm(numbers, dim=-1, keepdim=True)
+        # The mean square is the squared length over the width.
+        scale = torch.addcmul(_scalar(epsilon, hidden.device), length, length, value=1 / hidden.shape[-1])
+        return (numbers * scale.rsqrt_()).mul_(weight).to(hidden.dtype)
 
     def linear(self, inputs: Tensor, matrix: Linear) -> Tensor:
         """Return `matrix(inputs)`."""
@@ -80,22 +84,14 @@ class TorchOperations(PlainMath):
     def reset(self) -> None:
         """Do nothing: steps share no state."""
 
-    def norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Return the RMSNorm of [T, width], computed in float32."""
-        if hidden.device.type != "cpu":
-            return super().norm(hidden, weight, epsilon)
-        numbers = hidden.float()
-        length: Tensor = torch.linalg.vector_norm(numbers, dim=-1, keepdim=True)
-        # The mean square is the squared length over the width.
-        scale = torch.addcmul(_scalar(epsilon), length, length, value=1 / hidden.shape[-1]).rsqrt_()
-        return (numbers * scale).mul_(weight).to(hidden.dtype)
-
     def attend(self, layer: int, projected: Tensor, rotary: Rotary) -> Tensor:
         """Rotate, store and attend; see `Operations` for the shapes."""
         cached_keys, cached_values = self._cache.keys[layer], self._cache.values[layer]
         kv_heads = cached_keys.shape[2]
+        if self._turns is None:
+            self._turns = rotation(rotary, self.positions)
         # Queries and keys stand side by side, so one rotation serves both.
-        self._rotate(projected[:, :-kv_heads], rotary)
+        rotate_in_place(projected[:, :-kv_heads], self._turns)
         queries, keys, values = split_heads(projected, kv_heads)
         cached_keys.flatten(0, 1).index_copy_(0, self._places, keys)
         cached_values.flatten(0, 1).index_copy_(0, self._places, values)
@@ -108,17 +104,6 @@ class TorchOperations(PlainMath):
             parts.append(_prefill(rows, chunk.length, mask, *past))
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         return attended.flatten(1)
-
-    def _rotate(self, heads: Tensor, rotary: Rotary) -> None:
-        """Rotate each pair of numbers in place, as one complex number."""
-        if self._turns is None:
-            self._turns = torch.complex(*rotation(rotary, self.positions))
-        count = self._turns.shape[-1]
-        pairs = heads[..., : 2 * count].view(*heads.shape[:-1], count, 2)
-        numbers = pairs.float()
-        torch.view_as_complex(numbers).mul_(self._turns)
-        if numbers is not pairs:
-            pairs.copy_(numbers)
 
     def _decode(self, queries: Tensor, cached_keys: Tensor, cached_values: Tensor) -> Tensor:
         """Attend with one token per sequence, all sequences at once, over padded copies of their blocks."""
@@ -183,24 +168,24 @@ def _prefill(queries: Tensor, length: int, mask: Tensor | None, keys: Tensor, va
     return attended.permute(2, 0, 1, 3).reshape(queries.shape)
 
 
-def rotate_in_place(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the first `2 * pairs` numbers of each head in place, in float32; differentiable.
+def rotation(rotary: Rotary, positions: Tensor) -> Tensor:
+    """Return the complex numbers that turn the pairs at `positions` ([T]): [T, 1, pairs] complex64."""
+    return torch.complex(rotary.cos[positions, None, :], rotary.sin[positions, None, :])
+
+
+def rotate_in_place(heads: Tensor, turns: Tensor) -> None:
+    """Rotate the first `2 * pairs` numbers of each head in place, in float32; a pair is a complex number.
 
     Args:
-        heads: [T, heads, head_dim], changed.
-        cos: [T, 1, pairs] float32, of each token's position.
-        sin: likewise.
+        heads: [T, heads, head_dim], changed; differentiable.
+        turns: from `rotation`.
     """
-    rotary = heads[..., : 2 * cos.shape[-1]]
-    even, odd = rotary[..., 0::2].float(), rotary[..., 1::2].float()
-    rotated_even, rotated_odd = even * cos - odd * sin, odd * cos + even * sin
-    rotary[..., 0::2] = rotated_even.to(heads.dtype)
-    rotary[..., 1::2] = rotated_odd.to(heads.dtype)
-
-
-def rotation(rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of `positions` ([T]), each [T, 1, pairs]."""
-    return rotary.cos[positions, None, :], rotary.sin[positions, None, :]
+    count = turns.shape[-1]
+    pairs = heads[..., : 2 * count].view(*heads.shape[:-1], count, 2)
+    numbers = pairs.float()
+    torch.view_as_complex(numbers).mul_(turns)
+    if numbers is not pairs:
+        pairs.copy_(numbers)
 
 
 def split_heads(projected: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -211,5 +196,5 @@ def split_heads(projected: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tenso
 
 
 @cache
-def _scalar(number: float) -> Tensor:
-    return torch.tensor(number)
+def _scalar(number: float, device: torch.device) -> Tensor:
+    return torch.tensor(number, device=device)

@@ -12,23 +12,22 @@ from torch import Tensor
 from triton_models.engine.backend import Backend
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.graphs import CapturedSteps, DeviceStep
-from triton_models.engine.masks import MaskFault, fill_masks
+from triton_models.engine.masks import fill_masks
 from triton_models.engine.models import CausalModel, ChunkRows, StepLayout
-from triton_models.engine.penalties import PenaltyTable, stage_penalties
 from triton_models.engine.sampler import SamplerOutputs, sampler_inputs, stage_sampling
 from triton_models.engine.scoring import score, scored_chunks, stage_scores, with_scores
-from triton_models.engine.sequence import Sequence
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.slots import (
+    PenaltyTable,
     SlotTable,
     Staged,
     Staging,
     slot_of,
-    stage_blocks,
-    stage_sequences,
+    stage_penalties,
+    stage_slots,
     upload,
 )
-from triton_models.engine.step import Sampled, Step, StepState, sampled_tokens
+from triton_models.engine.step import Sampled, Step, sampled_tokens
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ class Runner:
         self._penalties = PenaltyTable(settings.max_running, model.vocab_size, model.device)
         log.info(
             "counts for penalties: %.1f MB, %d sequences by %d tokens",
-            self._penalties.size_bytes / 1e6,
+            self._penalties.seen.nbytes / 1e6,
             *self._penalties.seen.shape,
         )
         self._operations = backend.operations(model, self._cache, settings.max_running)
@@ -121,79 +120,74 @@ class Runner:
         """Have the device compute a step up to its logits; `sample` it before the next one is begun."""
         step.sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
         chunks = chunk_rows(step)
+        scored = scored_chunks(step, chunks)
         staging = Staging()
         captured = self._stage(staging, step, chunks)
+        stage_slots(staging, step.decodes, step.prefills, self._cache.block_size)
+        stage_penalties(staging, step.prefills)
         stage_sampling(staging, step.sampling)
-        scored = scored_chunks(step, chunks)
-        if scored:
-            stage_scores(staging, scored)
-        staged = Staged.of(staging.upload(self._model.device))
+        stage_scores(staging, scored)
+        staged = Staged(**staging.upload(self._model.device))
         self._slots.load(staged)
-        self._penalties.load(staged.views)
-        if self._backend.clears_blocks and step.new_blocks:
+        self._penalties.load(staged)
+        if staged.new_blocks.numel():
             self._cache.clear(staged.new_blocks)
         longest = max((chunk.end for chunk in step.decodes), default=0)
         if step.prefills:
             hidden = self._compute_prompts(staged, chunks, longest, captured)
             if scored:
-                step.scores = score(scored, staged.views, hidden, self._step.logits)
+                step.scores = score(scored, staged, hidden, self._step.logits)
             # The logits' weights are many: do not read them if no row needs them.
             step.logits = self._step.logits(hidden[staged.rows]) if step.sampling else hidden.new_empty(0)
         else:
             slots = staged.decode_slots
             step.logits = captured.decode(slots) if captured else self._step.decode(slots, longest)
-            step.captured = captured is not None and all(map(_is_plain, step.sampling))
+            step.captured = captured is not None and all(
+                each.request.sampling.plain for each in step.sampling
+            )
         step.staged = staged
-        step.state = StepState.BEGUN
 
     @_on_device
     def sample(self, step: Step) -> None:
         """Have the device sample a step's tokens; its masks must have been told all tokens before."""
         sampling, staged, logits = step.sampling, step.staged, step.logits
         if staged is None or logits is None:
-            raise RuntimeError(f"a step that is {step.state.name} cannot be sampled")
-        masks, mask_errors = self._fill_masks(sampling)
+            raise RuntimeError("only a step that was begun can be sampled, and once")
+        device = self._model.device
+        words, step.mask_faults = fill_masks(
+            [each for each in sampling if each.masked], self._model.vocab_size
+        )
         outputs = None
         if step.captured and self._captured is not None:
             outputs = SamplerOutputs(self._captured.finish(len(staged.decode_slots)), None, None)
         elif sampling:
-            rules = sampler_inputs(staged.views, self._slots, self._penalties, masks, sampling)
+            masks = None if words is None else upload(words, device)
+            rules = sampler_inputs(staged, self._slots, self._penalties, masks, sampling)
             outputs = self._backend.sample(logits[: len(sampling)], rules)
             tokens = outputs.status[0]
             self._slots.advance(staged.decode_slots[: len(step.decodes)], staged.sampling_slots, tokens)
             if rules.penalties is not None:
                 rules.penalties.count(tokens)
         step.staged = step.logits = None
-        step.mask_errors = mask_errors
-        self._send_back(step, outputs)
-        step.state = StepState.SAMPLED
+        step.outputs = outputs
+        if device.type == "cuda":
+            # Only the copies are begun here: `collect` waits for them.
+            step.outputs = None if outputs is None else outputs.to_host()
+            step.scores = None if step.scores is None else step.scores.to_host()
+            step.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            step.done.record()
 
     def collect(self, step: Step) -> list[Sampled]:
         """Wait for a step; returns results of the chunks that sample, in order, then of those only scored."""
         if step.done is not None:
             step.done.synchronize()
-        step.state = StepState.COLLECTED
         results: list[Sampled] = []
         if step.outputs is not None:
-            results = sampled_tokens(step.sampling, step.outputs, step.mask_errors)
+            results = sampled_tokens(step.sampling, step.outputs, step.mask_faults)
         return results if step.scores is None else with_scores(results, step.scores)
 
     def _stage(self, staging: Staging, step: Step, chunks: tuple[ChunkRows, ...]) -> CapturedSteps | None:
-        """Stage everything but the sampling; returns the captured steps if one of them fits this step."""
-        size = self._cache.block_size
-        entries = [
-            (slot_of(chunk.sequence), chunk.start // size, chunk.sequence.blocks[chunk.start // size])
-            for chunk in step.decodes
-            if chunk.start % size == 0
-        ]
-        for chunk in step.prefills:
-            sequence = chunk.sequence
-            entries += [(slot_of(sequence), column, block) for column, block in enumerate(sequence.blocks)]
-        stage_sequences(staging, [(chunk.sequence, chunk.end) for chunk in step.prefills])
-        stage_blocks(staging, entries)
-        started = [chunk.sequence for chunk in step.prefills if chunk.samples]
-        stage_penalties(staging, [each for each in started if each.request.sampling.penalised])
-        staging.integers("new_blocks", step.new_blocks if self._backend.clears_blocks else [])
+        """Stage what the forward pass computes; returns the captured steps if one of them fits this step."""
         slots = [slot_of(chunk.sequence) for chunk in step.decodes]
         tiles = self._operations.tiles(chunks)
         rows = chunks[-1].end if chunks else len(slots)
@@ -205,6 +199,7 @@ class Runner:
             slots += [self._slots.spare] * captured.padding(rows)
         staging.integers("decode_slots", slots)
         staging.integers("tiles", [number for tile in tiles for number in tile])
+        staging.integers("new_blocks", step.new_blocks if self._backend.clears_blocks else [])
         stage_prompts(staging, step, padding=padding, spare=self._slots.spare)
         return captured
 
@@ -221,31 +216,18 @@ class Runner:
         """
         decodes = staged.decode_slots
         lengths = self._slots.lengths[decodes]
-        tokens = torch.cat([self._slots.tokens[decodes], staged.prompt_tokens])
+        prompt_slots, prompt_tokens, prompt_positions = staged.prompts.view(3, -1)
+        tokens = torch.cat([self._slots.tokens[decodes], prompt_tokens])
         layout = StepLayout(
             tables=self._slots.tables,
-            slots=torch.cat([decodes, staged.prompt_slots]).int(),
-            positions=torch.cat([lengths, staged.prompt_positions]),
+            slots=torch.cat([decodes, prompt_slots]).int(),
+            positions=torch.cat([lengths, prompt_positions]),
             decode_lengths=(lengths + 1).int(),
             longest_decode=longest_decode,
             chunks=chunks,
             tiles=staged.tiles.view(-1, 4).int(),
         )
         return captured.forward(tokens, layout) if captured else self._step.forward(tokens, layout)
-
-    def _fill_masks(self, sampling: list[Sequence]) -> tuple[Tensor | None, dict[str, MaskFault]]:
-        """Fill every token mask; returns their words on the device, and errors by request."""
-        words, errors = fill_masks([each for each in sampling if each.masked], self._model.vocab_size)
-        return None if words is None else upload(words, self._model.device), errors
-
-    def _send_back(self, step: Step, outputs: SamplerOutputs | None) -> None:
-        """Start copying the results to the host."""
-        step.outputs = outputs
-        if self._model.device.type == "cuda":
-            step.outputs = None if outputs is None else outputs.to_host()
-            step.scores = None if step.scores is None else step.scores.to_host()
-            step.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            step.done.record()
 
 
 def chunk_rows(step: Step) -> tuple[ChunkRows, ...]:
@@ -271,11 +253,8 @@ def stage_prompts(staging: Staging, step: Step, *, padding: int, spare: int) -> 
         positions += range(chunk.start, chunk.end)
         if chunk.samples:
             rows.append(len(step.decodes) + len(tokens) - 1)
-    staging.integers("prompt_slots", slots + [spare] * padding)
-    staging.integers("prompt_tokens", tokens + [0] * padding)
-    staging.integers("prompt_positions", positions + [-1] * padding)
+    slots += [spare] * padding
+    tokens += [0] * padding
+    positions += [-1] * padding
+    staging.integers("prompts", slots + tokens + positions)
     staging.integers("rows", rows)
-
-
-def _is_plain(sequence: Sequence) -> bool:
-    return sequence.request.sampling.plain

@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 
 from triton_models.engine.draw import Limits, draw, row_keys
-from triton_models.engine.penalties import PenalisedRows, PenaltyTable
 from triton_models.engine.sampling import GREEDY_BELOW
 from triton_models.engine.sequence import Sequence
-from triton_models.engine.slots import SlotTable, Staging, slot_of
+from triton_models.engine.slots import PenalisedRows, PenaltyTable, SlotTable, Staged, Staging, slot_of
 
 MASK_BITS = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SamplerInputs:
     """The rules of S rows, as tensors on the logits' device. Row numbers are int64, and index the S rows.
 
@@ -82,8 +81,11 @@ class SamplerOutputs:
 def stage_sampling(staging: Staging, sampling: list[Sequence]) -> None:
     """Stage what a step's rows need in addition to what their slots hold; for most rows, nothing."""
     penalised: list[int] = []
-    bias: list[tuple[int, int, float]] = []
-    banned: list[tuple[int, int]] = []
+    bias_rows: list[int] = []
+    bias_ids: list[int] = []
+    bias_values: list[float] = []
+    banned_rows: list[int] = []
+    banned_ids: list[int] = []
     masked: list[int] = []
     logprobs: list[int] = []
     for row, sequence in enumerate(sampling):
@@ -92,63 +94,62 @@ def stage_sampling(staging: Staging, sampling: list[Sequence]) -> None:
             continue
         if params.penalised:
             penalised.append(row)
-        bias += [(row, id_, value) for id_, value in params.logit_bias.items()]
+        bias_rows += [row] * len(params.logit_bias)
+        bias_ids += params.logit_bias
+        bias_values += params.logit_bias.values()
         if sequence.length - len(sequence.request.prompt_ids) < params.min_tokens:
-            banned += [(row, id_) for id_ in params.stop_token_ids]
+            banned_rows += [row] * len(params.stop_token_ids)
+            banned_ids += params.stop_token_ids
         if params.mask is not None:
             masked.append(row)
         if params.logprobs is not None:
             logprobs.append(row)
     staging.integers("sampling_slots", [slot_of(sequence) for sequence in sampling])
-    staging.integers("penalised", penalised)
-    staging.integers("bias_rows", [row for row, _, _ in bias])
-    staging.integers("bias_ids", [id_ for _, id_, _ in bias])
-    staging.floats("bias_values", [value for _, _, value in bias])
-    staging.integers("banned_rows", [row for row, _ in banned])
-    staging.integers("banned_ids", [id_ for _, id_ in banned])
+    staging.integers("penalised_rows", penalised)
+    staging.integers("biased", bias_rows + bias_ids)
+    staging.floats("bias_values", bias_values)
+    staging.integers("banned", banned_rows + banned_ids)
     staging.integers("masked_rows", masked)
     staging.integers("logprob_rows", logprobs)
 
 
 def sampler_inputs(
-    views: dict[str, Tensor],
+    staged: Staged,
     slots: SlotTable,
     penalties: PenaltyTable,
     mask_words: Tensor | None,
     sampling: list[Sequence],
 ) -> SamplerInputs:
     """Build a step's sampler inputs from what was uploaded and what the slots hold."""
-    rows, penalised, logprobs = views["sampling_slots"], views["penalised"], views["logprob_rows"]
-    bias = views["bias_rows"], views["bias_ids"], views["bias_values"]
-    banned = views["banned_rows"], views["banned_ids"]
+    rows, penalised, logprobs = staged.sampling_slots, staged.penalised_rows, staged.logprob_rows
     params = [each.request.sampling for each in sampling]
-    return SamplerInputs(
-        temperatures=slots.temperatures[rows],
-        seeds=slots.seeds[rows],
-        counters=slots.drawn[rows],
-        top_k=slots.top_k[rows],
-        top_p=slots.top_p[rows],
-        min_p=slots.min_p[rows],
-        random=any(not each.greedy for each in params),
-        truncated=any(each.truncated and not each.greedy for each in params),
-        penalties=PenalisedRows(penalties, penalised, rows[penalised]) if penalised.numel() else None,
-        bias=bias if bias[0].numel() else None,
-        banned=banned if banned[0].numel() else None,
-        masks=None if mask_words is None else (views["masked_rows"], mask_words),
-        logprob_rows=logprobs if logprobs.numel() else None,
-        top_logprobs=max((each.logprobs or 0 for each in params), default=0),
-    )
+    inputs = plain_inputs(slots, rows)
+    inputs.random = any(not each.greedy for each in params)
+    inputs.truncated = any(each.truncated and not each.greedy for each in params)
+    if penalised.numel():
+        inputs.penalties = PenalisedRows(penalties, penalised, rows[penalised])
+    if staged.biased.numel():
+        inputs.bias = *staged.biased.view(2, -1), staged.bias_values
+    if staged.banned.numel():
+        inputs.banned = tuple(staged.banned.view(2, -1))
+    if mask_words is not None:
+        inputs.masks = staged.masked_rows, mask_words
+    if logprobs.numel():
+        inputs.logprob_rows = logprobs
+        inputs.top_logprobs = max(each.logprobs or 0 for each in params)
+    return inputs
 
 
 def plain_inputs(slots: SlotTable, rows: Tensor) -> SamplerInputs:
     """Return the sampler's inputs for `rows`, [S] int64 slots of plain requests (`SamplingParams.plain`)."""
+    (_, counters, seeds, top_k), (temperatures, top_p, min_p) = slots.rules(rows)
     return SamplerInputs(
-        temperatures=slots.temperatures[rows],
-        seeds=slots.seeds[rows],
-        counters=slots.drawn[rows],
-        top_k=slots.top_k[rows],
-        top_p=slots.top_p[rows],
-        min_p=slots.min_p[rows],
+        temperatures=temperatures.float(),
+        seeds=seeds,
+        counters=counters,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
     )
 
 

@@ -4,14 +4,14 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
-from enum import Enum, auto
 from heapq import heappop, heappush
 from operator import attrgetter
 
 from triton_models.engine.blocks import BlockManager
 from triton_models.engine.prefix import PrefixCache
-from triton_models.engine.sequence import Sequence, SequenceState
-from triton_models.engine.step import Chunk, Step
+from triton_models.engine.sequence import Chunk, Sequence, SequenceState
+from triton_models.engine.settings import EngineSettings
+from triton_models.engine.step import Step
 
 _rank = attrgetter("rank")
 
@@ -21,17 +21,6 @@ _REGAINED_IN = 32
 _TOKENS_PER_END = 512
 """A step that pauses the decodes must finish at least one prompt per this many tokens: the first tokens of
 several requests are worth a pause, the middle of long prompts is not."""
-
-
-class StepPlan(Enum):
-    """The kind of the next step."""
-
-    MIXED = auto()
-    """Every decode, and prompts in what the decodes leave of `max_batched_tokens`."""
-    LARGE = auto()
-    """The same with `burst_tokens`: many prompts wait, and a larger step spreads its fixed cost."""
-    PROMPTS = auto()
-    """Prompts only, within `burst_tokens`."""
 
 
 def least_ends(tokens: int) -> int:
@@ -146,27 +135,18 @@ class Scheduler:
     later steps run after it on the same stream, and clear or fill them first.
     """
 
-    def __init__(
-        self,
-        block_manager: BlockManager,
-        *,
-        max_running: int,
-        max_batched_tokens: int,
-        prefix_cache: bool = True,
-        burst_steps: int = 0,
-        burst_tokens: int | None = None,
-    ) -> None:
+    def __init__(self, block_manager: BlockManager, settings: EngineSettings) -> None:
         self._blocks = block_manager
-        self._burst = BurstAllowance(burst_steps)
-        self._burst_tokens = burst_tokens or max_batched_tokens
+        self._burst = BurstAllowance(settings.burst_steps)
+        self._burst_tokens = settings.largest_step
         self._least_ends = least_ends(self._burst_tokens)
-        self._prefixes = PrefixCache(block_manager, enabled=prefix_cache)
-        self._max_running = max_running
-        self._max_batched_tokens = max_batched_tokens
+        self._prefixes = PrefixCache(block_manager, enabled=settings.prefix_cache)
+        self._max_running = settings.max_running
+        self._max_batched_tokens = settings.max_batched_tokens
         self.waiting = WaitingList()
         self.running: list[Sequence] = []
         """Sorted by rank."""
-        self._slots = list(range(max_running))
+        self._slots = list(range(settings.max_running))
         """Free slots, as a heap: the lowest are used first, so that few sequences are close together."""
 
     def add(self, sequence: Sequence) -> None:
@@ -197,15 +177,14 @@ class Scheduler:
     def schedule(self) -> Step:
         """Choose the next step's work; empty if there is none, or all of it depends on tokens in flight."""
         step = Step()
-        plan = self._plan()
-        if plan is StepPlan.PROMPTS:
-            self._schedule_prompts(step, self._burst_tokens)
+        budget, pause = self._plan()
+        if pause:
+            self._schedule_prompts(step, budget)
         if step.prefills:
             self._burst.paused()
             return step
         self._burst.resumed()
         self._schedule_decodes(step)
-        budget = self._max_batched_tokens if plan is StepPlan.MIXED else self._burst_tokens
         self._schedule_prompts(step, budget - len(step.decodes))
         return step
 
@@ -221,20 +200,22 @@ class Scheduler:
                 self._prefixes.catch_up(sequence)
             budget -= self._prefill(sequence, budget, step)
 
-    def _plan(self) -> StepPlan:
-        """Choose the kind of step by the decodes and the waiting prompts.
+    def _plan(self) -> tuple[int, bool]:
+        """Return the next step's budget of tokens, and whether the decodes should pause.
 
-        This is an estimate: it does not look up how much of the prompts is in the prefix cache.
+        A larger step spreads its fixed cost over more tokens, and is worth it where many prompts wait. This
+        is an estimate: it does not look up how much of the prompts is in the prefix cache.
         """
+        mixed = self._max_batched_tokens, False
         decoding = [each.request.priority for each in self.running if each.state is SequenceState.DECODE]
         may_pause = bool(decoding) and self._burst.left
         if not may_pause and self._burst_tokens == self._max_batched_tokens:
-            return StepPlan.MIXED
+            return mixed
         most_urgent = min(decoding, default=None)  # not the first one's: waiting improves the rank, too
         tokens = prompts = ends = 0
         for each in self._next_prompts():
             if most_urgent is not None and each.request.priority > most_urgent:
-                return StepPlan.MIXED
+                return mixed
             tokens += len(each.tokens) - each.computed
             prompts += 1
             ends += tokens <= self._burst_tokens
@@ -242,10 +223,10 @@ class Scheduler:
                 break
         # Include the rest of a burst and whatever came meanwhile: one longer pause instead of two.
         if may_pause and tokens and self._burst.under_way:
-            return StepPlan.PROMPTS
+            return self._burst_tokens, True
         if tokens < self._burst_tokens or prompts == 1:
-            return StepPlan.MIXED
-        return StepPlan.PROMPTS if may_pause and ends >= self._least_ends else StepPlan.LARGE
+            return mixed
+        return self._burst_tokens, may_pause and ends >= self._least_ends
 
     def _next_prompts(self) -> Iterator[Sequence]:
         """Yield prompts in progress, then those that could be admitted with the free slots and blocks."""
@@ -316,7 +297,7 @@ class Scheduler:
         sequence.blocks = found
         self._prefixes.start(sequence)
         if sequence.cached_tokens is None:
-            sequence.cached_tokens = sequence.computed
+            sequence.cached_tokens = min(sequence.computed, len(sequence.request.prompt_ids))
         self._take_blocks(sequence, needed, step)
         return sequence
 

@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 
 from triton_models.engine.models import ChunkRows
 from triton_models.engine.sequence import Sequence, TokenLogprobs
-from triton_models.engine.slots import Staging
-from triton_models.engine.step import NOT_FINITE, Sampled, Step, token_logprobs
+from triton_models.engine.slots import Staged, Staging
+from triton_models.engine.step import Sampled, Step, token_logprobs
 
 SLICE_ROWS = 64
 """Rows whose logits are computed together: more would read the weights less often but need more memory."""
@@ -88,18 +88,18 @@ def stage_scores(staging: Staging, chunks: list[ScoredChunk]) -> None:
 
 
 def score(
-    chunks: list[ScoredChunk], views: dict[str, Tensor], hidden: Tensor, logits: Callable[[Tensor], Tensor]
+    chunks: list[ScoredChunk], staged: Staged, hidden: Tensor, logits: Callable[[Tensor], Tensor]
 ) -> Scores:
     """Score what was staged.
 
     Args:
         chunks: what was staged.
-        views: the uploaded step.
+        staged: the uploaded step.
         hidden: the step's hidden rows, [T, width].
         logits: turns [S, width] into logits [S, vocabulary] of any float dtype.
     """
     top = max(each.top for each in chunks)
-    rows, tokens = views["scoring_rows"], views["scored_tokens"]
+    rows, tokens = staged.scoring_rows, staged.scored_tokens
     filling = (0, -len(rows) % SLICE_ROWS)
     slices = [
         _score_slice(hidden[some], scored, top, logits)
@@ -137,20 +137,19 @@ def with_scores(results: list[Sampled], scores: Scores) -> list[Sampled]:
         at += chunk.count
         if not new:
             continue
-        result = by_sequence.get(sequence) or Sampled(sequence, None)
-        if result.error is None and any(isnan(values[row][0]) for row in new):
-            result = replace(result, error=NOT_FINITE, invalid=True)
-        else:
-            tokens = sequence.tokens[chunk.first + chunk.count - len(new) : chunk.first + chunk.count]
-            sequence.scored += len(new)
-            result = replace(
-                result,
-                prompt_logprobs=tuple(
-                    _ranked(token_logprobs(token, values[row], ids[row], chunk.top), ranks[row])
-                    for token, row in zip(tokens, new, strict=True)
-                ),
-            )
-        by_sequence[sequence] = result
+        result = by_sequence.get(sequence) or Sampled(sequence)
+        if result.fault is not None:
+            continue
+        if any(isnan(values[row][0]) for row in new):
+            by_sequence[sequence] = Sampled.not_finite(sequence)
+            continue
+        tokens = sequence.tokens[chunk.first + chunk.count - len(new) : chunk.first + chunk.count]
+        sequence.scored += len(new)
+        prompt_logprobs = tuple(
+            _ranked(token_logprobs(token, values[row], ids[row], chunk.top), ranks[row])
+            for token, row in zip(tokens, new, strict=True)
+        )
+        by_sequence[sequence] = replace(result, prompt_logprobs=prompt_logprobs)
     return list(by_sequence.values())
 
 

@@ -21,6 +21,10 @@ class FinishReason(enum.StrEnum):
     """Its token mask failed: an error of this request only."""
 
 
+Fault = tuple[FinishReason, str]
+"""How a request ends that fails, and the message for its client."""
+
+
 class SequenceState(enum.Enum):
     """WAITING -> PREFILL -> DECODE -> FINISHED; preemption leads back to WAITING, any state to FINISHED."""
 
@@ -47,13 +51,15 @@ class Request:
 
     `priority`: lower runs first, equal ones in order of arrival. `deadline`: the time in monotonic seconds at
     which the request is given up, waiting or running; None: never. `prefix_cache` False: its keys and values
-    are not shared. `prompt_logprobs`: report the log-probabilities of the prompt's tokens, each with those of
+    are not shared. `generated_ids`: tokens that were sampled for it elsewhere; it goes on after them as after
+    a preemption. `prompt_logprobs`: report the log-probabilities of the prompt's tokens, each with those of
     this many most likely ones; for this the whole prompt is computed, whatever is cached. None: none.
     """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+    generated_ids: tuple[int, ...] = ()
     priority: int = 0
     deadline: float | None = None
     prefix_cache: bool = True
@@ -77,8 +83,8 @@ def check_request(request: Request, *, max_context: int, vocabulary: int) -> Non
 
     Raises:
         PromptTooLongError: prompt and answer together exceed `max_context` tokens.
-        InvalidRequestError: an empty prompt, a token id outside the vocabulary, or `prompt_logprobs` out of
-            range.
+        InvalidRequestError: an empty prompt, a token id outside the vocabulary, an answer that is complete
+            already, or `prompt_logprobs` out of range.
     """
     sampling = request.sampling
     length = len(request.prompt_ids)
@@ -90,12 +96,17 @@ def check_request(request: Request, *, max_context: int, vocabulary: int) -> Non
             f"the prompt has {length} tokens and max_tokens is {sampling.max_tokens}:"
             f" together {length + sampling.max_tokens}, and the context is {max_context}"
         )
+    generated = len(request.generated_ids)
+    most = max_context - length if sampling.max_tokens is None else sampling.max_tokens
+    if generated >= most:
+        raise InvalidRequestError(f"generated has {generated} tokens, and the answer ends at {most}")
     if not 0 <= (request.prompt_logprobs or 0) <= TOP_LOGPROBS_LIMIT:
         raise InvalidRequestError(
             f"prompt_logprobs must be 0 to {TOP_LOGPROBS_LIMIT}, not {request.prompt_logprobs}"
         )
     ids = {
         "prompt": request.prompt_ids,
+        "generated": request.generated_ids,
         "stop_token_ids": sampling.stop_token_ids,
         "logit_bias": sampling.logit_bias,
     }
@@ -137,9 +148,10 @@ class TokenOutput:
     cached_tokens: int = 0
     """Prompt tokens that were found in the cache instead of computed."""
     queue_seconds: float | None = None
-    """With the first token: seconds from arrival until the first step that worked on the request."""
+    """With the first token sampled here: seconds from arrival until the first step that worked on the
+    request."""
     time_to_first_token: float | None = None
-    """With the first token: seconds from arrival."""
+    """With the first token sampled here: seconds from arrival."""
 
 
 PRIORITY_S = 30.0
@@ -165,7 +177,7 @@ class Sequence:
     """Lower ranks run first. Waiting improves priority, yet the order of two sequences never changes."""
     seed: int = field(init=False)
     tokens: list[int] = field(init=False)
-    """The prompt, and the sampled tokens that are known."""
+    """The prompt, and the sampled tokens that are known, wherever they were sampled."""
     max_length: int = field(init=False)
     computed: int = 0
     """Tokens whose keys and values are in the cache once every step launched so far has run."""
@@ -186,7 +198,7 @@ class Sequence:
         self.masked = request.sampling.mask is not None
         self.rank = (self.arrived_at + PRIORITY_S * request.priority, self.arrival)
         self.seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
-        self.tokens = list(request.prompt_ids)
+        self.tokens = [*request.prompt_ids, *request.generated_ids]
         self.max_length = len(request.prompt_ids) + self.max_tokens
 
     @property
@@ -227,3 +239,23 @@ class Sequence:
         if state not in _NEXT[self.state]:
             raise RuntimeError(f"{self.request.request_id}: {self.state.name} does not lead to {state.name}")
         self.state = state
+
+
+# Not frozen: creating a frozen dataclass takes three times as long, and a step creates one per sequence.
+@dataclass(slots=True)
+class Chunk:
+    """`count` tokens of a sequence, from position `start` on, that are computed in a step.
+
+    `samples`: whether they include the sequence's newest token, so that the step samples the next one. This
+    is decided when the step is scheduled, since the sequence grows afterwards.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence that are in the KV cache after the step."""
+        return self.start + self.count

@@ -32,6 +32,9 @@ class EngineSettings:
     """Number of KV blocks; None: what the memory allows."""
     kv_memory_gib: float | None = None
     """Memory for KV blocks, in GiB; None: a share of what is free."""
+    memory_share: float | None = None
+    """Share of the device's memory that is this engine's, weights included, where other engines start on the
+    same device; None: what is free."""
     prefix_cache: bool = True
     """Whether sequences that begin with the same tokens share the KV blocks of these."""
     failure_limit: int = 3
@@ -42,12 +45,14 @@ class EngineSettings:
         lowest = {"max_waiting": 0, "burst_steps": 0, "max_context": 2}
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in {"kv_memory_gib", "prefix_cache"} or value is None:
+            if field.name in {"kv_memory_gib", "memory_share", "prefix_cache"} or value is None:
                 continue
             if value < lowest.get(field.name, 1):
                 raise SettingsError(f"{field.name} must be at least {lowest.get(field.name, 1)}, not {value}")
         if self.kv_memory_gib is not None and not 0 < self.kv_memory_gib < inf:
             raise SettingsError(f"kv_memory_gib must be over 0 and finite, not {self.kv_memory_gib}")
+        if self.memory_share is not None and not 0 < self.memory_share <= 1:
+            raise SettingsError(f"memory_share must be over 0 and at most 1, not {self.memory_share}")
         if self.kv_blocks is not None and self.kv_memory_gib is not None:
             raise SettingsError("kv_blocks and kv_memory_gib exclude each other")
         if self.max_batched_tokens < self.max_running:

@@ -2,13 +2,19 @@
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from triton_models.engine.blocks import PADDING_BLOCK
-from triton_models.engine.sequence import Sequence
+from triton_models.engine.sequence import Chunk, Sequence
+
+IN_PROMPT = 1
+"""The lowest bit of an entry of `PenaltyTable.seen`."""
+
+GENERATED = 2
+"""What each generated token adds to its entry: the bits above the lowest count them."""
 
 
 class Staging:
@@ -27,9 +33,7 @@ class Staging:
         self._add(name, array("d", values), torch.float64)
 
     def upload(self, device: torch.device) -> dict[str, Tensor]:
-        """Return every list by name, as one-dimensional tensors on `device`."""
-        if not self._words:
-            return {name: torch.empty(0, dtype=dtype, device=device) for name, _, dtype in self._parts}
+        """Return every list by name, each a one-dimensional tensor on `device`; not all may be empty."""
         words = upload(torch.frombuffer(self._words, dtype=torch.int64), device)
         parts = torch.split(words, [length for _, length, _ in self._parts])
         return {name: part.view(dtype) for part, (name, _, dtype) in zip(parts, self._parts, strict=True)}
@@ -48,49 +52,53 @@ def upload(numbers: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(slots=True, kw_only=True)
 class Staged:
-    """A step's numbers on the device: one-dimensional views of one upload, int64 unless said otherwise."""
+    """A step's numbers on the device: one-dimensional views of one upload, int64 unless said otherwise.
+
+    A table is staged column by column, or row by row where it says "each".
+    """
 
     decode_slots: Tensor
     """The decodes' slots, then those of padding."""
-    sampling_slots: Tensor
+    prompts: Tensor
+    """Three columns: each prompt token's slot, the token, its position; padding at the end."""
+    tiles: Tensor
+    """Four numbers each, see `StepOperations.tiles`."""
     rows: Tensor
     """The rows of a step with prompts that sample."""
     new_blocks: Tensor
     """The blocks to clear; empty where that is not needed."""
 
-    prompt_slots: Tensor
-    """Each prompt token's slot, as the next two; then those of padding."""
-    prompt_tokens: Tensor
-    prompt_positions: Tensor
-    tiles: Tensor
-    """Four numbers each, see `StepOperations.tiles`."""
-
     loaded_slots: Tensor
-    """The slots whose state is replaced, by the values in the other `loaded_*`."""
-    loaded_lengths: Tensor
-    loaded_drawn: Tensor
-    loaded_seeds: Tensor
-    loaded_temperatures: Tensor
-    """float64, like `loaded_top_p` and `loaded_min_p`."""
-    loaded_top_k: Tensor
-    loaded_top_p: Tensor
-    loaded_min_p: Tensor
+    """The slots whose state is replaced, by the next two."""
+    loaded_integers: Tensor
+    """Four each: length, number of tokens sampled, seed, top_k."""
+    loaded_floats: Tensor
+    """float64, three each: temperature, top_p, min_p."""
+    table_entries: Tensor
+    """Three columns, new entries of block tables: their slots, columns and blocks."""
 
-    table_slots: Tensor
-    """New entries of block tables: their slots, columns and blocks."""
-    table_columns: Tensor
-    table_blocks: Tensor
+    penalty_slots: Tensor
+    """The slots whose penalties are replaced, by the next two."""
+    penalty_factors: Tensor
+    """float64, three each: repetition, presence, frequency."""
+    seen: Tensor
+    """Three columns, entries of `PenaltyTable.seen`: their slots, tokens and values."""
 
-    views: dict[str, Tensor]
-    """All of these by name, and what the rules of single requests need (sampling, penalties, scores)."""
+    sampling_slots: Tensor
+    penalised_rows: Tensor
+    """Among the rows that sample, as all that follow."""
+    biased: Tensor
+    """Two columns: rows and ids; the values are next."""
+    bias_values: Tensor
+    """float64."""
+    banned: Tensor
+    """Two columns: rows and ids."""
+    masked_rows: Tensor
+    logprob_rows: Tensor
 
-    @classmethod
-    def of(cls, views: dict[str, Tensor]) -> "Staged":
-        """Return the record of an upload."""
-        return cls(views=views, **{name: views[name] for name in _NAMES})
-
-
-_NAMES = [each.name for each in fields(Staged) if each.name != "views"]
+    scoring_rows: Tensor
+    """The step's rows that score a token of a prompt, and those tokens."""
+    scored_tokens: Tensor
 
 
 class SlotTable:
@@ -107,33 +115,33 @@ class SlotTable:
         rows = slots + 1
         self.tables = torch.full((rows, blocks_per_sequence), PADDING_BLOCK, dtype=torch.int32, device=device)
         """[slots + 1, blocks] int32: KV blocks in order, then the padding block."""
-        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
-        """Number of tokens whose keys and values are in the cache, which is the position of the next."""
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         """The newest token, which is not in the cache yet."""
-        self.drawn = torch.zeros(rows, dtype=torch.int64, device=device)
-        """Number of tokens sampled so far."""
-        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.temperatures = torch.zeros(rows, dtype=torch.float32, device=device)
-        self.top_k = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.top_p = torch.ones(rows, dtype=torch.float64, device=device)
-        self.min_p = torch.zeros(rows, dtype=torch.float64, device=device)
+        self._integers = torch.zeros((4, rows), dtype=torch.int64, device=device)
+        self._floats = torch.zeros((3, rows), dtype=torch.float64, device=device)
+        self.lengths, self.drawn, self.seeds, self.top_k = self._integers
+        """`lengths`: tokens whose keys and values are in the cache, which is the position of the next.
+        `drawn`: tokens sampled so far."""
+        self.temperatures, self.top_p, self.min_p = self._floats
 
     def load(self, staged: Staged) -> None:
-        """Apply what `stage_sequences` and `stage_blocks` put into an uploaded step."""
+        """Apply what `stage_slots` put into an uploaded step."""
         slots = staged.loaded_slots
         if slots.numel():
             self.tables.index_fill_(0, slots, PADDING_BLOCK)
-            self.lengths[slots] = staged.loaded_lengths
-            self.drawn[slots] = staged.loaded_drawn
-            self.seeds[slots] = staged.loaded_seeds
-            self.temperatures[slots] = staged.loaded_temperatures.float()
-            self.top_k[slots] = staged.loaded_top_k
-            self.top_p[slots] = staged.loaded_top_p
-            self.min_p[slots] = staged.loaded_min_p
-        if staged.table_slots.numel():
-            places = staged.table_slots, staged.table_columns
-            self.tables[places] = staged.table_blocks.int()
+            self._integers[:, slots] = staged.loaded_integers.view(-1, 4).T
+            self._floats[:, slots] = staged.loaded_floats.view(-1, 3).T
+        if staged.table_entries.numel():
+            rows, columns, blocks = staged.table_entries.view(3, -1)
+            self.tables[rows, columns] = blocks.int()
+
+    def rules(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return copies of the state of `rows`, [S] int64 slots, that tells how to sample.
+
+        Returns:
+            [4, S] int64: lengths, drawn, seeds, top_k; and [3, S] float64: temperatures, top_p, min_p.
+        """
+        return self._integers.index_select(1, rows), self._floats.index_select(1, rows)
 
     def advance(self, decodes: Tensor, sampling: Tensor, tokens: Tensor) -> None:
         """Record a step: one more token in the cache for each decode, a new token for each row that samples.
@@ -150,6 +158,62 @@ class SlotTable:
         self.lengths[self.spare :].zero_()
 
 
+class PenaltyTable:
+    """A row of counts for every slot; only sequences with penalties use theirs.
+
+    The host rebuilds a row from the known tokens in the step that ends a prompt: the first step that samples
+    after an admission or a preemption. After that, each step that samples updates the counts on the device,
+    since the host may be a token behind. Nothing here waits for the device.
+    """
+
+    def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
+        self.seen = torch.zeros((slots, vocabulary), dtype=torch.int32, device=device)
+        """[slots, vocabulary] int32: `IN_PROMPT`, plus `GENERATED` for each time the token was generated."""
+        self.factors = torch.zeros((3, slots), dtype=torch.float32, device=device)
+        """[3, slots] float32: repetition, presence, frequency."""
+
+    def load(self, staged: Staged) -> None:
+        """Apply what `stage_penalties` has put into an uploaded step."""
+        slots = staged.penalty_slots
+        if slots.numel():
+            self.factors[:, slots] = staged.penalty_factors.view(-1, 3).T.float()
+            self.seen.index_fill_(0, slots, 0)
+            rows, tokens, values = staged.seen.view(3, -1)
+            self.seen[rows, tokens] = values.int()
+
+
+@dataclass(frozen=True, slots=True)
+class PenalisedRows:
+    """The P of a step's S rows that have penalties. `rows`, `slots`: [P] int64."""
+
+    table: PenaltyTable
+    rows: Tensor
+    slots: Tensor
+
+    def apply(self, logits: Tensor) -> None:
+        """Apply the penalties in place: repetition, then frequency, then presence.
+
+        Repetition divides positive logits and multiplies negative ones, for tokens of prompt and answer alike
+        (Keskar et al., "CTRL", 2019; negative logits as in transformers and vLLM). Frequency is subtracted
+        once for each time a token was generated, presence once if it was generated (OpenAI's API reference).
+
+        Args:
+            logits: [S, vocab] float32.
+        """
+        values, seen = logits[self.rows], self.table.seen[self.slots]
+        repetition, presence, frequency = self.table.factors[:, self.slots, None]
+        repeated = torch.where(values > 0, values / repetition, values * repetition)
+        values = torch.where(seen > 0, repeated, values)
+        counts = seen >> 1
+        values -= frequency * counts
+        values -= presence * (counts > 0)
+        logits[self.rows] = values
+
+    def count(self, tokens: Tensor) -> None:
+        """Count the sampled tokens: [S] int64, valid ids even in rows that failed."""
+        self.table.seen[self.slots, tokens[self.rows]] += GENERATED
+
+
 def slot_of(sequence: Sequence) -> int:
     """Return the slot of a running sequence.
 
@@ -161,22 +225,54 @@ def slot_of(sequence: Sequence) -> int:
     return sequence.slot
 
 
-def stage_sequences(staging: Staging, loaded: list[tuple[Sequence, int]]) -> None:
-    """Stage the whole slot state of sequences, each with the number of its cached tokens after the step."""
-    sequences = [sequence for sequence, _ in loaded]
-    params = [sequence.request.sampling for sequence in sequences]
-    staging.integers("loaded_slots", [slot_of(sequence) for sequence in sequences])
-    staging.integers("loaded_lengths", [length for _, length in loaded])
-    staging.integers("loaded_drawn", [sequence.generated for sequence in sequences])
-    staging.integers("loaded_seeds", [sequence.seed for sequence in sequences])
-    staging.floats("loaded_temperatures", [each.temperature for each in params])
-    staging.integers("loaded_top_k", [each.top_k for each in params])
-    staging.floats("loaded_top_p", [each.top_p for each in params])
-    staging.floats("loaded_min_p", [each.min_p for each in params])
+def stage_slots(staging: Staging, decodes: list[Chunk], prefills: list[Chunk], block_size: int) -> None:
+    """Stage the whole slot state of sequences with prompts in a step, and its decodes' new blocks."""
+    slots: list[int] = []
+    columns: list[int] = []
+    blocks: list[int] = []
+    for chunk in decodes:
+        if chunk.start % block_size == 0:
+            column = chunk.start // block_size
+            slots.append(slot_of(chunk.sequence))
+            columns.append(column)
+            blocks.append(chunk.sequence.blocks[column])
+    loaded: list[int] = []
+    integers: list[int] = []
+    floats: list[float] = []
+    for chunk in prefills:
+        sequence, slot = chunk.sequence, slot_of(chunk.sequence)
+        params = sequence.request.sampling
+        loaded.append(slot)
+        integers += (chunk.end, sequence.generated, sequence.seed, params.top_k)
+        floats += (params.temperature, params.top_p, params.min_p)
+        slots += [slot] * len(sequence.blocks)
+        columns += range(len(sequence.blocks))
+        blocks += sequence.blocks
+    staging.integers("loaded_slots", loaded)
+    staging.integers("loaded_integers", integers)
+    staging.floats("loaded_floats", floats)
+    staging.integers("table_entries", slots + columns + blocks)
 
 
-def stage_blocks(staging: Staging, entries: list[tuple[int, int, int]]) -> None:
-    """Stage block-table entries, each (slot, column, block)."""
-    staging.integers("table_slots", [slot for slot, _, _ in entries])
-    staging.integers("table_columns", [column for _, column, _ in entries])
-    staging.integers("table_blocks", [block for _, _, block in entries])
+def stage_penalties(staging: Staging, prefills: list[Chunk]) -> None:
+    """Stage the factors and all tokens so far of the sequences whose prompts end in a step."""
+    loaded: list[int] = []
+    factors: list[float] = []
+    slots: list[int] = []
+    tokens: list[int] = []
+    values: list[int] = []
+    for chunk in prefills:
+        sequence, params = chunk.sequence, chunk.sequence.request.sampling
+        if chunk.samples and params.penalised:
+            seen = dict.fromkeys(sequence.request.prompt_ids, IN_PROMPT)
+            for token_id in sequence.tokens[len(sequence.request.prompt_ids) :]:
+                seen[token_id] = seen.get(token_id, 0) + GENERATED
+            slot = slot_of(sequence)
+            loaded.append(slot)
+            factors += (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+            slots += [slot] * len(seen)
+            tokens += seen
+            values += seen.values()
+    staging.integers("penalty_slots", loaded)
+    staging.floats("penalty_factors", factors)
+    staging.integers("seen", slots + tokens + values)

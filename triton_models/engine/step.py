@@ -1,85 +1,50 @@
 """A step's life: the work chosen for it, what the device does, and what comes back."""
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from triton_models.engine.masks import MaskFault
 from triton_models.engine.sampler import SamplerOutputs
-from triton_models.engine.sequence import FinishReason, Sequence, SequenceState, TokenLogprobs
+from triton_models.engine.sequence import Chunk, Fault, FinishReason, Sequence, SequenceState, TokenLogprobs
 from triton_models.engine.slots import Staged
 
 if TYPE_CHECKING:
     from triton_models.engine.scoring import Scores
 
-NOT_FINITE = "the model's output is not finite"
-
-
-# Not frozen: creating a frozen dataclass takes three times as long, and a step creates one per sequence.
-@dataclass(slots=True)
-class Chunk:
-    """`count` tokens of a sequence, from position `start` on, that are computed in a step.
-
-    `samples`: whether they include the sequence's newest token, so that the step samples the next one. This
-    is decided when the step is scheduled, since the sequence grows afterwards.
-    """
-
-    sequence: Sequence
-    start: int
-    count: int
-    samples: bool
-
-    @property
-    def end(self) -> int:
-        """Tokens of the sequence that are in the KV cache after the step."""
-        return self.start + self.count
-
-
-class StepState(Enum):
-    """SCHEDULED -> BEGUN -> SAMPLED -> COLLECTED; steps pass each of these in the order of scheduling."""
-
-    SCHEDULED = auto()
-    """The scheduler has chosen the work."""
-    BEGUN = auto()
-    """The forward pass is queued on the device, but not the sampling."""
-    SAMPLED = auto()
-    """All of it is queued on the device, which may still be computing it."""
-    COLLECTED = auto()
-    """The results are known."""
-
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One step. The scheduler fills in the work, and the runner the rest."""
+    """One step: scheduled, begun, sampled and collected, each in the order of scheduling.
+
+    The scheduler fills in the work, and the runner the rest.
+    """
 
     decodes: list[Chunk] = field(default_factory=list)
     prefills: list[Chunk] = field(default_factory=list)
     new_blocks: list[int] = field(default_factory=list)
     """Allocated for the step; they hold stale values."""
     preemptions: int = 0
-    state: StepState = StepState.SCHEDULED
     scheduled_at: float = 0.0
     """When its scheduling began, in seconds of `time.perf_counter`."""
 
-    # From BEGUN on:
+    # Once it is begun, so that the forward pass is queued on the device, but not the sampling:
     sampling: list[Sequence] = field(default_factory=list)
     """The sequences that it samples for: the decodes', then those whose prompts end here."""
     scores: "Scores | None" = None
     """Log-probabilities of prompts, if any are requested."""
 
-    # Only while BEGUN: what sampling needs, above all the logits, must not outlive it on the device.
+    # Only until it is sampled: what this needs, above all the logits, must not outlive it on the device.
     staged: Staged | None = None
     logits: Tensor | None = None
     """[S, vocabulary] of the rows that sample, and of padding rows behind them."""
     captured: bool = False
     """Whether a graph samples, too."""
 
-    # From SAMPLED on:
+    # Once it is sampled:
     outputs: SamplerOutputs | None = None
-    mask_errors: dict[str, MaskFault] = field(default_factory=dict)
+    mask_faults: dict[str, Fault] = field(default_factory=dict)
     """By request."""
     done: torch.cuda.Event | None = None
     """None: the device has finished."""
@@ -113,34 +78,38 @@ class Sampled:
     """A sequence's next token, or why there is none; or log-probabilities of its prompt; or both."""
 
     sequence: Sequence
-    token_id: int | None
-    """None: the step did not sample for it."""
+    token_id: int | None = None
+    """None: the step did not sample for it, or there is a `fault`."""
     logprobs: TokenLogprobs | None = None
-    error: str | None = None
-    reason: FinishReason = FinishReason.ERROR
-    """The finish reason if there is an `error`."""
+    fault: Fault | None = None
     invalid: bool = False
     """The model's output is not finite, so what it wrote to the KV cache cannot be trusted either."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """As in `TokenOutput`."""
 
+    @classmethod
+    def not_finite(cls, sequence: Sequence) -> "Sampled":
+        """Return what comes of an output that is not finite."""
+        return cls(sequence, fault=(FinishReason.ERROR, "the model's output is not finite"), invalid=True)
+
 
 def sampled_tokens(
-    sampling: list[Sequence], outputs: SamplerOutputs, mask_errors: dict[str, MaskFault]
+    sampling: list[Sequence], outputs: SamplerOutputs, mask_faults: dict[str, Fault]
 ) -> list[Sampled]:
     """Match a step's outputs, which are on the host, with the sequences that it sampled for."""
     tokens, finite, allowed = outputs.status.tolist()
     logprobs = _logprobs(sampling, tokens, outputs)
     results = []
     for row, sequence in enumerate(sampling):
-        reason, error = mask_errors.get(sequence.request.request_id, (FinishReason.ERROR, None))
-        if error is None and not finite[row]:
-            error = NOT_FINITE
-        if error is None and not allowed[row]:
-            error = "no token is allowed here"
-        results.append(
-            Sampled(sequence, tokens[row], logprobs.get(row), error, reason, invalid=not finite[row])
-        )
+        fault = mask_faults.get(sequence.request.request_id)
+        if fault is not None:
+            results.append(Sampled(sequence, fault=fault, invalid=not finite[row]))
+        elif not finite[row]:
+            results.append(Sampled.not_finite(sequence))
+        elif not allowed[row]:
+            results.append(Sampled(sequence, fault=(FinishReason.ERROR, "no token is allowed here")))
+        else:
+            results.append(Sampled(sequence, tokens[row], logprobs.get(row)))
     return results
 
 

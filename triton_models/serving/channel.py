@@ -7,10 +7,8 @@ sent there, too, once `Delivery` has sent its last frame.
 """
 
 import logging
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -18,8 +16,9 @@ import msgspec
 
 from triton_models.engine.sequence import TokenOutput
 from triton_models.errors import ChannelLostError, InvalidRequestError, QueueFullError
-from triton_models.serving.outbox import Call, Pulse, Responder, Sender
+from triton_models.serving.outbox import UNLOADED, Call, Responder, Sender
 from triton_models.serving.request import Choice, OpenRequest
+from triton_models.serving.worker import Worker
 from wire.channel import Frame
 from wire.meta import encode_meta
 from wire.refusal import RefusalCode
@@ -56,11 +55,6 @@ class DeltaChannel(Call):
         """The number of the newest frame sent."""
         return self._sent - 1
 
-    @property
-    def requests(self) -> set[str]:
-        """The keys of the requests whose deltas are sent here."""
-        return set(self._streams.copy().values())
-
     def attach(self, streams: range, key: str) -> None:
         """Reserve the numbers `streams` for the choices of the open request `key`; on the intake's thread.
 
@@ -72,7 +66,7 @@ class DeltaChannel(Call):
             if stream in self._streams:
                 raise InvalidRequestError(f"stream {stream} of the channel is another open request's")
         self._streams |= dict.fromkeys(streams, key)
-        # Looked at last: whoever loses the channel sets `lost` first, and then cancels `requests`.
+        # Looked at last: whoever loses the channel sets `lost` first, and then cancels the requests.
         if self.lost:
             self.detach(streams, key)
             raise _not_open(self.key)
@@ -87,8 +81,10 @@ class DeltaChannel(Call):
         """Note that the client has left."""
         self._on_gone(self)
 
-    def add(self, stream: int, text: str, tokens: int, meta: bytes | None) -> None:
+    def add(self, stream: int, text: str, tokens: int, meta: bytes | None, ids: Sequence[int] = ()) -> None:
         """Put a delta into the next frame, which holds at most one delta of each stream."""
+        if ids:
+            self._ids[len(self._numbers)] = ids
         if meta is not None:
             self._metas[len(self._numbers)] = msgspec.Raw(meta)
         self._numbers.append(stream)
@@ -102,6 +98,7 @@ class DeltaChannel(Call):
             streams=self._numbers,
             tokens=self._tokens,
             texts=self._texts,
+            ids=[list(self._ids.get(place, ())) for place in range(len(self._texts))] if self._ids else [],
             metas=self._metas,
         )
         self._begin_frame()
@@ -114,20 +111,25 @@ class DeltaChannel(Call):
         self._numbers: list[int] = []
         self._tokens: list[int] = []
         self._texts: list[str] = []
+        self._ids: dict[int, Sequence[int]] = {}
         self._metas: dict[int, msgspec.Raw] = {}
+
+
+_Posted = Sequence[TokenOutput] | Callable[[], None]
+"""A step's outputs, or a channel's opening or end, which comes behind the steps before it."""
 
 
 class Delivery:
     """Takes each engine step's outputs, and sends the frames of delta channels on a thread of its own.
 
-    The engine's thread hands over a list and continues. Both threads compete for the interpreter lock, so
-    little is done here per token.
+    The engine's thread puts a list into `worker` and continues. Both compete for the interpreter lock,
+    so little is done here per token.
 
     Args:
         find: returns the open request and the choice that have this key in the engine; None if it has ended.
         sender: sends the ends of answers and channels.
         on_first_token: called for each choice's first token, with seconds in the queue and since arrival.
-        on_lost: called with the keys of the requests of a channel that was lost.
+        on_lost: called with a channel that was lost, to cancel its requests.
         heartbeat_s: longest silence on a channel.
     """
 
@@ -137,10 +139,10 @@ class Delivery:
         sender: Sender,
         *,
         on_first_token: Callable[[float, float], None],
-        on_lost: Callable[[Iterable[str]], None],
+        on_lost: Callable[[DeltaChannel], object],
         heartbeat_s: float,
     ) -> None:
-        self.pulse = Pulse()
+        self.worker = Worker[_Posted]("delivery", self._handle, idle=self._keep_alive, idle_s=_KEEP_ALIVE_S)
         self._channels: dict[str, DeltaChannel] = {}
         """The open ones, by id: added and found on the intake's thread, removed on this one's."""
         self._find = find
@@ -149,24 +151,15 @@ class Delivery:
         self._on_lost = on_lost
         self._silence_s = max(heartbeat_s / 2, heartbeat_s - 2 * _KEEP_ALIVE_S)
         self._kept_alive_at = 0.0
-        self._queue: queue.SimpleQueue[Sequence[TokenOutput] | Callable[[], None] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread = threading.Thread(target=self._run, name="delivery", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
+        self.worker.start()
 
     def stop(self) -> None:
         """Send what is queued, close every channel, and join the thread."""
-        self._queue.put(self._close_all)
-        self._queue.put(None)
-        self._thread.join()
-
-    def post(self, outputs: Sequence[TokenOutput]) -> None:
-        """Queue a step's outputs; called by the engine's thread, never waits."""
-        self._queue.put(outputs)
+        self.worker.put(self._close_all)
+        self.worker.stop()
 
     def open(self, channel: DeltaChannel) -> None:
         """Open a channel: have its first frame sent.
@@ -179,7 +172,7 @@ class Delivery:
             raise QueueFullError(f"{len(self._channels)} delta channels are open already")
         if self._channels.setdefault(channel.key, channel) is not channel:
             raise InvalidRequestError("a channel of this id is open already")
-        self._queue.put(partial(self._flush, channel))
+        self.worker.put(partial(self._flush, channel))
 
     def find(self, channel_id: str) -> DeltaChannel:
         """Return an open channel.
@@ -194,47 +187,23 @@ class Delivery:
 
     def close(self, channel: DeltaChannel) -> None:
         """Have `channel` closed, whose client has left."""
-        self._queue.put(partial(self._lose, channel, RefusalCode.CANCELLED, "the channel was closed"))
+        self.worker.put(partial(self._lose, channel, RefusalCode.CANCELLED, "the channel was closed"))
 
-    def _run(self) -> None:
-        try:
-            stopping = False
-            while not stopping:
-                self.pulse.rest()
-                posted = self._next()
-                self.pulse.work()
-                stopping = None in posted
-                try:
-                    self._turn(posted)
-                except Exception:
-                    # The thread's outermost frame: whatever failed, everybody else's deltas still go out.
-                    log.exception("a step could not be delivered")
-        finally:
-            self.pulse.work()  # for good: a thread that has ended must not look healthy
-
-    def _next(self) -> list[Sequence[TokenOutput] | Callable[[], None] | None]:
-        """Wait for something to do, but no longer than until the channels are looked at again."""
-        posted = []
-        try:
-            posted.append(self._queue.get(timeout=_KEEP_ALIVE_S))
-            # Steps that piled up during a slow send are joined.
-            while not self._queue.empty():
-                posted.append(self._queue.get())
-        except queue.Empty:
-            pass
-        return posted
-
-    def _turn(self, posted: list[Sequence[TokenOutput] | Callable[[], None] | None]) -> None:
+    def _handle(self, posted: _Posted) -> None:
         gained: dict[Choice, OpenRequest] = {}
-        for each in posted:
+        # Steps that piled up during a slow send are joined.
+        for each in (posted, *self.worker.take_rest()):
             if callable(each):
-                self._send(gained)  # a channel is closed behind the steps that came before
+                self._send(gained)
                 gained = {}
                 self._do(each)
             else:
-                for output in each or ():
+                for output in each:
                     self._take(output, gained)
         self._send(gained)
+        self._keep_alive()
+
+    def _keep_alive(self) -> None:
         now = time.monotonic()
         if now - self._kept_alive_at >= _KEEP_ALIVE_S:
             self._kept_alive_at = now
@@ -280,13 +249,13 @@ class Delivery:
         if channel is None or channel.lost or request.closed or choice.complete or not choice.sendable:
             return None
         try:
-            text, tokens, meta = choice.next_delta()
+            text, tokens, ids, meta = choice.next_delta()
             document = None if meta is None else encode_meta(meta)
         except Exception:
             log.exception("request %s: a delta could not be delivered", request.key)  # as in `_take`
             choice.fail()
             return None
-        channel.add(request.streams.start + choice.index, text, tokens, document)
+        channel.add(request.streams.start + choice.index, text, tokens, document, ids)
         choice.deltas += 1
         request.last_sent = now
         return channel
@@ -298,7 +267,7 @@ class Delivery:
             log.exception("a channel could not be opened or closed")  # confined to that channel
 
     def _flush(self, channel: DeltaChannel) -> None:
-        self.pulse.work()
+        self.worker.renew()
         try:
             channel.flush()
         except Exception:
@@ -313,11 +282,11 @@ class Delivery:
         channel.lost = True
         self._channels.pop(channel.key, None)
         self._sender.refuse(channel, code, message)
-        self._on_lost(channel.requests)
+        self._on_lost(channel)
 
     def _close_all(self) -> None:
         for channel in list(self._channels.values()):
-            self._lose(channel, RefusalCode.SHUTTING_DOWN, "the model is being unloaded")
+            self._lose(channel, *UNLOADED)
 
 
 def _not_open(channel_id: str) -> ChannelLostError:

@@ -6,8 +6,9 @@ from triton_models.directory import chat_template, detect_format
 from triton_models.errors import InvalidGrammarError, ModelError, TextError
 from triton_models.options import EntryParameters
 from triton_models.text.answer import AnswerStream
-from triton_models.text.formats import ChatFormat, chat_format
-from triton_models.text.grammars import CompiledGrammar, Grammars, vocabulary_of
+from triton_models.text.formats import ChatFormat, TemplateFormat, chat_format
+from triton_models.text.grammars import CompiledGrammar, Grammars
+from triton_models.text.json_tokenizer import JsonTokenizer
 from triton_models.text.tokenizers import Tokenizer, load_tokenizer
 from wire.history import Turn
 from wire.limits import IDS_LIMIT
@@ -26,14 +27,7 @@ class ChatText:
     @classmethod
     def of(cls, tokenizer: Tokenizer, chat_format: ChatFormat) -> "ChatText":
         """Build the text side of a model."""
-        segment_id = next(iter(chat_format.segment_roles), None)
-        grammars = Grammars(
-            vocabulary_of(tokenizer),
-            chat_format.stop_ids,
-            segment_id=segment_id,
-            call_format=chat_format.name if chat_format.supports_tools else None,
-        )
-        return cls(tokenizer, chat_format, grammars)
+        return cls(tokenizer, chat_format, Grammars(tokenizer, chat_format))
 
     def compile_grammar(self, generation: Generation) -> CompiledGrammar | None:
         """Return the grammar that the answer must follow; None: it is unconstrained.
@@ -64,9 +58,8 @@ class ChatText:
         if generation.prompt_token_ids is not None:
             return generation.prompt_token_ids
         if not generation.raw:
-            return self.format.render(
-                history, prompt, generation.role, answer_metadata=self._metadata(generation)
-            )
+            turns = [*history, Turn(generation.role, prompt)]
+            return self.format.render_turns(turns, answer_metadata=self._metadata(generation))
         if history or generation.role != "user":
             raise ModelError("raw excludes history and role")
         return self.format.render_text(prompt)
@@ -166,6 +159,9 @@ def load_text(parameters: EntryParameters) -> ChatText:
         ModelError: a file is missing or broken, or the format cannot be determined.
     """
     name = parameters.options.get("format") or detect_format(parameters.checkpoint)
-    tokenizer = load_tokenizer(parameters.checkpoint, name)
+    if name == TemplateFormat.name:
+        tokenizer: Tokenizer = JsonTokenizer(parameters.checkpoint)
+    else:
+        tokenizer = load_tokenizer(parameters.checkpoint, name)
     template = chat_template(parameters.checkpoint)
     return ChatText.of(tokenizer, chat_format(name, tokenizer, template))

@@ -1,17 +1,37 @@
-"""The engine's requests for one generation: one for each choice."""
+"""The engine's requests for one generation, one for each choice, and which tokens each may consist of.
 
-from collections.abc import Sequence
+Of `allowed_token_ids`, as in vLLM, stop ids are no exception: an answer whose allowed ids hold none ends at
+its limit.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from triton_models.engine.sampling import SamplingParams, TokenMask
 from triton_models.engine.sequence import Request
-from triton_models.errors import PromptTooLongError
-from triton_models.serving.token_limits import TokenLimits
+from triton_models.errors import (
+    InvalidRequestError,
+    PromptTooLongError,
+    TokenMaskError,
+    panics_are_errors,
+)
 from triton_models.text.grammars import CompiledGrammar
+from triton_models.text.tokenizers import Tokenizer, bad_word_ids
 from wire.request import Generation
 from wire.sampling import Sampling
 
 _SEEDS = 2**64
+
+_WORD_BITS = 32
+_ALL = 2**_WORD_BITS - 1
+
+Bits = NDArray[np.uint32]
+"""Token i is bit i % 32 of word i // 32."""
 
 _SHARED = {field.name for field in fields(SamplingParams)} & set(Sampling.__struct_fields__) - {
     "seed",
@@ -24,14 +44,14 @@ _SHARED = {field.name for field in fields(SamplingParams)} & set(Sampling.__stru
 
 def engine_requests(
     generation: Generation,
-    keys: Sequence[str],
+    keys: Mapping[int, str],
     prompt_ids: Sequence[int],
     *,
     max_tokens: int | None,
     stop_ids: frozenset[int],
     deadline: float | None,
     grammar: CompiledGrammar | None = None,
-    limits: TokenLimits | None = None,
+    limits: "TokenLimits | None" = None,
 ) -> list[Request]:
     """Return the requests for the choices, which differ only in their keys and seeds.
 
@@ -39,8 +59,8 @@ def engine_requests(
     if the prompt's log-probabilities are requested does each choice compute it again.
 
     Args:
-        generation: its `n` is the number of `keys`.
-        keys: the choices' ids in the engine.
+        generation: the request.
+        keys: the choices' ids in the engine, by index.
         prompt_ids: the tokenized prompt.
         max_tokens: from `new_tokens`; even if it is 0, one token is sampled.
         stop_ids: the ids that end a choice.
@@ -49,15 +69,26 @@ def engine_requests(
         limits: which tokens each choice may consist of.
 
     Raises:
-        InvalidRequestError: a sampling parameter out of range, or parameters that contradict each other.
+        InvalidRequestError: a sampling parameter out of range, parameters that contradict each other, or
+            tokens to go on after that the grammar does not allow.
     """
     prompt = tuple(prompt_ids)
     least = _least(generation, max_tokens)
 
-    def mask() -> TokenMask | None:
-        held = None if grammar is None else grammar.mask()
-        return held if limits is None else limits.mask(held, stop_ids=stop_ids, min_tokens=least)
+    def mask(generated: Sequence[int]) -> TokenMask | None:
+        held: TokenMask | None = None if grammar is None else grammar.mask()
+        if limits is not None:
+            held = limits.mask(held, stop_ids=stop_ids, min_tokens=least)
+        if held is not None:
+            try:
+                with panics_are_errors("a token mask"):
+                    for token_id in generated:
+                        held.accept(token_id)
+            except TokenMaskError as error:
+                raise InvalidRequestError(f"generated: {error}") from error
+        return held
 
+    generated = {index: tuple(ids) for index, ids in going_on(generation)}
     shared = {name: getattr(generation, name) for name in _SHARED}
     return [
         Request(
@@ -69,14 +100,22 @@ def engine_requests(
                 max_tokens=None if max_tokens is None else max(1, max_tokens),
                 min_tokens=least,
                 stop_token_ids=stop_ids,
-                mask=mask(),
+                mask=mask(generated[index]),
             ),
+            generated_ids=generated[index],
             priority=generation.priority,
             deadline=deadline,
             prompt_logprobs=generation.prompt_logprobs,
         )
-        for index, key in enumerate(keys)
+        for index, key in keys.items()
     ]
+
+
+def going_on(generation: Generation) -> list[tuple[int, list[int]]]:
+    """Return the choices that have not ended, by index, with the tokens that each has already."""
+    if not generation.generated:
+        return [(index, []) for index in range(generation.n)]
+    return [(index, ids) for index, ids in enumerate(generation.generated) if ids is not None]
 
 
 def kept_prompt(generation: Generation, prompt_ids: list[int], max_context: int) -> list[int]:
@@ -119,3 +158,117 @@ def _least(generation: Generation, max_tokens: int | None) -> int:
 def _wrapped(seed: int) -> int:
     """Return the int64 with the low 64 bits of `seed`."""
     return (seed + _SEEDS // 2) % _SEEDS - _SEEDS // 2
+
+
+class TokenLimits:
+    """The limits of one request, for any number of choices. Immutable.
+
+    Args:
+        allowed: the only ids that may be sampled; None: all.
+        banned: sequences of ids, none empty, that must not be sampled.
+        vocabulary: number of ids that the model has.
+
+    Raises:
+        InvalidRequestError: an allowed id that the model does not have.
+    """
+
+    def __init__(
+        self, allowed: Collection[int] | None, banned: Iterable[Sequence[int]], vocabulary: int
+    ) -> None:
+        if allowed is not None and max(allowed) >= vocabulary:
+            raise InvalidRequestError(f"allowed_token_ids has an id outside the vocabulary of {vocabulary}")
+        self._vocabulary = vocabulary
+        self.ends: dict[int, list[Sequence[int]]] = defaultdict(list)
+        """The banned sequences of several ids, by the last but one."""
+        self.longest = 1
+        """Length of the longest banned sequence."""
+        alone = []
+        for ids in banned:
+            self.longest = max(self.longest, len(ids))
+            if len(ids) == 1:
+                alone.append(ids[0])
+            else:
+                self.ends[ids[-2]].append(ids)
+        every = np.ones(vocabulary, dtype=np.uint8)
+        self.allowed = self.packed(every) if allowed is None else self.bits(allowed)
+        """Without the ids that are banned whatever precedes them."""
+        self.allowed &= ~self.bits(alone)
+
+    @classmethod
+    def of(cls, generation: Generation, tokenizer: Tokenizer, vocabulary: int) -> "TokenLimits | None":
+        """Return the limits that `generation` asks for; None: it asks for none.
+
+        Raises:
+            InvalidRequestError: an allowed id that the model does not have.
+            TextError: a word that is not valid Unicode.
+        """
+        if generation.allowed_token_ids is None and not generation.bad_words:
+            return None
+        banned = bad_word_ids(tokenizer, generation.bad_words)
+        return cls(generation.allowed_token_ids, banned, vocabulary)
+
+    def bits(self, ids: Iterable[int]) -> Bits:
+        """Return a row with the bits of `ids`, none of them negative; the model need not have them."""
+        given = np.fromiter(ids, dtype=np.int64)
+        flags = np.zeros(self._vocabulary, dtype=np.uint8)
+        flags[given[given < self._vocabulary]] = 1
+        return self.packed(flags)
+
+    @staticmethod
+    def packed(flags: NDArray[np.uint8]) -> Bits:
+        """Return a row with a bit for each of `flags`, [vocabulary] of 0 or 1."""
+        return np.packbits(np.pad(flags, (0, -len(flags) % _WORD_BITS)), bitorder="little").view(np.uint32)
+
+    def mask(self, grammar: TokenMask | None, *, stop_ids: Collection[int], min_tokens: int) -> "LimitedMask":
+        """Return the mask of one choice.
+
+        Args:
+            grammar: the choice's mask by its grammar, which applies as well.
+            stop_ids: the ids that end the choice.
+            min_tokens: before so many tokens the engine samples no stop id.
+        """
+        return LimitedMask(self, grammar, self.bits(stop_ids), min_tokens)
+
+
+class LimitedMask:
+    """The tokens with which one answer may continue, by `limits` and by its grammar, if it has one."""
+
+    def __init__(
+        self, limits: TokenLimits, grammar: TokenMask | None, stop_bits: Bits, min_tokens: int
+    ) -> None:
+        self._limits = limits
+        self._grammar = grammar
+        self._stop_bits = stop_bits
+        self._min_tokens = min_tokens
+        self._tokens = 0
+        self._last: deque[int] = deque(maxlen=limits.longest)
+
+    def fill(self, words: Tensor) -> None:
+        """Write the allowed tokens to `words`.
+
+        Raises:
+            TokenMaskError: there are none, or the grammar has a fault.
+        """
+        row: Bits = words.numpy().view(np.uint32)
+        if self._grammar is None:
+            row[:] = self._limits.allowed
+        else:
+            self._grammar.fill(words)
+            row &= self._limits.allowed
+        for ids in self._limits.ends.get(self._last[-1], ()) if self._last else ():
+            if list(self._last)[1 - len(ids) :] == list(ids[:-1]):
+                row[ids[-1] // _WORD_BITS] &= _ALL ^ (1 << ids[-1] % _WORD_BITS)
+        early = self._tokens < self._min_tokens  # the engine then removes the stop ids
+        if not (row & ~self._stop_bits if early else row).any():
+            raise TokenMaskError("allowed_token_ids and bad_words leave no token with which it can go on")
+
+    def accept(self, token_id: int) -> None:
+        """Continue after `token_id`.
+
+        Raises:
+            TokenMaskError: the grammar does not allow the token.
+        """
+        self._tokens += 1
+        self._last.append(token_id)
+        if self._grammar is not None:
+            self._grammar.accept(token_id)

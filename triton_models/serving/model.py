@@ -21,13 +21,13 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Load the model and start its engine. An error fails the load, and whoever asked for it sees it."""
         # Imported here, since Triton completes configurations in a separate process, which needs no torch.
+        from triton_models.serving.build import build_service  # noqa: PLC0415
         from triton_models.serving.intake import read_arrival  # noqa: PLC0415
-        from triton_models.serving.service import build_service  # noqa: PLC0415
 
         self._stub = Stub(args)
         parameters = read_parameters(args)
         self._read = partial(read_arrival, pb_utils=pb_utils, traced="trace_endpoint" in parameters.options)
-        self._service = build_service(parameters, pb_utils, orphaned=self._stub.orphaned)
+        self._service = build_service(parameters, pb_utils)
         self._service.start()
         self._stub.initialized()
 
@@ -38,7 +38,8 @@ class TritonPythonModel:
         client.
         """
         self._stub.requested()
-        self._service.submit([self._read(request) for request in requests])
+        arrivals = map(self._read, requests)
+        self._service.submit([arrival for arrival in arrivals if arrival is not None])
 
     def finalize(self) -> None:
         """Answer every open request and stop."""

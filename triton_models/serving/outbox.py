@@ -5,19 +5,18 @@ in between, which clients have left. As it alone sends on these calls, their res
 lock. The deltas of streamed answers go another way, over delta channels (`serving/channel.py`): hundreds of
 requests may end in one step, and the frames of the others must not wait for that.
 
-An exception concerns one call: it is logged and ends that one, and the thread goes on. If the thread cannot
-go on, or a send is stuck in Triton, its `Pulse` grows old, and with it the heartbeat that whoever watches the
-model sees.
+An exception concerns one call: it is logged and ends that one, and the thread goes on. If a send is stuck in
+Triton, the `Worker` grows old, and with it the heartbeat that whoever watches the model sees.
 """
 
+import itertools
 import logging
-import queue
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Protocol
+from heapq import heappop, heappush
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -31,6 +30,7 @@ from triton_models.errors import (
     PromptTooLongError,
     QueueFullError,
 )
+from triton_models.serving.worker import Worker
 from wire import names
 from wire.channel import Frame, encode_frame
 from wire.meta import Meta, encode_meta
@@ -42,12 +42,15 @@ POLL_PERIOD_S: Final = 0.2
 """Every open call is asked about once in this time, so that a client that left is noticed within a quarter of
 a second. Asking takes Triton some 50 microseconds: for 2,048 calls, half of this time."""
 
+_EARLY: Final = 0.8
+"""The share of the heartbeat interval after which one is sent: 2,048 of them take Triton some 160 ms."""
+
 _TURN_S: Final = 0.02
-"""How long the sender waits for something to send before it asks about the next calls."""
-_POLLS: Final = 16
-"""Most calls that are asked about in a row, so that nothing to send waits for a whole round."""
-_POLLS_BETWEEN_SENDS: Final = 2
-"""The same while there is something to send."""
+"""How long the sender waits for something to send before it looks at what else is due."""
+_AT_ONCE: Final = 16
+"""Most heartbeats in a row, and most calls that are asked about, so that nothing to send waits for all."""
+_QUESTIONS_BETWEEN: Final = 2
+"""Most calls that are asked about while there is something to send."""
 
 _REFUSALS: Final[tuple[tuple[type[Exception], RefusalCode], ...]] = (
     (PromptTooLongError, RefusalCode.CONTEXT_LENGTH_EXCEEDED),
@@ -72,7 +75,15 @@ _STATUSES: Final = {
 """Triton's status for each code; of the others, UNAVAILABLE."""
 
 
-def refusal(error: Exception) -> tuple[RefusalCode, str]:
+Refusal = tuple[RefusalCode, str]
+"""The code, and the message for the client."""
+
+CANCELLED: Final[Refusal] = (RefusalCode.CANCELLED, "the request was cancelled")
+LATE: Final[Refusal] = (RefusalCode.DEADLINE_EXCEEDED, "the request's time is over")
+UNLOADED: Final[Refusal] = (RefusalCode.SHUTTING_DOWN, "the model is being unloaded")
+
+
+def refusal(error: Exception) -> Refusal:
     """Return the code and the message for a client whose request failed with `error`."""
     for kind, code in _REFUSALS:
         if isinstance(error, kind):
@@ -81,30 +92,15 @@ def refusal(error: Exception) -> tuple[RefusalCode, str]:
     return RefusalCode.INTERNAL, "the request failed"
 
 
-class Responder(Protocol):
-    """Sends one request's responses. Used by one thread at a time, and not after a final response."""
-
-    trace_context: str | None
-    """W3C trace context of the request, as a JSON object with `traceparent`; None: it is not traced."""
-
-    def send(self, text: str, meta: Meta, *, final: bool) -> None:
-        """Send one response."""
-
-    def send_frame(self, frame: Frame) -> None:
-        """Send one response of a delta channel, whose request only `refuse` ends."""
-
-    def refuse(self, code: RefusalCode, message: str) -> None:
-        """End the request with an error. Never raises: there is nobody left to tell."""
-
-    def cancelled(self) -> bool:
-        """Return True once the client cancelled or went away. May be called beside `send_frame`."""
-
-
-class TritonResponder:
-    """The responder for a request of Triton's Python backend.
+class Responder:
+    """Sends one request's responses. Used by one thread at a time, and not after a final response.
 
     It holds the response sender and not the request: that would keep the inputs in the memory shared with
     Triton for as long as the answer takes.
+
+    Attributes:
+        trace_context: of the request, in W3C's form as a JSON object with `traceparent`; None: it is not
+            traced.
     """
 
     def __init__(self, sender: Any, pb_utils: Any, trace_context: str | None = None) -> None:
@@ -117,11 +113,11 @@ class TritonResponder:
         self._send(text.encode(), encode_meta(meta), final=final)
 
     def send_frame(self, frame: Frame) -> None:
-        """Send the frame as `meta`, with an empty `response`."""
+        """Send the frame as `meta`, with an empty `response`; only `refuse` ends a channel's request."""
         self._send(b"", encode_frame(frame), final=False)
 
     def refuse(self, code: RefusalCode, message: str) -> None:
-        """Send an error with the status that fits `code`, as the final response."""
+        """Send an error with the status that fits `code`, as the final response. Never raises."""
         try:
             kind = self._pb_utils.TritonError
             error = kind(refusal_text(code, message), getattr(kind, _STATUSES.get(code, "UNAVAILABLE")))
@@ -131,7 +127,10 @@ class TritonResponder:
             log.exception("a refusal could not be sent")
 
     def cancelled(self) -> bool:
-        """Ask Triton, which takes some 50 microseconds."""
+        """Ask Triton whether the client has left, which takes some 50 microseconds.
+
+        May be called beside `send_frame`.
+        """
         return bool(self._sender.is_cancelled())
 
     def _send(self, text: bytes, document: bytes, *, final: bool) -> None:
@@ -150,16 +149,28 @@ class Call:
     """A request's own call, on which only the sender's thread sends.
 
     Attributes:
+        has_heartbeats: whether a heartbeat is sent when nothing else was.
         key: for the log; of a generation, its key in the service.
+        deadline: when the request is given up, in monotonic seconds; None: never.
+        cancelled: whether its client has left or cancelled it.
         closed: whether the final response was sent. Triton must not be asked about the call after that.
         last_sent: monotonic seconds.
     """
 
-    def __init__(self, key: str, responder: Responder) -> None:
+    has_heartbeats = False
+
+    def __init__(self, key: str, responder: Responder, *, deadline_ms: int | None = None) -> None:
         self.key = key
         self.responder = responder
-        self.closed = False
+        self.cancelled = self.closed = False
         self.last_sent = time.monotonic()
+        self.deadline = None if deadline_ms is None else self.last_sent + deadline_ms / 1000
+
+    def given_up(self) -> Refusal | None:
+        """Return the refusal if the request was cancelled or its deadline has passed, else None."""
+        if self.cancelled:
+            return CANCELLED
+        return LATE if self.deadline is not None and time.monotonic() >= self.deadline else None
 
     def send(self, text: str, meta: Meta, *, final: bool = False) -> None:
         """Send a response, unless the call is closed."""
@@ -175,96 +186,64 @@ class Call:
             self.closed = True
             self.responder.refuse(code, message)
 
-    def keep_alive(self, now: float, silence_s: float) -> None:
-        """Send a heartbeat if the call needs one and nothing was sent for `silence_s` seconds."""
-
     def gone(self) -> None:
         """Note that the client has left."""
+        self.cancelled = True
 
 
-class Pulse:
-    """For how long a thread has been at one piece of work; one that waits for work is fresh."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-
-    def work(self) -> None:
-        """Note that a piece of work begins."""
-        self._since = time.monotonic()
-
-    def rest(self) -> None:
-        """Note that it is done."""
-        self._since = None
-
-    def age(self, now: float) -> float:
-        """Return the seconds since the current piece of work began; 0 if there is none."""
-        since = self._since
-        return 0.0 if since is None else max(0.0, now - since)
+_Posted = tuple[Call, Callable[[], object]]
+"""What is to be done, and the call that it ends if it fails."""
 
 
 class Sender:
     """Sends on the requests' own calls, and watches their clients.
 
     Args:
-        heartbeat_s: longest silence on a call that needs heartbeats.
-        orphaned: whether tritonserver is gone. Then Triton is asked nothing more: the call would never return
-            and hold the interpreter lock.
+        heartbeat_s: longest silence on a call that has heartbeats.
     """
 
-    def __init__(self, *, heartbeat_s: float, orphaned: Callable[[], bool] = lambda: False) -> None:
-        self.pulse = Pulse()
-        self._orphaned = orphaned
-        # The next look may come late by that much, but the client must get its heartbeat in time.
-        self._silence_s = max(heartbeat_s / 2, heartbeat_s - POLL_PERIOD_S - 0.05)
-        self._queue: queue.SimpleQueue[tuple[Call, Callable[[], object]] | None] = queue.SimpleQueue()
+    def __init__(self, *, heartbeat_s: float) -> None:
+        self.worker = Worker[_Posted]("sender", self._handle, idle=self._look, idle_s=_TURN_S)
+        self._silence_s = _EARLY * heartbeat_s
         self._watched: deque[Call] = deque()
-        """Looked at in turn, from left to right and round again."""
+        """Asked about in turn, from left to right and round again."""
+        self._beats: list[tuple[float, int, Call]] = []
+        """When each call is next looked at for a heartbeat, as a heap; the number settles ties."""
+        self._numbers = itertools.count()
         self._due = 0.0
-        """How many looks are due."""
+        """How many questions are due."""
         self._counted_at = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
+        self.worker.start()
 
     def stop(self) -> None:
         """Do what was posted, refuse every call that is still watched, and join the thread."""
-        self._queue.put(None)
-        self._thread.join()
+        self.worker.stop()
+        for call in self._watched:
+            self._do(call, partial(call.refuse, *UNLOADED))
 
     def post(self, call: Call, action: Callable[[], object]) -> None:
         """Have the thread call `action`, which may send on `call`. Never waits."""
-        self._queue.put((call, action))
+        self.worker.put((call, action))
 
     def refuse(self, call: Call, code: RefusalCode, message: str) -> None:
         """Have the thread end `call` with an error."""
         self.post(call, partial(call.refuse, code, message))
 
     def watch(self, call: Call) -> None:
-        """Notice from now on if the client of `call` leaves, and keep the call alive."""
+        """Notice from now on if the client of `call` leaves, and keep the call alive if it has heartbeats."""
+        self.post(call, partial(self._watch, call))
+
+    def _watch(self, call: Call) -> None:
         self._watched.append(call)
+        if call.has_heartbeats:
+            self._beat_later(call)
 
-    def _run(self) -> None:
-        try:
-            while (posted := self._next()) is not None:
-                self.pulse.work()
-                for call, action in posted:
-                    self._do(call, action)
-                self._look()
-                self.pulse.rest()
-            for call in self._watched:
-                self._do(call, partial(call.refuse, RefusalCode.SHUTTING_DOWN, "the model is being unloaded"))
-        finally:
-            self.pulse.work()  # for good: a thread that has ended must not look healthy
-
-    def _next(self) -> "Sequence[tuple[Call, Callable[[], object]]] | None":
-        """Wait for something to do, but no longer than until the next look is due; None at the end."""
-        try:
-            posted = self._queue.get(timeout=0 if self._due >= 1 else _TURN_S)
-        except queue.Empty:
-            return ()
-        return None if posted is None else (posted,)
+    def _handle(self, posted: _Posted) -> None:
+        self._do(*posted)
+        self._look()
 
     def _do(self, call: Call, action: Callable[[], object]) -> None:
         """Call `action`; if it fails, end `call`."""
@@ -279,19 +258,31 @@ class Sender:
                 return
 
     def _look(self) -> None:
-        """Look at as many calls as are due, but only a few of them in a row."""
-        now, count = time.monotonic(), len(self._watched)
+        """Send the heartbeats and ask the questions that are due, but only a few of each in a row."""
+        now = time.monotonic()
+        for _ in range(_AT_ONCE):
+            if not self._beats or self._beats[0][0] > now:
+                break
+            call = heappop(self._beats)[2]
+            if call.last_sent + self._silence_s <= now:
+                self._do(call, partial(call.send, "", Meta()))
+            if not call.closed:
+                self._beat_later(call)
+        beats = bool(self._beats) and self._beats[0][0] <= now
+        count = len(self._watched)
         self._due = min(self._due + (now - self._counted_at) * count / POLL_PERIOD_S, count)
         self._counted_at = now
-        if self._orphaned():
-            return
-        for _ in range(min(int(self._due), _POLLS if self._queue.empty() else _POLLS_BETWEEN_SENDS)):
+        for _ in range(min(int(self._due), _QUESTIONS_BETWEEN if beats or self.worker.waiting else _AT_ONCE)):
             self._due -= 1
             call = self._watched.popleft()
             if not call.closed:
-                self._do(call, partial(self._check, call, now))
+                self._do(call, partial(self._ask, call))
+        self.worker.idle_s = 0 if beats or self._due >= 1 else _TURN_S
 
-    def _check(self, call: Call, now: float) -> None:
+    def _beat_later(self, call: Call) -> None:
+        heappush(self._beats, (call.last_sent + self._silence_s, next(self._numbers), call))
+
+    def _ask(self, call: Call) -> None:
         try:
             gone = call.responder.cancelled()
         except Exception:
@@ -300,6 +291,5 @@ class Sender:
             gone = True
         if gone:
             call.gone()  # it ends soon, and is not asked about any more
-            return
-        self._watched.append(call)
-        call.keep_alive(now, self._silence_s)
+        else:
+            self._watched.append(call)

@@ -5,17 +5,17 @@ microseconds. So other threads only record what happened, and one thread writes 
 a second. Nothing is recorded per token, only per step and per request.
 """
 
-import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from triton_models.engine.engine import EngineStats, StepStats
 from triton_models.engine.sequence import FinishReason
+from triton_models.serving.worker import Worker
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from triton_models.engine.engine import StepStats
+    from triton_models.serving.service import Service
 
 PREFIX = "tritongate_engine_"
 FLUSH_INTERVAL_S = 0.25
@@ -48,17 +48,6 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 
 
-class StatsSource(Protocol):
-    """The part of the service that metrics use."""
-
-    @property
-    def heartbeat(self) -> float:
-        """When tokens could last leave, in monotonic seconds."""
-
-    def stats(self) -> EngineStats:
-        """Return the current counts."""
-
-
 class EngineMetrics:
     """Records events on any thread, and writes them to Triton on a thread of its own.
 
@@ -66,14 +55,9 @@ class EngineMetrics:
         model: label of every metric, like `version`.
         version: of the entry.
         pb_utils: `triton_python_backend_utils`.
-        orphaned: whether tritonserver is gone. Then nothing is written: a call into its shared memory would
-            never return and hold the interpreter lock, so that the process could not end itself.
     """
 
-    def __init__(
-        self, model: str, version: int, pb_utils: Any, *, orphaned: Callable[[], bool] = lambda: False
-    ) -> None:
-        self._orphaned = orphaned
+    def __init__(self, model: str, version: int, pb_utils: Any) -> None:
         # Triton adds no labels; without the version, two versions would write to the same gauges.
         self._labels = {"model": model, "version": str(version)}
         self._pb_utils = pb_utils
@@ -87,21 +71,24 @@ class EngineMetrics:
         """Kept, because Triton drops a family that nothing refers to."""
         self._metrics: dict[str, Any] = {}
         """Triton's objects by name, made and used by the writing thread alone."""
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._worker = Worker[None](
+            "engine-metrics",
+            lambda _: self._write(last=True),
+            idle=lambda: self._write(last=False),
+            idle_s=FLUSH_INTERVAL_S,
+        )
 
-    def start(self, source: StatsSource) -> None:
+    def start(self, source: "Service") -> None:
         """Start the writing thread; the gauges show the state of `source`."""
-        self._thread = threading.Thread(target=self._run, args=(source,), name="engine-metrics", daemon=True)
-        self._thread.start()
+        self._source = source
+        self._worker.start()
 
     def stop(self) -> None:
         """Write what is left, set the gauges to zero (Triton keeps values across a reload) and join."""
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._worker.put(None)
+        self._worker.stop()
 
-    def step(self, stats: StepStats) -> None:
+    def step(self, stats: "StepStats") -> None:
         """Note one engine step."""
         self._observations.append(("batch_size", stats.batch_size))
         self._observations.append(("step_seconds", stats.seconds))
@@ -125,37 +112,24 @@ class EngineMetrics:
         with self._lock:
             self._counts[name] += amount
 
-    def _run(self, source: StatsSource) -> None:
-        self._make()
-        last = False
-        while not last:
-            last = self._stopping.wait(FLUSH_INTERVAL_S)
-            try:
-                self._write(source, last=last)
-            except Exception:
-                # The thread's outermost frame: one failed call must not freeze every metric from then on.
-                log.exception("the engine's metrics could not be written")
-
-    def _write(self, source: StatsSource, *, last: bool) -> None:
-        stats = source.stats()
+    def _write(self, *, last: bool) -> None:
+        if not self._metrics:
+            self._make()
+        stats = self._source.stats()
         with self._lock:
             counts, self._counts = self._counts, Counter()
         totals = Counter(preemptions_total=stats.preemptions, failed_steps_total=stats.failed_steps)
         counts += totals - self._totals
         self._totals = totals
         for name, amount in counts.items():
-            self._call(name, "increment", amount)
+            self._metrics[name].increment(amount)
         while self._observations:
             name, value = self._observations.popleft()
-            self._call(name, "observe", value)
+            self._metrics[name].observe(value)
         gauges = {name: getattr(stats, name.removeprefix("requests_"), 0) for name in _GAUGES}
-        gauges["heartbeat_timestamp_seconds"] = time.time() - (time.monotonic() - source.heartbeat)
+        gauges["heartbeat_timestamp_seconds"] = time.time() - (time.monotonic() - self._source.heartbeat)
         for name, value in gauges.items():
-            self._call(name, "set", 0 if last else value)
-
-    def _call(self, name: str, method: str, value: float) -> None:
-        if not self._orphaned():  # asked before each call, which leaves some microseconds in between
-            getattr(self._metrics[name], method)(value)
+            self._metrics[name].set(0 if last else value)
 
     def _make(self) -> None:
         kinds = self._pb_utils.MetricFamily

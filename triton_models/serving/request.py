@@ -1,13 +1,15 @@
 """One generation between its arrival and its final response: engine tokens in, response documents out."""
 
-import enum
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
+
+from msgspec import structs
 
 from triton_models.engine.sequence import FinishReason, TokenLogprobs, TokenOutput
-from triton_models.serving.outbox import Call, Responder
+from triton_models.errors import InvalidRequestError
+from triton_models.serving.outbox import CANCELLED, LATE, UNLOADED, Call, Refusal, Responder
 from triton_models.text.answer import AnswerDelta, AnswerStream
 from triton_models.text.tokenizers import Tokenizer, shown_tokens
 from wire import meta as wire
@@ -15,7 +17,12 @@ from wire.refusal import RefusalCode
 from wire.request import Generation
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from triton_models.serving.channel import DeltaChannel
+    from triton_models.serving.intake import Inputs
+    from triton_models.serving.service import Service
+    from triton_models.text.grammars import CompiledGrammar
 
 LOGPROB_FLOOR: Final = -9999.0
 """Reported instead of minus infinity, which JSON cannot hold."""
@@ -29,10 +36,10 @@ _WIRE_REASONS: Final[dict[FinishReason | None, wire.FinishReason]] = {
     FinishReason.LENGTH: "length",
 }
 
-_REFUSALS: Final[dict[FinishReason, tuple[RefusalCode, str]]] = {
-    FinishReason.CANCELLED: (RefusalCode.CANCELLED, "the request was cancelled"),
-    FinishReason.DEADLINE: (RefusalCode.DEADLINE_EXCEEDED, "the request's time is over"),
-    FinishReason.SHUTDOWN: (RefusalCode.SHUTTING_DOWN, "the model is being unloaded"),
+_REFUSALS: Final[dict[FinishReason, Refusal]] = {
+    FinishReason.CANCELLED: CANCELLED,
+    FinishReason.DEADLINE: LATE,
+    FinishReason.SHUTDOWN: UNLOADED,
     FinishReason.ERROR: (RefusalCode.INTERNAL, "the engine failed on this request"),
     FinishReason.MASK: (
         RefusalCode.INVALID_GRAMMAR,
@@ -53,11 +60,6 @@ class PromptReport:
         self._shown = shown_tokens(tokenizer, ids, special=special)
         token, utf8 = next(self._shown)
         self._next = [wire.PromptLogprob(id=ids[0], token=token, bytes=list(utf8), logprob=None, top=[])]
-
-    @classmethod
-    def of(cls, generation: Generation, tokenizer: Tokenizer, ids: Sequence[int]) -> "PromptReport | None":
-        """Return the report that `generation` wants; None if it wants none."""
-        return None if generation.prompt_logprobs is None else cls(generation, tokenizer, ids)
 
     def take(self, logprobs: Sequence[TokenLogprobs]) -> Iterator[list[wire.PromptLogprob]]:
         """Add the engine's results for the next tokens; yield what was not reported yet, in parts."""
@@ -97,6 +99,7 @@ class Choice:
         first_token: seconds from its arrival in the engine to its first step, and to its first token.
         closed_at: when its last response was sent, in monotonic seconds.
         deltas: how many deltas went into the frames of a delta channel.
+        resumed_tokens: how many of its tokens were sampled by another server, and are not sent again.
     """
 
     def __init__(
@@ -119,17 +122,22 @@ class Choice:
         self.first_token: tuple[float, float] | None = None
         self.closed_at: float | None = None
         self.deltas = 0
+        self.resumed_tokens = 0
         self.completion_tokens = 0
         self.cached_tokens = 0
         self._generation = generation
         self._tokenizer = tokenizer
         self._stream = stream
         self._wants_ids = generation.return_token_ids
+        self._keeps_ids = self._wants_ids or (generation.channel is not None and generation.channel.ids)
         self._wants_logprobs = generation.logprobs is not None
         self._wants_no_tokens = generation.max_tokens == 0
         self._stop_reason: int | str | None = None
-        self._text = echo
+        self._texts = [echo] if echo else []
+        """Parts, which `next_delta` joins: without a channel they are the whole answer."""
+        self._length = len(echo)
         self._tokens = 0
+        self._token_ids: list[int] = []
         self._begin_details()
 
     @property
@@ -145,7 +153,7 @@ class Choice:
     @property
     def sendable(self) -> bool:
         """Whether something has piled up that a streaming client is to be sent."""
-        return bool(self._text or self._segments)
+        return bool(self._texts or self._segments)
 
     def take(self, output: TokenOutput) -> bool:
         """Add one engine output, unless the answer has ended.
@@ -161,7 +169,7 @@ class Choice:
         if token_id is not None:
             self.completion_tokens += 1
             self._tokens += 1
-            if self._wants_ids:
+            if self._keeps_ids:
                 self._token_ids.append(token_id)
             if reason is FinishReason.STOP:
                 # The stop token is counted and its id reported; its text is shown only on request.
@@ -176,25 +184,43 @@ class Choice:
             self.error = output.error
             self._append(self._stream.finish())
         self.cached_tokens = output.cached_tokens
-        return self.sendable or self.finish is not None
+        # An echo goes with the first token: whoever resumes the answer after a token has had it.
+        return self.finish is not None or (self._tokens > 0 and self.sendable)
+
+    def go_on(self, token_ids: Sequence[int]) -> None:
+        """Continue after `token_ids`, whose text the client has; called before the first `take`.
+
+        Raises:
+            InvalidRequestError: the answer would have ended within them.
+        """
+        for token_id in token_ids:
+            delta = self._stream.push(token_id)
+            if delta.stopped is not None or delta.ended:
+                raise InvalidRequestError("generated: the answer ended within these tokens")
+        self.completion_tokens = self.resumed_tokens = len(token_ids)
+        self._texts, self._length = [], 0
 
     def fail(self) -> None:
         """Give up the answer; its request then ends with an error."""
         self.finish = FinishReason.ERROR
 
-    def next_delta(self) -> tuple[str, int, wire.Meta | None]:
-        """Return and clear what has piled up: text, number of tokens, and details if there are any."""
-        text, tokens = self._text, self._tokens
-        self._text, self._tokens = "", 0
+    def next_delta(self) -> tuple[str, int, list[int], wire.Meta | None]:
+        """Return and clear what has piled up.
+
+        Returns:
+            Text, number of tokens, their ids if a client needs them, and details if there are any.
+        """
+        text, tokens, ids = "".join(self._texts), self._tokens, self._token_ids
+        self._texts, self._length, self._tokens, self._token_ids = [], 0, 0, []
         if not (self._segments or self._wants_ids or self._wants_logprobs):
-            return text, tokens, None
+            return text, tokens, ids, None
         meta = wire.Meta(
-            token_ids=self._token_ids if self._wants_ids else None,
+            token_ids=ids if self._wants_ids else None,
             logprobs=self._logprobs if self._wants_logprobs else None,
             segments=self._segments or None,
         )
         self._begin_details()
-        return text, tokens, meta
+        return text, tokens, ids, meta
 
     def last_response(
         self, usage: wire.Usage | None = None, delivered: wire.Delivered | None = None
@@ -205,7 +231,7 @@ class Choice:
             usage: the whole request's usage; for its final response.
             delivered: what was sent over a delta channel; for the last response of such an answer.
         """
-        text, tokens, details = self.next_delta()
+        text, tokens, _, details = self.next_delta()
         details = details or wire.Meta()
         return text, wire.Meta(
             index=self.index,
@@ -220,7 +246,6 @@ class Choice:
         )
 
     def _begin_details(self) -> None:
-        self._token_ids: list[int] = []
         self._logprobs: list[wire.TokenLogprob] = []
         self._segments: list[wire.Segment] = []
 
@@ -240,45 +265,21 @@ class Choice:
 
     def _append(self, delta: AnswerDelta) -> None:
         if delta.segments:
-            offset = len(self._text)
-            self._segments += [wire.Segment(offset + at, role) for at, role in delta.segments]
-        self._text += delta.text
-
-
-class State(enum.Enum):
-    """PREPARING -> ACCEPTED -> CLOSED, or PREPARING -> CLOSED for a refusal."""
-
-    PREPARING = enum.auto()
-    """Being compiled, rendered and tokenized; nothing was sent."""
-    ACCEPTED = enum.auto()
-    """In the engine, and the client knows."""
-    CLOSED = enum.auto()
-    """The final response was sent."""
-
-
-class Owner(Protocol):
-    """What is called as a request goes on, on the sender's thread."""
-
-    def choice_closed(self, choice: Choice) -> None:
-        """Note that a choice's last response was sent, and others are still open."""
-
-    def request_closed(self, request: "OpenRequest", code: RefusalCode | None) -> None:
-        """Note that the final response was sent; `code` is that of the refusal, None if it was answered."""
-
-    def cancel(self, request: "OpenRequest") -> None:
-        """End a request whose client has left."""
+            self._segments += [wire.Segment(self._length + at, role) for at, role in delta.segments]
+        if delta.text:
+            self._texts.append(delta.text)
+            self._length += len(delta.text)
 
 
 class OpenRequest(Call):
     """A generation, and its own call.
 
-    Its methods belong to the sender's thread, so its state changes there alone; the intake fills in
-    what it learns before it posts `accept`. The first choice that ends with an error ends the request with
-    that error.
+    Its methods belong to the sender's thread; the intake's threads fill in what they learn before they post
+    `accept`. The first choice that ends with an error ends the request with that error.
 
     Attributes:
-        state: see `State`.
-        cancelled: set by `Owner.cancel`, so that a request that is not in the engine yet never gets there.
+        inputs: its tensors, until it is prepared.
+        compiling: its grammar, if it has one, once somebody compiles it.
         choices: empty until the prompt was tokenized.
         channel: where the deltas go; None: the answer is not streamed.
         streams: the choices' numbers on the channel.
@@ -287,11 +288,15 @@ class OpenRequest(Call):
         prompt_tokens: length of the prompt.
     """
 
-    def __init__(self, key: str, generation: Generation, responder: Responder, owner: Owner) -> None:
-        super().__init__(key, responder)
+    has_heartbeats = True  # also before `accepted`: compiling a grammar takes longer than a gateway waits
+
+    def __init__(
+        self, key: str, generation: Generation, inputs: "Inputs", responder: Responder, owner: "Service"
+    ) -> None:
+        super().__init__(key, responder, deadline_ms=generation.deadline_ms)
         self.generation = generation
-        self.state = State.PREPARING
-        self.cancelled = False
+        self.inputs: Inputs | None = inputs
+        self.compiling: Future[CompiledGrammar | None] | None = None
         self.choices: Sequence[Choice] = ()
         self.channel: DeltaChannel | None = None
         self.streams = range(0)
@@ -299,22 +304,9 @@ class OpenRequest(Call):
         self.queued: float | None = None
         self.prompt_tokens = 0
         self._owner = owner
-        self._early: list[partial[None]] = []
-        """What the engine's outputs have led to before `accept`, which the client must get first."""
-
-    @property
-    def deadline(self) -> float | None:
-        """When the request is given up, in monotonic seconds; None: never."""
-        limit_ms = self.generation.deadline_ms
-        return None if limit_ms is None else self.received + limit_ms / 1000
-
-    def given_up(self) -> tuple[RefusalCode, str] | None:
-        """Return the refusal if the request was cancelled or its deadline has passed, else None."""
-        if self.cancelled:
-            return _REFUSALS[FinishReason.CANCELLED]
-        if self.deadline is not None and time.monotonic() >= self.deadline:
-            return _REFUSALS[FinishReason.DEADLINE]
-        return None
+        self._early: list[partial[None]] | None = []
+        """What the engine's outputs have led to before `accept`, which the client must get first; None after
+        it."""
 
     def gone(self) -> None:
         """Cancel the request."""
@@ -322,19 +314,16 @@ class OpenRequest(Call):
 
     def accept(self, accepted: wire.Accepted) -> None:
         """Tell the client that the request is queued, then what has happened to it meanwhile."""
-        if self.state is not State.PREPARING:
-            return
         self.send("", wire.Meta(accepted=accepted))
-        self.state = State.ACCEPTED
-        early, self._early = self._early, []
+        early, self._early = self._early or [], None
         for action in early:
             action()
 
     def tell_prompt(self, choice: Choice, logprobs: Sequence[TokenLogprobs]) -> None:
         """Send the log-probabilities of the next tokens of the prompt."""
-        if self.state is State.PREPARING:
+        if self._early is not None:
             self._early.append(partial(self.tell_prompt, choice, logprobs))
-        elif self.state is State.ACCEPTED and choice.report is not None:
+        elif choice.report is not None:
             for part in choice.report.take(logprobs):
                 self.send("", wire.Meta(index=choice.index, prompt_logprobs=part))
 
@@ -343,10 +332,10 @@ class OpenRequest(Call):
 
         `lost`: whether the channel of its deltas was lost.
         """
-        if self.state is State.PREPARING:
+        if self._early is not None:
             self._early.append(partial(self.end, choice, lost=lost))
             return
-        if self.state is State.CLOSED or choice.closed_at is not None:
+        if self.closed or choice.closed_at is not None:
             return
         choice.closed_at = time.monotonic()
         if lost:
@@ -358,23 +347,16 @@ class OpenRequest(Call):
             self.send(*choice.last_response(delivered=self._delivered(choice)))
             self._owner.choice_closed(choice)
         else:
-            self.send(*choice.last_response(self._usage(), self._delivered(choice)), final=True)
-            self._close(None)
+            text, meta = choice.last_response(self._usage(), self._delivered(choice))
+            waited = (round(each.first_token[0], 6) for each in self.choices if each.first_token)
+            self.send(text, structs.replace(meta, queue_s=min(waited, default=None)), final=True)
+            self._owner.request_closed(self, None)
 
     def refuse(self, code: RefusalCode, message: str) -> None:
         """End the request with an error, unless it has ended."""
-        if self.state is not State.CLOSED:
+        if not self.closed:
             super().refuse(code, message)
-            self._close(code)
-
-    def keep_alive(self, now: float, silence_s: float) -> None:
-        """Send a heartbeat if the request is accepted and nothing was sent for `silence_s` seconds."""
-        if self.state is State.ACCEPTED and now - self.last_sent >= silence_s:
-            self.send("", wire.Meta())
-
-    def _close(self, code: RefusalCode | None) -> None:
-        self.state = State.CLOSED
-        self._owner.request_closed(self, code)
+            self._owner.request_closed(self, code)
 
     def _usage(self) -> wire.Usage:
         return wire.Usage(

@@ -1,55 +1,52 @@
-"""A model's work, without Triton: to take, queue, deliver and cancel requests; and how it is built."""
+"""A model's work, without Triton: to take, queue, deliver and cancel requests."""
 
-import gc
 import itertools
 import logging
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-import torch
 from msgspec.structs import replace
 
-from triton_models.checkpoint import load_model, progress_bar
 from triton_models.engine.engine import Engine, EngineStats
 from triton_models.engine.loop import EngineLoop
 from triton_models.engine.sequence import FinishReason, check_length
-from triton_models.engine.settings import EngineSettings
-from triton_models.engine.warm_up import warm_up
 from triton_models.errors import (
-    CheckpointError,
     EngineStoppedError,
-    EntryError,
     InvalidRequestError,
     ModelError,
     PromptTooLongError,
     QueueFullError,
 )
-from triton_models.options import OPTIONS, EntryParameters
 from triton_models.serving.channel import Delivery, DeltaChannel
-from triton_models.serving.chat_text import ChatText, load_text
-from triton_models.serving.engine_requests import engine_requests, kept_prompt, new_tokens
-from triton_models.serving.intake import Arrival, Compiled, Inputs, Intake, TextCall, Tokenizing
-from triton_models.serving.outbox import Call, Responder, Sender, refusal
+from triton_models.serving.chat_text import ChatText
+from triton_models.serving.engine_requests import (
+    TokenLimits,
+    engine_requests,
+    going_on,
+    kept_prompt,
+    new_tokens,
+)
+from triton_models.serving.intake import Arrival, Inputs, Intake
+from triton_models.serving.outbox import Call, Sender, refusal
 from triton_models.serving.report import EngineMetrics
 from triton_models.serving.request import Choice, OpenRequest, PromptReport
-from triton_models.serving.token_limits import TokenLimits
-from triton_models.text.grammars import CompiledGrammar
+from triton_models.serving.worker import Worker
 from wire.history import decode_history
-from wire.meta import Accepted, Meta, ProbeReport, Tokenized
+from wire.meta import Accepted, Meta, ProbeReport
 from wire.refusal import RefusalCode
 from wire.request import (
     Cancel,
     Detokenize,
     Generation,
     OpenChannel,
+    Probe,
     Request,
     Tokenize,
     decode_request,
+    request_kind,
 )
 
 if TYPE_CHECKING:
@@ -63,10 +60,15 @@ MAX_BYTES_PER_TOKEN: Final = 128
 HEARTBEAT_S: Final = 2.0
 """Longest silence of a running request, unless the option says otherwise."""
 
-_SWITCH_S: Final = 0.0005
-"""Seconds after which a running thread must offer the interpreter lock to others; set only with a GPU."""
+TEXTS_WAITING: Final = 64
+"""Requests that may wait to be tokenized. One is handled at a time, so the wait is at most about a second,
+unless texts are very long."""
 
-_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LONGEST_WAIT_MS: Final = 60_000
+"""How long a request may wait to be tokenized, unless its own deadline is earlier."""
+
+
+_TEXT_KINDS: Final = {"tokenize", "detokenize"}
 
 
 class Service:
@@ -79,7 +81,6 @@ class Service:
         vocabulary: number of ids that the model has.
         heartbeat_s: longest silence of a running request.
         spans: sends spans of the requests that are traced.
-        orphaned: see `Sender`.
     """
 
     def __init__(
@@ -91,7 +92,6 @@ class Service:
         vocabulary: int,
         heartbeat_s: float = HEARTBEAT_S,
         spans: "ModelSpans | None" = None,
-        orphaned: Callable[[], bool] = lambda: False,
     ) -> None:
         settings = engine.settings
         self._text = text
@@ -108,17 +108,19 @@ class Service:
         """What creates the spans of a traced request at its end."""
         self._keys = itertools.count()
         self._closing = threading.Event()
-        self._sender = Sender(heartbeat_s=heartbeat_s, orphaned=orphaned)
+        self._sender = Sender(heartbeat_s=heartbeat_s)
         self._delivery = Delivery(
             self._choices.get,
             self._sender,
             on_first_token=metrics.first_token,
-            on_lost=self._cancel_all,
+            on_lost=lambda channel: self._cancel_where(lambda each: each.channel is channel),
             heartbeat_s=heartbeat_s,
         )
-        self._loop = EngineLoop(engine, on_outputs=self._delivery.post, on_step=metrics.step)
+        self._loop = EngineLoop(engine, on_outputs=self._delivery.worker.put, on_step=metrics.step)
         self._intake = Intake(self._take, self._prepare, text.compile_grammar)
-        self._tokenizing = Tokenizing(self._tokenize, self._sender)
+        self._tokenizing = Worker[Callable[[], None]]("tokenizing", lambda answer: answer())
+        ways = (self._tokenizing, self._delivery.worker, self._sender.worker)
+        self._workers = (*self._intake.workers, *ways)
 
     def start(self) -> None:
         """Start every thread."""
@@ -133,7 +135,7 @@ class Service:
         """Refuse every request that still waits or runs, so that all are answered, and join every thread."""
         self._closing.set()
         self._intake.close()
-        self._tokenizing.close()
+        self._tokenizing.stop()
         self._loop.stop()
         self._delivery.stop()
         self._sender.stop()
@@ -153,8 +155,7 @@ class Service:
         take.
         """
         now = time.monotonic()
-        pulses = (*self._intake.pulses, self._delivery.pulse, self._sender.pulse)
-        return min(self._loop.heartbeat, now - max(pulse.age(now) for pulse in pulses))
+        return min(self._loop.heartbeat, now - max(worker.age(now) for worker in self._workers))
 
     def stats(self) -> EngineStats:
         """Return the engine's current counts."""
@@ -174,7 +175,7 @@ class Service:
         # After a stop string, a failed delivery or another choice's error, the engine still computes it.
         self._loop.cancel(choice.key)
         reason = choice.finish or FinishReason.CANCELLED
-        self._metrics.finished(reason, choice.completion_tokens, choice.cached_tokens)
+        self._metrics.finished(reason, choice.completion_tokens - choice.resumed_tokens, choice.cached_tokens)
 
     def request_closed(self, request: OpenRequest, code: RefusalCode | None) -> None:
         """Forget a request whose final response was sent, wherever it stood."""
@@ -191,54 +192,48 @@ class Service:
         call = Call("request", arrival.responder)
         try:
             request, inputs = self._read(arrival)
-            call = self._call(request, inputs, arrival.responder)
-            match call:
-                case OpenRequest():
-                    self._open(call, inputs)
-                case TextCall():
-                    self._tokenizing.submit(call)
-                case DeltaChannel():
-                    self._delivery.open(call)
+            match request:
+                case Generation():
+                    call = opened = OpenRequest(
+                        f"{next(self._keys)}", request, inputs, arrival.responder, self
+                    )
+                    self._open(opened)
+                case Tokenize() | Detokenize():
+                    limit_ms = min(LONGEST_WAIT_MS, request.deadline_ms or LONGEST_WAIT_MS)
+                    call = Call("tokenize", arrival.responder, deadline_ms=limit_ms)
+                    self._tokenizing.put(partial(self._tokenize, call, request, inputs))
                     self._sender.watch(call)
-                case _:
-                    self._answer(call, request)
+                case OpenChannel():
+                    call = channel = DeltaChannel(
+                        request.open_channel, arrival.responder, self._delivery.close
+                    )
+                    self._delivery.open(channel)
+                    self._sender.watch(channel)
+                case Cancel():
+                    found = self._cancel_where(lambda each: each.generation.request_id == request.cancel)
+                    self._sender.post(call, partial(call.send, "", Meta(cancelled=found), final=True))
+                case Probe() if not self._loop.alive:
+                    # A report would look healthy; a refusal makes whoever monitors the model reload it.
+                    self._sender.refuse(call, RefusalCode.INTERNAL, "the engine has stopped")
+                case Probe():
+                    self._sender.post(call, partial(call.send, "", Meta(probe=self._report()), final=True))
         except Exception as error:  # noqa: BLE001 - confined to one request: only its client is told
             self._sender.refuse(call, *refusal(error))
 
     def _read(self, arrival: Arrival) -> tuple[Request, Inputs]:
-        if self._closing.is_set():
-            raise EngineStoppedError("the model is being unloaded")
+        self._check_open()
         if arrival.inputs is None:
             raise InvalidRequestError("every input holds exactly one string")
+        document = arrival.inputs.sampling
         try:
-            return decode_request(arrival.inputs.sampling), arrival.inputs
+            # Before the rest is read, which for a million ids takes as long as several steps.
+            if request_kind(document) in _TEXT_KINDS and self._tokenizing.waiting >= TEXTS_WAITING:
+                raise QueueFullError(f"{self._tokenizing.waiting} requests wait to be tokenized already")
+            return decode_request(document), arrival.inputs
         except ValueError as error:  # msgspec's errors, and bytes that are not UTF-8
             raise InvalidRequestError(f"sampling: {error}") from error
 
-    def _call(self, request: Request, inputs: Inputs, responder: Responder) -> Call:
-        match request:
-            case Generation():
-                return OpenRequest(f"{next(self._keys)}", request, responder, self)
-            case Tokenize() | Detokenize():
-                return TextCall(request, inputs, responder)
-            case OpenChannel():
-                return DeltaChannel(request.open_channel, responder, self._delivery.close)
-            case _:
-                return Call("request", responder)
-
-    def _answer(self, call: Call, request: Request) -> None:
-        """Answer a probe or a cancel."""
-        if isinstance(request, Cancel):
-            meta = Meta(cancelled=self._cancel_by_id(request.cancel))
-        elif self._loop.alive:
-            meta = Meta(probe=self._report())
-        else:
-            # A report would look healthy; a refusal makes whoever monitors the model reload it.
-            self._sender.refuse(call, RefusalCode.INTERNAL, "the engine has stopped")
-            return
-        self._sender.post(call, partial(call.send, "", meta, final=True))
-
-    def _open(self, request: OpenRequest, inputs: Inputs) -> None:
+    def _open(self, request: OpenRequest) -> None:
         """Register a generation and have it prepared. Whatever fails from here on, its end unregisters it."""
         context = request.responder.trace_context
         if self._spans is not None and (on_end := self._spans.begin(context)) is not None:
@@ -247,27 +242,32 @@ class Service:
             raise QueueFullError(f"{len(self._requests)} requests are open already")
         self._requests[request.key] = request
         self._sender.watch(request)
-        self._intake.begin(request, inputs)
+        self._intake.begin(request)
 
-    def _prepare(self, request: OpenRequest, inputs: Inputs, compiled: Compiled | None) -> None:
+    def _prepare(self, request: OpenRequest) -> None:
         """Queue one request in the engine, or refuse it; on the intake's thread."""
         try:
             if (given_up := request.given_up()) is not None:
                 self._sender.refuse(request, *given_up)
                 return
-            accepted = self._admit(request, inputs, compiled)
+            accepted = self._admit(request)
             self._sender.post(request, partial(self._accept, request, accepted))
         except Exception as error:  # noqa: BLE001 - confined to one request: only its client is told
             self._sender.refuse(request, *refusal(error))
+        finally:
+            request.inputs = request.compiling = None
         if request.cancelled:
             self.cancel(request)  # it may have been cancelled before the engine had it
 
-    def _admit(self, request: OpenRequest, inputs: Inputs, compiled: Compiled | None) -> Accepted:
+    def _admit(self, request: OpenRequest) -> Accepted:
         """Render, tokenize, check and queue a request. Frames of a delta channel may overtake `accepted`."""
-        if self._closing.is_set():
-            raise EngineStoppedError("the model is being unloaded")
-        generation = request.generation
-        grammar = None if compiled is None else _result_of(compiled)
+        self._check_open()
+        generation, inputs, compiling = request.generation, request.inputs, request.compiling
+        if inputs is None:
+            raise RuntimeError("a request is prepared only once")
+        if compiling is not None and (error := compiling.exception()) is not None:
+            # Its traceback would refer to the request that waits for it.
+            raise error.with_traceback(None) from None
         full_ids = self._prompt_ids(generation, inputs)
         prompt_ids = kept_prompt(generation, full_ids, self._max_context)
         if len(prompt_ids) < len(full_ids) and generation.echo and generation.raw:
@@ -279,20 +279,21 @@ class Service:
             channel = self._delivery.find(generation.channel.id)
             first = generation.channel.stream
             streams = range(first, first + generation.n)
-            channel.attach(streams, request.key)
+            # First, so that whoever loses the channel finds the request.
             request.channel, request.streams = channel, streams
+            channel.attach(streams, request.key)
         request.choices = [
-            self._choice(f"{request.key}.{index}", index, generation, inputs, prompt_ids)
-            for index in range(generation.n)
+            self._choice(f"{request.key}.{index}", index, generation, inputs, prompt_ids, generated=generated)
+            for index, generated in going_on(generation)
         ]
         queued = engine_requests(
             generation,
-            [choice.key for choice in request.choices],
+            {choice.index: choice.key for choice in request.choices},
             prompt_ids,
             max_tokens=new_tokens(generation, len(prompt_ids), self._max_context),
             stop_ids=self._text.stop_ids(generation),
             deadline=request.deadline,
-            grammar=grammar,
+            grammar=None if compiling is None else compiling.result(),
             limits=TokenLimits.of(generation, self._text.tokenizer, self._vocabulary),
         )
         self._choices.update((choice.key, (request, choice)) for choice in request.choices)
@@ -314,19 +315,31 @@ class Service:
         self._metrics.accepted(accepted.prompt_tokens * request.generation.n)
 
     def _choice(
-        self, key: str, index: int, generation: Generation, inputs: Inputs, prompt_ids: list[int]
+        self,
+        key: str,
+        index: int,
+        generation: Generation,
+        inputs: Inputs,
+        prompt_ids: list[int],
+        *,
+        generated: list[int],
     ) -> Choice:
         text = self._text
         stream = text.answer(generation)
-        return Choice(
+        choice = Choice(
             key,
             index,
             generation,
             text.tokenizer,
             stream,
             echo=text.echo(generation, inputs.prompt.decode(), prompt_ids, stream),
-            report=PromptReport.of(generation, text.tokenizer, prompt_ids),
+            report=None
+            if generation.prompt_logprobs is None
+            else PromptReport(generation, text.tokenizer, prompt_ids),
         )
+        if generated:
+            choice.go_on(generated)
+        return choice
 
     def _prompt_ids(self, generation: Generation, inputs: Inputs) -> list[int]:
         size = len(inputs.prompt) + len(inputs.history)
@@ -339,24 +352,33 @@ class Service:
             raise ModelError("prompt_token_ids excludes prompt and history")
         return self._text.prompt_ids(generation, prompt, history)
 
-    def _tokenize(self, call: TextCall) -> tuple[str, Tokenized]:
-        """Answer a request to tokenize; on the thread of `Tokenizing`."""
-        if isinstance(call.request, Detokenize):
-            return self._text.detokenize(call.request, self._vocabulary)
-        prompt, history = call.inputs.prompt.decode(), decode_history(call.inputs.history)
-        return "", self._text.tokenize(call.request, prompt, history)
+    def _tokenize(self, call: Call, request: Tokenize | Detokenize, inputs: Inputs) -> None:
+        """Answer a request to tokenize; on the thread for that."""
+        try:
+            if (given_up := call.given_up()) is not None:
+                self._sender.refuse(call, *given_up)
+                return
+            self._check_open()
+            text = ""
+            if isinstance(request, Detokenize):
+                text, tokenized = self._text.detokenize(request, self._vocabulary)
+            else:
+                history = decode_history(inputs.history)
+                tokenized = self._text.tokenize(request, inputs.prompt.decode(), history)
+            self._sender.post(call, partial(call.send, text, Meta(tokenized=tokenized), final=True))
+        except Exception as error:  # noqa: BLE001 - confined to one request: only its client is told
+            self._sender.refuse(call, *refusal(error))
 
-    def _cancel_by_id(self, request_id: str) -> bool:
-        found = [each for each in list(self._requests.values()) if each.generation.request_id == request_id]
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise EngineStoppedError("the model is being unloaded")
+
+    def _cancel_where(self, chosen: Callable[[OpenRequest], bool]) -> bool:
+        """Cancel the open requests that are `chosen`; False if none is."""
+        found = [request for request in list(self._requests.values()) if chosen(request)]
         for request in found:
             self.cancel(request)
         return bool(found)
-
-    def _cancel_all(self, keys: Iterable[str]) -> None:
-        """Cancel the requests of a lost channel; on the delivery's thread."""
-        for key in keys:
-            if (request := self._requests.get(key)) is not None:
-                self.cancel(request)
 
     def _report(self) -> ProbeReport:
         stats = self._loop.stats()
@@ -364,107 +386,8 @@ class Service:
             heartbeat_age_s=round(time.monotonic() - self.heartbeat, 3),
             running=stats.running,
             waiting=stats.waiting,
+            kv_usage=round(stats.kv_blocks_used / stats.kv_blocks, 4),
             format=self._text.format.name,
             max_context=self._max_context,
+            resumes=True,
         )
-
-
-def _result_of(compiled: Compiled) -> CompiledGrammar | None:
-    """Return a grammar, or raise why there is none.
-
-    The future's own exception would refer, by its traceback, to the request that waits for it.
-    """
-    if (error := compiled.exception()) is not None:
-        raise error.with_traceback(None) from None
-    return compiled.result()
-
-
-def build_service(
-    parameters: EntryParameters, pb_utils: Any, *, orphaned: Callable[[], bool] = lambda: False
-) -> Service:
-    """Load the checkpoint and build the engine; nothing runs yet.
-
-    Raises:
-        ModelError: the checkpoint cannot be served as configured.
-    """
-    # Text first: it takes milliseconds, and so fails before gigabytes are read.
-    text = load_text(parameters)
-    text.grammars.prepare()  # or the first request with a grammar would wait for it
-    options = parameters.options
-    spans = make_spans(parameters)
-    device = torch.device(parameters.device)
-    dtype, reason = choose_dtype(options.get("dtype", "auto"), device)
-    log.info("%s: %s on %s: %s", parameters.model, dtype, device, reason)
-    with progress_bar(parameters.model) as progress:
-        model = load_model(parameters.checkpoint, dtype, device, progress)
-    if text.tokenizer.size > model.vocab_size:
-        raise CheckpointError(
-            f"{parameters.checkpoint}: the tokenizer has {text.tokenizer.size} ids and the weights have"
-            f" {model.vocab_size}: they do not belong together"
-        )
-    vocabulary = model.vocab_size
-    metrics = EngineMetrics(parameters.model, parameters.version, pb_utils, orphaned=orphaned)
-    engine = Engine(model, engine_settings(parameters, device))
-    if device.type == "cuda":
-        # Kernels are compiled and libraries loaded at their first use, which must not be a client's request.
-        warm_up(engine)
-        # A full garbage collection that visits torch's objects, which live forever, takes over 100 ms.
-        gc.collect()
-        gc.freeze()
-        # Nearly every torch call releases the interpreter lock. While another thread reads the requests of a
-        # burst, the engine's thread gets the lock back only after this interval: 5 ms by default, and a step
-        # takes 4 ms.
-        sys.setswitchinterval(_SWITCH_S)
-    return Service(
-        engine,
-        text,
-        metrics,
-        vocabulary=vocabulary,
-        heartbeat_s=options.get("heartbeat_s", HEARTBEAT_S),
-        spans=spans,
-        orphaned=orphaned,
-    )
-
-
-def make_spans(parameters: EntryParameters) -> "ModelSpans | None":
-    """Return the sender of the model's own spans; None if the entry does not ask for them.
-
-    Raises:
-        EntryError: the extra `tracing` is not installed.
-    """
-    endpoint = parameters.options.get("trace_endpoint")
-    if endpoint is None:
-        return None
-    try:
-        from triton_models.serving.spans import ModelSpans  # noqa: PLC0415 - needs an extra
-    except ModuleNotFoundError as error:
-        raise EntryError("trace_endpoint needs the extra `tracing`") from error
-    return ModelSpans(endpoint, parameters.model, parameters.version)
-
-
-def engine_settings(parameters: EntryParameters, device: torch.device) -> EngineSettings:
-    """Return the engine's settings: the entry's where it has them, else defaults that suit the device.
-
-    Raises:
-        SettingsError: values that contradict each other.
-    """
-    known = {field.name for field in fields(EngineSettings)}
-    values: dict[str, Any] = {}
-    for option in OPTIONS:
-        if option.name in known:
-            default = option.gpu if device.type == "cuda" else None
-            value = parameters.options.get(option.name, default)
-            if value is not None:
-                values[option.name] = value
-    return EngineSettings(**values)
-
-
-def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """Return the dtype of weights and KV cache for the option's value, and why."""
-    if wanted != "auto":
-        return _DTYPES[wanted], "as set"
-    if device.type == "cpu":
-        return torch.float32, "few CPUs compute faster in 16 bits"
-    if torch.cuda.is_bf16_supported():
-        return torch.bfloat16, "half the memory, and the range of float32"
-    return torch.float16, "half the memory; this GPU has no bfloat16"

@@ -11,15 +11,15 @@ Imported only if an endpoint is set; needs the extra `tracing`.
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, Status, StatusCode, Tracer
+from opentelemetry.trace import Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from triton_models.serving.request import Choice, OpenRequest
+from triton_models.serving.request import OpenRequest
 from wire.refusal import RefusalCode
 from wire.telemetry import Telemetry
 
@@ -65,14 +65,32 @@ class ModelSpans:
         self._telemetry.close()
 
     def _record(self, parent: Context, request: OpenRequest, code: RefusalCode | None) -> None:
-        spans = _Spans(self._telemetry.tracer, now=time.monotonic())
-        choices = request.choices
-        span = spans.begin("generate", parent, request.received)
-        inside = trace.set_span_in_context(span)
-        if request.queued is not None:
-            for choice in choices:
-                _record_choice(spans, inside, request.queued, choice)
-        span.set_attributes(
+        now = time.monotonic()
+        offset_ns = time.time_ns() - round(now * 1e9)
+
+        def unix_ns(moment: float) -> int:
+            return offset_ns + round(moment * 1e9)
+
+        def part(name: str, start: float, end: float, attributes: dict[str, int]) -> None:
+            span = tracer.start_span(name, inside, attributes=attributes, start_time=unix_ns(start))
+            span.end(unix_ns(end))
+
+        tracer, choices, queued = self._telemetry.tracer, request.choices, request.queued
+        whole = tracer.start_span("generate", parent, start_time=unix_ns(request.received))
+        inside = trace.set_span_in_context(whole)
+        for choice in choices:
+            if queued is None:
+                break  # it never got into the engine
+            end = now if choice.closed_at is None else choice.closed_at
+            which = {"tritongate.choice": choice.index}
+            if choice.first_token is None:
+                part("no_token", queued, end, which)
+                continue
+            started, first = (queued + seconds for seconds in choice.first_token)
+            part("queue", queued, started, which)
+            part("prefill", started, first, which | {"tritongate.cached_tokens": choice.cached_tokens})
+            part("decode", first, max(first, end), which | {_OUTPUT: choice.completion_tokens})
+        whole.set_attributes(
             {
                 _INPUT: request.prompt_tokens,
                 _OUTPUT: sum(choice.completion_tokens for choice in choices),
@@ -81,40 +99,6 @@ class ModelSpans:
             }
         )
         if code is not None:
-            span.set_attribute("error.type", code.value)
-            span.set_status(Status(StatusCode.ERROR, code.value))
-        spans.end(span, spans.now)
-
-
-def _record_choice(spans: "_Spans", inside: Context, queued: float, choice: Choice) -> None:
-    end = spans.now if choice.closed_at is None else choice.closed_at
-    which = {"tritongate.choice": choice.index}
-    if choice.first_token is None:
-        spans.end(spans.begin("no_token", inside, queued, which), end)
-        return
-    started, first = (queued + seconds for seconds in choice.first_token)
-    cached = {"tritongate.cached_tokens": choice.cached_tokens}
-    spans.end(spans.begin("queue", inside, queued, which), started)
-    spans.end(spans.begin("prefill", inside, started, which | cached), first)
-    made = {_OUTPUT: choice.completion_tokens}
-    spans.end(spans.begin("decode", inside, first, which | made), max(first, end))
-
-
-class _Spans:
-    """Creates spans from moments in monotonic seconds; `now` relates them to Unix time."""
-
-    def __init__(self, tracer: Tracer, *, now: float) -> None:
-        self.now = now
-        self._tracer = tracer
-        self._offset_ns = time.time_ns() - round(now * 1e9)
-
-    def begin(
-        self, name: str, context: Context, moment: float, attributes: Mapping[str, int] | None = None
-    ) -> Span:
-        return self._tracer.start_span(name, context, attributes=attributes, start_time=self._unix_ns(moment))
-
-    def end(self, span: Span, moment: float) -> None:
-        span.end(self._unix_ns(moment))
-
-    def _unix_ns(self, moment: float) -> int:
-        return self._offset_ns + round(moment * 1e9)
+            whole.set_attribute("error.type", code.value)
+            whole.set_status(Status(StatusCode.ERROR, code.value))
+        whole.end(unix_ns(now))

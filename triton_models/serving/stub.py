@@ -1,30 +1,31 @@
 """What a model does because it runs in a process of its own, Triton's stub: log, and end with the server.
 
-The stub itself does not notice when tritonserver is killed, and would keep its memory for ever. So a thread
-here watches the parent's process id. A parent-death signal would not do: it is tied to the server's thread
-that started the stub, which may end before the server.
-
-The thread cannot watch while a call into the shared memory of a dead server holds the interpreter lock, for
-ever. Such a call is avoided (`Sender` and `EngineMetrics` look at the parent first), not excluded: the server
-may be dying just then. What is left is cleaned up from outside: under `tritongate up` by the warden, in a
-container with its process-id namespace. No timer of our own does it, because none can tell a process that is
-stuck from one that was stopped for a while.
+The stub itself does not notice when tritonserver is killed, and would keep its memory for ever. So the kernel
+is told to kill it then. That works without the interpreter lock, which a call into the shared memory of a
+dead server holds for ever, and needs no timer, which could not tell a process that is stuck from one that was
+stopped for a while.
 """
 
+import contextlib
+import ctypes
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 WATCH_INTERVAL_S = 0.5
 
-UNREQUESTED_LIMIT_S = 60.0
+UNREQUESTED_LIMIT_S = 15.0
 """How long a process that is initialized waits for a warm-up that is to follow at once. Triton (2.51) takes a
 process for dead that has not run for a second while it was starting, and then waits for its end. Nothing but
 the missing first request tells such a process from one that is wanted."""
+
+_PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +46,6 @@ class Stub:
         self._awaits_request = False
         threading.Thread(target=self._watch, name="parent-watchdog", daemon=True).start()
 
-    def orphaned(self) -> bool:
-        """Return whether the server is gone."""
-        return os.getppid() != self._parent
-
     def initialized(self) -> None:
         """Note the end of `initialize`: from now on it is Triton's turn."""
         self._awaits_request = self._warmed_up
@@ -59,13 +56,31 @@ class Stub:
 
     def _watch(self) -> None:
         # Turns are counted, not seconds: a process that was stopped for a minute has not waited.
-        turns = 0
-        while not self.orphaned() and turns * WATCH_INTERVAL_S < UNREQUESTED_LIMIT_S:
+        turns, tied = 0, False
+        while os.getppid() == self._parent:
+            if turns * WATCH_INTERVAL_S >= UNREQUESTED_LIMIT_S:
+                log.critical("Triton has given this process up, and waits for its end")
+                break
             turns = turns + 1 if self._awaits_request else 0
+            tied = tied or tie_to(self._parent)
             time.sleep(WATCH_INTERVAL_S)
-        if not self.orphaned():
-            log.critical("Triton has given this process up, and waits for its end")
         os._exit(1)  # without clean-up, which may need the server
+
+
+def tie_to(parent: int) -> bool:
+    """Have the kernel kill this process when `parent` ends, as long as the calling thread lives.
+
+    A parent-death signal comes when the *thread* ends whose child this process is. Triton starts stubs on
+    threads that end with the load; the kernel then passes the children on to the process's first thread.
+
+    Returns:
+        Whether that thread is the parent's first, which ends with the process; else nothing is done.
+    """
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text(encoding="ascii").split()
+        if str(os.getpid()) in children:
+            return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0)
+    return False
 
 
 def is_warmed_up(model_config: str) -> bool:

@@ -1,16 +1,11 @@
 """Turns the token ids of one answer into text: detokenizing, segments and stop strings."""
 
-import codecs
-import re
 from collections.abc import Iterable
 
 import msgspec
 
 from triton_models.text.formats import ChatFormat
-from triton_models.text.tokenizers import Tokenizer
-
-_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
-_ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of each invalid byte
+from triton_models.text.tokenizers import Tokenizer, utf8_decoder
 
 
 class AnswerDelta(msgspec.Struct, frozen=True):
@@ -165,7 +160,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, *, continues: bool = False, special: bool = False) -> None:
         self._tokenizer = tokenizer
         self._special = special
-        self._utf8 = _new_utf8_decoder("surrogateescape")
+        self._utf8 = utf8_decoder()
         self._bytes_waiting = False
         self._at_start = not continues
 
@@ -190,7 +185,7 @@ class Detokenizer:
         text = self._utf8.decode(utf8, final)
         if text:
             self._at_start = False
-        return _ESCAPED_BYTE.sub("\N{REPLACEMENT CHARACTER}", text)
+        return text
 
 
 class _Matcher:

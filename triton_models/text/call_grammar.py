@@ -1,36 +1,33 @@
-"""Grammars for answers of text and tool calls, in the notation of each chat format (see `wire.calls`)."""
+"""Grammars for answers of text and tool calls, in the syntax of each chat format (see `wire.calls`)."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
 
 from triton_models.errors import InvalidGrammarError
-from triton_models.text.grammar_text import ANSWER_RULE, Document, TextRule, json_rule, literal, text_rule
+from triton_models.text.grammar_text import Document, TextRule, json_rule, literal, optional, read, text_rule
 from triton_models.text.literal_grammar import COMMON_RULES, LiteralGrammar
 from triton_models.text.schemas import check_schema, check_size
-from wire.fenced_calls import FENCE, OPENING
-from wire.grammar import TEXT_PART, CallableTool, Part, ToolCalls, decode_tool_calls
-
-_TEXT_RULE: Final = "TEXT: /(.|\\n)*/\n"
+from wire.calls import FENCE, OPENING
+from wire.grammar import TEXT_PART, CallableTool, Grammar, Part, ToolCalls, decode_tool_calls
 
 _CLOSING: Final = f")\n{FENCE}"
 
-_PARAMETERS: Final = "parameters"
+_ANY_TEXT: Final = TextRule("TEXT", "TEXT: /(.|\\n)*/\n")
 
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)
-class _Notation:
-    """How a chat format writes calls."""
+class CallSyntax:
+    """How a chat format writes calls, after the line with the tool's name."""
 
     write: Callable[[CallableTool, str], tuple[str, str]]
-    """Returns the body of a tool's call after the opening, and the rules that it uses."""
+    """Returns the body of a tool's call after the opening, and the rules that it uses. The second argument
+    begins the names of these rules."""
     opening: str = ""
     rules: str = ""
     """Rules shared by all tools."""
@@ -52,14 +49,15 @@ def _json(tool: CallableTool, _name: str) -> tuple[str, str]:
     return json_rule(schema, lenient=not tool.strict), ""
 
 
-_NOTATIONS: Final[Mapping[str, _Notation]] = MappingProxyType(
-    {"chatglm3": _Notation(_fenced, OPENING, COMMON_RULES), "glm4": _Notation(_json)}
-)
-"""The notation of each chat format that has tools."""
+FENCED_CALLS: Final = CallSyntax(_fenced, OPENING, COMMON_RULES)
+"""A fenced block of Python literals: ChatGLM3."""
+
+JSON_CALLS: Final = CallSyntax(_json)
+"""A JSON object: GLM-4."""
 
 
 def call_document(
-    text: str, *, prefix: str, metadata: str | None, call_format: str | None, segment_id: int | None
+    text: str, *, prefix: str, metadata: str | None, syntax: CallSyntax, segment_id: int
 ) -> Document:
     """Return the document to compile for a grammar of kind `tool_calls`.
 
@@ -67,70 +65,55 @@ def call_document(
     prompt already contains the first line of a call, the segment continues after that line.
 
     Raises:
-        InvalidGrammarError: the grammar is broken or cannot be enforced, or the chat format has no calls.
+        InvalidGrammarError: the grammar is broken or cannot be enforced.
     """
-    try:
-        calls = decode_tool_calls(text)
-    except msgspec.MsgspecError as error:
-        raise InvalidGrammarError(f"not a rule of calls: {error}") from None
-    if call_format is None or call_format not in _NOTATIONS or segment_id is None:
-        raise InvalidGrammarError("calls of tools cannot be enforced: the model's format has none here")
-    notation = _NOTATIONS[call_format]
-    rules = notation.rules
-    first = f"{literal(prefix)} " if prefix else ""
-    opening = f"{literal(notation.opening)} " if notation.opening else ""
+    calls = read(decode_tool_calls, text, "rule of calls")
     names = [tool.name for tool in calls.tools]
-    sizes = Counter[str]()
-    for tool in calls.tools:
-        with _blaming(Part(tool.name)):
-            size = check_schema(tool.parameters, _PARAMETERS, strict=tool.strict)
-            check_size(size, _PARAMETERS)
-        sizes += size
-    check_size(sizes, "the schemas of all tools together")
-    for at, tool in enumerate(calls.tools):
-        with _blaming(Part(tool.name)):
-            body, more = notation.write(tool, f"t{at}")
-        line = f"{tool.name}\n"
-        rules += f"{more}body{at}: {opening}{body}\ncall{at}: {first}{literal(line)} / ?/ body{at}\n"
     if metadata is not None and metadata not in names:
         raise InvalidGrammarError("the answer begins as the call of none of the tools")
-    only_calls = calls.required or metadata is not None
+    size = Counter[str]()
+    for tool in calls.tools:
+        size += check_schema(tool.parameters, "parameters", strict=tool.strict)
+    check_size(size)
+    first = optional(prefix)
+    rules = syntax.rules
+    for at, tool in enumerate(calls.tools):
+        line = literal(f"{tool.name}\n")
+        body, more = syntax.write(tool, f"t{at}")
+        rules += f"{more}body{at}: {optional(syntax.opening)}{body}\n"
+        rules += f"call{at}: {first}{line} / ?/ body{at}\n"
+    answer = _ANY_TEXT if calls.text is None else text_rule(calls.text)
     resumed = "" if metadata is None else f"{first}body{names.index(metadata)}"
-    with _blaming(TEXT_PART):
-        answer = TextRule("TEXT", _TEXT_RULE) if calls.text is None else text_rule(calls.text)
-    start = _start(calls, resumed, f"<[{segment_id}]>", only_calls=only_calls)
-    text_line = f'text: {first}"\\n" {answer.body}\n{answer.rules}'
-    openings = (
-        {f"{prefix}{notation.opening}": Part(metadata)}
-        if resumed
-        else {f"{prefix}{name}\n{notation.opening}": Part(name) for name in names}
-    )
-    if not only_calls and calls.text is not None:
-        openings[f"{prefix}\n"] = TEXT_PART
+    start = _start(calls, resumed, f"<[{segment_id}]>")
+    lines = [""] if resumed else [f"{name}\n" for name in names]
+    openings = [f"{prefix}{line}{syntax.opening}" for line in lines]
+    if not (calls.required or resumed or calls.text is None):
+        openings.append(f"{prefix}\n")
     return Document(
-        f"{start}{text_line}{rules}",
-        answer.nested,
-        openings,
-        {f"{rule}{at}": Part(name) for at, name in enumerate(names) for rule in ("t", "body")}
-        | dict.fromkeys(("text", ANSWER_RULE), TEXT_PART),
+        f'{start}text: {first}"\\n" {answer.body}\n{answer.rules}{rules}', answer.nested, openings
     )
 
 
-@contextmanager
-def _blaming(part: Part) -> Iterator[None]:
-    """Make the message of a refusal within the block say that it is about `part`."""
-    try:
-        yield
-    except InvalidGrammarError as error:
-        raise InvalidGrammarError(part.blamed(str(error))) from None
+def parts(text: str) -> Iterator[tuple[Part, Grammar]]:
+    """Yield each part of a grammar of kind `tool_calls`, with a grammar of that part alone.
+
+    Raises:
+        InvalidGrammarError: the grammar is broken.
+    """
+    calls = read(decode_tool_calls, text, "rule of calls")
+    for tool in calls.tools:
+        alone = ToolCalls(tools=[tool], required=True, single=True)
+        yield Part(tool.name), Grammar("tool_calls", msgspec.json.encode(alone).decode())
+    if calls.text is not None:
+        yield TEXT_PART, calls.text
 
 
-def _start(calls: ToolCalls, resumed: str, boundary: str, *, only_calls: bool) -> str:
+def _start(calls: ToolCalls, resumed: str, boundary: str) -> str:
     """Return the rules for the segments; `resumed` matches the rest of a call that begins in the prompt."""
     call = " | ".join(f"call{at}" for at in range(len(calls.tools)))
     more = "" if calls.single else f"({boundary} call)*"
     rules = f"call: {call}\ncalls: {resumed or 'call'} {more}\n"
-    if only_calls:
+    if calls.required or resumed:
         return f"start: calls\n{rules}"
     both = "" if calls.text is not None else f" | text {boundary} calls"
     return f"start: text | calls{both}\n{rules}"

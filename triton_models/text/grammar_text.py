@@ -11,22 +11,22 @@ that it was given, which we generated. Internal errors (panics, exceeded limits)
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import llguidance
 import msgspec
 
 from triton_models.errors import InvalidGrammarError
-from triton_models.text.schemas import check_schema
-from wire.grammar import TEXT_PART, Grammar, Part, decode_choices
+from triton_models.text.schemas import check_schema, check_size
+from wire.grammar import Grammar, decode_choices
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
+_OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
 
 _JSON_OPTIONS: Final = {"whitespace_pattern": r"( |\n {0,20})?"}
 
@@ -43,15 +43,12 @@ _UNREADABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")
 _SPECIAL_TOKEN = re.compile(r"<[^<>\s][^<>\n]*>")
 _USER_GRAMMAR = "answer"
 
-ANSWER_RULE: Final = "ANSWER"
-"""The name of the rule for a text whose grammar needs a separate rule."""
-
 _LIMIT: Final = 300
 _PANIC: Final = "panic:"
 _BACKTRACE: Final = "<backtrace>"
 """What follows it, in the published library, is only addresses without names."""
 _PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
-_QUOTED = re.compile(r"^ *(\d+) \| ([^\n]*)", re.MULTILINE)
+_QUOTED = re.compile(r"^ *\d+ \| ", re.MULTILINE)
 _NOTHING_FOLLOWS: Final = "NoExtension"
 
 FAILED: Final = "what compiles grammars failed on it, as it may where one is very large"
@@ -72,34 +69,22 @@ class TextRule:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A grammar to compile.
-
-    Args:
-        start: the rules, the first of which is `start`.
-        nested: see `TextRule`.
-        openings: possible beginnings of answers, including hidden text, after which a client's grammar or
-            schema begins; each with the part of a `tool_calls` grammar to blame if no answer can begin so, if
-            there is one.
-        parts: the parts of a `tool_calls` grammar, by what precedes the first `_` in the names of their
-            rules.
-    """
+    """A grammar to compile."""
 
     start: str
+    """The rules, the first of which is `start`."""
     nested: str | None
-    openings: Mapping[str, Part | None]
-    parts: Mapping[str, Part] = field(default_factory=dict)
-
-    def part_of(self, line: str) -> Part | None:
-        """Return the part of a `tool_calls` grammar to which a line of the document belongs, if any."""
-        return self.parts.get(line.partition(":")[0].partition("_")[0])
+    """See `TextRule`."""
+    openings: list[str]
+    """Beginnings of answers, including hidden text, after which a client's grammar or schema begins."""
 
     def text(self) -> str:
         """Return the grammar in the form that llguidance reads."""
         if self.nested is None:
-            return OPTIONS + self.start
-        outer = {"lark_grammar": OPTIONS + self.start}
+            return _OPTIONS + self.start
+        outer = {"lark_grammar": _OPTIONS + self.start}
         return json.dumps(
-            {"grammars": [outer, {"name": _USER_GRAMMAR, "lark_grammar": OPTIONS + self.nested}]}
+            {"grammars": [outer, {"name": _USER_GRAMMAR, "lark_grammar": _OPTIONS + self.nested}]}
         )
 
 
@@ -114,8 +99,7 @@ def text_document(grammar: Grammar, *, prefix: str) -> Document:
         InvalidGrammarError: it is broken, or asks for what cannot be enforced.
     """
     text = text_rule(grammar)
-    first = literal(prefix) + " " if prefix else ""
-    return Document(f"start: {first}{text.body}\n{text.rules}", text.nested, {prefix: None})
+    return Document(f"start: {optional(prefix)}{text.body}\n{text.rules}", text.nested, [prefix])
 
 
 def text_rule(grammar: Grammar) -> TextRule:
@@ -128,14 +112,15 @@ def text_rule(grammar: Grammar) -> TextRule:
         case "json_object":
             return TextRule(json_rule({"type": "object"}))
         case "json_schema":
-            schema = _read(msgspec.json.decode, grammar.text, "JSON schema")
-            check_schema(schema, strict=True)
+            schema = read(msgspec.json.decode, grammar.text, "JSON schema")
+            size = check_schema(schema, strict=True)
+            check_size({"properties": size["properties"]})
             return TextRule(json_rule(schema))
         case "regex":
             regex = llguidance.regex_to_lark(grammar.text, "")
-            return TextRule(ANSWER_RULE, f"{ANSWER_RULE}: /{regex}/\n")
+            return TextRule("ANSWER", f"ANSWER: /{regex}/\n")
         case "choice":
-            choices = _read(decode_choices, grammar.text, "list of choices")
+            choices = read(decode_choices, grammar.text, "list of choices")
             return TextRule(f"({' | '.join(map(literal, choices))})")
         case "lark":
             return TextRule(f"@{_USER_GRAMMAR}", nested=_checked(grammar.text))
@@ -148,11 +133,28 @@ def literal(text: str) -> str:
     return _UNREADABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 
+def optional(text: str) -> str:
+    """Return `text` as a literal to put before something; nothing if it is empty."""
+    return f"{literal(text)} " if text else ""
+
+
 def json_rule(schema: Any, **options: Any) -> str:
     """Return the expression for JSON values that conform to `schema`; options in it are ignored."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS | options}, ensure_ascii=False)}"
+
+
+def read(decode: Callable[[str], T], text: str, what: str) -> T:
+    """Return what `decode` makes of a grammar's text.
+
+    Raises:
+        InvalidGrammarError: the text is not a `what`.
+    """
+    try:
+        return decode(text)
+    except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:
+        raise InvalidGrammarError(f"not a {what}: {error}") from None
 
 
 def _checked(text: str) -> str:
@@ -174,37 +176,20 @@ def _checked(text: str) -> str:
     return text
 
 
-def _read(decode: Callable[[str], T], text: str, what: str) -> T:
-    try:
-        return decode(text)
-    except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:
-        raise InvalidGrammarError(f"not a {what}: {error}") from None
-
-
-def about_grammar(error: str, document: Document) -> str:
-    """Return the message about a document that failed to compile; it names the part at fault, if known."""
+def about_grammar(error: str, document: Document | None = None) -> str:
+    """Return the message about a document, or a schema of its own, that failed to compile."""
     if _panicked(error):
         return FAILED
     quoted = _QUOTED.search(error)
-    words = _line(error[: quoted.start()] if quoted else error)
+    words = " ".join(error[: quoted.start() if quoted else None].split())[:_LIMIT]
     place = _PLACE.match(words)
     if place is None:
         return words
     words = words[place.end() :]
-    lines = {found[1]: found[2] for found in _QUOTED.finditer(error)}
-    part = document.part_of(lines.get(place[1], ""))
-    if part is not None:
-        return part.blamed(words)
-    if document.nested is None:
+    if document is None or document.nested is None:
         return words
     # The error is in the client's own grammar, which begins after our line of options.
-    words = f"line {int(place[1]) - 1}: {words}"
-    return TEXT_PART.blamed(words) if document.parts else words
-
-
-def about_schema(error: str) -> str:
-    """Return the message about a schema that was checked on its own."""
-    return FAILED if _panicked(error) else _line(error)
+    return f"line {int(place[1]) - 1}: {words}"
 
 
 def about_mask(error: str) -> str:
@@ -224,7 +209,3 @@ def _panicked(error: str) -> bool:
     if panicked:
         log.error("llguidance panicked: %s", said.strip())
     return panicked
-
-
-def _line(words: str) -> str:
-    return " ".join(words.split())[:_LIMIT]

@@ -8,16 +8,16 @@ own JSON schemas.
 
 import json
 import re
-import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cached_property
 from typing import Any, Final
 
 import llguidance
 
 from triton_models.errors import InvalidGrammarError
-from triton_models.text.grammar_text import about_schema, json_rule, literal
+from triton_models.text.grammar_text import about_grammar, json_rule, literal
 from triton_models.text.schemas import target
+from wire.calls import is_parameter
 from wire.grammar import CallableTool
 
 COMMON_RULES: Final = r"""
@@ -85,22 +85,17 @@ class LiteralGrammar:
         path = "parameters"
         schema: Any = self._tool.parameters
         while schema.get("type", "object") == "object" and "$ref" in schema:
-            self._check_alone("$ref", schema.keys() - {"type"}, path)
+            self._check_keywords(schema, ("$ref", "type"), path, " beside $ref")
             schema = self._target(schema["$ref"], path)
             if not isinstance(schema, dict):
                 raise InvalidGrammarError(f"{path} is no schema of an object")
         if schema.get("type", "object") != "object":
             raise InvalidGrammarError(f"{path}.type must be object")
-        self._check_keywords(schema, ["object"], path)
+        self._check_keywords(schema, ("type", *_KEYWORDS["object"]), path)
         if named := self._properties(schema, path, _argument):
             return named
-        more = schema.get("additionalProperties", False)
-        least = schema.get("minProperties", 0)
-        if more is False or schema.get("maxProperties") == 0:
-            if least:
-                self._cannot(path, "minProperties")
-            return ""
-        return f'("**" {self._map(schema, more, path)}){"" if least else "?"}'
+        entries = self._entries(schema, path, more=False)
+        return entries and f'("**{{" {entries} "}}"){"" if schema.get("minProperties") else "?"}'
 
     def _value(self, schema: Any, path: str) -> str:
         if schema is False:
@@ -115,7 +110,7 @@ class LiteralGrammar:
         if "enum" in schema or "const" in schema:
             return self._one_of(schema, path)
         kinds = _kinds(schema) or [kind for kind in _KEYWORDS if schema.keys() & {*_KEYWORDS[kind]}][:1]
-        self._check_keywords(schema, kinds, path)
+        self._check_keywords(schema, ("type", *(word for kind in kinds for word in _KEYWORDS[kind])), path)
         return _either(self._of_kind(kind, schema, path) for kind in kinds) if kinds else "any"
 
     def _of_kind(self, kind: str, schema: dict[str, Any], path: str) -> str:
@@ -134,23 +129,24 @@ class LiteralGrammar:
 
     def _dict(self, schema: dict[str, Any], path: str) -> str:
         named = self._properties(schema, path, lambda name, value: f"{_written(name)} COLON {value}")
-        if named:
-            return self._rule(f'"{{" {named} "}}"')
-        more = schema.get("additionalProperties", "properties" not in schema)
-        if more is not False:
-            return self._map(schema, more, path)
-        if schema.get("minProperties", 0):
-            self._cannot(path, "minProperties")
-        return '"{}"'
+        entries = named or self._entries(schema, path, more="properties" not in schema)
+        return self._rule(f'"{{" {entries} "}}"')
 
-    def _map(self, schema: dict[str, Any], more: Any, path: str) -> str:
-        """Return the expression for a dictionary with arbitrary keys, whose values conform to `more`."""
-        value = self._value(more, f"{path}.additionalProperties")
-        least = schema.get("minProperties", 0)
+    def _entries(self, schema: dict[str, Any], path: str, *, more: bool) -> str:
+        """Return the expression for entries with arbitrary keys; empty: there must be none.
+
+        Their values conform to `additionalProperties`, for which `more` is the default.
+        """
+        values = schema.get("additionalProperties", more)
+        least, most = schema.get("minProperties", 0), schema.get("maxProperties")
+        if values is False or most == 0:
+            if least:
+                self._cannot(path, "minProperties")
+            return ""
         if least > 1:
             self._cannot(path, "minProperties over 1")  # A repeated key counts once.
-        items = _repeated(f"STR COLON {value}", min(least, 1), schema.get("maxProperties"))
-        return self._rule(f'"{{" {items} "}}"')
+        value = self._value(values, f"{path}.additionalProperties")
+        return _sequence([], f"STR COLON {value}", min(least, 1), most)
 
     def _properties(self, schema: dict[str, Any], path: str, write: Callable[[str, str], str]) -> str:
         """Return the expression for an object's properties in order: only those that the schema names.
@@ -201,23 +197,17 @@ class LiteralGrammar:
             raise InvalidGrammarError(f"{path}.minItems contradicts items")
         first = first if most is None else first[:most]
         places = [self._value(each, f"{path}.prefixItems.{at}") for at, each in enumerate(first)]
-        if not places:
-            value = self._value(items, f"{path}.items") if items is not False else '"None"'
-            return self._rule(f'"[" {_repeated(value, least, 0 if items is False else most)} "]"')
-        rest = ""
-        if items is not False and (most is None or most > len(places)):
-            more = f"(SEP {self._value(items, f'{path}.items')})"
-            rest = f" {more}{_times(max(0, least - len(places)), most and most - len(places))}"
-        return self._rule(f'"[" {" SEP ".join(places)}{rest} "]"')
+        most = 0 if items is False else most and most - len(places)
+        item = "" if most == 0 else self._value(items, f"{path}.items")
+        return self._rule(f'"[" {_sequence(places, item, max(0, least - len(places)), most)} "]"')
 
     def _string(self, schema: dict[str, Any], path: str) -> str:
         enforced: dict[str, Any] = {
             name: schema[name] for name in ("minLength", "maxLength") if name in schema
         }
         for keyword in ("pattern", "format"):
-            if keyword in schema and self._fits(
-                path, keyword, {**enforced, "type": "string", keyword: schema[keyword]}
-            ):
+            each = {**enforced, "type": "string", keyword: schema.get(keyword)}
+            if keyword in schema and self._fits(each, keyword, path):
                 enforced[keyword] = schema[keyword]
         if enforced.keys() & {"pattern", "format"}:
             return _shared_json({"type": "string", **enforced})
@@ -232,20 +222,15 @@ class LiteralGrammar:
         bounds: dict[str, Any] = {name: schema[name] for name in _BOUNDS if name in schema}
         if not bounds:
             return kind[:3].upper()
-        lower = [bounds[name] for name in ("minimum", "exclusiveMinimum") if name in bounds]
-        upper = [bounds[name] for name in ("maximum", "exclusiveMaximum") if name in bounds]
+        given = [0, *(int(value) for name, value in bounds.items() if name != "multipleOf")]
         # Bounds on both sides, so that no number is too long to be parsed.
-        if not lower:
-            bounds["minimum"] = min(-_LARGEST, *(int(value) - _LARGEST for value in upper), 0)
-        if not upper:
-            bounds["maximum"] = max(_LARGEST, *(int(value) + _LARGEST for value in lower), 0)
-        bounded = {"type": kind, **bounds}
-        return _shared_json(bounded) if self._fits(path, "bounds", bounded) else kind[:3].upper()
+        widest = {"minimum": min(given) - _LARGEST, "maximum": max(given) + _LARGEST}
+        bounded = {"type": kind, **widest, **bounds}
+        return _shared_json(bounded) if self._fits(bounded, "bounds", path) else kind[:3].upper()
 
     def _one_of(self, schema: dict[str, Any], path: str) -> str:
         values = [schema["const"]] if "const" in schema else schema["enum"]
-        for keyword in schema.keys() - _ANNOTATIONS - {"enum", "const", "type"}:
-            self._cannot(path, keyword)
+        self._check_keywords(schema, ("enum", "const", "type"), path)
         kinds = _kinds(schema)
         values = [value for value in values if not kinds or _is_of(value, kinds)]
         if not values:
@@ -253,18 +238,18 @@ class LiteralGrammar:
         return _either(_written(value) for value in values)
 
     def _combined(self, schema: dict[str, Any], keyword: str, path: str) -> str:
-        self._check_alone(keyword, schema.keys(), path)
+        self._check_keywords(schema, (keyword,), path, f" beside {keyword}")
         branches = schema[keyword]
         if keyword == "allOf" and len(branches) > 1:
             self._cannot(path, keyword)
             branches = branches[:1]
-        if keyword == "oneOf" and len(branches) > 1 and not disjoint(branches):
-            self._cannot(path, "oneOf of branches that may overlap")
+        if keyword == "oneOf" and len(branches) > 1 and self._tool.strict and self._fault:
+            self._cannot(path, f"oneOf ({self._fault})")
         return _either(self._value(each, f"{path}.{keyword}.{at}") for at, each in enumerate(branches))
 
     def _reference(self, schema: dict[str, Any], path: str) -> str:
         pointer = schema["$ref"]
-        self._check_alone("$ref", schema.keys(), path)
+        self._check_keywords(schema, ("$ref",), path, " beside $ref")
         if pointer not in self._references:
             self._references[pointer] = name = self._new_name()
             self._rule(self._value(self._target(pointer, path), pointer), name)
@@ -276,22 +261,22 @@ class LiteralGrammar:
         except LookupError:
             raise InvalidGrammarError(f"{path}.$ref leads nowhere: {pointer!r:.100}") from None
 
-    def _check_alone(self, keyword: str, keywords: AbstractSet[str], path: str) -> None:
-        for beside in keywords - _ANNOTATIONS - {keyword}:
-            self._cannot(path, f"{beside} beside {keyword}")
+    def _check_keywords(
+        self, schema: dict[str, Any], enforced: Collection[str], path: str, beside: str = ""
+    ) -> None:
+        for keyword in schema.keys() - _ANNOTATIONS - {*enforced}:
+            self._cannot(path, f"{keyword}{beside}")
 
-    def _check_keywords(self, schema: dict[str, Any], kinds: Iterable[str], path: str) -> None:
-        for keyword in schema.keys() - _ANNOTATIONS - {"type"}:
-            if not any(keyword in _KEYWORDS[kind] for kind in kinds):
-                self._cannot(path, keyword)
+    def _fits(self, schema: dict[str, Any], keyword: str, path: str) -> bool:
+        """Return whether llguidance can express `schema`, all of which is there for `keyword`."""
+        if fault := _fault(schema):
+            self._cannot(path, f"{keyword} ({fault})")
+        return not fault
 
-    def _fits(self, path: str, keyword: str, schema: dict[str, Any]) -> bool:
-        """Return whether llguidance can express `schema`."""
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        broken, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
-        if broken:
-            self._cannot(path, f"{keyword} ({about_schema(' '.join(messages))})")
-        return not broken
+    @cached_property
+    def _fault(self) -> str:
+        """What llguidance cannot enforce of the whole schema: it finds branches of a `oneOf` that overlap."""
+        return _fault(self._tool.parameters)
 
     def _cannot(self, path: str, what: str) -> None:
         """Skip `what`, which cannot be expressed.
@@ -317,39 +302,15 @@ def _kinds(schema: dict[str, Any]) -> list[str]:
     return [kinds] if isinstance(kinds, str) else kinds
 
 
-def disjoint(branches: Sequence[Any]) -> bool:
-    """Return whether types or constants show that no value fits two branches; if in doubt, False.
-
-    Constants are those of required properties that allow only one value; numbers with a point do not count.
-    """
-    types = [each.get("type") if isinstance(each, dict) else None for each in branches]
-    if all(isinstance(each, str) for each in types):
-        distinct = {"number" if each == "integer" else each for each in types}
-        if len(distinct) == len(branches):
-            return True
-    constants = [_constants(each) for each in branches]
-    shared = set(constants[0]).intersection(*constants[1:])
-    return any(len({values[name] for values in constants}) == len(branches) for name in shared)
-
-
-def _constants(schema: Any) -> dict[str, str]:
-    """Return the required properties of an object that allow only one value, with that value as JSON."""
-    if not isinstance(schema, dict) or schema.get("type") != "object":
-        return {}
-    found = {}
-    for name in schema.get("required", []):
-        each = schema.get("properties", {}).get(name)
-        if not isinstance(each, dict):
-            continue
-        values = [each["const"]] if "const" in each else each.get("enum", [])
-        if len(values) == 1 and isinstance(values[0], str | int | None):
-            found[name] = json.dumps(values[0])
-    return found
+def _fault(schema: dict[str, Any]) -> str:
+    """Return why llguidance cannot express `schema`; empty if it can."""
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    broken, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
+    return about_grammar(" ".join(messages)) if broken else ""
 
 
 def _argument(name: str, value: str) -> str:
-    # Python normalises identifiers, which would change other names.
-    if name.isidentifier() and unicodedata.normalize("NFKC", name) == name:
+    if is_parameter(name):
         return f"{literal(name + '=')} {value}"
     return f'"**{{" {_written(name)} COLON {value} "}}"'
 
@@ -360,14 +321,14 @@ def _either(parts: Iterable[str]) -> str:
     return each[0] if len(each) == 1 else f"({' | '.join(each)})"
 
 
-def _repeated(item: str, least: int, most: int | None) -> str:
-    """Return the expression for `least` to `most` items (None: no limit), separated by `SEP`."""
+def _sequence(first: list[str], item: str, least: int, most: int | None) -> str:
+    """Return the expression for `first`, then `least` to `most` times `item` (None: no limit), separated."""
     if most == 0:
-        return ""
-    if most == 1:
-        return item if least else f"({item})?"
-    more = f"{item} (SEP {item}){_times(max(0, least - 1), most and most - 1)}"
-    return more if least else f"({more})?"
+        return " SEP ".join(first)
+    if first:
+        return f"{' SEP '.join(first)} (SEP {item}){_times(least, most)}"
+    some = _sequence([item], item, max(0, least - 1), most and most - 1)
+    return some if least else f"({some})?"
 
 
 def _times(least: int, most: int | None) -> str:

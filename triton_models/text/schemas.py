@@ -6,7 +6,7 @@ the interpreter for a second where a schema is large.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from typing import Annotated, Any, Final, Literal, get_args
 from urllib.parse import unquote
@@ -72,31 +72,34 @@ class _Keywords(msgspec.Struct, rename="camel"):
 
 
 _IN_PLACE: Final = ("anyOf", "oneOf", "allOf")
-_OF_ONE: Final = ("additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames")
-_OF_LIST: Final = (*_IN_PLACE, "prefixItems", "items")
-_OF_MAP: Final = ("properties", "patternProperties")
-_DEFINITIONS: Final = ("$defs", "definitions")
+_MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")
+_DEFINITIONS: Final = _MAPS[2:]
+_IN_USE: Final = (
+    *_MAPS[:2],
+    *_IN_PLACE,
+    *("prefixItems", "items", "additionalProperties", "propertyNames", "contains"),
+    *("not", "if", "then", "else"),
+)
+"""The keywords whose values are schemas, lists of schemas, or maps."""
 
 _OLD: Final = ("additionalItems", "extends", "disallow", "divisibleBy")
 """Keywords of older drafts, which llguidance ignores."""
 
-
 _LIMITS: Final = {"properties": PROPERTIES, "values in enumerations": VALUES}
 
 
-def check_size(size: Mapping[str, int], what: str) -> None:
-    """Check that a schema is not too large to be enforced; the error names it as `what`.
+def check_size(size: Mapping[str, int]) -> None:
+    """Check that schemas are not too large to be enforced.
 
     Args:
-        size: as `check_schema` returns it.
-        what: the schema, or several whose sizes were added.
+        size: as `check_schema` returns it, of one schema or added up.
 
     Raises:
-        InvalidGrammarError: it is too large.
+        InvalidGrammarError: they are too large.
     """
     for name, count in size.items():
         if count > _LIMITS[name]:
-            raise InvalidGrammarError(f"{what}: over {_LIMITS[name]} {name}")
+            raise InvalidGrammarError(f"over {_LIMITS[name]} {name} in its schemas")
 
 
 def check_schema(schema: Any, path: str = "$", *, strict: bool) -> Counter[str]:
@@ -105,7 +108,7 @@ def check_schema(schema: Any, path: str = "$", *, strict: bool) -> Counter[str]:
     With `strict`, also check that nothing would be ignored that llguidance does not refuse by itself.
 
     Returns:
-        The numbers of properties and of values in enumerations; that of properties is within the limit.
+        The numbers of properties and of values in enumerations.
 
     Raises:
         InvalidGrammarError: the schema fails a check; the message names the place, and the keyword if one is
@@ -115,33 +118,29 @@ def check_schema(schema: Any, path: str = "$", *, strict: bool) -> Counter[str]:
         raise InvalidGrammarError("a JSON schema is an object")
     size = Counter[str]()
     same_value: dict[int, list[int]] = {}
-    for where, each, in_use in _reachable(schema, path):
+    for where, each in _reachable(schema, path):
         try:
             keywords = msgspec.convert(each, _Keywords)
         except msgspec.ValidationError as error:
             what, _, keyword = str(error).partition(" - at `$")
             what = what.replace("Invalid enum value", f"Expected one of {', '.join(get_args(_Type))}, got")
-            raise InvalidGrammarError(f"{where[:200]}{keyword.rstrip('`')}: {what[:150]}") from None
+            raise _fault(where, f"{keyword.rstrip('`')}: {what[:150]}") from None
         if len(keywords.properties.keys() - keywords.required) > OPTIONAL:
-            raise InvalidGrammarError(
-                f"{where[:200]}: over {OPTIONAL} properties may be left out of an object"
-            )
-        if strict and in_use:
+            raise _fault(where, f": over {OPTIONAL} properties may be left out of an object")
+        if strict:
             _check_enforced(each, keywords, where)
         size["properties"] += len(keywords.properties)
         size["values in enumerations"] += len(keywords.enum)
-        referred = _referred(schema, each)
-        if not all(isinstance(part, dict | bool) for part in referred):
-            raise InvalidGrammarError(f"{where[:200]}.$ref leads to no schema")
-        parts = [*referred, *(part for keyword in _IN_PLACE for part in each.get(keyword, ()))]
+        parts = [part for keyword in _IN_PLACE for part in each.get(keyword, ())]
+        if (referred := _referred(schema, each)) is not None:
+            if not isinstance(referred, dict | bool):
+                raise _fault(where, ".$ref leads to no schema")
+            parts.append(referred)
         same_value[id(each)] = [id(part) for part in parts if isinstance(part, dict)]
     try:
         TopologicalSorter(same_value).prepare()
     except CycleError:
-        raise InvalidGrammarError(
-            f"{path}: a $ref leads back to itself, with no object or array between"
-        ) from None
-    check_size({"properties": size["properties"]}, path)
+        raise _fault(path, ": a $ref leads back to itself, with no object or array between") from None
     return size
 
 
@@ -167,54 +166,55 @@ def target(schema: Any, pointer: str) -> Any:
 def _check_enforced(schema: dict[str, Any], keywords: _Keywords, where: str) -> None:
     for keyword in _OLD:
         if keyword in schema:
-            raise InvalidGrammarError(f"{where[:200]}: the keyword {keyword} cannot be enforced")
+            raise _fault(where, f": the keyword {keyword} cannot be enforced")
     if keywords.prefix_items and isinstance(keywords.items, list):
-        raise InvalidGrammarError(f"{where[:200]}: prefixItems beside a list of items cannot be enforced")
+        raise _fault(where, ": prefixItems beside a list of items cannot be enforced")
     if keywords.min_properties > max(1, len(set(keywords.required))):
         # A key that `properties` does not name may be generated twice, and then counts only once.
-        raise InvalidGrammarError(
-            f"{where[:200]}: minProperties over 1 cannot be enforced beyond the required properties"
-        )
+        raise _fault(where, ": minProperties over 1 cannot be enforced beyond the required properties")
 
 
-def _reachable(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """Yield `schema`, the schemas in it and those that references lead to, but no booleans.
+def _fault(where: str, what: str) -> InvalidGrammarError:
+    return InvalidGrammarError(f"{where[:200]}{what}")
 
-    Each comes once, with its path and whether it is in use. Definitions without a reference are not, and come
-    last; all are, if there is a reference of a kind that only llguidance resolves.
+
+def _reachable(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield `schema`, the schemas in it and those that references lead to, but no booleans; each once.
+
+    Definitions to which nothing refers change no answer, and are left out. A reference of a kind that only
+    llguidance resolves may lead to any of them.
     """
-    in_use: list[tuple[str, Any]] = [(path, schema)]
-    unused: list[tuple[str, Any]] = []
+    pending = [(path, schema)]
     seen = set()
-    while pending := in_use or unused:
+    while pending:
         path, each = pending.pop()
         if not isinstance(each, dict) or id(each) in seen:
             continue
         seen.add(id(each))
-        yield path, each, pending is in_use
-        pending += _parts(each, path)
-        referred = _referred(schema, each)
-        pending += [(each["$ref"], part) for part in referred]
-        if "$ref" in each and not referred and pending is in_use:
-            in_use += unused
-            unused = in_use
-        for keyword in _DEFINITIONS:
-            unused += [(f"{path}.{keyword}.{name}", part) for name, part in each.get(keyword, {}).items()]
+        yield path, each
+        pending += _parts(each, path, _IN_USE)
+        if (referred := _referred(schema, each)) is not None:
+            pending.append((each["$ref"], referred))
+        elif "$ref" in each:
+            pending += _parts(schema, "$", _DEFINITIONS)
 
 
-def _parts(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+def _parts(schema: dict[str, Any], path: str, keywords: Collection[str]) -> Iterator[tuple[str, Any]]:
     for keyword, value in schema.items():
+        if keyword not in keywords:
+            continue
         within = f"{path}.{keyword}"
-        if keyword in _OF_MAP:
+        if keyword in _MAPS:
             yield from ((f"{within}.{name}", part) for name, part in value.items())
-        elif keyword in _OF_LIST and isinstance(value, list):
+        elif isinstance(value, list):
             yield from ((f"{within}.{at}", part) for at, part in enumerate(value))
-        elif keyword in _OF_ONE:
+        else:
             yield within, value
 
 
-def _referred(schema: Any, each: dict[str, Any]) -> list[Any]:
+def _referred(schema: Any, each: dict[str, Any]) -> Any:
+    """Return what the reference of `each` leads to; None: it has none, or only llguidance can follow it."""
     try:
-        return [target(schema, each["$ref"])] if "$ref" in each else []
+        return target(schema, each["$ref"]) if "$ref" in each else None
     except LookupError:
-        return []  # Refused later, when it is compiled.
+        return None

@@ -54,11 +54,22 @@ LONGEST_BLANK: Final = 2**16
 _SPACE: Final = "\N{LOWER ONE EIGHTH BLOCK}"
 """Stands for a space in SentencePiece's pieces."""
 
+_BREAK: Final = "\n"
+"""No tokenizer joins it to the word behind it, so it shows how a word is written within a text."""
+
 _BLANK = re.compile(r"\s+")
-_ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of each invalid byte
 _BYTES: Final = 256
 
-_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+_REPLACE_EACH: Final = "tritongate-replace-each"
+
+
+def _replace_each(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return "\N{REPLACEMENT CHARACTER}" * (error.end - error.start), error.end
+
+
+codecs.register_error(_REPLACE_EACH, _replace_each)
 
 
 class Tokenizer(ABC):
@@ -212,14 +223,19 @@ class BytePairTokenizer(Tokenizer):
             return [token_id for part in parts(text) for token_id in self._encoding.encode_ordinary(part)]
 
     def decode(self, ids: Iterable[int]) -> str:  # noqa: D102 - inherited
-        utf8 = _new_utf8_decoder("surrogateescape")
+        utf8 = utf8_decoder()
         is_text = range(len(self._tokens)).__contains__
         ids, text = iter(ids), []
         while some := list(islice(ids, SLICE)):
             for texts, run in groupby(some, key=is_text):
                 utf8_run = b"".join(map(self._tokens.__getitem__, run)) if texts else b""
-                text.append(_shown(utf8.decode(utf8_run, final=not texts)))
-        return "".join(text) + _shown(utf8.decode(b"", final=True))
+                text.append(utf8.decode(utf8_run, final=not texts))
+        return "".join(text) + utf8.decode(b"", final=True)
+
+
+def utf8_decoder() -> codecs.IncrementalDecoder:
+    """Return a decoder that turns each byte which cannot be part of a character into U+FFFD."""
+    return codecs.getincrementaldecoder("utf-8")(_REPLACE_EACH)
 
 
 def load_tokenizer(directory: Path, chat_format: str) -> Tokenizer:
@@ -263,6 +279,27 @@ def shown_tokens(
         yield token, utf8
 
 
+def bad_word_ids(tokenizer: Tokenizer, words: Iterable[str]) -> list[tuple[int, ...]]:
+    """Return the ids that `tokenizer` makes of each word: at the start, behind a space, and within a text.
+
+    As in vLLM, white space before a word does not count, and other ways to split the word stay possible. vLLM
+    does not look at words within a text, where SentencePiece has other ids for them than at the start.
+
+    Raises:
+        TextError: a word contains lone surrogates.
+    """
+    before = tokenizer.encode(_BREAK)
+    found: dict[tuple[int, ...], None] = {}
+    for each in words:
+        word = each.lstrip() or each
+        within = tokenizer.encode(_BREAK + word)
+        ways = [tokenizer.encode(word), tokenizer.encode(" " + word)]
+        if within[: len(before)] == before:
+            ways.append(within[len(before) :])
+        found |= dict.fromkeys(tuple(ids) for ids in ways if ids)
+    return list(found)
+
+
 def _utf8(text: str) -> bytes:
     """Return the bytes of `text`.
 
@@ -290,10 +327,6 @@ def _read(file: Path) -> bytes:
     if not document:
         raise CheckpointError(f"{file}: is empty")
     return document
-
-
-def _shown(text: str) -> str:
-    return _ESCAPED_BYTE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def parts(text: str) -> Iterator[str]:

@@ -9,7 +9,13 @@ import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from gateway.app import create_app
-from gateway.generation import Accepted, Delta, Event, Generation, Turns, Usage
+from gateway.core.events import (
+    Accepted,
+    Delta,
+    Event,
+    Usage,
+)
+from gateway.core.request import Generation, Turns
 from gateway.kserve.grpc import GrpcServer
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.serving import Served, settings
@@ -17,7 +23,7 @@ from tests.ports import free_ports
 from wire.meta import Segment
 from wire.strings import pack_strings
 
-VALUES: Mapping[str, Any] = {"prompt": "你好", "history": "", "temperature": "0.3", "max_token": "1024"}
+VALUES: dict[str, Any] = {"prompt": "你好", "history": "", "temperature": "0.3", "max_token": "1024"}
 """Contract 1's question."""
 
 
@@ -90,7 +96,8 @@ def question(model: str = "glm", **changes: Any) -> Any:
 @asynccontextmanager
 async def over_grpc(upstream: FakeUpstream, **values: Any) -> AsyncIterator[tuple[Served, Any, str]]:
     """Serve; yield what is served, a stub, and the address."""
-    app = create_app(settings(**values), upstream)
+    upstream.settings = settings(**values)
+    app = create_app(upstream.settings, upstream)
     (port,) = free_ports(1)
     address = f"127.0.0.1:{port}"
     server = GrpcServer(app.state.door, app.state.records)
@@ -99,6 +106,6 @@ async def over_grpc(upstream: FakeUpstream, **values: Any) -> AsyncIterator[tupl
         try:
             async with grpc.aio.insecure_channel(address) as channel:
                 stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-                yield Served(app.state.gateway, upstream, None), stub, address  # type: ignore[arg-type]
+                yield Served(app.state.gateway, upstream, None), stub, address
         finally:
             await server.stop(0)

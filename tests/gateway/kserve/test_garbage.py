@@ -1,4 +1,4 @@
-"""As `tests/gateway/test_garbage.py`, of requests through the door: freed when they are over."""
+"""As `tests/gateway/http/test_garbage.py`, of requests through the door: freed when they are over."""
 
 import asyncio
 import gc
@@ -8,8 +8,8 @@ from contextlib import suppress
 import grpc.aio
 import pytest
 
-from gateway.exchange import Exchange
-from gateway.flight import Flight
+from gateway.http.record import RequestRecord
+from gateway.http.run import RunningRequest
 from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.kserve.legacy import body, over_grpc, question
 from tests.gateway.serving import on_socket, until
@@ -22,7 +22,7 @@ def living() -> Iterator[Callable[[], int]]:
     """Counts records and running requests beyond those before the test; nothing is collected meanwhile."""
     gc.collect()
     gc.disable()
-    kinds = (Exchange, Flight)
+    kinds = (RequestRecord, RunningRequest)
     before = {id(each): each for each in gc.get_objects() if type(each) in kinds}
     yield lambda: sum(type(each) in kinds and id(each) not in before for each in gc.get_objects())
     gc.enable()

@@ -16,16 +16,17 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from gateway.app import create_app
+from gateway.core.events import Event
+from gateway.core.request import Generation, Turns
 from gateway.errors import (
     ContextLengthError,
     DeadlineError,
+    ListenError,
     RateLimitError,
     UnavailableError,
     UpstreamProtocolError,
 )
-from gateway.generation import Event, Generation, Turns
 from gateway.kserve.grpc import GrpcServer
-from gateway.listeners import ListenError
 from tests.gateway.fake_upstream import FakeUpstream, say, say_and_hang
 from tests.gateway.kserve.legacy import VALUES, echo, over_grpc, question
 from tests.gateway.serving import settings, until
@@ -173,7 +174,7 @@ async def test_a_client_that_leaves_frees_the_engine_at_once(how: str) -> None:
 async def test_the_clients_deadline_ends_it() -> None:
     upstream = FakeUpstream(lambda _: say_and_hang("a"))
     async with over_grpc(upstream) as (served, stub, _):
-        assert (await refusal(stub.ModelInfer(question(), timeout=0.5)))[0] is CODE.DEADLINE_EXCEEDED
+        assert (await refusal(stub.ModelInfer(question(), timeout=2)))[0] is CODE.DEADLINE_EXCEEDED
         await until(lambda: upstream.cancelled == 1)
         await served.until_idle()
 

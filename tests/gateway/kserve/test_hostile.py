@@ -47,7 +47,7 @@ ODD: tuple[Any, ...] = (
     [1] * 2000,
     {"a": {}},
 )
-SHAPES = ([], [-1], [0, 1], [2**62] * 8, [1] * 100, [-(2**63), 1])
+SHAPES: tuple[list[int], ...] = ([], [-1], [0, 1], [2**62] * 8, [1] * 100, [-(2**63), 1])
 DEEP = "[" * 100_000
 DEEP_ENOUGH = 10
 HEADERS = ("0", "1", "-1", "x", "", "99999999999999999999", "½", "1e3", "0x10")
@@ -160,8 +160,13 @@ async def test_hundreds_of_thousands_of_tiny_chunks(size: int) -> None:
 
     async def ask(url: httpx.URL) -> bytes:
         reader, writer = await asyncio.open_connection(url.host, url.port)
-        head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
-        writer.write(head.encode())
+        head = [
+            f"POST {INFER} HTTP/1.1",
+            "Host: localhost",
+            "Transfer-Encoding: chunked",
+            "Connection: close",
+        ]
+        writer.write("\r\n".join([*head, "", ""]).encode())
         for _ in range(count // 1000):
             writer.write(piece * 1000)
             await writer.drain()

@@ -8,8 +8,9 @@ import pytest
 from google.protobuf import json_format
 from tritonclient.grpc import service_pb2
 
+from gateway.core.events import Event
+from gateway.core.request import Generation
 from gateway.errors import GatewayError, InvalidRequestError, UnavailableError
-from gateway.generation import Event, Generation
 from gateway.kserve.contracts import InferRequest, Tensor
 from gateway.kserve.predict import read_predict_request, write_predict_answer
 from tests.gateway.fake_upstream import FakeUpstream, say_and_hang

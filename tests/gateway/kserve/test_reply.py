@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from gateway.kserve.reply import Reply, read_reply
+from gateway.kserve.history import Reply, read_reply
 from wire.history import Turn
 from wire.meta import Segment
 

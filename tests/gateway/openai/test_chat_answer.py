@@ -5,13 +5,21 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.core.events import (
+    Accepted,
+    CallPart,
+    Delta,
+    Event,
+    Reasoning,
+    TokenLogprob,
+    Usage,
+)
 from gateway.errors import UpstreamProtocolError
-from gateway.generation import Accepted, Delta, Event, TokenLogprob, Usage
 from gateway.openai.answer import encode
 from gateway.openai.chat_answer import ChatAnswer, ChatCompletionChunk, ChunkChoice, ChunkDelta
-from gateway.openai.chat_request import read_chat_request
-from gateway.openai.generation_request import StreamOptions
-from gateway.pieces import CallPart
+from gateway.openai.chat_request import ChatRequest
+from gateway.openai.params import StreamOptions
+from tests.gateway.openai.framing import chunks_of
 
 AWKWARD = ["a", '"content":""', "\\", "\n\x00\x1f\x7f", "你好🙂", '"', "\u2028</script>"]
 ASKED_WITH_IDS = b'{"model":"m","messages":[{"role":"user","content":"a"}],"return_token_ids":true}'
@@ -36,7 +44,7 @@ def writer(
         return_tokens_as_token_ids=None,
         prompt_logprobs=None,
     )
-    return ChatAnswer(asked).chunks(Accepted(prompt_tokens=3))
+    return ChatAnswer(asked).stream(Accepted(prompt_tokens=3))
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
@@ -44,10 +52,10 @@ def writer(
 def test_a_chunk_of_text_alone_is_what_encoding_it_whole_gives(*, include_usage: bool, model: str) -> None:
     """Byte for byte: such chunks are cut from a template."""
     chunks = writer(StreamOptions(include_usage=include_usage) if include_usage else None, model, 2)
-    chunks.write(Delta(pieces=("begun",), tokens=1))
+    chunks_of(chunks.write(Delta(pieces=("begun",), tokens=1)))
     for index in (0, 1):
         for text in AWKWARD:
-            (chunk,) = chunks.write(Delta(pieces=(text,), tokens=1, index=index))
+            (chunk,) = chunks_of(chunks.write(Delta(pieces=(text,), tokens=1, index=index)))
             read = msgspec.json.decode(chunk, type=ChatCompletionChunk)
             assert read.choices == [ChunkChoice(index, ChunkDelta(content=text))]
             assert read.model == model
@@ -60,7 +68,7 @@ def test_running_usage_counts_in_every_chunk() -> None:
     usages = [
         msgspec.json.decode(chunk)["usage"]
         for _ in range(3)
-        for chunk in chunks.write(Delta(pieces=("a",), tokens=2))
+        for chunk in chunks_of(chunks.write(Delta(pieces=("a",), tokens=2)))
     ]
     # With the role nothing was sent yet; how much the cache held is known at the end.
     assert [usage["completion_tokens"] for usage in usages] == [0, 2, 4, 6]
@@ -72,15 +80,15 @@ def test_the_choices_begin_in_order_and_the_stream_ends_when_all_have() -> None:
     """Whichever speaks first: the SDK takes them for the choices 0, 1, ... as they come."""
     chunks = writer(choices=2)
     written = [
-        *chunks.write(Delta(pieces=("x",), tokens=1, index=1)),
-        *chunks.write(Delta(pieces=("a",), tokens=1)),
-        *chunks.write(Delta(tokens=1, finish_reason="stop")),
-        *chunks.write(Delta(pieces=("y",), tokens=1, index=1)),
+        *chunks_of(chunks.write(Delta(pieces=("x",), tokens=1, index=1))),
+        *chunks_of(chunks.write(Delta(pieces=("a",), tokens=1))),
+        *chunks_of(chunks.write(Delta(tokens=1, finish_reason="stop"))),
+        *chunks_of(chunks.write(Delta(pieces=("y",), tokens=1, index=1))),
     ]
     with pytest.raises(UpstreamProtocolError):
         chunks.close()
-    written += chunks.write(Delta(tokens=1, index=1, finish_reason="length", usage=COUNTS))
-    assert chunks.close() == []
+    written += chunks_of(chunks.write(Delta(tokens=1, index=1, finish_reason="length", usage=COUNTS)))
+    assert chunks.close() == b"data: [DONE]\n\n"
     choices = [choice for chunk in written for choice in msgspec.json.decode(chunk)["choices"]]
     assert [(choice["index"], choice["delta"], choice["finish_reason"]) for choice in choices] == [
         (0, {"role": "assistant", "content": ""}, None),
@@ -95,21 +103,21 @@ def test_the_choices_begin_in_order_and_the_stream_ends_when_all_have() -> None:
 
 def test_chunks_that_are_more_than_text_are_written_whole() -> None:
     chunks = writer()
-    begun = chunks.write(Delta(pieces=("a",), tokens=1))
+    begun = chunks_of(chunks.write(Delta(pieces=("a",), tokens=1)))
     assert [msgspec.json.decode(chunk)["choices"][0]["delta"] for chunk in begun] == [
         {"role": "assistant", "content": ""},
         {"content": "a"},
     ]
     logprob = TokenLogprob(id=7, token="b", utf8=b"b", logprob=-1.0, top=())
-    (with_logprobs,) = chunks.write(Delta(pieces=("b",), tokens=1, logprobs=(logprob,)))
+    (with_logprobs,) = chunks_of(chunks.write(Delta(pieces=("b",), tokens=1, logprobs=(logprob,))))
     assert msgspec.json.decode(with_logprobs)["choices"][0]["logprobs"]["content"][0]["token"] == "b"
-    last = chunks.write(Delta(pieces=("c",), tokens=1, finish_reason="stop", usage=COUNTS))
+    last = chunks_of(chunks.write(Delta(pieces=("c",), tokens=1, finish_reason="stop", usage=COUNTS)))
     assert [msgspec.json.decode(chunk)["choices"][0]["finish_reason"] for chunk in last] == [None, "stop"]
-    assert chunks.write(Delta(tokens=1)) == []
+    assert chunks_of(chunks.write(Delta(tokens=1))) == []
 
 
 def test_token_ids_are_beside_the_text_that_they_are_of() -> None:
-    chunks = ChatAnswer(read_chat_request(ASKED_WITH_IDS)).chunks(
+    chunks = ChatAnswer(ChatRequest.read(ASKED_WITH_IDS)).stream(
         Accepted(prompt_tokens=2, prompt_token_ids=((8, 9),))
     )
     written = [
@@ -119,7 +127,7 @@ def test_token_ids_are_beside_the_text_that_they_are_of() -> None:
             Delta(pieces=("b",), tokens=2, token_ids=(6, 7)),
             Delta(tokens=1, token_ids=(2,), finish_reason="stop", usage=COUNTS),
         )
-        for chunk in chunks.write(delta)
+        for chunk in chunks_of(chunks.write(delta))
     ]
     assert [chunk.get("prompt_token_ids") for chunk in written] == [[8, 9], *[None] * (len(written) - 1)]
     choices = [chunk["choices"][0] for chunk in written]
@@ -162,13 +170,17 @@ def asked_with(*, older: bool) -> Any:
 
 
 async def whole(deltas: list[Delta], *, older: bool = False) -> Any:
-    document = await ChatAnswer(asked_with(older=older)).whole(Accepted(prompt_tokens=3), told(deltas))
+    document = await ChatAnswer(asked_with(older=older)).complete(Accepted(prompt_tokens=3), told(deltas))
     return msgspec.json.decode(encode(document))["choices"][0]
 
 
 def streamed(deltas: list[Delta], *, older: bool = False) -> list[Any]:
-    chunks = ChatAnswer(asked_with(older=older)).chunks(Accepted(prompt_tokens=3))
-    return [msgspec.json.decode(chunk)["choices"][0] for delta in deltas for chunk in chunks.write(delta)]
+    chunks = ChatAnswer(asked_with(older=older)).stream(Accepted(prompt_tokens=3))
+    return [
+        msgspec.json.decode(chunk)["choices"][0]
+        for delta in deltas
+        for chunk in chunks_of(chunks.write(delta))
+    ]
 
 
 async def test_calls_are_written_whole_and_in_chunks_alike() -> None:
@@ -220,3 +232,26 @@ async def test_the_older_form_has_one_call() -> None:
     calls = [part["delta"]["function_call"] for part in parts if "function_call" in part["delta"]]
     assert calls == [{"name": "get_weather", "arguments": ""}, {"arguments": '{"city": "北京"}'}]
     assert parts[-1]["finish_reason"] == "function_call"
+
+
+def test_reasoning_has_chunks_of_its_own_under_both_names() -> None:
+    chunks = writer()
+    delta = Delta(pieces=(Reasoning("Hm."), "Two.", CallPart("f", "{}")), tokens=3)
+    found = [msgspec.json.decode(chunk)["choices"][0]["delta"] for chunk in chunks_of(chunks.write(delta))]
+    assert found[1:3] == [{"reasoning_content": "Hm.", "reasoning": "Hm."}, {"content": "Two."}]
+    assert "tool_calls" in found[3]
+
+
+async def test_reasoning_of_a_complete_answer() -> None:
+    async def events() -> AsyncIterator[Event]:
+        yield Delta(pieces=(Reasoning("H"),), tokens=1)
+        usage = Usage(prompt_tokens=3, completion_tokens=2, reasoning_tokens=1)
+        yield Delta(pieces=(Reasoning("m"),), tokens=1, finish_reason="length", usage=usage)
+
+    asked = ChatRequest.read(b'{"model":"m","messages":[{"role":"user","content":"a"}]}')
+    answer = msgspec.json.decode(
+        encode(await ChatAnswer(asked).complete(Accepted(prompt_tokens=3), events()))
+    )
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("Hm", "Hm", "")
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}

@@ -4,20 +4,21 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from gateway.core.request import Conversation, Message
 from gateway.errors import InvalidRequestError
-from gateway.generation import Conversation, Message
-from gateway.openai.chat_request import MESSAGE_UNSUPPORTED, UNSUPPORTED, ChatRequest, read_chat_request
+from gateway.openai.chat_request import ChatMessage, ChatRequest
+from gateway.openai.document import Reading
 
 USER = {"role": "user", "content": "hi"}
 MINIMUM = {"model": "m", "messages": [USER]}
 
 
 def read(**parameters: Any) -> ChatRequest:
-    return read_chat_request(json.dumps({**MINIMUM, **parameters}).encode())
+    return ChatRequest.read(json.dumps({**MINIMUM, **parameters}).encode())
 
 
 def test_the_minimum_asks_for_the_defaults() -> None:
-    generation = read().generation(request_id="r", deadline=1.5)
+    generation = read().generations(request_id="r", deadline=1.5)[0]
     assert (generation.request_id, generation.model, generation.deadline) == ("r", "m", 1.5)
     assert generation.prompt == Conversation((Message(role="user", content="hi"),))
     assert (generation.temperature, generation.top_p, generation.top_k) == (1.0, 1.0, 0)
@@ -52,7 +53,7 @@ def test_every_parameter_arrives() -> None:
         ignore_eos=True,
         stop_token_ids=[2, 3],
     )
-    generation = asked.generation(request_id="r", deadline=0)
+    generation = asked.generations(request_id="r", deadline=0)[0]
     assert (generation.max_tokens, generation.min_tokens) == (7, 7)
     assert (generation.temperature, generation.top_p, generation.top_k) == (0.0, 0.5, 3)
     assert (generation.seed, generation.stop, generation.stop_token_ids) == (-(2**63), ["a", "b"], [2, 3])
@@ -69,7 +70,7 @@ def test_roles_and_parts() -> None:
         {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}]},
         {"role": "assistant", "content": "", "tool_calls": None, "refusal": None, "annotations": []},
     ]
-    assert read(messages=messages).generation(request_id="r", deadline=0).prompt == Conversation(
+    assert read(messages=messages).generations(request_id="r", deadline=0)[0].prompt == Conversation(
         (
             Message(role="system", content="be kind"),
             Message(role="assistant", content=""),
@@ -86,7 +87,7 @@ def test_roles_and_parts() -> None:
         {"safety_identifier": "s", "prompt_cache_key": "k"},
         {"n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "response_format": {"type": "text"}},
         {"tools": [], "tool_choice": "none", "modalities": ["text"], "skip_special_tokens": True},
-        dict.fromkeys({*ChatRequest.model_fields, *UNSUPPORTED} - {"model", "messages"}),
+        dict.fromkeys({*ChatRequest.model_fields, *ChatRequest.unsupported} - {"model", "messages"}),
     ],
 )
 def test_accepted(parameters: dict[str, Any]) -> None:
@@ -117,8 +118,9 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
-            "messages.0.content.0.type",
+            "messages.0.content.0.image_url.url",
         ),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages.0.content.0"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": 2.1}, "temperature"),
@@ -208,10 +210,10 @@ def test_a_list_is_read_up_to_its_first_fault(parameters: dict[str, Any]) -> Non
 
 
 def test_a_real_parameter_is_told_from_an_unknown_one() -> None:
-    for name in UNSUPPORTED:
+    for name in ChatRequest.unsupported:
         with pytest.raises(InvalidRequestError, match="not supported by this server"):
             read(**{name: {"some": "thing"}})
-    for name in MESSAGE_UNSUPPORTED:
+    for name in ChatMessage.unsupported:
         with pytest.raises(InvalidRequestError, match="not supported by this server"):
             read(messages=[{**USER, name: {"some": "thing"}}])
     with pytest.raises(InvalidRequestError, match="Unknown parameter"):
@@ -219,12 +221,12 @@ def test_a_real_parameter_is_told_from_an_unknown_one() -> None:
 
 
 def test_the_supported_and_the_unsupported_do_not_overlap() -> None:
-    assert not set(UNSUPPORTED) & set(ChatRequest.model_fields)
+    assert not set(ChatRequest.unsupported) & set(ChatRequest.model_fields)
 
 
 def test_special_tokens_cannot_be_text_where_they_tell_calls_apart() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
-    assert read(skip_special_tokens=False).generation(request_id="r", deadline=0).show_special
+    assert read(skip_special_tokens=False).generations(request_id="r", deadline=0)[0].show_special
     for offered in ({"tools": [tool]}, {"functions": [{"name": "f"}]}):
         with pytest.raises(InvalidRequestError) as refused:
             read(skip_special_tokens=False, **offered)
@@ -245,3 +247,24 @@ def test_a_choice_in_the_other_form_is_refused(parameters: dict[str, Any], param
     with pytest.raises(InvalidRequestError) as refused:
         read(**parameters)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_what_a_template_reads_reaches_it(name: str, field: str) -> None:
+    reads = frozenset({field, "enable_thinking", "reasoning_effort"})
+    reading = Reading(reads=lambda model: reads if model == "m" else frozenset())
+    earlier = {"role": "assistant", "content": "Two.", name: "Hm."}
+    body: dict[str, Any] = MINIMUM | {
+        "messages": [USER | {name: "x"}, earlier, USER],
+        "reasoning_effort": "low",
+    }
+    body |= {"chat_template_kwargs": {"enable_thinking": False, "other": 1}}
+    prompt = ChatRequest.read(json.dumps(body).encode(), reading).continued
+    assert [message.reasoning for message in prompt.messages] == ["", "Hm.", ""]
+    assert prompt.switches == {"reasoning_effort": "low", "enable_thinking": False}
+    assert set(reading.ignored) == {f"messages.{name}", "chat_template_kwargs.other"}
+    reading = Reading(reads=lambda _: frozenset())
+    prompt = ChatRequest.read(json.dumps(body).encode(), reading).continued
+    assert (prompt.switches, [message.reasoning for message in prompt.messages]) == ({}, ["", "", ""])
+    assert "reasoning_effort" in reading.ignored

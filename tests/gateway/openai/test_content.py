@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from gateway.openai.chat_request import read_chat_request
-from gateway.openai.responses_request import read_responses_request
-from gateway.openai.tokenize_request import read_tokenize_request
+from gateway.openai.chat_request import ChatRequest
+from gateway.openai.responses_request import ResponsesRequest
+from gateway.openai.tokenize import TokenizeRequest
 
 PIECES = 5_000
-SMALL_OBJECTS = [{"a": []} for _ in range(PIECES)]
+SMALL_OBJECTS: list[dict[str, list[object]]] = [{"a": []} for _ in range(PIECES)]
 TEXTS = [{"type": "text", "text": "äb"}] * PIECES
 INPUT_TEXTS = [{"type": "input_text", "text": "äb"}] * PIECES
 CALL = {"name": "f", "arguments": "{}", "parsed_arguments": SMALL_OBJECTS}
@@ -40,18 +40,18 @@ def held_per_byte(read: Callable[[bytes], Any], parameters: dict[str, Any]) -> f
 @pytest.mark.parametrize(
     ("read", "parameters"),
     [
-        (read_chat_request, {"messages": [{"role": "assistant", "content": "x", "parsed": SMALL_OBJECTS}]}),
-        (read_chat_request, {"messages": [{"role": "assistant", "tool_calls": [TOOL_CALL]}]}),
-        (read_chat_request, {"messages": [{"role": "assistant", "function_call": CALL}]}),
-        (read_chat_request, {"messages": [{"role": "assistant", "function_call": LARGE_CALL}]}),
-        (read_responses_request, {"input": [{"type": "function_call", "call_id": "c", **LARGE_CALL}]}),
-        (read_chat_request, {"messages": [{"role": "user", "content": TEXTS}]}),
-        (read_tokenize_request, {"messages": [{"role": "user", "content": TEXTS}]}),
-        (read_responses_request, {"input": [{"role": "assistant", "content": [ANSWER]}]}),
-        (read_responses_request, {"input": [{"type": "function_call", "call_id": "c", **CALL}]}),
-        (read_responses_request, {"input": [{"role": "user", "content": INPUT_TEXTS}]}),
+        (ChatRequest.read, {"messages": [{"role": "assistant", "content": "x", "parsed": SMALL_OBJECTS}]}),
+        (ChatRequest.read, {"messages": [{"role": "assistant", "tool_calls": [TOOL_CALL]}]}),
+        (ChatRequest.read, {"messages": [{"role": "assistant", "function_call": CALL}]}),
+        (ChatRequest.read, {"messages": [{"role": "assistant", "function_call": LARGE_CALL}]}),
+        (ResponsesRequest.read, {"input": [{"type": "function_call", "call_id": "c", **LARGE_CALL}]}),
+        (ChatRequest.read, {"messages": [{"role": "user", "content": TEXTS}]}),
+        (TokenizeRequest.read, {"messages": [{"role": "user", "content": TEXTS}]}),
+        (ResponsesRequest.read, {"input": [{"role": "assistant", "content": [ANSWER]}]}),
+        (ResponsesRequest.read, {"input": [{"type": "function_call", "call_id": "c", **CALL}]}),
+        (ResponsesRequest.read, {"input": [{"role": "user", "content": INPUT_TEXTS}]}),
         (
-            read_responses_request,
+            ResponsesRequest.read,
             {
                 "input": [
                     {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
@@ -72,5 +72,5 @@ def test_a_request_holds_hardly_more_than_its_body(
 )
 def test_pieces_of_a_text_are_the_text(content: Any) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": content}]}
-    (message,) = read_chat_request(json.dumps(body).encode()).messages
-    assert message.content == message.text() == "one two"
+    (message,) = ChatRequest.read(json.dumps(body).encode()).messages
+    assert message.content == "one two"

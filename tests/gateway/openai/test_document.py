@@ -8,45 +8,45 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from gateway.errors import InvalidRequestError
-from gateway.openai.chat_request import ChatRequest, read_chat_request
-from gateway.openai.responses_request import ResponsesRequest, read_responses_request
-from gateway.openai.tokenize_request import TokenizeRequest, read_tokenize_request
+from gateway.openai.chat_request import ChatRequest
+from gateway.openai.responses_request import ResponsesRequest
+from gateway.openai.tokenize import TokenizeRequest
 
 MANY = {f"x{at}": 1 for at in range(1000)}
 MESSAGE = {"role": "user", "content": "hi"}
 PLACES: list[tuple[type[BaseModel], Callable[[bytes], Any], Mapping[str, Any], str]] = [
-    (ChatRequest, read_chat_request, {"messages": [MESSAGE], **MANY}, "x0"),
-    (ChatRequest, read_chat_request, {"messages": [MESSAGE, MESSAGE | MANY]}, "messages.1.x0"),
+    (ChatRequest, ChatRequest.read, {"messages": [MESSAGE], **MANY}, "x0"),
+    (ChatRequest, ChatRequest.read, {"messages": [MESSAGE, MESSAGE | MANY]}, "messages.1.x0"),
     (
         ChatRequest,
-        read_chat_request,
+        ChatRequest.read,
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", **MANY}]}]},
         "messages.0.content.0.x0",
     ),
     (
         ChatRequest,
-        read_chat_request,
+        ChatRequest.read,
         {"messages": [MESSAGE], "stream": True, "stream_options": MANY},
         "stream_options.x0",
     ),
     (
         ChatRequest,
-        read_chat_request,
+        ChatRequest.read,
         {"messages": [MESSAGE], "structured_outputs": MANY},
         "structured_outputs.x0",
     ),
     (
         ChatRequest,
-        read_chat_request,
+        ChatRequest.read,
         {
             "messages": [MESSAGE],
             "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, **MANY}},
         },
         "response_format.json_schema.x0",
     ),
-    (ResponsesRequest, read_responses_request, {"input": [MESSAGE | MANY]}, "input.0.x0"),
-    (ResponsesRequest, read_responses_request, {"input": "hi", "text": MANY}, "text.x0"),
-    (TokenizeRequest, read_tokenize_request, {"messages": [MESSAGE | MANY]}, "messages.0.x0"),
+    (ResponsesRequest, ResponsesRequest.read, {"input": [MESSAGE | MANY]}, "input.0.x0"),
+    (ResponsesRequest, ResponsesRequest.read, {"input": "hi", "text": MANY}, "text.x0"),
+    (TokenizeRequest, TokenizeRequest.read, {"messages": [MESSAGE | MANY]}, "messages.0.x0"),
 ]
 
 

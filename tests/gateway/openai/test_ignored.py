@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from gateway.errors import InvalidRequestError
-from gateway.openai.chat_request import read_chat_request
-from gateway.openai.completion_request import read_completion_request
+from gateway.openai.chat_request import ChatRequest
+from gateway.openai.completions import CompletionRequest
 from gateway.openai.document import Reading
-from gateway.openai.responses_request import read_responses_request
-from gateway.openai.tokenize_request import read_detokenize_request, read_tokenize_request
+from gateway.openai.responses_request import ResponsesRequest
+from gateway.openai.tokenize import DetokenizeRequest, TokenizeRequest
 
 MESSAGE = {"role": "user", "content": "hi"}
 CALL = {"id": "call_12345", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -22,7 +22,7 @@ Read = Callable[[bytes, Reading], Any]
 CHAT: list[tuple[dict[str, Any], list[str]]] = [
     ({"reasoning_effort": "high", "verbosity": "low"}, ["reasoning_effort", "verbosity"]),
     ({"store": True, "prediction": {"type": "content", "content": "x"}}, ["store", "prediction"]),
-    ({"chat_template_kwargs": {"enable_thinking": False}}, ["chat_template_kwargs"]),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, ["chat_template_kwargs.enable_thinking"]),
     ({"prompt_cache_retention": "24h", "cache_salt": "s"}, ["prompt_cache_retention", "cache_salt"]),
     (
         {"options": {"num_ctx": 9}, "keep_alive": "5m", "request_id": "r"},
@@ -94,11 +94,11 @@ def read(reader: Read, base: dict[str, Any], parameters: dict[str, Any], reading
 
 
 CASES = [
-    *((read_chat_request, {"messages": [MESSAGE]}, *case) for case in CHAT),
-    *((read_responses_request, {"input": "hi"}, *case) for case in RESPONSES),
-    (read_completion_request, {"prompt": "a"}, {"reasoning_effort": "low"}, ["reasoning_effort"]),
-    (read_tokenize_request, {"messages": [{**MESSAGE, "name": "a"}]}, {"x": 1}, ["x", "messages.name"]),
-    (read_detokenize_request, {"tokens": [1]}, {"x": 1}, ["x"]),
+    *((ChatRequest.read, {"messages": [MESSAGE]}, *case) for case in CHAT),
+    *((ResponsesRequest.read, {"input": "hi"}, *case) for case in RESPONSES),
+    (CompletionRequest.read, {"prompt": "a"}, {"reasoning_effort": "low"}, ["reasoning_effort"]),
+    (TokenizeRequest.read, {"messages": [{**MESSAGE, "name": "a"}]}, {"x": 1}, ["x", "messages.name"]),
+    (DetokenizeRequest.read, {"tokens": [1]}, {"x": 1}, ["x"]),
 ]
 
 
@@ -123,7 +123,7 @@ def test_a_strict_reading_refuses_it(reader: Read, base: dict[str, Any], paramet
 def test_what_a_body_makes_up_is_noted_up_to_a_limit() -> None:
     reading = Reading()
     made_up = {f"x{at}": 1 for at in range(100_000)}
-    read(read_chat_request, {"messages": [{**MESSAGE, **made_up}] * 3}, made_up, reading)
+    read(ChatRequest.read, {"messages": [{**MESSAGE, **made_up}] * 3}, made_up, reading)
     assert len(reading.ignored) == 16
 
 
@@ -138,14 +138,14 @@ def test_what_a_body_makes_up_is_noted_up_to_a_limit() -> None:
         ({"messages": [{**MESSAGE, "audio": {"id": "a"}}]}, "messages.0.audio"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages.0.content.0.type",
+            "messages.0.content.0.image_url.url",
         ),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     ],
 )
 def test_what_would_change_the_answer_is_refused(parameters: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        read(read_chat_request, {"messages": [MESSAGE]}, parameters, Reading())
+        read(ChatRequest.read, {"messages": [MESSAGE]}, parameters, Reading())
     assert refused.value.param == param
 
 
@@ -154,13 +154,13 @@ def test_older_names_of_structured_outputs(way: str) -> None:
     value: Any = {"json": {"type": "object"}, "regex": "a+", "choice": ["a", "b"], "grammar": 'start: "a"'}[
         way
     ]
-    older = read(read_completion_request, {"prompt": "a"}, {f"guided_{way}": value}, Reading(strict=True))
-    newer = read(read_completion_request, {"prompt": "a"}, {"structured_outputs": {way: value}}, Reading())
+    older = read(CompletionRequest.read, {"prompt": "a"}, {f"guided_{way}": value}, Reading(strict=True))
+    newer = read(CompletionRequest.read, {"prompt": "a"}, {"structured_outputs": {way: value}}, Reading())
     assert (older.grammar.kind, older.grammar.text) == (newer.grammar.kind, newer.grammar.text)
     assert older.grammar.field == f"guided_{way}"
     with pytest.raises(InvalidRequestError) as both:
         read(
-            read_completion_request,
+            CompletionRequest.read,
             {"prompt": "a"},
             {f"guided_{way}": value, "structured_outputs": {"regex": "b"}},
             Reading(),
@@ -170,14 +170,14 @@ def test_older_names_of_structured_outputs(way: str) -> None:
 
 def test_a_completion_may_have_a_response_format() -> None:
     asked = read(
-        read_completion_request, {"prompt": "a"}, {"response_format": {"type": "json_object"}}, Reading()
+        CompletionRequest.read, {"prompt": "a"}, {"response_format": {"type": "json_object"}}, Reading()
     )
     assert asked.grammar.kind == "json_object"
 
 
 def test_the_model_may_be_left_out_where_one_is_served() -> None:
     body = json.dumps({"messages": [MESSAGE]}).encode()
-    assert read_chat_request(body, Reading(model="only")).model == "only"
+    assert ChatRequest.read(body, Reading(model="only")).model == "only"
     with pytest.raises(InvalidRequestError) as missing:
-        read_chat_request(body, Reading())
+        ChatRequest.read(body, Reading())
     assert missing.value.param == "model"

@@ -4,33 +4,30 @@ import json
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from gateway.errors import InvalidRequestError
-from gateway.openai import (
-    chat_request,
-    completion_request,
-    responses_request,
-    structured,
-    tokenize_request,
-)
+from gateway.openai import chat_request, completions, structured, tokenize
+from gateway.openai import responses_request as responses
+from gateway.openai.document import Body
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 LIMIT = 16_384
 
 
 @pytest.mark.parametrize(
-    ("module", "maker", "read", "parameters"),
+    ("module", "maker", "kind", "parameters"),
     [
-        (chat_request, "conversation", "read_chat_request", {"messages": MESSAGES}),
-        (responses_request, "messages_of", "read_responses_request", {"input": MESSAGES}),
-        (tokenize_request, "conversation", "read_tokenize_request", {"messages": MESSAGES}),
-        (completion_request, "TokenIds", "read_completion_request", {"prompt": [1, 2]}),
+        (chat_request, "conversation", chat_request.ChatRequest, {"messages": MESSAGES}),
+        (responses, "messages_of", responses.ResponsesRequest, {"input": MESSAGES}),
+        (tokenize, "conversation", tokenize.TokenizeRequest, {"messages": MESSAGES}),
+        (completions, "TokenIds", completions.CompletionRequest, {"prompt": [1, 2]}),
         (
             structured,
             "schema_grammar",
-            "read_chat_request",
+            chat_request.ChatRequest,
             {
                 "messages": MESSAGES,
                 "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}},
@@ -42,25 +39,23 @@ def test_it_is_made_once(
     monkeypatch: pytest.MonkeyPatch,
     module: ModuleType,
     maker: str,
-    read: str,
+    kind: type[Body],
     parameters: dict[str, Any],
 ) -> None:
-    made = []
-    make: Callable[..., Any] = getattr(module, maker)
-    monkeypatch.setattr(module, maker, lambda *given: made.append(given) or make(*given))
-    reader = getattr(module, read, None) or getattr(chat_request, read)
-    request = reader(json.dumps({"model": "m", **parameters}).encode())
-    ask = request.tokenization if module is tokenize_request else request.generations
+    make = Mock(side_effect=getattr(module, maker))
+    monkeypatch.setattr(module, maker, make)
+    request: Any = kind.read(json.dumps({"model": "m", **parameters}).encode())
+    ask = request.tokenization if module is tokenize else request.generations
     ask(request_id="r", deadline=0.0)
-    assert len(made) == 1
+    assert make.call_count == 1
 
 
 @pytest.mark.parametrize(
     ("read", "field"),
     [
-        (chat_request.read_chat_request, "messages"),
-        (responses_request.read_responses_request, "input"),
-        (tokenize_request.read_tokenize_request, "messages"),
+        (chat_request.ChatRequest.read, "messages"),
+        (responses.ResponsesRequest.read, "input"),
+        (tokenize.TokenizeRequest.read, "messages"),
     ],
 )
 def test_a_conversation_has_so_many_messages(read: Callable[[bytes], Any], field: str) -> None:

@@ -3,20 +3,29 @@ from typing import Any
 
 import pytest
 
+from gateway.core.request import (
+    Conversation,
+    Grammar,
+    Message,
+    NamedTool,
+    PastCall,
+    Tool,
+    ToolOffer,
+)
 from gateway.errors import InvalidRequestError
-from gateway.generation import Conversation, Grammar, Message, NamedTool, Tool, ToolOffer
-from gateway.openai.responses_request import STORED, UNSUPPORTED, ResponsesRequest, read_responses_request
+from gateway.openai.document import Reading
+from gateway.openai.responses_request import ResponsesRequest, messages_of
 
 TOOL = {"type": "function", "name": "now"}
 LOGPROBS = "message.output_text.logprobs"
 
 
 def read(**parameters: Any) -> ResponsesRequest:
-    return read_responses_request(json.dumps({"model": "m", "input": "hi", **parameters}).encode())
+    return ResponsesRequest.read(json.dumps({"model": "m", "input": "hi", **parameters}).encode())
 
 
 def test_the_minimum_asks_for_the_defaults() -> None:
-    generation = read().generation(request_id="r", deadline=1.5)
+    generation = read().generations(request_id="r", deadline=1.5)[0]
     assert (generation.request_id, generation.model, generation.deadline) == ("r", "m", 1.5)
     assert generation.prompt == Conversation((Message(role="user", content="hi"),))
     assert (generation.n, generation.max_tokens, generation.temperature, generation.top_p) == (
@@ -51,7 +60,7 @@ def test_every_parameter_arrives() -> None:
         stop_token_ids=[2],
         priority=-3,
         skip_special_tokens=False,
-    ).generation(request_id="r", deadline=0)
+    ).generations(request_id="r", deadline=0)[0]
     assert (generation.max_tokens, generation.temperature, generation.top_p) == (5, 0.0, 0.5)
     assert (generation.logprobs, generation.stream, generation.seed, generation.stop) == (20, True, 7, ["x"])
     assert (generation.top_k, generation.min_p, generation.repetition_penalty) == (3, 0.5, 1.5)
@@ -59,15 +68,15 @@ def test_every_parameter_arrives() -> None:
     assert (generation.logit_bias, generation.min_tokens) == ({5: -100.0}, 2)
     assert (generation.ignore_eos, generation.stop_token_ids) == (True, [2])
     assert (generation.priority, generation.show_special) == (-3, True)
-    assert read(include=[LOGPROBS]).generation(request_id="r", deadline=0).logprobs == 0
+    assert read(include=[LOGPROBS]).generations(request_id="r", deadline=0)[0].logprobs == 0
     for choice in ("none", "auto", "required"):
         beside = read(include=[LOGPROBS], tools=[TOOL], tool_choice=choice)
-        assert beside.generation(request_id="r", deadline=0).logprobs == 0
+        assert beside.generations(request_id="r", deadline=0)[0].logprobs == 0
 
 
 def test_instructions_come_before_the_conversation() -> None:
     said = [{"role": "developer", "content": "t"}, {"role": "user", "content": "hi"}]
-    prompt = read(instructions="s", input=said).prompt_asked()
+    prompt = read(instructions="s", input=said).continued
     assert [(message.role, message.content, message.field) for message in prompt.messages] == [
         ("system", "s", "instructions"),
         ("system", "t", "input.0"),
@@ -78,15 +87,15 @@ def test_instructions_come_before_the_conversation() -> None:
 def test_tools_are_flat() -> None:
     schema = {"type": "object", "properties": {"zone": {"type": "string"}}}
     tools = [{**TOOL, "description": "Tells it.", "parameters": schema, "strict": False}]
-    assert read(tools=tools).prompt_asked().offer == ToolOffer(
+    assert read(tools=tools).continued.offer == ToolOffer(
         tools=(Tool(name="now", description="Tells it.", parameters=schema),),
         schema_field="tools.{}.parameters",
     )
-    named = read(tools=tools, tool_choice=TOOL, parallel_tool_calls=False).prompt_asked().offer
+    named = read(tools=tools, tool_choice=TOOL, parallel_tool_calls=False).continued.offer
     assert named is not None
     assert (named.choice, named.single) == (NamedTool("now"), True)
     for choice in ("auto", "none", "required"):
-        offer = read(tools=[TOOL], tool_choice=choice).prompt_asked().offer
+        offer = read(tools=[TOOL], tool_choice=choice).continued.offer
         assert offer is not None
         assert offer.choice == choice
 
@@ -108,13 +117,13 @@ SCHEMA = {"type": "object", "properties": {"城": {"type": "string"}}}
 )
 def test_what_the_text_is_held_to(form: dict[str, Any], kind: str, text: Any, field: str) -> None:
     for more in ({}, {"tools": [TOOL], "tool_choice": "none"}, {"tools": [TOOL]}):
-        grammar = read(text={"format": form}, **more).generation(request_id="r", deadline=0).grammar
+        grammar = read(text={"format": form}, **more).generations(request_id="r", deadline=0)[0].grammar
         assert grammar is not None
         assert (grammar.kind, grammar.field) == (kind, field)
         assert (json.loads(grammar.text) if kind == "json_schema" else grammar.text) == text
-    free = read(text={"format": {"type": "text"}}, tools=[TOOL]).generation(request_id="r", deadline=0)
+    free = read(text={"format": {"type": "text"}}, tools=[TOOL]).generations(request_id="r", deadline=0)[0]
     assert free.grammar is None
-    chosen = read(structured_outputs={"choice": ["a"]}).generation(request_id="r", deadline=0)
+    chosen = read(structured_outputs={"choice": ["a"]}).generations(request_id="r", deadline=0)[0]
     assert chosen.grammar == Grammar(kind="choice", text='["a"]', field="structured_outputs.choice")
 
 
@@ -128,7 +137,7 @@ def test_what_the_text_is_held_to(form: dict[str, Any], kind: str, text: Any, fi
         {"parallel_tool_calls": True, "tool_choice": "auto"},
         {"tools": [{**TOOL, "defer_loading": False, "output_schema": None}]},
         {"input": ""},
-        dict.fromkeys({*ResponsesRequest.model_fields, *UNSUPPORTED, *STORED} - {"model", "input"}),
+        dict.fromkeys({*ResponsesRequest.model_fields, *ResponsesRequest.unsupported} - {"model", "input"}),
     ],
 )
 def test_accepted(parameters: dict[str, Any]) -> None:
@@ -216,3 +225,152 @@ def test_the_refusal_of_state_says_what_to_do_instead(parameters: dict[str, Any]
     with pytest.raises(InvalidRequestError, match="send the whole conversation in input") as refused:
         read(**parameters)
     assert refused.value.message.endswith(only)
+
+
+ASKED = {"role": "user", "content": "?"}
+
+
+def call(call_id: str = "call_a", name: str = "now", arguments: str = "{}", **more: Any) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments, **more}
+
+
+def result(call_id: str = "call_a", output: Any = "noon", **more: Any) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call_id, "output": output, **more}
+
+
+def answer(text: str = "Let me see.") -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [part]}
+
+
+def messages(*items: Any) -> list[Message]:
+    asked = read(input=list(items)).input
+    assert not isinstance(asked, str)
+    return messages_of(asked)
+
+
+PAST = PastCall(id="call_a", name="now", arguments="{}")
+OTHER = PastCall(id="call_b", name="add", arguments='{"a": 1}')
+
+
+def test_messages_of_every_role_and_form() -> None:
+    said = messages(
+        {"role": "developer", "content": "s"},
+        {"type": "message", "role": "system", "content": [{"type": "input_text", "text": "t"}]},
+        {"type": None, "role": "user", "content": [{"type": "input_text", "text": x} for x in "ab"]},
+        {"role": "assistant", "content": "c"},
+        {**answer("d"), "phase": None},
+    )
+    assert said == [
+        Message(role="system", content="s"),
+        Message(role="system", content="t"),
+        Message(role="user", content="ab"),
+        Message(role="assistant", content="c"),
+        Message(role="assistant", content="d"),
+    ]
+    assert [message.field for message in said] == [f"input.{at}" for at in range(5)]
+
+
+def test_a_calls_message_is_the_one_before_it_or_an_empty_one() -> None:
+    assert messages(ASKED, call(), result()) == [
+        Message(role="user", content="?"),
+        Message(role="assistant", content="", calls=(PAST,)),
+        Message(role="tool", content="noon", answers="call_a"),
+    ]
+    said = messages(
+        ASKED,
+        answer(),
+        call(id="fc_1", status="completed"),
+        call("call_b", "add", '{"a": 1}'),
+        result("call_b", [{"type": "input_text", "text": x} for x in "12"], id="o", status="completed"),
+        result(),
+        answer("Noon."),
+    )
+    assert said[1:] == [
+        Message(role="assistant", content="Let me see.", calls=(PAST, OTHER)),
+        Message(role="tool", content="12", answers="call_b"),
+        Message(role="tool", content="noon", answers="call_a"),
+        Message(role="assistant", content="Noon."),
+    ]
+    assert [message.field for message in said] == [f"input.{at}" for at in (0, 1, 4, 5, 6)]
+
+
+def test_text_between_the_calls_of_one_answer_is_of_the_same_message() -> None:
+    later = call("call_b", "add", '{"a": 1}')
+    said = messages(ASKED, call(), answer("And "), answer("then"), later, result(), result("call_b", "1"))
+    assert said[1] == Message(role="assistant", content="And then", calls=(PAST, OTHER))
+    assert [message.role for message in said] == ["user", "assistant", "tool", "tool"]
+
+
+def test_a_call_after_a_result_is_another_message() -> None:
+    said = messages(ASKED, call(), result(), call("call_b", "add", '{"a": 1}'), result("call_b", "1"))
+    assert [message.calls for message in said] == [(), (PAST,), (), (OTHER,), ()]
+
+
+@pytest.mark.parametrize(
+    ("item", "path"),
+    [
+        ("hi", "input.1"),
+        ({"type": "reasoning", "id": "rs_1", "summary": []}, "input.1"),
+        ({"type": "item_reference", "id": "msg_1"}, "input.1"),
+        ({"type": 5}, "input.1"),
+        ({"content": "a"}, "input.1.role"),
+        ({"role": "user"}, "input.1.content"),
+        ({"role": "tool", "content": "a"}, "input.1.role"),
+        ({**ASKED, "name": "ann"}, "input.1.name"),
+        ({"role": "user", "content": 5}, "input.1.content"),
+        (
+            {"role": "user", "content": [{"type": "input_image", "image_url": "u"}]},
+            "input.1.content.0.image_url",
+        ),
+        ({"role": "user", "content": [{"type": "input_file"}]}, "input.1.content.0"),
+        ({"role": "user", "content": [{"type": "input_text"}]}, "input.1.content.0.text"),
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, "input.1.content.0"),
+        ({**answer(), "phase": "commentary"}, "input.1.phase"),
+        (call(arguments="[1]"), "input.1.arguments"),
+        (call(arguments="{"), "input.1.arguments"),
+        (call(call_id=""), "input.1.call_id"),
+        (call(namespace="n"), "input.1.namespace"),
+        ({"type": "function_call", "name": "now", "arguments": "{}"}, "input.1.call_id"),
+        ({"type": "function_call_output", "output": ""}, "input.1.call_id"),
+        ({"type": "function_call_output", "call_id": "call_a"}, "input.1.output"),
+        (result(output=[{"type": "input_image", "image_url": "u"}]), "input.1.output.0.type"),
+        (result(output={"a": 1}), "input.1.output"),
+    ],
+)
+def test_items_refused(item: Any, path: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        messages(ASKED, item)
+    assert refused.value.param == path
+
+
+def test_a_call_id_twice_is_refused() -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        messages(ASKED, call(), call())
+    assert refused.value.param == "input.2.call_id"
+
+
+def test_a_blank_line_parts_the_texts_before_and_after_a_call() -> None:
+    said = messages(ASKED, answer("Let me look."), call(), answer("One "), answer("moment."), result())
+    assert said[1].content == "Let me look.\n\nOne moment."
+
+
+def test_what_a_template_reads_reaches_it() -> None:
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "Two."}]}
+    call = {"type": "function_call", "call_id": "c", "name": "now", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "3"}
+    items = [{"role": "user", "content": "?"}, thought, said, call, result, thought, call | {"call_id": "d"}]
+    body = {"model": "m", "input": items, "reasoning": {"effort": "low"}}
+    body["chat_template_kwargs"] = {"enable_thinking": False, "other": 1}
+    reads = frozenset({"reasoning_content", "reasoning_effort", "enable_thinking"})
+    reading = Reading(reads=lambda model: reads if model == "m" else frozenset())
+    prompt = ResponsesRequest.read(json.dumps(body).encode(), reading).continued
+    assert list(reading.ignored) == ["chat_template_kwargs.other"]
+    assert prompt.switches == {"reasoning_effort": "low", "enable_thinking": False}
+    assert [(each.role, each.reasoning, each.content, len(each.calls)) for each in prompt.messages] == [
+        ("user", "", "?", 0),
+        ("assistant", "Hm.", "Two.", 1),
+        ("tool", "", "3", 0),
+        ("assistant", "Hm.", "", 1),
+    ]

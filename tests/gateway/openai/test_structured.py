@@ -4,25 +4,25 @@ from typing import Any
 
 import pytest
 
+from gateway.core.request import Conversation, Grammar
 from gateway.errors import InvalidRequestError
-from gateway.generation import Conversation, Grammar
-from gateway.openai.chat_request import read_chat_request
-from gateway.openai.completion_request import read_completion_request
-from gateway.openai.schema import MAX_DEPTH
-from gateway.openai.structured import StructuredRequest
+from gateway.openai.chat_request import ChatRequest
+from gateway.openai.completions import CompletionRequest
+from gateway.openai.params import GenerationRequest
+from gateway.openai.structured import MAX_DEPTH
 from wire.limits import GRAMMAR_LIMIT
 
 SCHEMA = {"type": "object", "properties": {"城": {"type": "string"}}}
-TOOLS = [{"type": "function", "function": {"name": "now"}}]
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "now"}}]
 
 
-def chat(**parameters: Any) -> StructuredRequest:
+def chat(**parameters: Any) -> GenerationRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **parameters}
-    return read_chat_request(json.dumps(body).encode())
+    return ChatRequest.read(json.dumps(body).encode())
 
 
-def completion(**parameters: Any) -> StructuredRequest:
-    return read_completion_request(json.dumps({"model": "m", "prompt": "hi", **parameters}).encode())
+def completion(**parameters: Any) -> GenerationRequest:
+    return CompletionRequest.read(json.dumps({"model": "m", "prompt": "hi", **parameters}).encode())
 
 
 def json_schema(schema: Any = SCHEMA, **more: Any) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def deep(levels: int) -> dict[str, Any]:
     ],
 )
 def test_response_formats(parameters: dict[str, Any], kind: str, text: Any, field: str) -> None:
-    asked = chat(**parameters).generation(request_id="r", deadline=0)
+    asked = chat(**parameters).generations(request_id="r", deadline=0)[0]
     assert asked.grammar is not None
     assert (asked.grammar.kind, asked.grammar.field) == (kind, field)
     assert (json.loads(asked.grammar.text) if kind == "json_schema" else asked.grammar.text) == text
@@ -80,9 +80,9 @@ def test_response_formats(parameters: dict[str, Any], kind: str, text: Any, fiel
     ],
 )
 def test_structured_outputs(
-    read: Callable[..., StructuredRequest], outputs: dict[str, Any], kind: Any, text: str
+    read: Callable[..., GenerationRequest], outputs: dict[str, Any], kind: Any, text: str
 ) -> None:
-    asked = read(structured_outputs=outputs).generation(request_id="r", deadline=0)
+    asked = read(structured_outputs=outputs).generations(request_id="r", deadline=0)[0]
     name = next(name for name, value in outputs.items() if value is not None)
     assert asked.grammar == Grammar(kind=kind, text=text, field=f"structured_outputs.{name}")
 
@@ -90,7 +90,7 @@ def test_structured_outputs(
 @pytest.mark.parametrize("parameters", [{}, {"structured_outputs": None}])
 def test_text_is_free_where_nothing_is_said(parameters: dict[str, Any]) -> None:
     for asked in (chat(response_format={"type": "text"}, **parameters), completion(**parameters)):
-        assert asked.generation(request_id="r", deadline=0).grammar is None
+        assert asked.generations(request_id="r", deadline=0)[0].grammar is None
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_refused(parameters: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize("choice", ["auto", "none", "required"])
 def test_tools_may_stand_beside_it(choice: str) -> None:
     asked = chat(response_format={"type": "json_object"}, tools=TOOLS, tool_choice=choice)
-    generation = asked.generation(request_id="r", deadline=0)
+    generation = asked.generations(request_id="r", deadline=0)[0]
     assert isinstance(generation.prompt, Conversation)
     assert generation.prompt.offer is not None
     assert generation.grammar == Grammar(kind="json_object", field="response_format")

@@ -3,10 +3,17 @@ from typing import Any
 
 import pytest
 
+from gateway.core.request import (
+    Conversation,
+    Message,
+    NamedTool,
+    PastCall,
+    Tool,
+    ToolOffer,
+)
 from gateway.errors import InvalidRequestError
-from gateway.generation import Conversation, Message, NamedTool, PastCall, Tool, ToolOffer
-from gateway.openai.chat_request import read_chat_request
-from gateway.openai.schema import MAX_DEPTH
+from gateway.openai.chat_request import ChatRequest
+from gateway.openai.structured import MAX_DEPTH
 from wire.limits import TOOLS_LIMIT
 
 USER = {"role": "user", "content": "hi"}
@@ -17,12 +24,16 @@ OFFERED = (
     Tool(name="get_weather", description="Tells it.", parameters=SCHEMA),
     Tool(name="now", description=None, parameters={}),
 )
-CALL = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"zone": null}'}}
+CALL: dict[str, Any] = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "now", "arguments": '{"zone": null}'},
+}
 
 
 def prompt(**parameters: Any) -> Conversation:
     body = {"model": "m", "messages": [USER], **parameters}
-    asked = read_chat_request(json.dumps(body).encode()).generation(request_id="r", deadline=0)
+    asked = ChatRequest.read(json.dumps(body).encode()).generations(request_id="r", deadline=0)[0]
     assert isinstance(asked.prompt, Conversation)
     return asked.prompt
 

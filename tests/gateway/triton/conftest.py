@@ -54,14 +54,26 @@ class Observer:
     def __init__(self) -> None:
         self.healthy: dict[tuple[str, str], bool] = {}
         self.errors: list[tuple[str, str, str]] = []
+        self.resumes: list[str] = []
         self.forgotten: list[str] = []
         self.lookups: Counter[tuple[str, str]] = Counter()
+        self.loads: list[str] = []
+        self.unloads: list[tuple[str, str]] = []
 
     def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
         self.healthy[model, upstream] = healthy
 
     def upstream_error(self, model: str, upstream: str, code: str) -> None:
         self.errors.append((model, upstream, code))
+
+    def resumed(self, model: str) -> None:
+        self.resumes.append(model)
+
+    def model_loaded(self, model: str, upstream: str, seconds: float, *, failed: bool) -> None:
+        self.loads.append(model)
+
+    def model_unloaded(self, model: str, upstream: str, reason: str) -> None:
+        self.unloads.append((model, reason))
 
     def upstream_left(self, upstream: str) -> None:
         for model, left in list(self.healthy):
@@ -86,13 +98,13 @@ async def serve(observer: Observer) -> AsyncIterator[Callable[..., Awaitable[Tri
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(*tritons: Any, ready: bool = True, **options: Any) -> TritonUpstream:
+            names = options.pop("names", [])
             options = {
                 "models": ["m"],
                 "health": FAST,
                 "observer": observer,
                 "idle_timeout_s": 20,
             } | options
-            names = options.pop("names", [])
             pool = TritonUpstream(upstreams=[*(triton.address for triton in tritons), *names], **options)
             await pool.start()
             stack.push_async_callback(pool.close)

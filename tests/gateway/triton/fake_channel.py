@@ -33,7 +33,12 @@ class FakeChannels:
         """Whether channels stay silent instead of opening."""
         self._frames: asyncio.Queue[Response | None] = asyncio.Queue()
 
-    def frame(self, *deltas: tuple[int, str] | tuple[int, str, Meta], skip: int = 0) -> None:
+    def frame(
+        self,
+        *deltas: tuple[int, str] | tuple[int, str, Meta],
+        skip: int = 0,
+        ids: list[list[int]] | None = None,
+    ) -> None:
         """Send a frame of (stream, text), one token each; `skip` leaves out so many numbers."""
         self.number += 1 + skip
         metas = {
@@ -44,6 +49,7 @@ class FakeChannels:
             streams=[delta[0] for delta in deltas],
             tokens=[1] * len(deltas),
             texts=[delta[1] for delta in deltas],
+            ids=ids or [],
             metas=metas,
         )
         self.send(encode_frame(frame))
@@ -68,13 +74,14 @@ class FakeChannels:
         text: str = "",
         index: int = 0,
         last: bool = True,
+        completion_tokens: int | None = None,
     ) -> None:
         """Send the last response of a choice of the request whose numbers begin with `stream`."""
         meta = Meta(
             index=index,
             tokens=1,
             finish_reason="stop",
-            usage=Usage(prompt_tokens=5, completion_tokens=deltas + 1) if last else None,
+            usage=Usage(prompt_tokens=5, completion_tokens=completion_tokens or deltas + 1) if last else None,
             delivered=Delivered(deltas=deltas, frame=self.number if frame is None else frame),
         )
         self.own[stream].put_nowait(reply(text, meta, final=last))

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from gateway.generation import Delta
+from gateway.core.events import Delta
 from gateway.triton.pool import TritonUpstream
 from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_triton import FakeTriton, generation, until
@@ -13,7 +13,7 @@ NAME = "dns:///triton:8001"
 
 
 class FakeResolver:
-    """Stands for `gateway.triton.resolver.resolve`."""
+    """Stands for `gateway.triton.backends.resolve`."""
 
     def __init__(self, **records: Sequence[str] | OSError) -> None:
         self.records = records

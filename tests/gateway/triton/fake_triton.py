@@ -4,20 +4,20 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
-from gateway.generation import Conversation, Generation, Message
+from gateway.core.request import Conversation, Generation, Message
 from tests.ports import free_ports
 from wire.channel import Frame, encode_frame
 from wire.meta import Accepted, Delivered, Meta, ProbeReport, Tokenized, Usage, encode_meta
 from wire.request import Detokenize, OpenChannel, Probe, Request, Tokenize, decode_request
 from wire.strings import pack_strings, unpack_strings
 
-Response = service_pb2.ModelStreamInferResponse
+Response: TypeAlias = service_pb2.ModelStreamInferResponse
 Script = Callable[[Any, Any], AsyncIterator[Response]]
 Predict = Callable[[Any, Any], Awaitable[service_pb2.ModelInferResponse]]
 
@@ -117,9 +117,11 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     """The server. It can be stopped and started again on the same port."""
 
     def __init__(self) -> None:
+        self.version = "2.71.0"
         self.models = {"m": FakeModel()}
         self.port = 0
         self.live = True
+        self.credentials: grpc.ServerCredentials | None = None
         self.restriction: tuple[str, str] | None = None
         """The header, and its value, that the repository is restricted by."""
         self.requests: list[service_pb2.ModelInferRequest] = []
@@ -143,7 +145,11 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.port = self.port or free_ports(1)[0]  # still its own when it is started again
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        address = f"127.0.0.1:{self.port}"
+        if self.credentials is None:
+            self.port = self._server.add_insecure_port(address)
+        else:
+            self.port = self._server.add_secure_port(address, self.credentials)
         await self._server.start()
 
     async def stop(self) -> None:
@@ -156,6 +162,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     async def ServerLive(self, request: Any, context: Any) -> Any:  # noqa: N802 - Triton's names
         self.metadata.append(dict(context.invocation_metadata()))
         return service_pb2.ServerLiveResponse(live=self.live)
+
+    async def ServerMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return service_pb2.ServerMetadataResponse(name="triton", version=self.version)
 
     async def _permit(self, context: Any) -> None:
         if self.restriction is not None and self.restriction not in context.invocation_metadata():
@@ -196,6 +205,10 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
         self._unloading.add(asyncio.create_task(end()))
         return service_pb2.RepositoryModelUnloadResponse()
+
+    async def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: N802
+        model = self.models.get(request.name)
+        return service_pb2.ModelReadyResponse(ready=model is not None and model.state == "READY")
 
     async def ModelMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802
         model = await self._ready(request.name, context)
@@ -268,8 +281,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return model
 
 
-async def until(condition: Callable[[], bool], *, within_s: float = 60.0) -> None:
-    """Wait for `condition`; the limit is only there to fail instead of hanging."""
+async def until(condition: Callable[..., bool], *, within_s: float = 60.0) -> None:
+    """Wait for `condition()`, which may have defaults; the limit is only there to fail instead of hanging."""
     end = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end, "it never came true"

@@ -5,6 +5,7 @@ from typing import Any
 import grpc
 import pytest
 
+from gateway.core.events import Delta
 from gateway.errors import (
     ConflictError,
     ControlDisabledError,
@@ -15,7 +16,6 @@ from gateway.errors import (
     UnavailableError,
     UpstreamProtocolError,
 )
-from gateway.generation import Delta
 from gateway.triton.admin import load_failure
 from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_triton import FakeModel, accepted, finished, generation, until

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from gateway.core.events import Accepted, Delta, Heartbeat
 from gateway.errors import ModelNotFoundError, UnavailableError
-from gateway.generation import Delta
 from gateway.triton import backends
 from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_resolver import NAME, FakeResolver, addresses, ask, ready_on
@@ -66,13 +66,13 @@ async def test_what_runs_on_a_triton_that_vanished_ends_well_and_nothing_new_goe
     for _ in range(3):
         assert await ask(pool) == "Hello"
     assert len(staying.requests) == 3
-    assert backend.state is backends.BackendState.LEAVING
+    assert backend.leaving is not None
     probes = going.model.probes
     await until(lambda: going.model.probes > probes)  # its health still ends what would hang
     release.set()
     text = "".join([event.text async for event in running if isinstance(event, Delta)])
     assert text == "Hello"
-    await until(lambda: backend.state is backends.BackendState.GONE)
+    await until(lambda: going.address not in pool._backends._backends)
     probes = going.model.probes
     await asyncio.sleep(0.2)
     assert going.model.probes <= probes + 1
@@ -183,6 +183,26 @@ async def test_models_that_were_found_go_with_the_last_triton_that_had_them(
             await ask(pool, model)
 
 
+async def test_a_model_that_was_found_comes_back_with_its_triton(
+    tritons: Any, named: Any, resolver: FakeResolver
+) -> None:
+    flapping, other = [await tritons() for _ in range(2)]
+    other.models = {"n": FakeModel()}
+    flapping.model.answer = hanging(accepted())
+    resolver.records["triton"] = [flapping.address, other.address]
+    pool = await named(models=[])
+    await ready_on(pool, flapping, other)
+    running = pool.generate(generation())
+    await anext(running)
+    resolver.records["triton"] = [other.address]
+    await until(lambda: [card.id for card in pool.models()] == ["n"])
+    resolver.records["triton"] = [flapping.address, other.address]
+    await until(lambda: [card.id for card in pool.models()] == ["m", "n"])
+    flapping.model.answer = hello
+    assert await ask(pool) == "Hello"
+    await running.aclose()
+
+
 async def test_a_load_on_a_triton_that_vanishes_fails_as_on_one_that_cannot_be_reached(
     tritons: Any, named: Any, resolver: FakeResolver
 ) -> None:
@@ -218,3 +238,32 @@ async def test_a_pool_is_closed_whatever_its_backends_are_at(
     with pytest.raises(UnavailableError, match="shutting down"):
         await anext(running)
     await asyncio.wait_for(going.cancelled.wait(), 60)
+
+
+async def test_requests_wait_for_the_first_triton(
+    triton: FakeTriton, named: Any, resolver: FakeResolver
+) -> None:
+    pool = await named(upstream_wait_s=60.0)
+    events = pool.generate(generation())
+    assert [type(await anext(events)) for _ in range(2)] == [Heartbeat] * 2
+    assert pool.replicas() == []
+    resolver.records["triton"] = [triton.address]
+    assert [type(event) async for event in events if type(event) is not Heartbeat][:2] == [Accepted, Delta]
+
+
+@pytest.mark.parametrize(("wait_s", "left_s"), [(0.1, 60.0), (60.0, 0.6), (0.0, 60.0)])
+async def test_they_do_not_wait_for_ever(named: Any, wait_s: float, left_s: float) -> None:
+    pool = await named(upstream_wait_s=wait_s)
+    deadline = asyncio.get_running_loop().time() + left_s
+    with pytest.raises(UnavailableError) as refused:
+        async with asyncio.timeout(30):
+            [event async for event in pool.generate(generation(deadline=deadline))]
+    assert refused.value.retry_after_s
+
+
+async def test_nobody_waits_for_a_model_that_was_unloaded(triton: FakeTriton, serve: Any) -> None:
+    pool = await serve(triton, upstream_wait_s=60.0)
+    await pool.unload("m", upstream=None)
+    with pytest.raises(UnavailableError):
+        async with asyncio.timeout(30):
+            await anext(pool.generate(generation()))

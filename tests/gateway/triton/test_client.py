@@ -7,7 +7,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
-from gateway.triton.client import Client, Control, EntryState
+from gateway.triton.client import Backoff, Client, EntryState
 from gateway.triton.errors import Fault, TritonError
 from tests.gateway.triton.fake_triton import FakeModel, accepted, empty_final, hanging, reply, until
 from wire.strings import pack_strings
@@ -177,7 +177,7 @@ async def test_nobody_there_is_said_at_once(triton: Any) -> None:
             await anext(stream(client))
         assert raised.value.fault is Fault.UNREACHABLE
         with pytest.raises(TritonError) as raised:
-            await client.unary("ServerLive", service_pb2.ServerLiveRequest(), timeout_s=20)
+            await client.live()
         assert raised.value.fault is Fault.UNREACHABLE
     finally:
         await client.close()
@@ -207,6 +207,24 @@ async def test_closing_the_channel_ends_calls_with_an_error_of_their_own(triton:
     await asyncio.wait_for(triton.cancelled.wait(), 60)
 
 
+@pytest.mark.parametrize("turns", range(12))
+async def test_calls_can_be_ended_at_any_moment(client: Client, triton: Any, turns: int) -> None:
+    """Also before they are sent: so many turns of the loop after they began."""
+    triton.model.answer = hanging(accepted())
+
+    async def read() -> Fault:
+        with pytest.raises(TritonError) as raised:
+            async for _ in stream(client):
+                pass
+        return raised.value.fault
+
+    tasks = [asyncio.create_task(read()) for _ in range(20)]
+    for _ in range(turns + 1):
+        await asyncio.sleep(0)
+    client.end_inference("m", Fault.UNLOADED, "it was unloaded")
+    assert await asyncio.gather(*tasks) == [Fault.UNLOADED] * 20
+
+
 async def test_closing_the_channel_may_have_a_reason_of_its_own(triton: Any) -> None:
     triton.model.answer = hanging(accepted())
     client = Client(triton.address)
@@ -218,28 +236,30 @@ async def test_closing_the_channel_may_have_a_reason_of_its_own(triton: Any) -> 
     assert raised.value.fault is Fault.UNREACHABLE
 
 
-async def test_a_unary_call_has_a_time_limit(client: Client, triton: Any, monkeypatch: Any) -> None:
+async def test_a_unary_call_has_a_time_limit(triton: Any, monkeypatch: Any) -> None:
     async def never(request: Any, context: Any) -> None:
         await asyncio.Event().wait()
 
-    triton.model.state = "READY"
     monkeypatch.setattr(triton, "_ready", never)
+    client = Client(triton.address, timeout_s=0.2)
     with pytest.raises(TritonError) as raised:
-        await client.unary("ModelMetadata", service_pb2.ModelMetadataRequest(name="m"), timeout_s=0.2)
+        await client.metadata("m")
     assert raised.value.fault is Fault.DEADLINE
-
-
-@pytest.fixture
-async def control(triton: Any) -> AsyncIterator[Control]:
-    client = Client(triton.address)
-    yield Control(client)
     await client.close()
 
 
-async def test_a_server_says_if_it_is_live(control: Control, triton: Any) -> None:
-    assert await control.live()
+async def test_a_call_after_the_end_fails_for_the_reason_of_the_end(triton: Any) -> None:
+    client = Client(triton.address)
+    await client.close(Fault.UNREACHABLE, "it went away")
+    for call in (client.live(), client.repository(), anext(stream(client))):
+        with pytest.raises(TritonError, match="it went away"):
+            await call
+
+
+async def test_a_server_says_if_it_is_live(client: Client, triton: Any) -> None:
+    assert await client.live()
     triton.live = False
-    assert not await control.live()
+    assert not await client.live()
 
 
 @pytest.mark.parametrize(
@@ -254,10 +274,10 @@ async def test_a_server_says_if_it_is_live(control: Control, triton: Any) -> Non
     ],
 )
 async def test_the_repository_is_listed_with_states(
-    control: Control, triton: Any, state: str, reason: str, read: EntryState
+    client: Client, triton: Any, state: str, reason: str, read: EntryState
 ) -> None:
     triton.models["old"] = FakeModel(state=state, reason=reason)
-    assert await control.repository() == {"m": EntryState.READY, "old": read}
+    assert await client.repository() == {"m": EntryState.READY, "old": read}
 
 
 async def test_a_restricted_repository_needs_its_key_and_nothing_else_has_it(triton: Any) -> None:
@@ -265,9 +285,9 @@ async def test_a_restricted_repository_needs_its_key_and_nothing_else_has_it(tri
     for key in (None, "admin-key=wrong", "other=s3cret"):
         client = Client(triton.address, repository_key=key)
         for ask in (
-            Control(client).repository(),
-            Control(client).unload("m"),
-            Control(client).load("m", timeout_s=5),
+            client.repository(),
+            client.unload("m"),
+            client.load("m", timeout_s=5),
         ):
             with pytest.raises(TritonError) as raised:
                 await ask
@@ -276,48 +296,58 @@ async def test_a_restricted_repository_needs_its_key_and_nothing_else_has_it(tri
         await client.close()
     assert triton.orders == []
     client = Client(triton.address, repository_key="admin-key=s3cret")
-    control = Control(client)
-    assert await control.repository() == {"m": EntryState.READY}
-    await control.unload("m")
-    await control.load("m", timeout_s=5)
+    assert await client.repository() == {"m": EntryState.READY}
+    await client.unload("m")
+    await client.load("m", timeout_s=5)
     request = service_pb2.ModelInferRequest(model_name="m", id="r")
     request.inputs.add(name="sampling", datatype="BYTES", shape=(1, 1))
     request.raw_input_contents.append(pack_strings([b""]))
     deadline = asyncio.get_running_loop().time() + 20
     async for _ in client.stream_infer(request, deadline=deadline, idle_timeout_s=20):
         pass
-    await control.live()
+    await client.live()
     assert len(triton.metadata) == 2
     assert "s3cret" not in str(triton.metadata)
     await client.close()
 
 
 async def test_of_several_versions_the_one_that_serves_counts(
-    control: Control, triton: Any, monkeypatch: pytest.MonkeyPatch
+    client: Client, triton: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def index(self: Any, method: str, request: Any, *, timeout_s: float) -> Any:
+    async def index(self: Any, method: str, request: Any) -> Any:
         answer = service_pb2.RepositoryIndexResponse()
         for version, state, reason in (("1", "UNAVAILABLE", "unloaded"), ("2", "READY", ""), ("3", "", "")):
             answer.models.add(name="m", version=version, state=state, reason=reason)
         return answer
 
-    monkeypatch.setattr(Client, "unary", index)
-    assert await control.repository() == {"m": EntryState.READY}
+    monkeypatch.setattr(Client, "_unary", index)
+    assert await client.repository() == {"m": EntryState.READY}
 
 
-async def test_entries_are_loaded_and_unloaded(control: Control, triton: Any) -> None:
-    await control.unload("m")
+async def test_entries_are_loaded_and_unloaded(client: Client, triton: Any) -> None:
+    await client.unload("m")
     await until(lambda: triton.model.state == "UNAVAILABLE")
-    await control.load("m", timeout_s=5)
+    await client.load("m", timeout_s=5)
     assert triton.model.state == "READY"
     assert triton.orders == ["unload m", "load m"]
 
 
-async def test_the_names_of_inputs_are_read(control: Control) -> None:
-    assert await control.inputs("m") == {"prompt", "history", "sampling"}
+async def test_the_tensors_of_an_entry_are_read(client: Client) -> None:
+    assert [tensor.name for tensor in (await client.metadata("m")).inputs] == [
+        "prompt",
+        "history",
+        "sampling",
+    ]
 
 
-async def test_asking_about_an_unknown_model_is_an_error(control: Control) -> None:
+async def test_asking_about_an_unknown_model_is_an_error(client: Client) -> None:
     with pytest.raises(TritonError) as raised:
-        await control.inputs("other")
+        await client.metadata("other")
     assert raised.value.fault is Fault.NOT_READY
+
+
+def test_pauses_double_up_to_their_limit() -> None:
+    backoff = Backoff(0.25, 5.0)
+    assert [backoff.next() for _ in range(7)] == [0.25, 0.5, 1, 2, 4, 5, 5]
+    backoff.reset()
+    assert backoff.next() == 0.25

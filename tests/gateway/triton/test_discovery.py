@@ -1,42 +1,50 @@
-import asyncio
-import contextlib
+"""What a backend finds in the repository of its Triton, where the configuration names no models."""
+
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from gateway.triton.client import Client, Control
-from gateway.triton.discovery import Discovery
+from gateway.triton.backends import Backend, BackendOptions
+from gateway.triton.client import Client, EntryState
 from gateway.triton.errors import Fault, TritonError
 from gateway.triton.replicas import HealthPolicy
 from tests.gateway.triton.fake_triton import FakeModel, until
 
 
 class Found:
+    """A backend, and how often it has read the repository."""
+
     def __init__(self) -> None:
         self.looks = 0
-        self.models: list[str] = []
+        self.backend: Backend | None = None
 
-    def __call__(self, client: Client, models: Any) -> None:
-        self.looks += 1
-        self.models += models
+    @property
+    def models(self) -> list[str]:
+        assert self.backend is not None
+        return list(self.backend.replicas)
 
 
 @pytest.fixture
-async def found(triton: Any, fast: HealthPolicy) -> AsyncIterator[Found]:
-    client = Client(triton.address)
-    found = Found()
-    task = asyncio.create_task(Discovery(client, fast, found).watch())
+async def found(triton: Any, fast: HealthPolicy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Found]:
+    found, read = Found(), Client.repository
+
+    async def repository(self: Client) -> dict[str, EntryState]:
+        states = await read(self)
+        found.looks += 1
+        return states
+
+    monkeypatch.setattr(Client, "repository", repository)
+    options = BackendOptions(models=(), policy=fast, idle_timeout_s=10, repository_key=None, observer=None)
+    found.backend = Backend(triton.address, options)
     yield found
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-    await client.close()
+    await found.backend.close(Fault.CLOSED, "the test is over")
 
 
 async def looks(found: Found, count: int = 2) -> None:
-    enough = found.looks + count
+    """Wait until so many looks were begun and ended."""
+    enough = found.looks + count + 1
     await until(lambda: found.looks >= enough)
 
 
@@ -62,26 +70,26 @@ async def test_an_entry_of_another_contract_is_named_once_in_the_log_with_its_in
     triton: Any, found: Found, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        triton.models["foreign"] = FakeModel(inputs=("text_input", "sampling_parameters"))
+        triton.models["foreign"] = FakeModel(inputs=("text_input", "image"))
         await looks(found, 3)
     told = [record.getMessage() for record in caplog.records if "foreign" in record.getMessage()]
     assert len(told) == 1
-    assert "sampling_parameters, text_input" in told[0]
+    assert "image, text_input" in told[0]
     assert found.models == ["m"]
 
 
 async def test_an_entry_that_cannot_be_read_hides_no_other(
     triton: Any, found: Found, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = Control.inputs
+    read = Client.metadata
     broken = True
 
-    async def inputs(self: Control, entry: str) -> Any:
+    async def metadata(self: Client, entry: str) -> Any:
         if entry == "a" and broken:
             raise TritonError(Fault.INTERNAL, "it is broken")
         return await read(self, entry)
 
-    monkeypatch.setattr(Control, "inputs", inputs)
+    monkeypatch.setattr(Client, "metadata", metadata)
     triton.models |= {"a": FakeModel(), "n": FakeModel()}
     await looks(found)
     assert found.models == ["m", "n"]

@@ -1,9 +1,9 @@
 import grpc
 import pytest
 
+from gateway.core.request import Conversation, Generation, TokenIds, Tool, ToolOffer
 from gateway.errors import GatewayError
-from gateway.generation import Conversation, Tool, ToolOffer
-from gateway.triton.errors import MESSAGE_LIMIT, TREATMENTS, Fault, classify
+from gateway.triton.errors import MESSAGE_LIMIT, Fault, classify
 from tests.gateway.triton.fake_triton import generation
 from wire.refusal import RefusalCode, refusal_text
 
@@ -110,6 +110,22 @@ TABLE = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("words", "field", "param"),
+    [
+        ("prompt has an id outside the vocabulary of 9", None, "prompt"),
+        ("prompt has an id outside the vocabulary of 9", "prompt.1", "prompt.1"),
+        ("logit_bias has an id outside the vocabulary of 9", None, "logit_bias"),
+        ("min_tokens 3 exceeds max_tokens 2", None, "min_tokens"),
+        ("something else", None, None),
+    ],
+)
+def test_a_refusal_names_its_field(words: str, field: str | None, param: str | None) -> None:
+    request = Generation(request_id="r", model="m", prompt=TokenIds((9,)), deadline=0.0, prompt_field=field)
+    refused = classify(refusal_text(RefusalCode.INVALID_REQUEST, words)).to_gateway(request)
+    assert (refused.status, refused.message, refused.param) == (400, words, param)
+
+
 @pytest.mark.parametrize(("code", "text", "fault", "status"), TABLE)
 def test_what_triton_says_becomes_one_fault_and_one_status(
     code: grpc.StatusCode | None, text: str, fault: Fault, status: int
@@ -124,10 +140,10 @@ def test_what_triton_says_becomes_one_fault_and_one_status(
     assert (told.retry_after_s is not None) == (status in {429, 503})
 
 
-def test_every_fault_has_a_treatment_and_every_refusal_a_fault() -> None:
-    assert set(TREATMENTS) == set(Fault)
+def test_every_fault_has_a_code_of_its_own_and_every_refusal_a_fault() -> None:
+    assert len({fault.code for fault in Fault}) == len(Fault)
     for code in RefusalCode:
-        assert classify(refusal_text(code, "why")).fault.value in {code.value, "not_ready"}
+        assert classify(refusal_text(code, "why")).fault.code in {code.value, "not_ready"}
 
 
 def test_only_refusals_of_the_request_itself_are_passed_on_in_their_own_words() -> None:
@@ -151,7 +167,7 @@ def test_a_refusal_is_shown_without_what_follows_its_first_line_and_not_at_any_l
 
 
 def test_a_request_that_may_have_done_harm_or_was_refused_for_itself_is_not_repeated_elsewhere() -> None:
-    assert {fault for fault in Fault if TREATMENTS[fault].failover} == {
+    assert {fault for fault in Fault if fault.value.failover} == {
         Fault.QUEUE_FULL,
         Fault.UNREACHABLE,
         Fault.NOT_READY,
@@ -161,7 +177,7 @@ def test_a_request_that_may_have_done_harm_or_was_refused_for_itself_is_not_repe
         Fault.CHANNEL_LOST,
         Fault.NO_CHANNEL,
     }
-    assert [fault for fault in Fault if TREATMENTS[fault].same_replica] == [Fault.CHANNEL_LOST]
+    assert [fault for fault in Fault if fault.value.same_replica] == [Fault.CHANNEL_LOST]
 
 
 async def test_a_refused_grammar_is_blamed_on_the_field_that_it_came_from() -> None:
@@ -173,5 +189,5 @@ async def test_a_refused_grammar_is_blamed_on_the_field_that_it_came_from() -> N
         ("invalid_grammar", "tool c: nobody's", "tools"),
         ("invalid_request", "tool b: bad seed", None),
     ):
-        told = classify(f"tritongate:{code}: {words}").blame_grammar(request).to_gateway()
+        told = classify(f"tritongate:{code}: {words}").to_gateway(request)
         assert (told.message, told.param) == (words, param)

@@ -1,15 +1,18 @@
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import format_span_id
 
-from gateway.batch import together
+from gateway.core.batch import together
+from gateway.core.events import Accepted, Delta, Event
 from gateway.errors import InvalidRequestError, RateLimitError, UnavailableError
-from gateway.generation import Accepted, Delta, Event
-from gateway.tracing import Attribute, Part, PassOn, Trace, current_trace
-from gateway.triton.failover import least_outstanding
+from gateway.telemetry.tracing import Trace, Tracing, current_trace
+from gateway.triton.attempts import least_outstanding
 from gateway.triton.pool import TritonUpstream
 from gateway.triton.replicas import HealthPolicy, Replica, ReplicaState
 from tests.gateway.triton.fake_triton import accepted, finished, generation, losing, refusing, reply, until
@@ -150,7 +153,7 @@ def replicas(*states: ReplicaState) -> list[Replica]:
     made = []
     for state in states:
         somewhere: Any = Somewhere()
-        replica = Replica("m", somewhere, HealthPolicy(), None, idle_timeout_s=10)
+        replica = Replica("m", somewhere, HealthPolicy(), idle_timeout_s=10)
         replica.state = state
         made.append(replica)
     return made
@@ -170,33 +173,43 @@ async def test_the_least_burdened_replica_is_chosen_and_equal_ones_take_turns() 
 
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
-Serve = Callable[..., Any]
 
-
-class Noting(Trace):
-    """Keeps what a recording one would make spans of."""
+class Recorded(Trace):
+    """Its spans are kept here."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.told: list[Any] = []
+        self._spans = InMemorySpanExporter()
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(self._spans))
+        tracer = provider.get_tracer("test")
+        super().__init__(tracer, tracer.start_span("request"))
 
-    def part(
-        self, name: str, attributes: Mapping[str, Attribute] | None = None
-    ) -> AbstractContextManager[Part]:
-        return self._noted(name, dict(attributes or {}))
+    @property
+    def told(self) -> list[Any]:
+        return [
+            [
+                span.name,
+                attributes["server.address"],
+                attributes["tritongate.attempt"],
+                *(event.name for event in span.events),
+                *([attributes["error.type"]] if "error.type" in attributes else []),
+            ]
+            for span in self._spans.get_finished_spans()
+            for attributes in [span.attributes or {}]
+        ]
 
-    @contextmanager
-    def _noted(self, name: str, attributes: Any) -> Any:
-        part = Part((("traceparent", f"call-{len(self.told)}"),))
-        told = [name, attributes["server.address"], attributes["tritongate.attempt"]]
-        part.event = part.fail = told.append
-        self.told.append(told)
-        yield part
+    @property
+    def last_id(self) -> str:
+        return format_span_id(self._spans.get_finished_spans()[-1].context.span_id)
+
+    def clear(self) -> None:
+        self._spans.clear()
+        self.calls.clear()
 
 
 @pytest.fixture
-def trace() -> Iterator[Noting]:
-    trace = Noting()
+def trace() -> Iterator[Recorded]:
+    trace = Recorded()
     token = current_trace.set(trace)
     yield trace
     current_trace.reset(token)
@@ -205,7 +218,7 @@ def trace() -> Iterator[Noting]:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_clients_traceparent_reaches_triton(triton: Any, serve: Serve, *, stream: bool) -> None:
     pool = await serve(triton)
-    trace = PassOn().begin("POST", {"traceparent": TRACEPARENT, "tracestate": "a=1"})
+    trace = Tracing().begin("POST", {"traceparent": TRACEPARENT, "tracestate": "a=1"})
     token = current_trace.set(trace)
     triton.metadata.clear()
     async for _ in pool.generate(generation(stream=stream)):
@@ -216,15 +229,14 @@ async def test_a_clients_traceparent_reaches_triton(triton: Any, serve: Serve, *
     assert trace.calls == [[triton.address]]
 
 
-async def test_each_triton_that_is_tried_is_a_call(tritons: Any, serve: Serve, trace: Noting) -> None:
+async def test_each_triton_that_is_tried_is_a_call(tritons: Any, serve: Serve, trace: Recorded) -> None:
     first, second = await tritons(), await tritons()
     pool = await serve(first, second)
     first.model.answer = refusing("tritongate:shutting_down: the model is being unloaded")
     for triton in (first, second):
         triton.metadata.clear()
     while len(trace.told) < 2:  # which of the two is first is left to chance
-        trace.told.clear()
-        trace.calls.clear()
+        trace.clear()
         events = [event async for event in pool.generate(generation())]
         assert isinstance(events[-1], Delta)
         await until(lambda: pool.model("m").ready)
@@ -233,11 +245,12 @@ async def test_each_triton_that_is_tried_is_a_call(tritons: Any, serve: Serve, t
         ["call", second.address, 2, "accepted", "first_token"],
     ]
     assert trace.calls == [[first.address, second.address]]
-    assert [each["traceparent"] for each in second.metadata if "traceparent" in each][-1] == "call-1"
+    sent = [each["traceparent"] for each in second.metadata if "traceparent" in each][-1]
+    assert sent.split("-")[1:3] == [trace.trace_id, trace.last_id]
 
 
 async def test_the_tries_of_each_prompt_are_counted_by_themselves(
-    triton: Any, serve: Serve, trace: Noting
+    triton: Any, serve: Serve, trace: Recorded
 ) -> None:
     pool = await serve(triton)
     prompts = [generation(request_id=each) for each in "abc"]

@@ -1,10 +1,20 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from gateway.core.events import (
+    Accepted,
+    Delta,
+    Event,
+    Heartbeat,
+)
+from gateway.core.request import Conversation, Grammar, Message, PlainText
+from gateway.core.upstream import Tokenization
 from gateway.errors import (
     ContextLengthError,
     DeadlineError,
@@ -15,7 +25,8 @@ from gateway.errors import (
     UnavailableError,
     UpstreamProtocolError,
 )
-from gateway.generation import Accepted, Conversation, Delta, Event, Grammar, Heartbeat, Message
+from gateway.triton import dialects
+from gateway.triton.dialects.chatglm import CHATGLM
 from gateway.triton.pool import TritonUpstream
 from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_triton import (
@@ -88,6 +99,42 @@ async def test_an_unknown_model_is_not_found(triton: Any, serve: Serve) -> None:
     assert raised.value.param == "model"
     with pytest.raises(ModelNotFoundError):
         await collect(pool, generation(model="other"))
+
+
+async def test_what_a_contract_has_no_part_for_is_done_without_or_refused(
+    triton: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = replace(CHATGLM, probe=None, tokenizer=None, channels=None)
+    monkeypatch.setattr(dialects, "CHATGLM", bare)
+    pool = await serve(triton)
+    card = pool.model("m")
+    assert (card.ready, card.max_context, card.chat_format) == (True, None, None)
+    events = await collect(pool, generation(prompt=PlainText("hi"), stream=True))
+    assert text(events) == "Hello"
+    counted = Tokenization(request_id="r", model="m", prompt=PlainText("hi"), deadline=generation().deadline)
+    with pytest.raises(InvalidRequestError, match="tokenizer"):
+        await pool.tokenize(counted)
+
+
+async def test_a_contract_may_take_its_time_over_a_prompt(
+    triton: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it makes of the prompt is sent, and the others go first meanwhile."""
+    ready = asyncio.Event()
+
+    async def prepare(request: Any, report: Any) -> Any:
+        if request.prompt == PlainText("long"):
+            await ready.wait()
+        return structs.replace(request, prompt=PlainText(request.prompt.text + "!"))
+
+    monkeypatch.setattr(dialects, "CHATGLM", replace(CHATGLM, channels=None, prepare=prepare))
+    pool = await serve(triton)
+    long = asyncio.create_task(collect(pool, generation(prompt=PlainText("long"))))
+    assert text(await collect(pool, generation(prompt=PlainText("short")))) == "Hello"
+    assert not long.done()
+    ready.set()
+    assert text(await long) == "Hello"
+    assert [inputs_of(each)["prompt"] for each in triton.requests] == [b"short!", b"long!"]
 
 
 async def test_models_are_found_where_none_are_configured(triton: Any, serve: Serve) -> None:

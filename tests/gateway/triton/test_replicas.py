@@ -10,9 +10,12 @@ import msgspec
 import pytest
 from tritonclient.grpc import service_pb2
 
+from gateway.triton import dialects
 from gateway.triton.client import Client
+from gateway.triton.dialects.base import ModelReport
+from gateway.triton.dialects.chatglm import CHATGLM
 from gateway.triton.errors import Fault, TritonError
-from gateway.triton.replicas import HealthPolicy, Replica, ReplicaReport, ReplicaState, unable
+from gateway.triton.replicas import HealthPolicy, Replica, ReplicaState, unable
 from tests.gateway.triton.fake_triton import accepted, generation, hanging, reply, until
 from wire.meta import Meta
 
@@ -31,7 +34,8 @@ class Observer:
 @contextlib.asynccontextmanager
 async def watched(triton: Any, policy: HealthPolicy, observer: Any = None) -> AsyncIterator[Replica]:
     client = Client(triton.address)
-    replica = Replica("m", client, policy, observer, idle_timeout_s=10)
+    replica = Replica("m", client, policy, idle_timeout_s=10)
+    replica.observe(observer)
     task = asyncio.create_task(replica.watch())
     yield replica
     task.cancel()
@@ -55,6 +59,23 @@ async def test_a_replica_is_ready_by_a_probe_and_knows_its_model(triton: Any, fa
         assert report.max_context == 512
         await until(lambda: triton.model.probes > 3)
     assert observer.health == [("m", False), ("m", True)]
+
+
+async def test_a_model_without_probes_is_ready_when_triton_says_so(
+    triton: Any, fast: HealthPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dialects, "CHATGLM", replace(CHATGLM, probe=None))
+    async with watched(triton, fast) as replica:
+        await becomes(replica, ReplicaState.READY)
+        assert replica.serving()[1] == ModelReport()
+        for state, expected in (
+            ("LOADING", ReplicaState.NOT_READY),
+            ("READY", ReplicaState.READY),
+            ("UNAVAILABLE", ReplicaState.UNLOADED),
+        ):
+            triton.model.state = state
+            await becomes(replica, expected)
+    assert triton.model.probes == 0
 
 
 async def test_a_server_that_goes_and_comes_back_is_followed(triton: Any, fast: HealthPolicy) -> None:
@@ -149,7 +170,7 @@ async def test_a_dead_stub_is_found_though_triton_calls_the_model_ready(
         triton.model.answer = hanging(accepted())
         dialect, report = replica.serving()
         running = replica.client.stream_infer(
-            dialect.request(generation(), report, remaining_s=100),
+            dialect.request(generation(), report, 100),
             deadline=asyncio.get_running_loop().time() + 100,
             idle_timeout_s=100,
         )
@@ -161,6 +182,28 @@ async def test_a_dead_stub_is_found_though_triton_calls_the_model_ready(
         await becomes(replica, ReplicaState.STUCK)
         triton.model.probe = None
         await becomes(replica, ReplicaState.READY)
+
+
+@pytest.mark.parametrize(("state", "reason"), [("UNAVAILABLE", "unloaded"), ("LOADING", "")])
+async def test_requests_of_a_model_that_was_repaired_before_a_probe_saw_it_dead_are_ended(
+    triton: Any, fast: HealthPolicy, state: str, reason: str
+) -> None:
+    async with watched(triton, fast) as replica:
+        await becomes(replica, ReplicaState.READY)
+        triton.model.answer = hanging(accepted())
+        dialect, report = replica.serving()
+        running = replica.client.stream_infer(
+            dialect.request(generation(), report, 100),
+            deadline=asyncio.get_running_loop().time() + 100,
+            idle_timeout_s=100,
+        )
+        await anext(running)
+        triton.model.state, triton.model.reason = "UNLOADING", ""
+        await becomes(replica, ReplicaState.UNLOADED)
+        triton.model.state, triton.model.reason = state, reason
+        with pytest.raises(TritonError) as raised:
+            await anext(running)
+        assert raised.value.fault is Fault.STUB_DEAD
 
 
 async def test_an_engine_that_stopped_going_round_is_stuck(triton: Any, fast: HealthPolicy) -> None:
@@ -182,7 +225,7 @@ async def test_a_model_that_does_not_answer_is_told_from_a_server_that_does_not(
         async def frozen(self: Any) -> bool:
             raise TritonError(Fault.DEADLINE, "frozen")
 
-        monkeypatch.setattr("gateway.triton.client.Control.live", frozen)
+        monkeypatch.setattr("gateway.triton.client.Client.live", frozen)
         await becomes(replica, ReplicaState.UNREACHABLE)
 
 
@@ -222,7 +265,7 @@ async def test_a_fault_of_the_check_itself_does_not_end_the_watch(
     async with watched(triton, fast) as replica:
         await becomes(replica, ReplicaState.READY)
         with monkeypatch.context() as broken:
-            broken.setattr("gateway.dialects.chatglm.ChatGLMDialect.probe", lambda *_: 1 / 0)
+            broken.setattr("gateway.triton.dialects.chatglm.read", lambda *_: 1 / 0)
             await becomes(replica, ReplicaState.NOT_READY)
         await becomes(replica, ReplicaState.READY)
     assert "ZeroDivisionError" in caplog.text
@@ -268,13 +311,14 @@ async def test_a_probe_that_was_asked_before_a_suspicion_and_answered_after_it(
 
     client = Client(triton.address)
     asking = Asking()
-    asking.replica = replica = Replica("m", client, fast, asking, idle_timeout_s=10)
+    asking.replica = replica = Replica("m", client, fast, idle_timeout_s=10)
+    replica.observe(asking)
     watching = asyncio.create_task(replica.watch())
     await until(lambda: replica.state is ReplicaState.READY)
     triton.model.probe = slow
     await asked.wait()
-    replica.suspect(TritonError(Fault.UNREACHABLE, "the stream broke off"))
-    assert replica.state is ReplicaState.UNREACHABLE
+    replica.suspect(TritonError(Fault.STUB_DEAD, "the stream broke off"))
+    assert replica.state is ReplicaState.STUCK
     release.set()
     await until(lambda: replica.state is ReplicaState.READY)
     assert asking.formats == ["chatglm3"] * 2
@@ -285,18 +329,33 @@ async def test_a_probe_that_was_asked_before_a_suspicion_and_answered_after_it(
     await client.close()
 
 
+async def test_one_broken_stream_has_it_probed_and_not_ejected(triton: Any, fast: HealthPolicy) -> None:
+    async with watched(triton, replace(fast, interval_s=3600)) as replica:
+        await becomes(replica, ReplicaState.READY)
+        probes = triton.model.probes
+        replica.suspect(TritonError(Fault.UNREACHABLE, "the stream broke off"))
+        assert replica.state is ReplicaState.READY
+        await until(lambda: triton.model.probes > probes)
+        assert replica.state is ReplicaState.READY
+        await triton.stop()
+        replica.suspect(TritonError(Fault.UNREACHABLE, "the stream broke off"))
+        await becomes(replica, ReplicaState.UNREACHABLE)
+
+
 async def test_a_suspicion_is_looked_into_at_once(triton: Any, fast: HealthPolicy) -> None:
     async with watched(triton, replace(fast, interval_s=3600)) as replica:
         await becomes(replica, ReplicaState.READY)
         replica.suspect(TritonError(Fault.SILENT, "nothing came"))
-        assert replica.state is ReplicaState.STUCK
+        suspected = replica.state
         await becomes(replica, ReplicaState.READY)
         replica.suspect(TritonError(Fault.INVALID_REQUEST, "the client's own"))
-        assert replica.state is ReplicaState.READY
+        assert (suspected, replica.state) == (ReplicaState.STUCK, ReplicaState.READY)
 
 
-def report(state: ReplicaState) -> ReplicaReport:
-    return ReplicaReport(model="m", upstream="somewhere:8001", state=state, reason="why", report=None)
+class Elsewhere:
+    """Stands for a client where only its address is needed."""
+
+    address = "elsewhere:8001"
 
 
 @pytest.mark.parametrize(
@@ -309,8 +368,12 @@ def report(state: ReplicaState) -> ReplicaReport:
         ([ReplicaState.STUCK, ReplicaState.UNREACHABLE], Fault.NOT_READY),
     ],
 )
-def test_a_request_that_finds_nobody_is_told_why(states: list[ReplicaState], fault: Fault) -> None:
-    error = unable([report(state) for state in states])
+async def test_a_request_that_finds_nobody_is_told_why(states: list[ReplicaState], fault: Fault) -> None:
+    elsewhere: Any = Elsewhere()
+    replicas = [Replica("m", elsewhere, HealthPolicy(), idle_timeout_s=10) for _ in states]
+    for replica, state in zip(replicas, states, strict=True):
+        replica.state = state
+    error = unable(replicas)
     assert error.fault is fault
     assert error.to_gateway().status == 503
     assert error.to_gateway().retry_after_s

@@ -6,19 +6,17 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 
 from gateway.errors import UnavailableError
-from gateway.triton.backoff import Backoff
-from gateway.triton.replicas import ReplicaState
-from gateway.triton.resolver import Name, NameWatch, Outcome, Resolve, name_in, resolve
+from gateway.triton.backends import Name, name_in, resolve
+from gateway.triton.replicas import HealthPolicy, ReplicaState
 from tests.gateway.triton.fake_resolver import NAME, FakeResolver, addresses, ask, ready_on
 from tests.gateway.triton.fake_triton import FakeTriton, until
 
-NOBODY = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+NO_SERVER = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
 
 async def test_a_name_without_addresses_leads_to_tritons_when_they_come(
@@ -38,7 +36,7 @@ async def test_a_name_without_addresses_leads_to_tritons_when_they_come(
     assert await ask(pool) == "Hello"
 
 
-@pytest.mark.parametrize("failure", [NOBODY, ()], ids=["failed", "none"])
+@pytest.mark.parametrize("failure", [NO_SERVER, ()], ids=["failed", "none"])
 async def test_a_resolver_that_fails_takes_no_triton_away(
     tritons: Any, named: Any, resolver: FakeResolver, observer: Any, *, failure: Any, caplog: Any
 ) -> None:
@@ -75,7 +73,7 @@ async def test_the_dead_stay_while_nobody_can_say(
     resolver.records["triton"] = [triton.address]
     pool = await named()
     await ready_on(pool, triton)
-    resolver.records["triton"] = NOBODY
+    resolver.records["triton"] = NO_SERVER
     await triton.stop()
     await until(lambda: addresses(pool, ReplicaState.UNREACHABLE) == [triton.address])
     failed = observer.lookups[NAME, "failed"]
@@ -121,11 +119,8 @@ async def test_names_and_addresses_mix_and_who_is_named_twice_is_there_once(
     await until(lambda: addresses(pool) == [first.address, "127.0.0.1:1"])
 
 
-HOST = Name("dns:///triton:8001", "triton", 8001)
-
-
 def test_names_are_told_from_addresses() -> None:
-    assert name_in("dns:///triton:8001") == HOST
+    assert name_in(NAME) == Name(NAME, "triton", 8001)
     assert name_in("dns:///[::1]:1") == Name("dns:///[::1]:1", "::1", 1)
     for address in ("triton:8001", "10.0.0.1:8001", "[::1]:8001", "dns:8001"):
         assert name_in(address) is None
@@ -206,48 +201,12 @@ def test_a_resolver_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) 
     assert ended.wait(20)
 
 
-class Told:
-    def __init__(self) -> None:
-        self.told: list[tuple[Outcome, list[str]]] = []
-        self.serving = False
-
-    def looked_up(self, name: Name, outcome: Outcome, addresses: Sequence[str]) -> None:
-        assert name is HOST
-        self.told.append((outcome, list(addresses)))
-
-    def serves(self, name: Name) -> bool:
-        return self.serving
+async def test_the_interval_bounds_the_pauses(named: Any, resolver: FakeResolver) -> None:
+    await named(health=HealthPolicy(backoff_first_s=3600, backoff_limit_s=3600), resolve_interval_s=0.02)
+    await until(lambda: resolver.looks > 5)
 
 
-@contextlib.asynccontextmanager
-async def watched(resolver: Resolve, told: Told, interval_s: float) -> AsyncIterator[NameWatch]:
-    watch = NameWatch(HOST, told, interval_s=interval_s, backoff=Backoff(0.01, 0.02), resolve=resolver)
-    task = asyncio.create_task(watch.watch())
-    yield watch
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-
-
-async def test_a_name_is_looked_at_often_until_somebody_serves() -> None:
-    resolver, told = FakeResolver(triton=["a:1"]), Told()
-    async with watched(resolver, told, 3600) as watch:
-        await until(lambda: resolver.looks > 5)
-        told.serving = True
-        looks = resolver.looks
-        await asyncio.sleep(0.3)
-        assert resolver.looks <= looks + 1
-        looks = resolver.looks
-        watch.look_soon()  # one of several has failed: no reason
-        await asyncio.sleep(0.1)
-        assert resolver.looks == looks
-        told.serving = False
-        watch.look_soon()
-        await until(lambda: resolver.looks > looks + 2)
-    assert set(map(str, (outcome for outcome, _ in told.told))) == {"found"}
-
-
-async def test_no_failure_ends_the_watch() -> None:
+async def test_no_failure_ends_the_watch(triton: FakeTriton, named: Any, observer: Any) -> None:
     """No thread to be had, for one: a container's processes are limited."""
     looks = 0
 
@@ -256,33 +215,27 @@ async def test_no_failure_ends_the_watch() -> None:
         looks += 1
         if looks < 3:
             raise RuntimeError("can't start new thread")
-        return ["a:1"]
+        return [triton.address]
 
-    told = Told()
-    async with watched(resolve, told, 0.01):
-        await until(lambda: len(told.told) > 3)
-    assert [outcome for outcome, _ in told.told[:3]] == [Outcome.FAILED, Outcome.FAILED, Outcome.FOUND]
-
-
-async def test_the_interval_bounds_the_pauses() -> None:
-    resolver, told = FakeResolver(), Told()
-    told.serving = True
-    async with watched(resolver, told, 0.02):
-        await until(lambda: resolver.looks > 5)
-    assert told.told[0] == (Outcome.NONE, [])
+    pool = await named(resolve=resolve)
+    await ready_on(pool, triton)
+    assert observer.lookups[NAME, "failed"] == 2
 
 
-async def test_only_changes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    resolver, told = FakeResolver(triton=["a:1"]), Told()
+async def test_only_changes_are_logged(
+    triton: FakeTriton, named: Any, resolver: FakeResolver, caplog: pytest.LogCaptureFixture
+) -> None:
+    resolver.records["triton"] = [triton.address]
     with caplog.at_level(logging.INFO):
-        async with watched(resolver, told, 3600):
-            for answer in (["a:1"], socket.gaierror(socket.EAI_AGAIN, "no server"), ["a:1"]):
-                resolver.records["triton"] = answer
-                looks = resolver.looks
-                await until(lambda looks=looks: resolver.looks > looks + 2)
-    records = [record for record in caplog.records if record.name == "gateway.triton.resolver"]
+        pool = await named()
+        await ready_on(pool, triton)
+        for answer in (NO_SERVER, [triton.address]):
+            resolver.records["triton"] = answer
+            looks = resolver.looks
+            await until(lambda looks=looks: resolver.looks > looks + 2)
+    records = [record for record in caplog.records if record.getMessage().startswith("addresses")]
     assert [record.getMessage() for record in records] == [
         "addresses of a name: failed",
         "addresses of a name: found",
     ]
-    assert (records[0].__dict__["upstream"], records[0].__dict__["detail"]) == (HOST.upstream, "no server")
+    assert (records[0].__dict__["upstream"], records[0].__dict__["detail"]) == (NAME, NO_SERVER.strerror)

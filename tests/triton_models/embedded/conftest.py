@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,8 @@ from typing import TypeVar
 import psutil
 import pytest
 
+from tests.processes import alive, children_of
+from triton_models.embedded.warden import command_lines, environments
 from triton_models.entries import ModelEntry, write_entry
 from wire import events
 
@@ -34,6 +35,9 @@ class Tree:
     def __init__(self, folder: Path, command: list[str]) -> None:
         self.folder = folder
         self._known: dict[int, psutil.Process] = {}
+        self._parent = folder / f"tritongate-{os.getuid()}"
+        self._runs: list[Path] = []
+        self._others = environments()
         self.process = subprocess.Popen(
             command,
             env=os.environ | {"TMPDIR": str(folder)},
@@ -44,10 +48,8 @@ class Tree:
 
     def living(self) -> list[psutil.Process]:
         """Return the living processes below this one, those that lost their parent included."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self.process.pid).children(recursive=True):
-                self._known[process.pid] = process
-        return [process for process in self._known.values() if lives(process)]
+        self._known.update((process.pid, process) for process in children_of(self.process.pid))
+        return [process for process in self._known.values() if alive(process)]
 
     def find(self, part: str) -> psutil.Process:
         """Return the one living process whose program, or Python module, ends in `part`."""
@@ -58,22 +60,25 @@ class Tree:
     def wait_gone(self, timeout_s: float = 60.0) -> None:
         """Hold that, in time, no process, no shared memory and no folder is left."""
         deadline = time.monotonic() + timeout_s
-        while self.process.poll() is None or self.living():
+        while self.process.poll() is None or self.living() or self._own_environments():
             assert time.monotonic() < deadline, [process.cmdline() for process in self.living()]
             time.sleep(0.05)
         for run in self._runs:
             assert not list(SHARED_MEMORY.glob(f"tritongate_{run.name}_*"))
             assert not run.exists()
-        assert not [environment for environment in self._environments if environment.exists()]
+        assert not list(self._parent.glob("*")), "a run that was not noted left something"
 
     def note_run(self) -> None:
         """Remember the run directory that exists now."""
-        self._runs = list((self.folder / f"tritongate-{os.getuid()}").iterdir())
+        self._runs = list(self._parent.iterdir())
         assert len(self._runs) == 1
         assert list(SHARED_MEMORY.glob(f"tritongate_{self._runs[0].name}_*"))
-        claims = (self._runs[0] / "environments").read_text().split()
-        self._environments = [Path(tempfile.gettempdir()) / name for name in claims]
-        assert any(environment.exists() for environment in self._environments)
+        assert environments() - self._others
+
+    def _own_environments(self) -> set[Path]:
+        """Return the folders in /tmp that came with this tree, unless other servers run: see the warden."""
+        serving = any(words[0].endswith("tritonserver") for words in command_lines().values())
+        return set() if serving else environments() - self._others
 
     def close(self) -> None:
         """Stop it, and kill what a failed test left."""
@@ -127,13 +132,6 @@ class Embedded(Tree):
     def ready(self) -> events.Ready:
         """The addresses."""
         return next(event for event in self.seen if isinstance(event, events.Ready))
-
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def write_fake(folder: Path) -> tuple[Path, Path]:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from triton_models.embedded.errors import CallError, ServerError
+from triton_models.embedded.errors import ModelError, ServerError
 from triton_models.embedded.server import Ports, ServerLog
-from triton_models.embedded.supervisor import ModelState, Supervisor
+from triton_models.embedded.supervisor import Supervisor
 from triton_models.embedded.warden import RunDirectory
 from wire.events import Event
 from wire.meta import ProbeReport
@@ -25,16 +25,18 @@ class Triton:
     def __init__(self, folder: Path) -> None:
         self.run = RunDirectory(folder)
         self.log = ServerLog(self.run.log)
-        self.run.log.touch()
         self.calls: list[str] = []
         self.processes: set[int] = set()
-        self.answers: list[ProbeReport | CallError | Exception] = []
+        self.answers: list[ProbeReport | ModelError | Exception] = []
         """Of the next probes."""
-        self.load_errors: list[CallError] = []
+        self.load_errors: list[ModelError] = []
         """Of the next loads."""
         self.hangs = False
         self.answers_live = True
         self.unloaded_by_somebody = False
+        self.index_errors: list[ModelError] = []
+        """Of the next questions whether somebody unloaded it."""
+        self.asked_whether_unloaded = 0
         self.ends: list[ServerError] = []
         """How it ends, soon after it was started, as often as this has entries."""
 
@@ -58,11 +60,8 @@ class Triton:
     def stubs(self, _: str) -> set[int]:
         return set(self.processes)
 
-    def stub_runs(self, pid: int, _: str) -> bool:
-        return pid in self.processes
-
-    def kill_stubs(self, _: str) -> None:
-        self.processes.clear()
+    def command_line(self, pid: int) -> list[str]:
+        return ["stub"] if pid in self.processes else []
 
     async def load(self, _: str) -> None:
         self.calls.append("load")
@@ -70,12 +69,16 @@ class Triton:
             await asyncio.sleep(0.01)
         if self.load_errors:
             raise self.load_errors.pop(0)
-        self.processes = {next(self._pids)}
+        self.processes.clear()
+        self.processes.add(next(self._pids))
 
     async def unload(self, *_: Any) -> None:
         self.calls.append("unload")
 
     async def unloaded(self, *_: Any) -> bool:
+        self.asked_whether_unloaded += 1
+        if self.index_errors:
+            raise self.index_errors.pop(0)
         return self.unloaded_by_somebody
 
     async def probe(self, *_: Any) -> ProbeReport:
@@ -100,8 +103,8 @@ class Watched:
         self._events.put_nowait(event)
 
     @property
-    def state(self) -> ModelState:
-        return self.supervisor._models[0].state
+    def up(self) -> bool:
+        return self.supervisor._models[0].up
 
     async def next(self, kind: type) -> Any:
         """Return the next event of this kind, or raise what ended the supervisor."""
@@ -121,7 +124,7 @@ class Watched:
         assert isinstance(failure, Exception)
         return failure
 
-    async def wait(self, holds: Callable[[], object]) -> None:
+    async def wait(self, holds: Callable[..., object]) -> None:  # called with nothing
         async with asyncio.timeout(10):
             while not holds():  # noqa: ASYNC110 - anything may be waited for
                 await asyncio.sleep(0.01)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from triton_models.embedded.client import TritonClient
-from triton_models.embedded.errors import CallError
+from triton_models.embedded.errors import ModelError
 
 
 @pytest.fixture
@@ -18,17 +18,13 @@ def silent() -> Iterator[socket.socket]:
 async def test_a_slow_connection_has_as_long_as_its_call(silent: socket.socket) -> None:
     address = f"127.0.0.1:{silent.getsockname()[1]}"
     async with contextlib.aclosing(TritonClient(address)) as client:
-        with pytest.raises(CallError) as caught:
+        with pytest.raises(ModelError, match="Deadline Exceeded"):
             await client.unload("any", 0.7)
-    assert caught.value.timed_out
-    assert not caught.value.by_server
 
 
 async def test_a_server_that_is_gone_is_known_at_once(silent: socket.socket) -> None:
     address = f"127.0.0.1:{silent.getsockname()[1]}"
     silent.close()
     async with contextlib.aclosing(TritonClient(address)) as client:
-        with pytest.raises(CallError, match="refused") as caught:
+        with pytest.raises(ModelError, match="refused"):
             await client.unload("any", 30)
-    assert not caught.value.timed_out
-    assert not caught.value.by_server

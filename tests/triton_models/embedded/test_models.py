@@ -6,11 +6,10 @@ import pytest
 from click.testing import CliRunner
 
 from deploy.docker import start_triton
-from triton_models.embedded import __main__ as embedded
-from triton_models.embedded.errors import OptionsError
+from triton_models.embedded import command as program
+from triton_models.embedded.errors import SetupError
 from triton_models.embedded.models import (
     BUILT_IN_CHECKPOINT,
-    find_models,
     model_flags,
     read_model_argument,
     write_models,
@@ -36,9 +35,9 @@ def said(*arguments: str) -> str:
     return CliRunner().invoke(command, arguments).output
 
 
-@pytest.mark.parametrize("program", [command, embedded.main, start_triton.main])
-def test_every_program_has_a_flag_for_each_option(program: click.Command) -> None:
-    assert {option.name for option in OPTIONS} <= {each.name for each in program.params}
+@pytest.mark.parametrize("each", [command, program.main, start_triton.main])
+def test_every_program_has_a_flag_for_each_option(each: click.Command) -> None:
+    assert {option.name for option in OPTIONS} <= {parameter.name for parameter in each.params}
 
 
 def test_flags_are_read_as_their_option_is() -> None:
@@ -46,7 +45,7 @@ def test_flags_are_read_as_their_option_is() -> None:
     assert all(
         text in given for text in ("'max_context': 2048", "'kv_memory_gib': 0.5", "'max_running': None")
     )
-    assert "max_context must be at least 2, not 1" in said("--max-context", "1")
+    assert "max_context must be at least 32, not 8" in said("--max-context", "8")
     assert "'x' is not a whole number" in said("--max-context", "x")
     assert "dtype must be auto, float32" in said("--dtype", "int8")
     assert "[default: 128; 512 on a GPU]" in " ".join(said("--help").split())
@@ -68,28 +67,25 @@ def test_an_equals_sign_in_a_path_is_no_name(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, checkpoint: Path) -> None:
-    with pytest.raises(OptionsError, match="is not a directory"):
+    with pytest.raises(SetupError, match="is not a directory"):
         read_model_argument(str(tmp_path / "none"))
-    with pytest.raises(OptionsError, match=r"no config\.json"):
+    with pytest.raises(SetupError, match=r"no config\.json"):
         read_model_argument(str(tmp_path))
-    with pytest.raises(OptionsError, match="two models are named 'glm'"):
+    with pytest.raises(SetupError, match="two models are named 'glm'"):
         write_models(tmp_path, (str(checkpoint), f"glm={checkpoint}"), device="cpu", options={})
-    with pytest.raises(OptionsError, match="cannot be a model's name"):
+    with pytest.raises(SetupError, match="cannot be a model's name"):
         write_models(tmp_path, (f"a b={checkpoint}",), device="cpu", options={})
 
 
-def test_entries_are_written_and_found(tmp_path: Path, checkpoint: Path) -> None:
+def test_entries_are_written(tmp_path: Path, checkpoint: Path) -> None:
     repository = tmp_path / "repository"
     repository.mkdir()
-    with pytest.raises(OptionsError, match="holds no model"):
-        find_models(repository)
     options = {"dtype": "float32", "max_running": 7, "max_batched_tokens": 99, "max_context": None}
     models = (str(checkpoint), f"b={checkpoint}")
     assert write_models(repository, models, device="cpu", options=options) == ["glm", "b"]
     config = (repository / "b" / "config.pbtxt").read_text()
     assert all(f'string_value: "{value}"' in config for value in ("float32", 7, 99))
     assert "max_context" not in config
-    assert find_models(repository) == ["b", "glm"]
 
 
 def test_the_built_in_model_is_served_where_none_is_named(tmp_path: Path) -> None:
@@ -97,3 +93,20 @@ def test_the_built_in_model_is_served_where_none_is_named(tmp_path: Path) -> Non
     assert str(BUILT_IN_CHECKPOINT) in (tmp_path / "chatglm3-demo" / "config.pbtxt").read_text()
     for name in ("config.json", "tokenizer.model", "tokenizer_config.json", "model.safetensors", "README.md"):
         assert (BUILT_IN_CHECKPOINT / name).is_file()
+
+
+def test_a_name_on_a_hub_is_not_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"hf download THUDM/chatglm3-6b --local-dir chatglm3-6b"):
+        read_model_argument("THUDM/chatglm3-6b")
+    with pytest.raises(SetupError, match="is not a directory"):
+        read_model_argument(str(tmp_path / "a" / "b"))
+
+
+def test_pointers_of_git_lfs_are_named(tmp_path: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (tmp_path / "config.json").write_text("{}")
+    read_model_argument(str(tmp_path))
+    for name in ("b.bin", "a.model"):
+        (tmp_path / name).write_text(pointer)
+    with pytest.raises(SetupError, match=r"a\.model, b\.bin: pointers of Git LFS"):
+        read_model_argument(str(tmp_path))

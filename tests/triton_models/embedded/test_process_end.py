@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from tests.processes import wait_ended
 from triton_models.embedded.client import TritonClient
 from triton_models.embedded.warden import RunDirectory
 from wire import events
@@ -21,21 +21,19 @@ pytestmark = pytest.mark.e2e
 
 UP = """
 import signal, sys, threading
-from gateway.up import TritonOptions, run_up
+from gateway.up import plan_replicas, run_up
 
-REAL = TritonOptions.command
-TritonOptions.command = lambda options: [*REAL(options), "--repository", sys.argv[1]]
-
-def serve(ready):
+def serve(addresses, ready, on_stop):
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
     print("serving", flush=True)
-    stopped.wait()
+    while not stopped.wait(0.2):  # a signal just before a wait does not end it
+        pass
     return 0
 
-options = TritonOptions(metrics_port=0)
-sys.exit(run_up(options, serve, sys.stderr))
+replicas = plan_replicas("cpu", None, metrics_port=0, models=(), repository=sys.argv[1])
+sys.exit(run_up(replicas, serve, sys.stderr))
 """
 
 
@@ -57,7 +55,7 @@ def test_supervisor_and_warden_killed_together(
     started.find("warden.py").kill()
     started.process.kill()
     started.process.wait(60)
-    psutil.wait_procs([process for process in started.living() if process.name() == "tritonserver"], 60)
+    assert not wait_ended([each for each in started.living() if each.name() == "tritonserver"], 60)
     RunDirectory.create(started.folder).remove()
     started.wait_gone()
 
@@ -75,16 +73,23 @@ def test_the_gateway_ends(
     assert up.process.returncode == (0 if victim is signal.SIGINT else -victim)
 
 
-def test_the_supervisor_killed_ends_the_gateway(
+def test_the_supervisor_killed_is_replaced(
     tree: Callable[[list[str]], Any], fake_repository: tuple[Path, Path]
 ) -> None:
+    """What it left is removed at once, or the next one could not have its server's ports."""
     up = tree([sys.executable, "-c", UP, str(fake_repository[0])])
     assert up.process.stdout.readline() == b"serving\n"
-    up.living()
+    former = {each.pid for each in up.living()}
     up.note_run()
     up.find("triton_models.embedded").kill()
+    deadline = time.monotonic() + 60
+    while len(now := {each.pid for each in up.living()}) < len(former) or now & former:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    up.note_run()
+    up.process.terminate()
     up.wait_gone()
-    assert up.process.returncode == 1
+    assert up.process.returncode == 0
 
 
 def test_a_broken_checkpoint_is_one_clear_line(
@@ -98,8 +103,11 @@ def test_a_broken_checkpoint_is_one_clear_line(
         f"fake: CheckpointError: {checkpoint}/model.safetensors: tensor 'a.b' is cut short (log: "
     )
     assert "\n" not in failed.message
-    assert Path(failed.message.rpartition("(log: ")[2].removesuffix(")")).exists()
+    log = Path(failed.message.rpartition("(log: ")[2].removesuffix(")"))
+    assert "is cut short" in log.read_text()
     assert started.process.wait(60) == 1
+    RunDirectory.create(started.folder).remove()  # as the next start would
+    assert log.exists()
     assert not started.living()
 
 
@@ -130,6 +138,11 @@ def test_a_missing_model(embedded: Callable[..., Any]) -> None:
     failed = started.wait_for(events.Failed)
     assert failed.message == "--model /no/such/folder: /no/such/folder is not a directory"
     assert started.process.wait(60) == 1
+
+
+def test_a_repository_without_models(embedded: Callable[..., Any], tmp_path: Path) -> None:
+    failed = embedded("--repository", str(tmp_path)).wait_for(events.Failed)
+    assert failed.message == f"{tmp_path} holds no model: no folder with a config.pbtxt"
 
 
 async def test_the_built_in_model(embedded: Callable[..., Any]) -> None:

@@ -15,10 +15,11 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from tests.e2e.up_process import ABORTED, lives
+from tests.e2e.up_process import ABORTED
+from tests.processes import alive
 from tests.triton_models.embedded.conftest import MODEL
 from triton_models.embedded.client import TritonClient
-from triton_models.embedded.errors import CallError
+from triton_models.embedded.errors import ModelError
 from wire import events, names, strings
 
 pytestmark = pytest.mark.e2e
@@ -50,10 +51,10 @@ async def test_without_the_key_models_can_be_asked_but_neither_loaded_nor_unload
     async with connected(shared) as client:
         assert await client.live(_BOUND_S)
         assert (await client.probe(MODEL, _BOUND_S)).heartbeat_age_s == 0
-        with pytest.raises(CallError, match="unknown model"):
+        with pytest.raises(ModelError, match="unknown model"):
             await client.probe("no-such-entry", _BOUND_S)
         for refused in (client.unload(MODEL, _BOUND_S), client.load(MODEL)):
-            with pytest.raises(CallError, match="restricted"):
+            with pytest.raises(ModelError, match="restricted"):
                 await refused
 
 
@@ -96,16 +97,20 @@ def test_a_reload_that_fails_is_tried_again(shared: Any) -> None:
 
 async def test_a_process_that_triton_gave_up_is_replaced(shared: Any) -> None:
     checkpoint, server = shared.folder / "checkpoint", shared.find("tritonserver")
-    (checkpoint / "slow").touch()
-    shared.find("triton_python_backend_stub").kill()
-    process = _await_loading(checkpoint)
-    process.suspend()  # as on a machine that is busy with something else
-    await asyncio.sleep(4)
-    process.resume()
-    (checkpoint / "slow").unlink()
-    said = await _await_repair(shared, server)
-    assert not said or said[-1].reason.startswith("its process died while loading")
-    assert not lives(process)
+    for _ in range(3):  # a Triton that did not get to run either gives nothing up
+        (checkpoint / "slow").touch()
+        shared.find("triton_python_backend_stub").kill()
+        process = _await_loading(checkpoint)
+        process.suspend()  # as on a machine that is busy with something else
+        await asyncio.sleep(4)
+        process.resume()
+        (checkpoint / "slow").unlink()
+        said = await _await_repair(shared, server)
+        if not said or said[-1].reason.startswith("its process died while loading"):
+            break
+    else:
+        pytest.fail("it was never given up")
+    assert not alive(process)
 
 
 async def test_a_model_that_somebody_unloaded_is_left_alone(shared: Any) -> None:
@@ -169,7 +174,7 @@ async def _await_repair(shared: Any, server: psutil.Process) -> list[events.Mode
             return downs
         else:
             assert event.reason == ABORTED
-            assert not lives(server)
+            assert not alive(server)
             shared.wait_for(events.ServerUp)
             await _await_probe(shared)
             # The supervisor probes it, too, before it takes the model to be up.
@@ -183,7 +188,7 @@ async def _await_probe(shared: Any) -> None:
         while True:
             try:
                 await client.probe(MODEL, _BOUND_S)
-            except CallError:
+            except ModelError:
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.2)
             else:

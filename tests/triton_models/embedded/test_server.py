@@ -1,18 +1,29 @@
 import errno
 import os
+import shutil
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from triton_models.embedded import server
 from triton_models.embedded.errors import ServerError
 from triton_models.embedded.installation import Installation
-from triton_models.embedded.server import Ports, ServerLog, TritonServer
+from triton_models.embedded.server import (
+    ERROR,
+    LINE,
+    PROGRESS,
+    SIZE,
+    UNCAUGHT,
+    Ports,
+    ServerLog,
+    TritonServer,
+)
 from triton_models.embedded.warden import RunDirectory
 
-ERROR = b'E1121 09:55:12.868396 4723 main.cc:535] "failed to start GRPC service"\n'
+ERROR_LINE = b'E1121 09:55:12.868396 4723 main.cc:535] "failed to start GRPC service"\n'
 THROWN = "echo \"terminate called after throwing an instance of 'boost::interprocess::lock_exception'\" >&2"
 
 
@@ -48,9 +59,8 @@ def test_a_port_whose_connections_wait_for_their_end_is_free() -> None:
 
 def write(log: ServerLog, output: bytes) -> None:
     """Write it as the next server's."""
-    descriptor = log.open()
-    os.write(descriptor, output)
-    os.close(descriptor)
+    log.mark()
+    os.write(log.file, output)
 
 
 @pytest.fixture
@@ -58,64 +68,54 @@ def log(tmp_path: Path) -> ServerLog:
     return ServerLog(tmp_path / "triton.log")
 
 
-def test_the_last_error_is_the_complaint(log: ServerLog) -> None:
-    write(log, b"libx.so: cannot open\n" + ERROR + b'I1121 09:55:12.8 47 a.cc:5] "bye"\n')
-    assert log.last_error == "failed to start GRPC service"
-    assert log.complaint == "failed to start GRPC service"
-    assert len(log.path.read_text().splitlines()) == 3
-
-
-def test_without_an_error_the_last_unusual_line_is(log: ServerLog) -> None:
-    assert log.complaint == "it said nothing"
-    write(log, b'I1121 09:55:12.8 47 a.cc:5] "hello"\ntritonserver: libx.so: cannot open')
-    assert log.complaint == "tritonserver: libx.so: cannot open"
-    write(log, b"")
-    assert log.complaint == "it said nothing"
-
-
-def test_what_aborted_the_server_is_its_uncaught_exception(log: ServerLog) -> None:
-    write(log, b"hello\nterminate called after throwing an instance of 'std::bad_alloc'\nwhat(): ...\n")
-    assert log.uncaught == "std::bad_alloc"
-    write(log, b"that was another server\n")
-    assert log.uncaught is None
+def test_the_last_that_fits_is_found(log: ServerLog) -> None:
+    assert log.last(LINE) is None
+    write(log, b"libx.so: cannot open\n" + ERROR_LINE + b'I1121 09:55:12.8 47 a.cc:5] "bye"\n\n')
+    assert log.last(ERROR) == "failed to start GRPC service"
+    assert log.last(LINE) == 'I1121 09:55:12.8 47 a.cc:5] "bye"'
+    assert log.last(UNCAUGHT) is None
+    write(log, b"terminate called after throwing an instance of 'std::bad_alloc'\nwhat(): ...\n")
+    assert log.last(UNCAUGHT) == "std::bad_alloc"
+    assert log.last(ERROR) is None  # that was another server's
+    assert len(log.path.read_text().splitlines()) == 6
 
 
 def test_progress_bars_are_read(log: ServerLog) -> None:
     write(log, b"loading m:  43%|####      | 3/7\rloading m: 100%|##########| 7/7\n")
-    assert log.progress == 1.0
-    log.begin_load()
-    assert log.progress is None
+    assert log.last(PROGRESS) == "100"
+    log.mark()
+    assert log.last(PROGRESS) is None
     write(log, b"loading m:  43%|####      | 3/7\r")
-    assert log.progress == 0.43
+    assert (log.last(PROGRESS), log.last(SIZE)) == ("43", None)
+    write(log, b"loading m:  43%|####      | 3.01G/7.25G [00:01<00:02, 2.3GB/s]\r")
+    assert log.last(SIZE) == "7.25G"
 
 
 def test_the_file_is_bounded_while_a_server_writes(log: ServerLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_MAX_LOG_BYTES", 1000)
-    descriptor = log.open()
     for number in range(50):
-        os.write(descriptor, b"%099d\n" % number)
+        os.write(log.file, b"%099d\n" % number)
         log.trim()
-    os.write(descriptor, ERROR)
-    os.close(descriptor)
+    os.write(log.file, ERROR_LINE)
     assert sum(path.stat().st_size for path in log.path.parent.iterdir()) <= 2200
-    assert log.complaint == "failed to start GRPC service"
+    assert log.last(ERROR) == "failed to start GRPC service"
 
 
 def test_a_full_disk_and_a_log_that_somebody_removed_stop_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log: ServerLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = ServerLog(tmp_path / "triton.log")
-    log.trim()
-    log.begin_load()
     monkeypatch.setattr(server, "_MAX_LOG_BYTES", 100)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "no space left")
-
-    monkeypatch.setattr(server.shutil, "copyfile", full)
-    log.path.write_bytes(b"x" * 200)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", Mock(side_effect=OSError(errno.ENOSPC, "no space left")))
+        os.write(log.file, b"x" * 200)
+        log.trim()
+        assert log.path.stat().st_size == 0
+    log.path.unlink()
+    os.write(log.file, b"x" * 200 + b"\n" + ERROR_LINE)
+    assert log.last(ERROR) == "failed to start GRPC service"
     log.trim()
-    assert log.path.stat().st_size == 0
+    log.mark()
+    assert log.last(ERROR) is None
 
 
 @pytest.fixture
@@ -127,14 +127,14 @@ def end_of(tmp_path: Path) -> Callable[[str], Awaitable[str]]:
         program.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
         program.chmod(0o755)
         started = TritonServer(
-            Installation(server=program, backend=tmp_path, stub=tmp_path, library_path=()),
+            Installation(server=program, backend=(), library_path=()),
             RunDirectory(tmp_path),
             tmp_path,
             Ports().choose(),
         )
         with pytest.raises(ServerError) as raised:
             await started.start()
-        assert raised.value.crashed == ("kill" in script)
+        assert raised.value.transient == ("kill" in script)
         return str(raised.value)
 
     return end_of
@@ -154,19 +154,17 @@ async def test_other_ends_are_not_blamed_on_an_exception(end_of: Callable[[str],
     assert await end_of("echo no library; exit 3") == "tritonserver ended with status 3: no library"
 
 
-async def test_a_port_that_was_taken_meanwhile_is_chosen_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[Ports] = []
-
-    async def start(self: TritonServer) -> None:
-        tried.append(self.ports)
-        raise ServerError("tritonserver ended with status 1: failed to start GRPC service")
-
-    monkeypatch.setattr(TritonServer, "_start", start)
-    installation = Installation(server=tmp_path, backend=tmp_path, stub=tmp_path, library_path=())
-    for asked, attempts in ((Ports(), 3), (Ports().choose(), 1)):
-        tried.clear()
-        with pytest.raises(ServerError, match="GRPC service"):
-            await TritonServer(installation, RunDirectory(tmp_path), tmp_path, asked).start()
-        assert len(tried) == attempts
+async def test_a_port_that_was_taken_meanwhile_is_chosen_anew_by_another_start(tmp_path: Path) -> None:
+    program = tmp_path / "tritonserver"
+    program.write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
+    program.chmod(0o755)
+    installation = Installation(server=program, backend=(), library_path=())
+    for requested in (Ports(), Ports().choose()):
+        server = TritonServer(installation, RunDirectory(tmp_path), tmp_path, requested)
+        with pytest.raises(ServerError, match="ended with status 1") as raised:
+            await server.start()
+        assert raised.value.transient == (requested == Ports())
+        tried = server.ports
+        with pytest.raises(ServerError, match="ended with status 1"):
+            await server.start()
+        assert (server.ports == tried) == (requested != Ports())

@@ -9,20 +9,20 @@ import pytest
 
 from tests.triton_models.embedded.scripted_triton import WELL, Triton, Watched
 from triton_models.embedded import supervisor
-from triton_models.embedded.errors import CallError, LoadError, ServerError
+from triton_models.embedded.errors import ModelError, ServerError
 from triton_models.embedded.server import ServerLog
-from triton_models.embedded.supervisor import Backoff, ModelState, load_failure
+from triton_models.embedded.supervisor import Backoff, load_failure
 from wire import events
 from wire.meta import ProbeReport
 
-NO_FILE = CallError("no such file", by_server=True)
-DIED = CallError("is at UNAVAILABLE state: Internal: Stub process 'm_0_0' is not healthy.;", by_server=True)
+NO_FILE = ModelError("no such file")
+DIED = ModelError("is at UNAVAILABLE state: Internal: Stub process 'm_0_0' is not healthy.;")
 DIED_TEXT = "its process died while loading; is there enough memory?"
-NOT_READY = CallError("Request for unknown model: 'm' is not ready")
-TIMED_OUT = CallError("Deadline Exceeded", timed_out=True)
+NOT_READY = ModelError("Request for unknown model: 'm' is not ready")
+TIMED_OUT = ModelError("Deadline Exceeded")
 STUCK = ProbeReport(heartbeat_age_s=61, running=9, waiting=9, format="chatglm3", max_context=1)
 SLOW = ProbeReport(heartbeat_age_s=59, running=9, waiting=9, format="chatglm3", max_context=1)
-CRASH = ServerError("killed by signal 9", crashed=True)
+CRASH = ServerError("killed by signal 9", transient=True)
 LOAD_FAILURE = (
     "load failed for model 'm': version 1 is at UNAVAILABLE state: Internal: "
     "CheckpointError: /c/a.bin: tensor 'x'\n has no shape\n\n"
@@ -32,9 +32,12 @@ LOAD_FAILURE = (
 
 @pytest.fixture
 def triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Triton:
-    for name in ("_INTERVAL_S", "_SERVER_DEATH_S", "_FIRST_CLAIM_S", "_FIRST_PAUSE_S", "_LONGEST_PAUSE_S"):
+    for name in ("_INTERVAL_S", "_SERVER_DEATH_S", "_SHORTEST_PAUSE_S", "_LONGEST_PAUSE_S"):
         monkeypatch.setattr(supervisor, name, 0.01)
-    return Triton(tmp_path)
+    triton = Triton(tmp_path)
+    monkeypatch.setattr(supervisor, "command_line", triton.command_line)
+    monkeypatch.setattr(supervisor, "kill", triton.processes.difference_update)
+    return triton
 
 
 @pytest.fixture
@@ -49,18 +52,18 @@ async def test_ready_says_where_the_models_are_and_what_key_they_need(watched: W
     assert (ready.grpc, ready.metrics, ready.repository_key) == ("127.0.0.1:1", "127.0.0.1:2", "name=value")
     assert ready.models == ["m"]
     assert watched.triton.calls == ["start", "load"]
-    assert watched.state is ModelState.UP
+    assert watched.up
 
 
 async def test_a_first_load_that_fails_ends_it(triton: Triton, watched: Watched) -> None:
     triton.load_errors = [NO_FILE]
     failure = await watched.failure()
-    assert isinstance(failure, LoadError)
+    assert isinstance(failure, ModelError)
     assert str(failure) == "m: no such file"
 
 
 async def test_a_first_load_whose_model_does_not_answer_fails(triton: Triton, watched: Watched) -> None:
-    triton.answers = [CallError("the engine failed", by_server=True)]
+    triton.answers = [ModelError("the engine failed")]
     assert str(await watched.failure()) == "m: the engine failed"
 
 
@@ -98,9 +101,9 @@ async def test_a_later_load_that_fails_is_tried_again(triton: Triton, watched: W
 @pytest.mark.parametrize(
     ("answers", "reason"),
     [
-        ([TIMED_OUT] * 3, "no answer to a probe"),
-        ([NOT_READY] * 3, "a probe was refused: Request for unknown"),
-        ([CallError("Stub process 'm_0_0' is not healthy.")], "is not healthy"),
+        ([TIMED_OUT] * 3, "a probe failed: Deadline"),
+        ([NOT_READY] * 3, "a probe failed: Request for unknown"),
+        ([ModelError("Stub process 'm_0_0' is not healthy.")], "is not healthy"),
         ([STUCK], "not moved"),
     ],
 )
@@ -134,7 +137,8 @@ async def test_a_dead_process_is_seen_without_a_request(triton: Triton, watched:
 
 async def test_a_process_that_somebody_replaced_is_no_fault(triton: Triton, watched: Watched) -> None:
     await watched.next(events.Ready)
-    triton.processes = {-1}
+    triton.processes.clear()
+    triton.processes.add(-1)
     await watched.wait(lambda: watched.supervisor._models[0].stubs == {-1})
     assert triton.calls == ["start", "load"]
 
@@ -143,11 +147,38 @@ async def test_what_somebody_unloaded_waits_until_it_is_loaded(triton: Triton, w
     await watched.next(events.Ready)
     triton.unloaded_by_somebody = True
     triton.processes.clear()
-    await watched.wait(lambda: watched.state is ModelState.UNLOADED)
-    triton.processes = {-1}
-    await watched.wait(lambda: watched.state is ModelState.UP)
+    await watched.wait(lambda: triton.asked_whether_unloaded >= 5)
+    triton.unloaded_by_somebody = False
+    triton.processes.add(-1)
+    asked = triton.asked_whether_unloaded
+    await watched.wait(lambda: watched.supervisor._models[0].stubs == {-1})
     assert triton.calls == ["start", "load"]
+    assert triton.asked_whether_unloaded <= asked + 1
     assert not [event for event in watched.seen if isinstance(event, events.ModelDown)]
+
+
+async def test_what_is_not_known_to_be_unloaded_is_not_loaded_at_once(
+    triton: Triton, watched: Watched
+) -> None:
+    await watched.next(events.Ready)
+    triton.unloaded_by_somebody = True
+    triton.processes.clear()
+    for _ in range(3):
+        asked = triton.asked_whether_unloaded
+        triton.index_errors = [TIMED_OUT, TIMED_OUT]
+        await watched.wait(lambda asked=asked: triton.asked_whether_unloaded >= asked + 4)
+    assert triton.calls == ["start", "load"]
+
+
+async def test_a_dead_process_is_replaced_though_triton_says_nothing(
+    triton: Triton, watched: Watched
+) -> None:
+    await watched.next(events.Ready)
+    triton.index_errors = [TIMED_OUT] * 3
+    triton.processes.clear()
+    assert (await watched.next(events.ModelDown)).reason == "its process died"
+    assert not triton.index_errors
+    await watched.next(events.ModelUp)
 
 
 async def test_a_load_whose_process_died_unseen_asks_for_a_new_server(
@@ -157,18 +188,18 @@ async def test_a_load_whose_process_died_unseen_asks_for_a_new_server(
     triton.hangs = True
     triton.processes.clear()
     await watched.next(events.ModelDown)
-    assert "goes on waiting" in (await watched.next(events.ServerDown)).reason
+    assert "waits for it" in (await watched.next(events.ServerDown)).reason
     triton.hangs = False
     await watched.next(events.ServerUp)
 
 
 async def test_a_fault_of_the_supervisor_asks_for_a_new_server(
-    triton: Triton, watched: Watched, caplog: pytest.LogCaptureFixture
+    triton: Triton, watched: Watched, capfd: pytest.CaptureFixture[str]
 ) -> None:
     await watched.next(events.Ready)
     triton.answers.append(RuntimeError("unforeseen"))
     assert "unforeseen" in (await watched.next(events.ServerDown)).reason
-    assert "Traceback" in caplog.text
+    assert "Traceback" in capfd.readouterr().err
     await watched.next(events.ServerUp)
 
 
@@ -181,7 +212,7 @@ async def test_a_server_that_died_or_hangs_is_started_again(triton: Triton, watc
     assert (await watched.next(events.ServerDown)).reason == "tritonserver does not answer"
     triton.answers_live = True
     await watched.next(events.ServerUp)
-    await watched.wait(lambda: watched.state is ModelState.UP)
+    await watched.wait(lambda: watched.up)
 
 
 async def test_an_early_crash_is_answered_by_another_start(triton: Triton, watched: Watched) -> None:
@@ -208,12 +239,18 @@ async def test_a_call_that_fails_with_its_server_is_not_the_models_fault(
 ) -> None:
     await watched.next(events.Ready)
     monkeypatch.setattr(supervisor, "_SERVER_DEATH_S", 60)
+
+    load = triton.load
+
+    async def die(_: str) -> None:
+        triton.load = load  # type: ignore[method-assign]  # of this fake alone
+        triton.answers_live = False
+        triton.ends = [CRASH]
+        raise ModelError("Socket closed")
+
+    triton.load = die  # type: ignore[method-assign]  # of this fake alone
     triton.processes.clear()
-    triton.load_errors = [CallError("Socket closed")]
-    await watched.next(events.ModelDown)
-    await watched.next(events.Loading)
-    triton.ends = [CRASH]
-    await watched.next(events.ServerDown)
+    assert (await watched.next(events.ServerDown)).reason == str(CRASH)
     assert len([event for event in watched.seen if isinstance(event, events.ModelDown)]) == 1
 
 
@@ -226,11 +263,11 @@ async def test_a_stop_in_the_moment_of_a_fault_is_a_stop(triton: Triton, watched
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
-            triton.probe = probe  # type: ignore[method-assign]
-            raise CallError("Cannot invoke RPC on closed channel!") from None
+            triton.probe = probe  # type: ignore[method-assign]  # of this fake alone
+            raise ModelError("Cannot invoke RPC on closed channel!") from None
         return WELL
 
-    triton.probe = fail  # type: ignore[method-assign]
+    triton.probe = fail  # type: ignore[method-assign]  # of this fake alone
     await asyncio.sleep(0.1)
     await watched.close()
     assert watched._running.cancelled()
@@ -240,11 +277,11 @@ def test_pauses_double_up_to_a_limit_and_begin_anew(monkeypatch: pytest.MonkeyPa
     now = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     backoff = Backoff()
-    assert [backoff.failed() for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert [backoff.failed() for _ in range(8)] == [0, 0.5, 1, 2, 4, 8, 16, 30]
     now += 59
     assert backoff.failed() == 30
     now += 91
-    assert backoff.failed() == 0.5
+    assert backoff.failed() == 0
 
 
 def test_a_load_failure_is_one_line_without_traceback(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from triton_models.embedded import warden
-from triton_models.embedded.warden import RunDirectory, environments
+from triton_models.embedded.warden import RunDirectory
 
 
 @pytest.fixture(autouse=True)
@@ -31,13 +32,9 @@ def owner_dies(run: RunDirectory) -> None:
 
 
 def test_a_living_owner_is_left_alone_and_a_dead_ones_leftovers_are_removed(places: dict[str, Path]) -> None:
-    alive = RunDirectory.create(places["tmp"])
+    living = RunDirectory.create(places["tmp"])
     dead = RunDirectory.create(places["tmp"])
-    before = environments()
-    (places["environments"] / "python_env_dead").mkdir()
-    dead.claim_environment(before)
-    (places["environments"] / "python_env_other").mkdir()
-    for run in (alive, dead):
+    for run in (living, dead):
         (places["shm"] / f"{run.shared_memory_prefix}1").touch()
     (places["shm"] / "other").touch()
     program = "print(flush=True); input()"
@@ -51,41 +48,49 @@ def test_a_living_owner_is_left_alone_and_a_dead_ones_leftovers_are_removed(plac
     new = RunDirectory.create(places["tmp"])
     assert orphan.wait(10) == -9
     orphan.communicate()
-    assert {path.name for path in new.path.parent.iterdir()} == {alive.path.name, new.path.name}
-    assert {path.name for path in places["shm"].iterdir()} == {f"{alive.shared_memory_prefix}1", "other"}
-    assert [path.name for path in places["environments"].iterdir()] == ["python_env_other"]
+    assert {path.name for path in new.path.parent.iterdir()} == {living.path.name, new.path.name}
+    assert {path.name for path in places["shm"].iterdir()} == {f"{living.shared_memory_prefix}1", "other"}
 
 
-def test_a_claimed_environment_in_use_stays(places: dict[str, Path], run: RunDirectory) -> None:
-    (places["environments"] / "python_env_a" / "lib").mkdir(parents=True)
-    run.claim_environment(set())
-    run.remove_leftovers()
-    assert (places["environments"] / "python_env_a").exists()
+def test_those_that_start_together_do_not_take_each_other_for_stale(places: dict[str, Path]) -> None:
+    program = """
+import sys
+import time
+from pathlib import Path
+from triton_models.embedded.warden import RunDirectory
+sys.stdin.readline()
+runs = [RunDirectory.create(Path(sys.argv[1])) for _ in range(50)]
+print(all(folder.is_dir() for run in runs for folder in (run.repository, run.temporary)), flush=True)
+sys.stdin.readline()
+"""
+    command = [sys.executable, "-c", program, str(places["tmp"])]
+    together = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(4)]
+    for _ in range(2):  # begin; and end only when all have created theirs
+        for each in together:
+            assert each.stdin is not None
+            each.stdin.write(b"\n")
+            each.stdin.flush()
+        for each in together:
+            assert each.stdout is not None
+            assert each.stdout.readline() in {b"True\n", b""}
+    for each in together:
+        each.communicate()
+        assert each.returncode == 0
 
 
-def test_each_life_of_a_server_claims_what_its_first_load_makes(
-    places: dict[str, Path], run: RunDirectory
+@pytest.mark.parametrize("serving", [True, False])
+def test_empty_environments_go_with_the_last_server(
+    places: dict[str, Path], run: RunDirectory, monkeypatch: pytest.MonkeyPatch, *, serving: bool
 ) -> None:
-    for life in ("first", "second"):
-        before = environments()
-        run.claim_environment(before)  # it is not there yet
-        (places["environments"] / f"python_env_{life}").mkdir()
-        run.claim_environment(before)
-        (places["environments"] / f"python_env_beside_{life}").mkdir()  # somebody else's
-        run.claim_environment(before)
-        run.remove_leftovers()
+    (places["environments"] / "python_env_a").mkdir()
+    (places["environments"] / "python_env_b" / "lib").mkdir(parents=True)
+    (places["environments"] / "other").mkdir()
+    lines = {1: ["/sbin/init"], 2: ["python", "warden.py", "/bin/tritonserver"]}
+    lines |= {3: ["/opt/tritonserver/bin/tritonserver", "--grpc-port=1"]} if serving else {}
+    monkeypatch.setattr(warden, "command_lines", lambda: lines)
+    run.clean()
     left = {path.name for path in places["environments"].iterdir()}
-    assert left == {"python_env_beside_first", "python_env_beside_second"}
-
-
-def test_the_log_can_outlive_the_rest(run: RunDirectory) -> None:
-    run.log.touch()
-    (run.repository / "m").mkdir()
-    run.remove(keep_log=True)
-    assert run.log.exists()
-    assert not run.repository.exists()
-    run.remove()
-    assert not run.path.exists()
+    assert left == {"python_env_b", "other"} | ({"python_env_a"} if serving else set())
 
 
 def test_somebody_elses_folder_is_refused(
@@ -117,12 +122,55 @@ def test_whoever_reads_the_log_is_left_alone(run: RunDirectory) -> None:
 
 def test_the_supervisor_imports_neither_torch_nor_numpy() -> None:
     program = """
-import sys
-from triton_models.embedded import __main__
-__main__._spare_numpy()
-from triton_models.embedded import supervisor
+import contextlib, runpy, sys
+with contextlib.suppress(SystemExit):
+    sys.argv[1:] = ["--help"]
+    runpy.run_module("triton_models.embedded", run_name="__main__")
 import triton_models.entries
-print(sorted({"torch", "numpy", "transformers", "psutil"} & sys.modules.keys()))
+wanted, unwanted = {"triton_models.embedded.supervisor"}, {"torch", "numpy", "transformers", "psutil"}
+print(sorted((wanted | unwanted) & sys.modules.keys()))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert done.stdout.endswith("\n['triton_models.embedded.supervisor']\n")
+
+
+def of(run: RunDirectory, parent: int) -> list[str]:
+    """Return the command of a warden, up to that of its server."""
+    return [sys.executable, "-I", "-S", warden.__file__, str(parent), str(run.path)]
+
+
+def test_a_parent_that_died_first_leaves_nothing(run: RunDirectory, tmp_path: Path) -> None:
+    """Before the warden could ask the kernel to be told of it."""
+    assert subprocess.run([*of(run, 1), "/bin/touch", str(tmp_path / "x")], check=False).returncode == 0
+    assert not run.path.exists()
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(("script", "status"), [("exit 3", 3), ("kill -ABRT $$", 128 + 6)])
+def test_the_status_says_how_the_server_ended(run: RunDirectory, script: str, status: int) -> None:
+    assert subprocess.run([*of(run, os.getpid()), "/bin/sh", "-c", script], check=False).returncode == status
+    assert run.path.exists()
+
+
+def test_a_server_that_does_not_stop_is_killed(run: RunDirectory) -> None:
+    command = of(run, os.getpid())
+    script = "trap '' TERM; echo; while :; do sleep 0.1; done"
+    with subprocess.Popen([*command, "/bin/sh", "-c", script], stdout=subprocess.PIPE) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == b"\n"
+        began = time.monotonic()
+        started.terminate()
+        assert started.wait(20) == 128 + 9
+        assert time.monotonic() - began >= warden.GRACE_S
+
+
+def test_logs_of_failed_starts_outlive_the_next_ones(places: dict[str, Path]) -> None:
+    kept = []
+    for number in range(8):
+        run = RunDirectory.create(places["tmp"])
+        run.log.write_text(str(number))
+        kept.append(run.keep_log())
+        run.remove()
+        owner_dies(run)
+    RunDirectory.create(places["tmp"])
+    assert [path.read_text() for path in kept if path.exists()] == ["3", "4", "5", "6", "7"]

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence as Tokens
 
-from triton_models.engine.sequence import Sequence
-from triton_models.engine.step import Chunk, Step
+from triton_models.engine.sequence import Chunk, Sequence
+from triton_models.engine.step import Step
 
 BLOCK_SIZE = 4
 

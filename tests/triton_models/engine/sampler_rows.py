@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triton_models.engine.penalties import GENERATED, IN_PROMPT, PenalisedRows, PenaltyTable
 from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, sample
+from triton_models.engine.slots import GENERATED, IN_PROMPT, PenalisedRows, PenaltyTable
 
 VOCABULARY = 40
 
@@ -82,8 +82,8 @@ def penalties(rows: list[dict[str, Any]]) -> PenalisedRows | None:
     table = PenaltyTable(len(rows), VOCABULARY, torch.device("cpu"))
     slots = [len(rows) - 1 - row for row in penalised]
     for row, slot in zip(penalised, slots, strict=True):
-        for name, nothing in PENALTIES.items():
-            getattr(table, name)[slot] = rows[row].get(name, nothing)
+        for number, (name, nothing) in enumerate(PENALTIES.items()):
+            table.factors[number, slot] = rows[row].get(name, nothing)
         for key in rows[row].get("prompt", ()):
             table.seen[slot, key] |= IN_PROMPT
         for key in rows[row].get("answer", ()):
@@ -121,7 +121,8 @@ def _penalised(key: int, value: float, row: dict[str, Any]) -> float:
     repetition = row.get("repetition", 1.0)
     if key in prompt or key in answer:
         value = value / repetition if value > 0 else value * repetition
-    return value - row.get("frequency", 0.0) * answer.count(key) - row.get("presence", 0.0) * (key in answer)
+    frequency, presence = row.get("frequency", 0.0), row.get("presence", 0.0)
+    return float(value - frequency * answer.count(key) - presence * (key in answer))
 
 
 def chi_square_holds(counts: Sequence[int], probabilities: Sequence[float]) -> bool:
@@ -149,7 +150,8 @@ def on_meta(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(on_meta(each) for each in value)
     if isinstance(value, PenaltyTable):
-        moved = PenaltyTable(*value.seen.shape, torch.device("meta"))
+        slots, vocabulary = value.seen.shape
+        moved = PenaltyTable(slots, vocabulary, torch.device("meta"))
         assert vars(moved).keys() == vars(value).keys()
         return moved
     if is_dataclass(value) and not isinstance(value, type):

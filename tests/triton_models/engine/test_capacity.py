@@ -87,9 +87,9 @@ def test_more_than_the_machine_has_is_refused_before_it_is_taken(requested: dict
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, *, free: int, steps: int = 0) -> FakeModel:
     """A model on a GPU with `free` bytes, of which the largest steps need `steps`."""
-    monkeypatch.setattr(capacity, "free_bytes", lambda _: free)
+    monkeypatch.setattr(capacity, "free_bytes", lambda _, share: int(share * free))
     monkeypatch.setattr(capacity, "total_bytes", lambda _: 2 * free)
-    monkeypatch.setattr(capacity, "profile_steps", lambda run_largest, _: run_largest())
+    monkeypatch.setattr(capacity, "profile_steps", lambda run_largest, *_: run_largest())
     monkeypatch.setattr(capacity, "needed_bytes", lambda *_: steps)
     model = FakeModel()
     model.device = torch.device("cuda:0")
@@ -101,6 +101,31 @@ def test_on_a_gpu_the_cache_gets_what_steps_leave(monkeypatch: pytest.MonkeyPatc
     found = choose_capacity(EngineSettings(), model)
     assert found.kv_blocks == 38, "95 % of the other 40"
     assert found.reason.startswith("38 KV blocks of 16 tokens: 95% of 0.0 GiB free on cuda:0, less")
+
+
+def test_a_share_of_a_gpu_is_what_the_cache_and_the_steps_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_gpu(monkeypatch, free=200 * 256, steps=60 * 256)
+    found = choose_capacity(EngineSettings(memory_share=0.5), model)
+    assert found.kv_blocks == 38, "95 % of 100 blocks without 60"
+    assert "a share of 0.5" in found.reason
+
+
+def test_a_share_of_a_gpu_does_not_depend_on_what_others_take_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu, held = torch.device("cuda:0"), 12 * GIB
+    for free, own in ((60, 40 - 12 - 1), (45, 27), (20, 20)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free * GIB, 80 * GIB))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: held)
+        assert free_bytes(gpu, 0.5) == own * GIB
+        assert free_bytes(gpu) == free * GIB
+
+
+def test_a_share_of_main_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.max").write_text("8000\n", encoding="ascii")
+    (tmp_path / "memory.current").write_text("0\n", encoding="ascii")
+    monkeypatch.setattr("triton_models.engine.capacity._CGROUP", tmp_path)
+    assert free_bytes(CPU, 0.25) == 2000
 
 
 def test_steps_that_need_more_than_there_is_leave_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +208,7 @@ class FakeGpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free = 1000 * MIB
         self.peak = 10 * MIB
-        monkeypatch.setattr(capacity, "free_bytes", lambda _: self.free)
+        monkeypatch.setattr(capacity, "free_bytes", lambda *_: self.free)
         for name, stand_in in {
             "reset_peak_memory_stats": lambda _: None,
             "memory_allocated": lambda _: 10 * MIB,

@@ -2,10 +2,12 @@
 
 import math
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.triton_models.engine.sampler_rows import chi_square_holds
@@ -29,12 +31,12 @@ def test_the_reference_is_splitmix64() -> None:
     assert [mix(1234567), mix(1234567 + GAMMA)] == [6457827717110365317, 3203168211198807973]
 
 
-def keys(count: int, seed: int = 0) -> np.ndarray:
+def keys(count: int, seed: int = 0) -> NDArray[Any]:
     """Keys of consecutive positions of one seed."""
     return row_keys(np.full(count, seed), np.arange(count))
 
 
-def uniforms(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:
+def uniforms(keys: NDArray[Any], ids: NDArray[Any]) -> NDArray[Any]:
     """The u in (0, 1) of which exponential numbers are made: [keys, ids]."""
     ids = ids.astype(np.uint32)
     return -np.expm1(-np.stack([exponentials(key, ids) for key in keys]).astype(np.float64))
@@ -56,7 +58,7 @@ def test_the_number_of_an_id_depends_on_the_key_and_the_id_alone() -> None:
     assert np.count_nonzero(whole == exponentials(second, ids)) == 0
 
 
-def key_for(number: int) -> np.ndarray:
+def key_for(number: int) -> NDArray[Any]:
     """A key with which id 0 has a given 32-bit hash: with 0 as its low half, the first half of it stays 0."""
     back = number ^ (number >> 16)
     return np.array([0, back * pow(draw_module.ID_MULTIPLIERS[1], -1, 2**32) % 2**32], dtype=np.uint32)
@@ -211,11 +213,11 @@ def test_of_most_rows_only_few_logits_are_sorted(monkeypatch: pytest.MonkeyPatch
     lengths: list[int] = []
     sort = np.sort
 
-    def counting(values: np.ndarray) -> np.ndarray:
+    def counting(values: NDArray[Any]) -> NDArray[Any]:
         lengths.append(len(values))
         return sort(values)
 
-    monkeypatch.setattr(draw_module.np, "sort", counting)
+    monkeypatch.setattr(np, "sort", counting)
     peaked = rows("peaked")
     staying(peaked, Limits(top_k=0, top_p=0.8, min_p=0.0))
     assert max(lengths) < FEW

@@ -1,15 +1,17 @@
 import random
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.triton_models.engine.fake_model import GREEDY, FakeModel, continuation, ids, request, run
+from triton_models.engine.backend import PLAIN
 from triton_models.engine.engine import Engine, Intake
 from triton_models.engine.sampling import SamplingParams
-from triton_models.engine.sequence import FinishReason
+from triton_models.engine.sequence import FinishReason, Sequence, TokenOutput
 from triton_models.engine.settings import EngineSettings
 from triton_models.errors import (
     DuplicateRequestError,
@@ -204,7 +206,7 @@ def test_lower_priority_numbers_run_first() -> None:
     assert ends == ["first", "middle", "middle2", "late"]
 
 
-def _finals(engine: Engine) -> list:
+def _finals(engine: Engine) -> list[TokenOutput]:
     finals = []
     while engine.open_requests:
         engine.step()
@@ -250,54 +252,72 @@ def test_the_statistics_of_a_step() -> None:
     assert (first.batch_size, first.prefill_tokens, first.decode_tokens) == (2, 8, 0)
     assert (second.batch_size, second.prefill_tokens, second.decode_tokens) == (2, 5, 1)
     assert first.seconds > 0
-    assert first.preemptions == 0
+
+
+def sequence(name: str) -> Sequence:
+    return Sequence(request(name), arrival=0, arrived_at=0.0, max_tokens=8)
 
 
 def test_requests_and_cancels_are_collected_once_and_in_order() -> None:
     intake = Intake(4)
-    first, second = request("a"), request("b")
-    intake.add([first], 1.0)
-    intake.add([second], 2.0)
+    first, second = sequence("a"), sequence("b")
+    intake.add([first])
+    intake.add([second])
     assert intake.cancel("b")
     assert not intake.cancel("unknown")
-    assert intake.collect() == ([(first, 1.0), (second, 2.0)], ["b"])
+    assert intake.collect() == ([first, second], [second])
     assert intake.collect() == ([], [])
     assert intake.open == 2
+    third = sequence("c")
+    intake.add([third])
+    assert intake.collect_all() == [first, second, third]
+    assert intake.collect() == ([], [])
 
 
 def test_an_id_is_taken_until_its_request_ends() -> None:
     intake = Intake(4)
-    intake.add([request("a")], 0.0)
+    intake.add([sequence("a")])
     intake.collect()
     with pytest.raises(DuplicateRequestError):
-        intake.add([request("a")], 0.0)
+        intake.add([sequence("a")])
     intake.end("a")
     assert not intake.cancel("a")
-    intake.add([request("a")], 0.0)
+    intake.add([sequence("a")])
 
 
-def test_a_late_cancel_does_not_meet_the_next_request_of_its_id() -> None:
-    intake = Intake(4)
-    intake.add([request("a")], 0.0)
-    intake.collect()
-    assert intake.cancel("a")
-    intake.end("a")
-    intake.add([request("a")], 0.0)
-    assert intake.collect()[1] == []
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_late_cancel_does_not_meet_the_next_request_of_its_id(
+    monkeypatch: pytest.MonkeyPatch, *, overlap: bool
+) -> None:
+    engine = Engine(FakeModel(), SMALL, backend=replace(PLAIN, overlap=overlap))
+    engine.add(request("a", (1, 2), replace(GREEDY, max_tokens=1)))
+    late: list[bool] = []
+    collect = engine._collect
+
+    def collect_late(step: Any) -> Any:
+        late.append(engine.cancel("a"))
+        return collect(step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_collect", collect_late)
+        assert ids(run(engine)["a"]) == continuation((1, 2), 1)
+    assert late == [True]
+    engine.add(request("a", (3, 4)))
+    assert ids(run(engine)["a"]) == continuation((3, 4), 8)
 
 
 def test_requests_that_come_together_are_taken_together_or_not_at_all() -> None:
     intake = Intake(4)
-    intake.add([request("a"), request("b")], 0.0)
+    intake.add([sequence("a"), sequence("b")])
     with pytest.raises(QueueFullError):
-        intake.add([request(name) for name in "cde"], 0.0)
+        intake.add([sequence(name) for name in "cde"])
     with pytest.raises(DuplicateRequestError):
-        intake.add([request("c"), request("b")], 0.0)
+        intake.add([sequence("c"), sequence("b")])
     with pytest.raises(InvalidRequestError, match="5 requests"):
-        intake.add([request(name) for name in "cdefg"], 0.0)
+        intake.add([sequence(name) for name in "cdefg"])
     assert intake.open == 2
-    intake.add([request("c"), request("d")], 0.0)
-    assert [each.request_id for each, _ in intake.collect()[0]] == list("abcd")
+    intake.add([sequence("c"), sequence("d")])
+    assert [each.request.request_id for each in intake.collect()[0]] == list("abcd")
 
 
 def test_the_limit_holds_under_many_threads() -> None:
@@ -308,7 +328,7 @@ def test_the_limit_holds_under_many_threads() -> None:
     def add(name: str) -> None:
         start.wait()
         try:
-            intake.add([request(name)], 0.0)
+            intake.add([sequence(name)])
         except QueueFullError:
             refused.append(name)
 
@@ -323,8 +343,8 @@ def test_the_limit_holds_under_many_threads() -> None:
 
 def test_a_closed_intake_still_gives_what_it_took() -> None:
     intake = Intake(4)
-    intake.add([request("a")], 0.0)
+    intake.add([sequence("a")])
     intake.close()
     with pytest.raises(EngineStoppedError):
-        intake.add([request("b")], 0.0)
-    assert [each.request_id for each, _ in intake.collect()[0]] == ["a"]
+        intake.add([sequence("b")])
+    assert [each.request.request_id for each in intake.collect()[0]] == ["a"]

@@ -29,8 +29,8 @@ def test_nan_in_one_request_is_its_own_error_and_leaves_nothing_behind() -> None
     # The blocks that held NaN are given out again.
     for number in range(4):
         engine.add(request(str(number), [number, 7]))
-    for number, answer in run(engine).items():
-        assert ids(answer) == continuation([int(number), 7], 8)
+    for name, answer in run(engine).items():
+        assert ids(answer) == continuation([int(name), 7], 8)
 
 
 def test_nan_in_the_first_block_does_not_reach_rows_that_are_padded() -> None:

@@ -33,7 +33,8 @@ backends = pytest.mark.parametrize("backend", [PLAIN, OVERLAPPED], ids=["in turn
 
 def penalised(prompt: Sequence[int], params: SamplingParams, count: int) -> list[int]:
     """The greedy answer under penalties, computed without an engine."""
-    tokens, answer = list(prompt), []
+    tokens = list(prompt)
+    answer: list[int] = []
     for _ in range(count):
         state = (torch.tensor(tokens).float() * weight(torch.arange(len(tokens)))).sum()
         logits = logits_of(state[None])[0]
@@ -135,9 +136,9 @@ def test_stops_wait_for_the_least_number_of_tokens(backend: object) -> None:
             temperature=2.0, seed=least, max_tokens=12, min_tokens=least, stop_token_ids=stops
         )
         engine.add(request(str(least), (5, 6), params))
-    for least, outputs in run(engine).items():
+    for name, outputs in run(engine).items():
         *before, last = ids(outputs)
-        assert len(before) == int(least)
+        assert len(before) == int(name)
         assert set(before) <= {0, 1}
         assert last in stops
         assert outputs[-1].finish_reason is FinishReason.STOP
@@ -174,8 +175,8 @@ def test_what_leaves_one_token_is_greedy(backend: object, cut: dict[str, Any]) -
     for number in range(6):
         params = SamplingParams(temperature=2.0, seed=number, max_tokens=10, **cut)
         engine.add(request(str(number), (number, 7), params))
-    for number, outputs in run(engine).items():
-        assert ids(outputs) == continuation((int(number), 7), 10)
+    for name, outputs in run(engine).items():
+        assert ids(outputs) == continuation((int(name), 7), 10)
 
 
 @backends

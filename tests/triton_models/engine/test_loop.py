@@ -118,7 +118,7 @@ def test_the_heartbeat_goes_on_when_idle_without_spinning(
     harness.final("a")
     turns: list[float] = []
     monkeypatch.setattr(Engine, "step", lambda _: turns.append(time.monotonic()))
-    seen = set()
+    seen: set[float] = set()
     end = time.monotonic() + 30
     while len(seen) < 3 and time.monotonic() < end:
         seen.add(harness.loop.heartbeat)

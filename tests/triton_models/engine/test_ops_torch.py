@@ -3,12 +3,13 @@ import random
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear, rms_norm, silu
 
+from tests.triton_models.engine.rotated import rotate_in_place
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.linear import Linear, pack, why_not_packed
 from triton_models.engine.models import ChunkRows, KVShape, Rotary, StepLayout
-from triton_models.engine.ops_torch import PlainMath, TorchOperations, rotate_in_place, rotation
+from triton_models.engine.ops_torch import PlainMath, TorchOperations
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 8, 4
 
@@ -141,7 +142,7 @@ def assert_close(given: Tensor, expected: Tensor) -> None:
 
 @dtypes
 def test_queries_and_stored_keys_are_rotated_by_their_positions(dtype: torch.dtype) -> None:
-    """Three sequences that decode at positions of their own, against the differentiable rotation."""
+    """Three sequences that decode at positions of their own, against the rotation's definition."""
     torch.manual_seed(0)
     pairs, slots = 2, torch.arange(3, dtype=torch.int32)
     angles = torch.rand(10, pairs) * 6
@@ -156,7 +157,7 @@ def test_queries_and_stored_keys_are_rotated_by_their_positions(dtype: torch.dty
     shape = KVShape(layers=1, heads=KV_HEADS, head_dim=HEAD_DIM)
     projected = torch.randn(3, HEADS + 2 * KV_HEADS, HEAD_DIM).to(dtype)
     rotated = projected.clone()
-    rotate_in_place(rotated[:, :-KV_HEADS], *rotation(rotary, positions))
+    rotate_in_place(rotated[:, :-KV_HEADS], rotary.cos[positions, None], rotary.sin[positions, None])
     results = []
     for heads, turned in ((projected, rotary), (rotated, UNROTATED)):
         cache = KVCache(shape, blocks=9, block_size=BLOCK_SIZE, dtype=dtype, device=torch.device("cpu"))
@@ -178,7 +179,7 @@ def test_norm(dtype: torch.dtype, size: float, cache: KVCache) -> None:
     hidden, weight = (size * torch.randn(5, 24)).to(dtype), torch.randn(24)
     kept = hidden.clone()
     given = TorchOperations(None, cache, 0).norm(hidden, weight, 1e-5)
-    assert_close(given, PlainMath().norm(hidden, weight, 1e-5))
+    assert_close(given, rms_norm(hidden.float(), weight.shape, weight, 1e-5).to(dtype))
     assert torch.equal(hidden, kept)
 
 

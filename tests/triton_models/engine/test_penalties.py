@@ -1,11 +1,20 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import Tensor
 
 from tests.triton_models.engine.fake_model import request
-from triton_models.engine.penalties import GENERATED, IN_PROMPT, PenalisedRows, PenaltyTable, stage_penalties
 from triton_models.engine.sampling import SamplingParams
-from triton_models.engine.sequence import Sequence
-from triton_models.engine.slots import Staging
+from triton_models.engine.sequence import Chunk, Sequence
+from triton_models.engine.slots import (
+    GENERATED,
+    IN_PROMPT,
+    PenalisedRows,
+    PenaltyTable,
+    Staging,
+    stage_penalties,
+)
 
 CPU = torch.device("cpu")
 
@@ -18,10 +27,16 @@ def sequence(slot: int, prompt: list[int], answer: list[int], **penalties: float
     return made
 
 
-def load(table: PenaltyTable, *sequences: Sequence) -> None:
+def staged(*sequences: Sequence) -> dict[str, Tensor]:
+    """What the step uploads in which the prompts of some sequences end."""
     staging = Staging()
-    stage_penalties(staging, list(sequences))
-    table.load(staging.upload(CPU))
+    stage_penalties(staging, [Chunk(each, 0, len(each.tokens), samples=True) for each in sequences])
+    staging.integers("anything", [1])
+    return staging.upload(CPU)
+
+
+def load(table: PenaltyTable, *sequences: Sequence) -> None:
+    table.load(SimpleNamespace(**staged(*sequences)))
 
 
 def test_a_row_is_built_from_all_known_tokens_and_nothing_of_the_last_holder() -> None:
@@ -30,22 +45,23 @@ def test_a_row_is_built_from_all_known_tokens_and_nothing_of_the_last_holder() -
     assert table.seen[1].tolist() == [
         IN_PROMPT, 0, 2 * GENERATED, 0, 0, 0, 0, 0, IN_PROMPT + GENERATED
     ]  # fmt: skip
-    assert (table.repetition[1], table.presence[1], table.frequency[1]) == (1.0, -0.5, 1.0)
+    assert table.factors[:, 1].tolist() == [1.0, -0.5, 1.0]
     load(table, sequence(1, [3], [], repetition_penalty=1.5), sequence(0, [4], [4], presence_penalty=2.0))
     assert table.seen[1].tolist() == [0, 0, 0, IN_PROMPT, 0, 0, 0, 0, 0]
-    assert (table.repetition[1], table.presence[1], table.frequency[1]) == (1.5, 0.0, 0.0)
+    assert table.factors[:, 1].tolist() == [1.5, 0.0, 0.0]
     assert table.seen[0, 4] == IN_PROMPT + GENERATED
     assert not table.seen[2].any()
 
 
-def test_without_penalties_nothing_is_staged_or_loaded() -> None:
+def test_without_penalties_and_before_the_prompt_ends_nothing_is_staged_or_loaded() -> None:
     staging = Staging()
-    stage_penalties(staging, [])
-    views = staging.upload(CPU)
-    assert not views
-    table = PenaltyTable(3, 9, CPU)
-    table.load(views)
-    assert not table.seen.any()
+    stage_penalties(staging, [Chunk(sequence(1, [0, 8], [], presence_penalty=1.0), 0, 1, samples=False)])
+    staging.integers("anything", [1])
+    for views in (staging.upload(CPU), staged(), staged(sequence(1, [0, 8], [8]))):
+        assert not any(len(view) for name, view in views.items() if name != "anything")
+        table = PenaltyTable(3, 9, CPU)
+        table.load(SimpleNamespace(**views))
+        assert not table.seen.any()
 
 
 def test_a_step_counts_what_it_sampled_in_rows_with_penalties_alone() -> None:
@@ -80,13 +96,11 @@ def test_penalties_as_they_are_defined(penalties: dict[str, float], wanted: list
     assert logits.tolist() == [wanted, [2.0, -2.0, 2.0, 2.0]]
 
 
-def test_the_size_is_told() -> None:
-    assert PenaltyTable(128, 65024, torch.device("meta")).size_bytes == 128 * 65024 * 4
+def test_the_counts_take_four_bytes_for_each_slot_and_token() -> None:
+    assert PenaltyTable(128, 65024, torch.device("meta")).seen.nbytes == 128 * 65024 * 4
 
 
 def test_loading_does_not_wait_for_the_device() -> None:
-    staging = Staging()
-    stage_penalties(staging, [sequence(1, [0, 1], [1, 2, 2], repetition_penalty=2.0)])
     meta = torch.device("meta")
-    views = {name: view.to(meta) for name, view in staging.upload(CPU).items()}
-    PenaltyTable(2, 4, meta).load(views)
+    views = staged(sequence(1, [0, 1], [1, 2, 2], repetition_penalty=2.0))
+    PenaltyTable(2, 4, meta).load(SimpleNamespace(**{name: view.to(meta) for name, view in views.items()}))

@@ -1,5 +1,6 @@
 import struct
 from collections.abc import Sequence as Tokens
+from typing import Any
 
 import pytest
 
@@ -7,6 +8,7 @@ from triton_models.engine.blocks import BlockManager
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.scheduler import Scheduler
 from triton_models.engine.sequence import Request, Sequence, SequenceState
+from triton_models.engine.settings import EngineSettings
 from triton_models.engine.step import Step
 
 SIZE = 4
@@ -26,7 +28,8 @@ class Table:
     ) -> None:
         self.blocks = BlockManager(blocks, SIZE)
         self.scheduler = Scheduler(
-            self.blocks, max_running=max_running, max_batched_tokens=budget, prefix_cache=enabled
+            self.blocks,
+            EngineSettings(max_running=max_running, max_batched_tokens=budget, prefix_cache=enabled),
         )
         self.answer = answer
         self.arrivals = 0
@@ -171,7 +174,7 @@ def test_it_can_be_turned_off() -> None:
     table.finish(table.add(range(9)))
     table.add(range(9))
     assert work(table.step()) == {"1": (0, 9)}
-    assert table.blocks.cached == 0
+    assert len(table.blocks._cached) == 0
 
 
 def test_what_is_found_is_not_cleared() -> None:
@@ -211,7 +214,8 @@ class CollidingKeys:
 
 def test_a_hash_collision_finds_nothing() -> None:
     table = Table()
-    table.scheduler._prefixes._key = CollidingKeys(table.scheduler._prefixes._key)
+    prefixes: Any = table.scheduler._prefixes
+    prefixes._key = CollidingKeys(prefixes._key)
     table.finish(table.add(range(9)))
     table.add(range(20, 29))
     table.add(range(9))
@@ -237,7 +241,7 @@ def test_blocks_are_evicted_from_the_end_of_the_text_that_rested_longest(token: 
     table.finish(table.add([1] * 9, count=1))
     table.finish(table.add([2] * 9, count=1))
     table.finish(table.add([1] * 9, count=1))
-    assert (table.blocks.cached, table.blocks.free) == (4, 2)
+    assert (len(table.blocks._cached), len(table.blocks._free)) == (4, 2)
     table.finish(table.add([3] * 9, count=1))
     each = table.add([token] * 9)
     table.step()

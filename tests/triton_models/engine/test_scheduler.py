@@ -1,4 +1,5 @@
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -21,11 +22,22 @@ def sequence(name: str, prompt: int, count: int, *, priority: int = 0, arrival: 
 
 
 def scheduler(
-    *, blocks: int = BLOCKS, max_running: int = MAX_RUNNING, budget: int = BUDGET, **bursts: int
+    *,
+    blocks: int = BLOCKS,
+    max_running: int = MAX_RUNNING,
+    budget: int = BUDGET,
+    burst_steps: int = 0,
+    burst_tokens: int = 0,
 ) -> tuple[Scheduler, BlockManager]:
     manager = BlockManager(blocks, BLOCK_SIZE)
-    chosen = Scheduler(manager, max_running=max_running, max_batched_tokens=budget, **bursts)
-    return chosen, manager
+    settings = SimpleNamespace(
+        max_running=max_running,
+        max_batched_tokens=budget,
+        largest_step=max(budget, burst_tokens),
+        burst_steps=burst_steps,
+        prefix_cache=True,
+    )
+    return Scheduler(manager, settings), manager
 
 
 def compute(chosen: Scheduler, batch: Step) -> list[Sequence]:
@@ -82,7 +94,7 @@ def test_a_new_sequence_leaves_a_block_for_each_running_one() -> None:
     chosen.add(sequence("a", 3, 9, arrival=0))
     compute(chosen, chosen.schedule())
     chosen.add(sequence("b", 12, 1, arrival=1))
-    assert manager.free == 3
+    assert len(manager._free) == 3
     assert [chunk.sequence.request.request_id for chunk in chosen.schedule().chunks] == ["a"]
 
 

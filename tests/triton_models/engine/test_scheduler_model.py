@@ -19,6 +19,7 @@ from triton_models.engine.blocks import PADDING_BLOCK, BlockManager
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.scheduler import Scheduler
 from triton_models.engine.sequence import Request, Sequence, SequenceState
+from triton_models.engine.settings import EngineSettings
 from triton_models.engine.step import Step
 
 MAX_RUNNING, BUDGET, CONTEXT = 5, 6, 48
@@ -65,11 +66,13 @@ class SchedulerModel(RuleBasedStateMachine):
         self.blocks = BlockManager(blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(
             self.blocks,
-            max_running=MAX_RUNNING,
-            max_batched_tokens=BUDGET,
-            prefix_cache=prefix_cache,
-            burst_steps=burst_steps,
-            burst_tokens=burst_tokens,
+            EngineSettings(
+                max_running=MAX_RUNNING,
+                max_batched_tokens=BUDGET,
+                prefix_cache=prefix_cache,
+                burst_steps=burst_steps,
+                burst_tokens=burst_tokens,
+            ),
         )
         self.burst_tokens = burst_tokens
         self.burst_steps, self.in_a_row = burst_steps, 0
@@ -221,7 +224,7 @@ class SchedulerModel(RuleBasedStateMachine):
             assert self.blocks.references(block) == held.count(block)
         assert PADDING_BLOCK not in held
         assert self.blocks.used == len(set(held))
-        assert self.blocks.used + self.blocks.free + self.blocks.cached == self.blocks.blocks
+        assert self.blocks.used + len(self.blocks._free) + len(self.blocks._cached) == self.blocks.blocks
 
     @invariant()
     def no_known_block_is_out_of_reach(self) -> None:
@@ -230,7 +233,7 @@ class SchedulerModel(RuleBasedStateMachine):
             parent = int.from_bytes(key[:4], "little")
             assert parent in {PADDING_BLOCK, *keys}
             assert self.blocks.references(parent) >= self.blocks.references(block) or not parent
-        assert self.blocks.cached == sum(not self.blocks.references(block) for block in keys)
+        assert len(self.blocks._cached) == sum(not self.blocks.references(block) for block in keys)
 
     @invariant()
     def every_open_sequence_is_in_one_place(self) -> None:

@@ -1,11 +1,11 @@
-from dataclasses import fields
+from types import SimpleNamespace
 
 import torch
 
 from tests.triton_models.engine.fake_model import request
 from triton_models.engine.sampling import SamplingParams
-from triton_models.engine.sequence import Sequence
-from triton_models.engine.slots import SlotTable, Staged, Staging, stage_blocks, stage_sequences
+from triton_models.engine.sequence import Chunk, Sequence
+from triton_models.engine.slots import SlotTable, Staging, stage_slots
 
 CPU = torch.device("cpu")
 
@@ -16,33 +16,51 @@ def sequence(slot: int, sampling: SamplingParams) -> Sequence:
     return made
 
 
-def load(table: SlotTable, loaded: list[tuple[Sequence, int]], entries: list[tuple[int, int, int]]) -> None:
+def load(table: SlotTable, *, decodes: Sequence | None = None, prefills: Sequence | None = None) -> None:
+    """Load a step with one more token of the one, and all tokens of the other."""
     staging = Staging()
-    stage_sequences(staging, loaded)
-    stage_blocks(staging, entries)
-    views = staging.upload(CPU)
-    empty = torch.empty(0, dtype=torch.int64)
-    names = [each.name for each in fields(Staged) if each.name != "views"]
-    table.load(Staged.of({name: views.get(name, empty) for name in names}))
+    stage_slots(
+        staging,
+        [] if decodes is None else [Chunk(decodes, decodes.computed, 1, samples=True)],
+        [] if prefills is None else [Chunk(prefills, 0, len(prefills.tokens), samples=True)],
+        4,
+    )
+    table.load(SimpleNamespace(**staging.upload(CPU)))
 
 
 def test_a_loaded_sequence_has_its_whole_state_and_nothing_of_the_last_holder() -> None:
     table = SlotTable(3, 4, CPU)
-    load(table, [(sequence(1, SamplingParams(seed=1)), 9)], [(1, 0, 5), (1, 1, 6), (1, 2, 7)])
+    first = sequence(1, SamplingParams(seed=1))
+    first.tokens += range(6)
+    first.blocks = [5, 6, 7]
+    load(table, prefills=first)
+    assert table.tables[1].tolist() == [5, 6, 7, 0]
     newcomer = sequence(1, SamplingParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=-3))
     newcomer.tokens.append(11)
-    load(table, [(newcomer, 4)], [(1, 0, 8)])
+    newcomer.blocks = [8]
+    load(table, prefills=newcomer)
     assert table.tables[1].tolist() == [8, 0, 0, 0]
     assert (table.lengths[1], table.drawn[1], table.seeds[1]) == (4, 1, -3)
     assert (table.temperatures[1], table.top_k[1]) == (0.5, 7)
     assert (table.top_p[1], table.min_p[1]) == (0.25, 0.125)
     assert not table.tables[[0, 2, table.spare]].any()
+    (_, drawn, seeds, top_k), (temperatures, top_p, min_p) = table.rules(torch.tensor([0, 1]))
+    assert (drawn.tolist(), seeds.tolist(), top_k.tolist()) == ([0, 1], [0, -3], [0, 7])
+    assert (temperatures.tolist(), top_p.tolist(), min_p.tolist()) == ([0, 0.5], [0, 0.25], [0, 0.125])
 
 
-def test_blocks_come_one_by_one() -> None:
+def test_a_decode_brings_a_block_only_where_it_begins_one() -> None:
     table = SlotTable(3, 4, CPU)
-    load(table, [], [(0, 3, 9), (2, 0, 1)])
-    assert table.tables.tolist() == [[0, 0, 0, 9], [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+    decoding = sequence(2, SamplingParams())
+    decoding.blocks = [9, 1]
+    decoding.computed = 3
+    staging = Staging()
+    stage_slots(staging, [Chunk(decoding, 3, 1, samples=True)], [], 4)
+    staging.integers("anything", [1])
+    assert not staging.upload(CPU)["table_entries"].numel()
+    decoding.computed = 4
+    load(table, decodes=decoding)
+    assert table.tables.tolist() == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
 
 
 def test_a_step_advances_what_it_decoded_and_what_it_sampled() -> None:

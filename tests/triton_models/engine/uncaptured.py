@@ -1,9 +1,9 @@
 """CUDA graphs without CUDA: their work is done again instead of replayed."""
 
 import pytest
+import torch
 from torch import Tensor
 
-from triton_models.engine import graphs
 from triton_models.engine.graphs import SizedGraphs
 
 
@@ -12,6 +12,7 @@ def do_again(patch: pytest.MonkeyPatch) -> None:
         self.compute(size)
         return self.results(size)
 
-    patch.setattr(graphs, "CapturePool", lambda: None)
-    patch.setattr(SizedGraphs, "capture", lambda self, pool: self.run_largest())
+    patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    patch.setattr(torch.cuda, "Stream", lambda: None)
+    patch.setattr(SizedGraphs, "capture", lambda self, memory, stream: self.run_largest())
     patch.setattr(SizedGraphs, "replay", compute)

@@ -43,6 +43,7 @@ def wild_mix(engine: Engine, *, requests: int, vocabulary: int, seed: int = 0) -
     shared = _ids(dice, vocabulary, max(LENGTHS))
     waiting = [_request(dice, str(number), vocabulary, shared) for number in range(requests)]
     named: list[str] = []
+    before = engine.stats().preemptions
     while waiting or engine.open_requests:
         if waiting and dice.random() < (1.0 if not engine.open_requests else 0.2):
             for _ in range(dice.choice((1, 1, 1, 2, 5, engine.settings.max_running + 9))):
@@ -55,13 +56,13 @@ def wild_mix(engine: Engine, *, requests: int, vocabulary: int, seed: int = 0) -
         if stats is not None:
             seen.batch_sizes.add(stats.batch_size)
             seen.prompt_steps += stats.prefill_tokens > 0
-            seen.preemptions += stats.preemptions
         for output in engine.take_outputs():
             assert output.error is None, output
             seen.cached_tokens += output.cached_tokens
             seen.prompt_logprobs += len(output.prompt_logprobs)
             if output.finish_reason is not None:
                 seen.ends[output.finish_reason] = seen.ends.get(output.finish_reason, 0) + 1
+    seen.preemptions = engine.stats().preemptions - before
     return seen
 
 

@@ -30,7 +30,9 @@ HEARTBEAT_S = 0.2
 
 @pytest.fixture(scope="session")
 def model() -> ChatGLM:
-    return load_model(GOLDEN, torch.float32, torch.device("cpu"))
+    found = load_model(GOLDEN, torch.float32, torch.device("cpu"))
+    assert isinstance(found, ChatGLM)
+    return found
 
 
 def parameters(checkpoint: Path = GOLDEN, device: str = "cpu", **options: Any) -> EntryParameters:

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from wire.channel import Frame
 from wire.meta import Meta, decode_meta
@@ -15,7 +15,7 @@ TIMEOUT_S = 30.0
 
 @dataclass
 class FakeResponder:
-    """Keeps what it was given; `on_send` runs before each response."""
+    """Keeps what it was given, and counts heartbeats; `on_send` runs before each other response."""
 
     on_send: Callable[[], object] = lambda: None
     gone: bool = False
@@ -23,12 +23,16 @@ class FakeResponder:
     channel: "FakeResponder | None" = None
     """Where the deltas go, from stream 0 on, if the answer is streamed."""
     responses: list[tuple[str, Meta]] = field(default_factory=list)
+    heartbeats: int = 0
     frames: list[Frame] = field(default_factory=list)
     refusal: tuple[RefusalCode, str] | None = None
     ended: threading.Event = field(default_factory=threading.Event)
 
     def send(self, text: str, meta: Meta, *, final: bool) -> None:
         assert not self.ended.is_set(), "a response after the final one"
+        if (text, meta, final) == ("", Meta(), False):
+            self.heartbeats += 1
+            return
         self.on_send()
         self.responses.append((text, meta))
         if final:
@@ -53,9 +57,14 @@ class FakeResponder:
         return self
 
     @property
+    def refused(self) -> tuple[RefusalCode, str]:
+        assert self.refusal is not None, "it was not refused"
+        return self.refusal
+
+    @property
     def text(self) -> str:
         deltas = self.channel.deltas(0) if self.channel else []
-        return "".join([text for text, *_ in (*deltas, *self.responses)])
+        return "".join([delta[0] for delta in deltas] + [response[0] for response in self.responses])
 
     @property
     def metas(self) -> list[Meta]:
@@ -73,6 +82,13 @@ class FakeResponder:
         return found
 
     @property
+    def prompt_token_ids(self) -> list[int]:
+        accepted = self.metas[0].accepted
+        assert accepted is not None
+        assert accepted.prompt_token_ids is not None, "they were not asked for"
+        return accepted.prompt_token_ids
+
+    @property
     def token_ids(self) -> list[int]:
         return [token_id for meta in self.details for token_id in meta.token_ids or []]
 
@@ -83,7 +99,7 @@ class FakeResponder:
         return [*(meta for *_, meta in deltas if meta), *self.metas]
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
+def wait_until(holds: Callable[..., bool]) -> None:  # called with nothing: a loop's value is its default
     deadline = time.monotonic() + TIMEOUT_S
     while not holds():
         assert time.monotonic() < deadline, "it never came to hold"
@@ -114,8 +130,8 @@ class FakeFamily:
     """Like `pb_utils.MetricFamily`; remembers which threads touched any metric."""
 
     COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
-    made: dict[str, list[FakeMetric]]
-    threads: set[int]
+    made: ClassVar[dict[str, list[FakeMetric]]]
+    threads: ClassVar[set[int]]
 
     def __init__(self, *, name: str, description: str, kind: str) -> None:
         assert description
@@ -138,7 +154,11 @@ class FakePbUtils:
     """As much of `triton_python_backend_utils` as the metrics use."""
 
     def __init__(self) -> None:
-        self.MetricFamily = type("Family", (FakeFamily,), {"made": {}, "threads": set()})
+        class Family(FakeFamily):
+            made: ClassVar[dict[str, list[FakeMetric]]] = {}
+            threads: ClassVar[set[int]] = set()
+
+        self.MetricFamily = Family
 
     def metric(self, name: str, **labels: str) -> Any:
         (found,) = [

@@ -14,7 +14,6 @@ from triton_models.serving import channel as module
 from triton_models.serving.channel import Delivery, DeltaChannel
 from triton_models.serving.outbox import Sender
 from wire.channel import Frame
-from wire.meta import Meta
 from wire.refusal import RefusalCode
 from wire.request import ChannelStream
 
@@ -47,9 +46,8 @@ def test_deltas_go_to_the_channel_and_the_rest_to_the_requests_own_stream(served
     own = served.ask(max_tokens=40, **GREEDY, **on(7)).wait()
     plain = served.ask(max_tokens=40, **GREEDY).wait()
     assert whole_text(channel, 7, own) == plain.text
-    first, *heartbeats, last = own.metas
+    first, last = own.metas
     assert first.accepted is not None
-    assert heartbeats == []
     assert own.responses[0][0] == ""
     assert (last.finish_reason, last.usage) == ("length", plain.metas[-1].usage)
     deltas = channel.deltas(7)
@@ -127,10 +125,10 @@ def test_quiet_streams_beat_a_channel_and_a_request_that_waits(serve: Callable[.
     busy = served.ask(max_tokens=150, **GREEDY, **on(0))  # far longer than a heartbeat's interval
     waits = served.ask(max_tokens=2, **GREEDY, **on(1))
     busy.wait()
-    heard = waits.wait().metas.count(Meta())
+    heard = waits.wait().heartbeats
     assert heard, "nothing was heard of a request that waited"
     # Were they none, both had heard as much. A busy machine may hold up some steps for so long.
-    assert busy.metas.count(Meta()) * 2 < heard, "deltas on the channel are signs of life"
+    assert busy.heartbeats * 2 < heard, "deltas on the channel are signs of life"
 
 
 def test_a_lost_channel_ends_its_requests_and_no_others(
@@ -143,13 +141,13 @@ def test_a_lost_channel_ends_its_requests_and_no_others(
     wait_until(lambda: len(lost.frames) > 3)
     lost.gone = True
     for own in ends:
-        assert own.wait().refusal[0] is RefusalCode.CHANNEL_LOST
+        assert own.wait().refused[0] is RefusalCode.CHANNEL_LOST
     assert stays.wait().refusal is None
     assert stays.metas[-1].delivered.deltas == len(kept.deltas(0))
     wait_until(lambda: served.busy() == 0)
     assert lost.ended.is_set()
     wait_until(lambda: pb_utils.metric("requests_total", finish_reason="cancelled").value == 4)
-    assert served.ask(**on(0, "lost")).wait().refusal[0] is RefusalCode.CHANNEL_LOST
+    assert served.ask(**on(0, "lost")).wait().refused[0] is RefusalCode.CHANNEL_LOST
     assert open_channel(served, "lost").frames == [Frame(frame=0)], "its id is free again"
 
 
@@ -157,8 +155,8 @@ def test_a_frame_that_cannot_be_sent_loses_the_channel(served: Served) -> None:
     channel = open_channel(served)
 
     channel.on_send = fail
-    assert served.ask(max_tokens=LONG, **GREEDY, **on(0)).wait().refusal[0] is RefusalCode.CHANNEL_LOST
-    assert channel.wait().refusal[0] is RefusalCode.INTERNAL
+    assert served.ask(max_tokens=LONG, **GREEDY, **on(0)).wait().refused[0] is RefusalCode.CHANNEL_LOST
+    assert channel.wait().refused[0] is RefusalCode.INTERNAL
     assert served.ask(max_tokens=3, **GREEDY).wait().refusal is None
     wait_until(lambda: served.busy() == 0)
 
@@ -189,7 +187,7 @@ def test_a_hang_up_of_the_request_itself_ends_it(serve: Callable[..., Served], p
     other = served.ask(max_tokens=60, **GREEDY, **on(1))
     wait_until(lambda: bool(channel.deltas(0)))
     own.gone = True
-    assert own.wait().refusal[0] is RefusalCode.CANCELLED
+    assert own.wait().refused[0] is RefusalCode.CANCELLED
     assert other.wait().refusal is None
     assert served.ask(max_tokens=2, **GREEDY, **on(0)).wait().refusal is None, "its number is free again"
     wait_until(lambda: pb_utils.metric("requests_total", finish_reason="cancelled").value == 1)
@@ -211,7 +209,7 @@ def test_two_open_requests_of_one_number_are_refused(
     open_channel(served)
     first = served.ask(max_tokens=50, **GREEDY, **on(3))
     wait_until(lambda: bool(first.metas))
-    refused = served.ask(max_tokens=2, **GREEDY, **on(3)).wait().refusal
+    refused = served.ask(max_tokens=2, **GREEDY, **on(3)).wait().refused
     assert refused[0] is RefusalCode.INVALID_REQUEST
     assert "stream 3" in refused[1]
     assert first.wait().refusal is None
@@ -223,8 +221,8 @@ def test_unloading_answers_a_channel_and_what_is_on_it(serve: Callable[..., Serv
     own = served.ask(max_tokens=LONG, **GREEDY, **on(0))
     wait_until(lambda: bool(channel.deltas(0)))
     served.service.close()
-    assert own.refusal[0] is RefusalCode.SHUTTING_DOWN
-    assert channel.wait().refusal[0] is RefusalCode.SHUTTING_DOWN
+    assert own.refused[0] is RefusalCode.SHUTTING_DOWN
+    assert channel.wait().refused[0] is RefusalCode.SHUTTING_DOWN
 
 
 def test_a_frame_that_is_not_taken_shows_in_the_probe(served: Served) -> None:
@@ -246,7 +244,7 @@ def test_a_delta_that_cannot_be_made_ends_its_request_and_no_other(
 
     monkeypatch.setattr(module, "encode_meta", fail_once)
     failed = served.ask(max_tokens=30, return_token_ids=True, **GREEDY, **on(0)).wait()
-    assert failed.refusal[0] is RefusalCode.INTERNAL
+    assert failed.refused[0] is RefusalCode.INTERNAL
     beside = served.ask(max_tokens=30, return_token_ids=True, **GREEDY, **on(1)).wait()
     assert beside.metas[-1].delivered.deltas == len(channel.deltas(1)) > 0
 
@@ -263,7 +261,7 @@ def test_whatever_fails_in_the_delivery_it_goes_on(served: Served, monkeypatch: 
 
     channel = open_channel(served)
     broken = object.__new__(Broken)
-    served.service._delivery.post([broken])
+    served.service._delivery.worker.put([broken])
     own = served.ask(max_tokens=20, **GREEDY, **on(0)).wait()
     assert own.metas[-1].delivered.deltas == len(channel.deltas(0)) > 0
 
@@ -280,7 +278,7 @@ def test_a_delivery_that_has_ended_is_no_sign_of_life(
     def end(*_: object) -> None:
         raise End
 
-    monkeypatch.setattr(served.service._delivery, "_turn", end)
+    monkeypatch.setattr(served.service._delivery.worker, "_turn", end)
     wait_until(lambda: served.probe().heartbeat_age_s > 2)
     monkeypatch.undo()
 
@@ -314,14 +312,14 @@ def test_channels_are_bounded_and_one_of_an_id_at_a_time(monkeypatch: pytest.Mon
 def test_a_channel_whose_first_frame_fails_is_not_open(served: Served) -> None:
     broken = FakeResponder(on_send=fail)
     served.send(b'{"open_channel":"c"}', responder=broken).wait()
-    assert broken.refusal[0] is RefusalCode.INTERNAL
+    assert broken.refused[0] is RefusalCode.INTERNAL
     with pytest.raises(ChannelLostError):
         served.service._delivery.find("c")
 
 
 def test_a_second_channel_of_an_id_is_refused_and_the_first_goes_on(served: Served) -> None:
     channel = open_channel(served)
-    assert served.send(b'{"open_channel":"c"}').wait().refusal[0] is RefusalCode.INVALID_REQUEST
+    assert served.send(b'{"open_channel":"c"}').wait().refused[0] is RefusalCode.INVALID_REQUEST
     assert served.ask(max_tokens=2, **GREEDY, **on(0)).wait().refusal is None
     assert not channel.ended.is_set()
 
@@ -331,4 +329,4 @@ def test_nothing_is_attached_to_a_channel_that_was_lost() -> None:
     channel.lost = True
     with pytest.raises(ChannelLostError):
         channel.attach(range(1), "key")
-    assert channel.requests == set()
+    assert channel._streams == {}

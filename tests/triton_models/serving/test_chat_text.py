@@ -13,8 +13,8 @@ from wire.request import Detokenize, Generation, Tokenize
 def test_a_raw_prompt_is_continued_outside_the_chat_format(served: Served) -> None:
     asked = {"raw": True, "max_tokens": 9, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     by_text = served.ask("你好", **asked).wait()
-    prompt_ids = by_text.metas[0].accepted.prompt_token_ids
-    chat = served.ask("你好", max_tokens=1, return_token_ids=True).wait().metas[0].accepted.prompt_token_ids
+    prompt_ids = by_text.prompt_token_ids
+    chat = served.ask("你好", max_tokens=1, return_token_ids=True).wait().prompt_token_ids
     assert prompt_ids[:2] == chat[:2]
     assert prompt_ids[2:] != chat[2:]
     assert len(prompt_ids) < len(chat)
@@ -40,8 +40,7 @@ def test_a_raw_answer_goes_on_from_text(text: ChatText, raw: bool, shown: str) -
 def test_the_answers_first_line_becomes_part_of_the_prompt(served: Served) -> None:
     asked = {"max_tokens": 1, "return_token_ids": True}
     plain, named = (
-        served.ask("hi", **asked, **more).wait().metas[0].accepted.prompt_token_ids
-        for more in ({}, {"answer_metadata": "get"})
+        served.ask("hi", **asked, **more).wait().prompt_token_ids for more in ({}, {"answer_metadata": "get"})
     )
     assert named[: len(plain)] == plain
     assert len(named) > len(plain)
@@ -49,7 +48,7 @@ def test_the_answers_first_line_becomes_part_of_the_prompt(served: Served) -> No
 
 @pytest.mark.parametrize("sampling", [b'{"raw":true,', b'{"prompt_token_ids":[5],'])
 def test_what_is_no_conversation_has_no_first_line(served: Served, sampling: bytes) -> None:
-    code, why = served.send(sampling + b'"answer_metadata":""}', "").wait().refusal
+    code, why = served.send(sampling + b'"answer_metadata":""}', "").wait().refused
     assert (code, why[:24]) == (RefusalCode.INVALID_REQUEST, "answer_metadata belongs ")
 
 
@@ -99,8 +98,9 @@ def test_text_has_the_ids_of_a_raw_prompt_with_its_prefix(text: ChatText) -> Non
 
 def test_each_id_is_shown_where_that_is_requested(text: ChatText) -> None:
     tokenized = text.tokenize(Tokenize(tokenize="text", prefix=True, strings=True), "a👋", [])
-    assert tokenized.strings[:2] == ["[gMASK]", "sop"]
-    assert "".join(tokenized.strings[2:]).strip() == "a\\xf0\\x9f\\x91\\x8b"
+    gmask, sop, *strings = tokenized.strings or []
+    assert (gmask, sop) == ("[gMASK]", "sop")
+    assert "".join(strings).strip() == "a\\xf0\\x9f\\x91\\x8b"
     _, shown = text.detokenize(Detokenize(detokenize=tokenized.ids, strings=True), text.tokenizer.size)
     assert shown.strings == tokenized.strings
     assert shown.ids is None

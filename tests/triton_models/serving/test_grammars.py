@@ -83,7 +83,7 @@ def test_what_cannot_be_enforced_is_refused(
     served: Served, grammar: Grammar, more: dict[str, object], why: str
 ) -> None:
     refused = served.ask(grammar=grammar, **more).wait()
-    code, message = refused.refusal
+    code, message = refused.refused
     assert code is RefusalCode.INVALID_GRAMMAR
     assert re.search(why, message)
 
@@ -104,16 +104,35 @@ def test_who_waits_for_a_compiler_can_leave_and_the_queue_is_bounded(
     cancelled = served.ask(grammar=BY_REGEX, request_id="leaves")
     late = served.ask(grammar=BY_SCHEMA, deadline_ms=1)
     full = served.ask(grammar=Grammar("regex", "more")).wait()
-    assert full.refusal[0] is RefusalCode.QUEUE_FULL
+    assert full.refused[0] is RefusalCode.QUEUE_FULL
     assert len(served.service._requests) == COMPILERS + 2
     assert served.send(encode_request(Cancel("leaves"))).wait().metas[-1].cancelled
-    assert cancelled.wait().refusal[0] is RefusalCode.CANCELLED
+    assert cancelled.wait().refused[0] is RefusalCode.CANCELLED
     wait_until(lambda: len(served.service._requests) == COMPILERS + 1)
     go.set()
-    assert late.wait().refusal[0] is RefusalCode.DEADLINE_EXCEEDED
+    assert late.wait().refused[0] is RefusalCode.DEADLINE_EXCEEDED
     assert not late.metas
     assert all(each.wait().text for each in busy)
     wait_until(lambda: not served.service._requests)
+
+
+def test_a_request_whose_grammar_is_compiled_hears_heartbeats(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway gives a request up that hears nothing for ten seconds."""
+    go = threading.Event()
+    compile_ = Grammars.compile
+
+    def slow(self: Grammars, *arguments: Any, **options: Any) -> CompiledGrammar:
+        assert go.wait(20)
+        return compile_(self, *arguments, **options)
+
+    monkeypatch.setattr(Grammars, "compile", slow)
+    answer = served.ask(grammar=Grammar("regex", "[a-z]5"))
+    wait_until(lambda: answer.heartbeats >= 3)
+    assert not answer.metas
+    go.set()
+    assert answer.wait().metas[0].accepted is not None
 
 
 class Panic(BaseException):
@@ -130,7 +149,7 @@ def test_a_panic_is_answered_and_costs_nobody_a_place(
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, panic)
             refused = served.ask(grammar=Grammar("regex", "[a-z]{7}")).wait()
-        assert refused.refusal[0] is RefusalCode.INTERNAL
+        assert refused.refused[0] is RefusalCode.INTERNAL
     assert re.fullmatch("[a-z]{7}", served.ask(grammar=Grammar("regex", "[a-z]{7}")).wait().text)
     wait_until(lambda: not served.service._requests)
 
@@ -149,11 +168,11 @@ def test_a_mask_that_fails_takes_nobody_along(served: Served, monkeypatch: pytes
     free = served.ask(max_tokens=40, temperature=0, ignore_eos=True)
     monkeypatch.setattr(GrammarMask, "fill", failing_fill)
     failed = served.ask(grammar=Grammar("regex", "[a-z]{20}")).wait()
-    assert failed.refusal[0] is RefusalCode.INTERNAL
-    assert "mask" in failed.refusal[1]
+    assert failed.refused[0] is RefusalCode.INTERNAL
+    assert "mask" in failed.refused[1]
     monkeypatch.setattr(GrammarMask, "fill", fill)
     monkeypatch.setattr(GrammarMask, "accept", lambda self, token_id: 1 / 0)
-    assert served.ask(grammar=Grammar("regex", "[a-z]{20}")).wait().refusal[0] is RefusalCode.INTERNAL
+    assert served.ask(grammar=Grammar("regex", "[a-z]{20}")).wait().refused[0] is RefusalCode.INTERNAL
     monkeypatch.setattr(GrammarMask, "accept", accept)
     assert free.wait().metas[-1].usage.completion_tokens == 40
     assert re.fullmatch("[a-z]{3}[0-9]{2}", served.ask(grammar=BY_REGEX).wait().text)
@@ -167,6 +186,6 @@ def test_a_grammar_that_cannot_be_followed_on_is_the_requests_fault(
 
     served.ask(grammar=Grammar("regex", "[a-z]{20}")).wait()  # which compiles it
     monkeypatch.setattr(GrammarMask, "accept", stuck)
-    refused = served.ask(grammar=Grammar("regex", "[a-z]{20}")).wait().refusal
+    refused = served.ask(grammar=Grammar("regex", "[a-z]{20}")).wait().refused
     assert refused[0] is RefusalCode.INVALID_GRAMMAR
     assert refused[1].endswith("too many states")

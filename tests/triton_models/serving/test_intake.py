@@ -10,17 +10,17 @@ import pytest
 from tests.triton_models.serving.conftest import Served
 from tests.triton_models.serving.fakes import TIMEOUT_S, FakeResponder, wait_until
 from triton_models.errors import InvalidGrammarError, QueueFullError
-from triton_models.serving import intake as module
+from triton_models.serving import service as module
 from triton_models.serving.chat_text import ChatText
 from triton_models.serving.intake import (
     COMPILERS,
     GRAMMARS_WAITING,
-    TEXTS_WAITING,
     Arrival,
     Inputs,
     Intake,
 )
 from triton_models.serving.request import OpenRequest
+from triton_models.serving.service import TEXTS_WAITING
 from wire.grammar import Grammar
 from wire.refusal import RefusalCode
 from wire.request import Generation, Tokenize, encode_request
@@ -33,10 +33,6 @@ class Owner:
         raise AssertionError(name)
 
 
-def inputs_of(text: str) -> Inputs:
-    return Inputs(text.encode(), b"", b"")
-
-
 class Preparing(Intake):
     """An intake whose arrivals are requests that were opened; `errors` are those of `begin`."""
 
@@ -45,22 +41,20 @@ class Preparing(Intake):
         self.errors: list[Exception] = []
         self.start()
 
-    def prepare(self, request: OpenRequest, text: str = "") -> None:
-        self.submit([Arrival(request.responder, inputs_of(text)), request])
+    def prepare(self, *requests: OpenRequest) -> None:
+        self.submit(requests)
 
-    def _open(self, arrival: Any) -> None:
-        if isinstance(arrival, Arrival):
-            self._inputs = arrival.inputs
-            return
+    def _open(self, request: OpenRequest) -> None:
         try:
-            self.begin(arrival, self._inputs)
+            self.begin(request)
         except QueueFullError as error:
             self.errors.append(error)
 
 
 def opened(key: str, *, held: bool = False, pattern: str = "a", **more: Any) -> OpenRequest:
     grammar = Grammar("regex", pattern) if held else None
-    return OpenRequest(key, Generation(grammar=grammar, **more), FakeResponder(), Owner())
+    inputs = Inputs(b"", b"", b"")
+    return OpenRequest(key, Generation(grammar=grammar, **more), inputs, FakeResponder(), Owner())
 
 
 class Compiler:
@@ -78,22 +72,20 @@ class Compiler:
 
 def test_nobody_waits_for_a_grammar_that_is_compiled() -> None:
     compiled = threading.Event()
-    prepared: list[tuple[str, Inputs, Any]] = []
+    prepared: list[tuple[str, Any]] = []
 
     def compile_grammar(generation: Generation) -> None:
         assert compiled.wait(20)
 
-    preparing = Preparing(
-        compile_grammar, lambda request, inputs, future: prepared.append((request.key, inputs, future))
-    )
-    preparing.prepare(opened("held", held=True), "a")
-    preparing.prepare(opened("free"), "b")
+    preparing = Preparing(compile_grammar, lambda request: prepared.append((request.key, request.compiling)))
+    preparing.prepare(opened("held", held=True))
+    preparing.prepare(opened("free"))
     wait_until(lambda: bool(prepared))
-    assert prepared == [("free", inputs_of("b"), None)]
+    assert prepared == [("free", None)]
     compiled.set()
     preparing.close()
-    (_, (key, inputs, future)) = prepared
-    assert (key, inputs) == ("held", inputs_of("a"))
+    (_, (key, future)) = prepared
+    assert key == "held"
     assert future is not None
     assert future.result() is None
 
@@ -104,10 +96,8 @@ def test_what_compiling_raises_is_told_where_the_request_is_prepared() -> None:
     def compile_grammar(generation: Generation) -> None:
         raise InvalidGrammarError("broken")
 
-    preparing = Preparing(
-        compile_grammar, lambda _request, _inputs, future: errors.append(future and future.exception())
-    )
-    preparing.prepare(opened("held", held=True), "a")
+    preparing = Preparing(compile_grammar, lambda request: errors.append(request.compiling.exception()))
+    preparing.prepare(opened("held", held=True))
     wait_until(lambda: bool(errors))
     preparing.close()
     (error,) = errors
@@ -116,13 +106,13 @@ def test_what_compiling_raises_is_told_where_the_request_is_prepared() -> None:
 
 def test_nothing_is_compiled_for_who_gave_up() -> None:
     compiler, prepared = Compiler(), list[str]()
-    preparing = Preparing(compiler, lambda request, _inputs, _future: prepared.append(request.key))
+    preparing = Preparing(compiler, lambda request: prepared.append(request.key))
     for number in range(COMPILERS):
-        preparing.prepare(opened(f"busy{number}", held=True, pattern="busy"), "")
+        preparing.prepare(opened(f"busy{number}", held=True, pattern="busy"))
     cancelled = opened("cancelled", held=True, pattern="cancelled")
-    preparing.prepare(cancelled, "")
-    preparing.prepare(opened("late", held=True, pattern="late", deadline_ms=1), "")
-    preparing.prepare(opened("patient", held=True, pattern="patient"), "")
+    preparing.prepare(cancelled)
+    preparing.prepare(opened("late", held=True, pattern="late", deadline_ms=1))
+    preparing.prepare(opened("patient", held=True, pattern="patient"))
     cancelled.cancelled = True
     late = opened("sooner", deadline_ms=1)
     wait_until(lambda: late.given_up() is not None)
@@ -134,24 +124,24 @@ def test_nothing_is_compiled_for_who_gave_up() -> None:
 
 def test_who_gives_up_leaves_the_list_at_once() -> None:
     compiler, prepared = Compiler(), dict[str, Any]()
-    preparing = Preparing(compiler, lambda request, _inputs, future: prepared.update({request.key: future}))
+    preparing = Preparing(compiler, lambda request: prepared.update({request.key: request.compiling}))
     busy = [opened(f"busy{number}", held=True, pattern=f"busy{number}") for number in range(COMPILERS)]
     waiting = [
         opened(f"{number}", held=True, pattern=f"{number}") for number in range(GRAMMARS_WAITING - COMPILERS)
     ]
     for request in [*busy, *waiting]:
-        preparing.prepare(request, "")
+        preparing.prepare(request)
     wait_until(lambda: len(compiler.asked) == COMPILERS)
     for request in (waiting[-1], busy[0]):
         request.cancelled = True
         preparing.give_up(request)
     wait_until(lambda: list(prepared) == [waiting[-1].key])
     assert prepared[waiting[-1].key].cancelled()
-    preparing.prepare(opened("more", held=True, pattern="more"), "")  # in its place
-    wait_until(lambda: any(key.key == "more" for key in list(preparing._compiling)))
+    preparing.prepare(opened("more", held=True, pattern="more"))  # in its place
+    wait_until(lambda: Grammar("regex", "more") in list(preparing._waiting))
     gone = opened("gone", held=True, pattern="more")
     gone.cancelled = True
-    preparing.prepare(gone, "")
+    preparing.prepare(gone)
     wait_until(lambda: "gone" in prepared)
     preparing.give_up(opened("free"))
     compiler.go.set()
@@ -162,9 +152,9 @@ def test_who_gives_up_leaves_the_list_at_once() -> None:
 
 def test_closing_waits_for_no_grammar_that_was_not_begun() -> None:
     compiler, prepared = Compiler(), list[str]()
-    preparing = Preparing(compiler, lambda request, _inputs, _future: prepared.append(request.key))
+    preparing = Preparing(compiler, lambda request: prepared.append(request.key))
     for number in range(COMPILERS + 9):
-        preparing.prepare(opened(f"{number}", held=True, pattern=f"{number}"), "")
+        preparing.prepare(opened(f"{number}", held=True, pattern=f"{number}"))
     wait_until(lambda: len(compiler.asked) == COMPILERS)
     closing = threading.Thread(target=preparing.close)
     closing.start()
@@ -177,17 +167,17 @@ def test_closing_waits_for_no_grammar_that_was_not_begun() -> None:
 
 def test_so_many_grammars_wait_and_any_number_of_requests_for_them() -> None:
     compiler, prepared = Compiler(), list[str]()
-    preparing = Preparing(compiler, lambda request, _inputs, _future: prepared.append(request.key))
+    preparing = Preparing(compiler, lambda request: prepared.append(request.key))
     for number in range(GRAMMARS_WAITING):
-        preparing.prepare(opened("first", held=True, pattern=f"{number}"), "")
-        preparing.prepare(opened("again", held=True, pattern=f"{number}"), "")
-    preparing.prepare(opened("more", held=True, pattern="more"), "")
+        preparing.prepare(opened("first", held=True, pattern=f"{number}"))
+        preparing.prepare(opened("again", held=True, pattern=f"{number}"))
+    preparing.prepare(opened("more", held=True, pattern="more"))
     wait_until(lambda: bool(preparing.errors))
     assert f"{GRAMMARS_WAITING} grammars" in str(preparing.errors[0])
-    preparing.prepare(opened("free"), "")
+    preparing.prepare(opened("free"))
     compiler.go.set()
     wait_until(lambda: len(prepared) == 2 * GRAMMARS_WAITING + 1)
-    preparing.prepare(opened("more", held=True, pattern="more"), "")
+    preparing.prepare(opened("more", held=True, pattern="more"))
     wait_until(lambda: "more" in prepared)
     preparing.close()
 
@@ -195,7 +185,7 @@ def test_so_many_grammars_wait_and_any_number_of_requests_for_them() -> None:
 def test_a_fault_in_one_request_ends_nothing() -> None:
     prepared: list[str] = []
 
-    def prepare(request: OpenRequest, *_: object) -> None:
+    def prepare(request: OpenRequest) -> None:
         prepared.append(request.key)
         if request.key == "broken":
             raise ZeroDivisionError
@@ -242,7 +232,7 @@ class Text:
     def code(self) -> RefusalCode:
         self.responder.wait()
         assert self.responder.refusal is not None
-        return self.responder.refusal[0]
+        return self.responder.refused[0]
 
 
 class Held:
@@ -285,12 +275,23 @@ def test_texts_are_tokenized_in_their_order_while_the_engine_is_full(
 def test_no_more_than_64_texts_wait(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(served, monkeypatch)
     waiting = [Text(served) for _ in range(TEXTS_WAITING)]
-    over = Text(served)
-    assert over.code is RefusalCode.QUEUE_FULL
+    served.probe()  # so that these have been taken
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "decode_request", None)  # a million ids are not read to refuse them
+        over = Text(served)
+        assert over.code is RefusalCode.QUEUE_FULL
     served.probe()
     held.let_go()
     assert all(each.ids for each in waiting)
     assert Text(served).ids
+
+
+def test_a_text_that_is_stuck_is_no_sign_of_life(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(served, monkeypatch)
+    wait_until(lambda: served.probe().heartbeat_age_s > 0.5)
+    held.let_go()
+    assert held.first.ids
+    wait_until(lambda: served.probe().heartbeat_age_s < 0.5)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +307,7 @@ def test_a_text_that_makes_no_sense_is_refused_alone(served: Served, document: b
     broken = FakeResponder()
     served.service.submit([Arrival(broken, Inputs(prompt, b"", document))])
     after = Text(served)
-    assert broken.wait().refusal[0] is RefusalCode.INVALID_REQUEST
+    assert broken.wait().refused[0] is RefusalCode.INVALID_REQUEST
     assert after.ids
 
 
@@ -325,7 +326,7 @@ def test_a_failure_is_not_told_and_ends_nothing(served: Served, monkeypatch: pyt
         patched.setattr(ChatText, "tokenize", fail)
         failed = Text(served)
         assert failed.code is RefusalCode.INTERNAL
-        assert "secret" not in failed.responder.refusal[1]
+        assert "secret" not in failed.responder.refused[1]
     assert Text(served).ids
 
 
@@ -336,7 +337,7 @@ def test_who_left_or_whose_time_is_over_is_not_served(
     late, patient = Text(served, "late", deadline_ms=1), Text(served, "patient", deadline_ms=10**9)
     gone = Text(served, "gone", FakeResponder(gone=True))
     served.probe()  # so that these have been taken
-    monkeypatch.setattr(module, "LONGEST_WAIT_S", 0.001)
+    monkeypatch.setattr(module, "LONGEST_WAIT_MS", 1)
     too_late = Text(served, "too late", deadline_ms=10**9)
     served.probe()
     time.sleep(0.5)  # the sender has asked about all of them
@@ -354,7 +355,7 @@ def test_all_texts_are_answered_when_the_model_is_unloaded(
     waiting = Text(served)
     closing = threading.Thread(target=served.service.close)
     closing.start()
-    wait_until(served.service._tokenizing._closing.is_set)
+    wait_until(served.service._closing.is_set)
     held.let_go()
     closing.join(TIMEOUT_S)
     assert not closing.is_alive()

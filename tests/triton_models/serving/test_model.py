@@ -154,6 +154,19 @@ def test_inputs_that_are_not_one_string_each_are_refused_alone(model: Any, given
     assert parse_refusal(str(broken.sender.error)) is not None
 
 
+def test_a_request_that_cannot_be_answered_fails_no_other(model: Any) -> None:
+    """An exception out of `execute` would fail the whole batch."""
+
+    class Lost(Request):
+        def get_response_sender(self) -> ResponseSender:
+            raise RuntimeError("no shared memory")
+
+    probe = inputs(b'{"probe":true}')
+    lost, fine = Lost(probe, ResponseSender()), Request(probe, ResponseSender())
+    model.execute([lost, fine])
+    wait_until(lambda: bool(fine.sender.metas))
+
+
 @pytest.mark.parametrize(
     ("tritons", "used"),
     [

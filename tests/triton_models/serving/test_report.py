@@ -72,14 +72,3 @@ def test_what_the_engine_counts_is_written_as_it_grows(
     metrics.stop()
     assert pb_utils.metric("failed_steps_total").value == 1
     assert pb_utils.metric("requests_waiting").value == 0
-
-
-def test_nothing_is_written_once_the_server_is_gone(source: Source, pb_utils: FakePbUtils) -> None:
-    """Such a call would never return, and hold the interpreter lock."""
-    metrics = EngineMetrics("glm", 1, pb_utils, orphaned=lambda: True)
-    metrics.start(source)
-    metrics.accepted(5)
-    metrics.first_token(0.1, 0.2)
-    metrics.stop()
-    assert pb_utils.metric("prompt_tokens_total").value == 0
-    assert pb_utils.metric("kv_blocks").value == 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.triton_models.serving.conftest import Served, Slow
 from tests.triton_models.serving.fakes import FakePbUtils, FakeResponder, wait_until
@@ -17,7 +18,7 @@ from tests.triton_models.serving.told import logprobs, told
 from triton_models.engine.sequence import TokenLogprobs, TokenOutput
 from triton_models.serving.chat_text import ChatText
 from triton_models.serving.request import Choice
-from wire.meta import Meta, Usage, encode_meta
+from wire.meta import Usage, encode_meta
 from wire.refusal import RefusalCode
 from wire.request import Generation
 
@@ -32,9 +33,8 @@ def test_each_choice_is_what_a_request_with_its_seed_alone_is_told(served: Serve
     alone = [served.ask(seed=7 + index, **asked).wait() for index in range(3)]
     assert [choice.token_ids for choice in choices] == [each.token_ids for each in alone]
     assert [choice.text for choice in choices] == [each.text for each in alone]
-    usage = Usage(
-        prompt_tokens=9, completion_tokens=sum(each.metas[-1].usage.completion_tokens for each in alone)
-    )
+    counts: list[int] = [each.metas[-1].usage.completion_tokens for each in alone]
+    usage = Usage(prompt_tokens=9, completion_tokens=sum(counts))
     assert answer.metas[-1].usage == usage
     assert sum(meta.accepted is not None for meta in answer.metas) == 1
 
@@ -82,7 +82,7 @@ def test_whole_and_streamed_are_the_same(
     one, other = told(whole, n), told(own, n, channel, first)
     assert other == one
     assert logprobs(other) == pytest.approx(logprobs(one), abs=1e-4)
-    assert sum(meta != Meta() for meta in whole.metas) == 1 + n, "each choice comes whole"
+    assert len(whole.metas) == 1 + n, "each choice comes whole"
     usages = [each.metas[-1].usage for each in (whole, own)]
     assert len({(usage.prompt_tokens, usage.completion_tokens) for usage in usages}) == 1
 
@@ -121,11 +121,11 @@ def test_choices_take_a_place_each_and_are_admitted_together_or_not_at_all(
     served = serve(slow=True, max_running=2, max_waiting=2)
     first = served.ask(n=2, max_tokens=LONG, ignore_eos=True)
     wait_until(lambda: served.busy() == 2)
-    assert served.ask(n=3, max_tokens=LONG).wait().refusal[0] is RefusalCode.QUEUE_FULL
+    assert served.ask(n=3, max_tokens=LONG).wait().refused[0] is RefusalCode.QUEUE_FULL
     second = served.ask(n=2, max_tokens=LONG, ignore_eos=True)
     wait_until(lambda: bool(second.metas))
     assert served.busy() == 4
-    code, message = served.ask(n=5).wait().refusal
+    code, message = served.ask(n=5).wait().refused
     assert code is RefusalCode.INVALID_REQUEST, "it could never be admitted"
     assert "5 requests at once" in message
     first.gone = second.gone = True
@@ -141,7 +141,7 @@ def test_no_two_generations_share_a_number_on_a_channel(
     first = served.ask(n=3, max_tokens=30, seed=1, ignore_eos=True, **on(3))
     wait_until(lambda: bool(first.metas))
     for number, n in ((5, 1), (2, 2), (0, 9)):
-        refused = served.ask(n=n, max_tokens=2, **on(number)).wait().refusal
+        refused = served.ask(n=n, max_tokens=2, **on(number)).wait().refused
         assert refused[0] is RefusalCode.INVALID_REQUEST
         assert "another open request's" in refused[1]
     beside = served.ask(n=3, max_tokens=30, seed=1, ignore_eos=True, **on(6))
@@ -187,10 +187,10 @@ def test_a_client_that_leaves_ends_every_choice(
     )
     wait_until(lambda: bool(channel.deltas(2)) if channel else bool(answer.metas))
     end(served, answer)
-    assert answer.wait().refusal[0] is RefusalCode.CANCELLED
+    assert answer.wait().refused[0] is RefusalCode.CANCELLED
     wait_until(lambda: served.busy() == 0)
     wait_until(lambda: pb_utils.metric("requests_total", finish_reason="cancelled").value == 4)
-    assert served.service._choices == served.service._requests == {}
+    assert (served.service._choices, served.service._requests) == ({}, {})
     if channelled:
         assert served.ask(n=4, max_tokens=2, **on(0)).wait().refusal is None, "its numbers are free again"
 
@@ -198,7 +198,7 @@ def test_a_client_that_leaves_ends_every_choice(
 def test_the_deadline_of_a_choice_that_waits_is_the_requests(serve: Callable[..., Served]) -> None:
     served = serve(slow=True, max_running=1)
     answer = served.ask(n=2, max_tokens=LONG, ignore_eos=True, deadline_ms=300).wait()
-    assert answer.refusal[0] is RefusalCode.DEADLINE_EXCEEDED
+    assert answer.refused[0] is RefusalCode.DEADLINE_EXCEEDED
     wait_until(lambda: served.busy() == 0)
 
 
@@ -223,11 +223,11 @@ def test_an_error_of_one_choice_ends_the_request_and_leaves_nothing_of_the_other
         open_channel(served)
     where = on(0) if channelled else {}
     failed = served.ask(n=3, max_tokens=LONG, ignore_eos=True, **where).wait()
-    assert failed.refusal[0] is RefusalCode.INTERNAL
+    assert failed.refused[0] is RefusalCode.INTERNAL
     wait_until(lambda: served.busy() == 0)
     wait_until(lambda: pb_utils.metric("requests_total", finish_reason="cancelled").value == 2)
     wait_until(lambda: pb_utils.metric("requests_total", finish_reason="error").value == 1)
-    assert served.service._choices == served.service._requests == {}
+    assert (served.service._choices, served.service._requests) == ({}, {})
     assert told(served.ask(n=3, max_tokens=3), 3)
 
 
@@ -240,9 +240,9 @@ def test_a_reader_that_fails_under_one_choice_ends_all(serve: Callable[..., Serv
 
     served = serve(slow=True)
     broken = served.ask(responder=FakeResponder(on_send=fail_later), n=4, max_tokens=LONG, ignore_eos=True)
-    assert broken.wait().refusal[0] is RefusalCode.INTERNAL
+    assert broken.wait().refused[0] is RefusalCode.INTERNAL
     wait_until(lambda: served.busy() == 0)
-    assert served.service._choices == served.service._requests == {}
+    assert (served.service._choices, served.service._requests) == ({}, {})
 
 
 def test_a_lost_channel_ends_every_choice_on_it(serve: Callable[..., Served]) -> None:
@@ -251,7 +251,7 @@ def test_a_lost_channel_ends_every_choice_on_it(serve: Callable[..., Served]) ->
     own = served.ask(n=3, max_tokens=LONG, ignore_eos=True, **on(0))
     wait_until(lambda: bool(channel.deltas(2)))
     channel.gone = True
-    assert own.wait().refusal[0] is RefusalCode.CHANNEL_LOST
+    assert own.wait().refused[0] is RefusalCode.CHANNEL_LOST
     wait_until(lambda: served.busy() == 0)
 
 
@@ -274,6 +274,26 @@ def test_nothing_of_a_request_that_was_refused_goes_to_the_channel(
     assert len(channel.deltas(1)) == sent
 
 
+class Joined(str):
+    """A text that cannot be appended to another one: doing so for each token copies the whole answer."""
+
+    __slots__ = ()
+
+    def __radd__(self, other: str) -> str:
+        raise AssertionError("copied")
+
+
+def test_a_whole_answer_is_put_together_once(text: ChatText, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Generation(max_tokens=50)
+    choice = Choice("r", 0, asked, text.tokenizer, text.answer(asked), echo="echo ")
+    push = choice._stream.push
+    monkeypatch.setattr(choice._stream, "push", lambda token: replace(push(token), text=Joined("ab")))
+    for number in range(50):
+        choice.take(TokenOutput(request_id="r", prompt_tokens=3, token_id=300 + number))
+    assert choice.next_delta()[:2] == ("echo " + 50 * "ab", 50)
+    assert not choice.sendable
+
+
 def test_what_cannot_be_sampled_has_the_floor_for_its_log_probability(text: ChatText) -> None:
     """JSON has no infinity."""
     asked = Generation(request_id="r", logprobs=1)
@@ -282,7 +302,7 @@ def test_what_cannot_be_sampled_has_the_floor_for_its_log_probability(text: Chat
     logprobs = TokenLogprobs(id=300, logprob=impossible, top=((300, impossible), (301, -1.5)))
     choice.take(TokenOutput(request_id="r", prompt_tokens=3, token_id=300, logprobs=logprobs))
     _, meta = choice.last_response()
-    (token,) = meta.logprobs or ()
+    (token,) = meta.logprobs or []
     assert token.logprob == -9999
     assert [top.logprob for top in token.top] == [-9999, -1.5]
     assert b"null" not in encode_meta(meta)

@@ -1,25 +1,15 @@
 import json
-import shutil
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from tests.triton_models.serving.conftest import GOLDEN, Served, parameters
+from tests.triton_models.serving.conftest import Served
 from tests.triton_models.serving.fakes import FakePbUtils, FakeResponder, wait_until
-from triton_models.engine.settings import EngineSettings
-from triton_models.errors import CheckpointError
-from triton_models.options import OPTIONS
-from triton_models.serving.chat_text import load_text
 from triton_models.serving.intake import Arrival, Inputs, Intake
 from triton_models.serving.request import OpenRequest
-from triton_models.serving.service import HEARTBEAT_S, build_service, choose_dtype, engine_settings
-from wire.meta import Meta
 from wire.refusal import RefusalCode
 
 LONG = 400
@@ -38,6 +28,8 @@ def test_accepted_comes_first_and_the_final_response_last(served: Served) -> Non
     assert last.finish_reason == "length"
     assert last.usage.prompt_tokens == 9
     assert last.usage.completion_tokens == 8
+    assert last.queue_s is not None
+    assert last.queue_s >= 0
     assert sum(meta.tokens for meta in answer.metas) == 8
 
 
@@ -120,22 +112,22 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     answer = served.send(sampling, history=history).wait()
     assert answer.responses == []
     assert answer.refusal is not None
-    assert answer.refusal[0] == code
-    assert words in answer.refusal[1]
+    assert answer.refused[0] == code
+    assert words in answer.refused[1]
 
 
 def test_a_prompt_over_the_context_is_refused(served: Served) -> None:
     for prompt in ("你好" * 600, "x" * 1_000_000):
         answer = served.ask(prompt).wait()
         assert answer.refusal is not None
-        assert answer.refusal[0] is RefusalCode.CONTEXT_LENGTH_EXCEEDED
+        assert answer.refused[0] is RefusalCode.CONTEXT_LENGTH_EXCEEDED
 
 
 def test_bytes_that_are_no_text_are_refused(served: Served) -> None:
     for inputs in (Inputs(b"\xff", b"", b""), Inputs(b"", b"", b'{"request_id":"\xff"}'), None):
         responder = FakeResponder()
         served.service.submit([Arrival(responder, inputs)])
-        assert responder.wait().refusal[0] is RefusalCode.INVALID_REQUEST
+        assert responder.wait().refused[0] is RefusalCode.INVALID_REQUEST
 
 
 def test_a_full_engine_refuses_and_still_answers_probes_and_cancels(serve: Callable[..., Served]) -> None:
@@ -143,14 +135,14 @@ def test_a_full_engine_refuses_and_still_answers_probes_and_cancels(serve: Calla
     admitted = [served.ask(max_tokens=LONG, ignore_eos=True, request_id=f"r{n}") for n in range(4)]
     wait_until(lambda: all(answer.metas for answer in admitted) and served.probe().running == 2)
     refused = served.ask(max_tokens=LONG).wait()
-    assert refused.refusal[0] is RefusalCode.QUEUE_FULL
+    assert refused.refused[0] is RefusalCode.QUEUE_FULL
     report = served.probe()
     assert (report.running, report.waiting) == (2, 2)
     assert (report.format, report.max_context) == ("chatglm3", 512)
     for number, each in enumerate(admitted):
         cancel = served.send(json.dumps({"cancel": f"r{number}"}).encode()).wait()
         assert cancel.metas[0].cancelled is True
-        assert each.wait().refusal[0] is RefusalCode.CANCELLED
+        assert each.wait().refused[0] is RefusalCode.CANCELLED
     unknown = served.send(b'{"cancel":"nobody"}').wait()
     assert unknown.metas[0].cancelled is False
     wait_until(lambda: served.probe().waiting == served.probe().running == 0)
@@ -162,7 +154,7 @@ def test_a_client_that_left_frees_its_place(serve: Callable[..., Served], pb_uti
     wait_until(lambda: served.probe().waiting == 1)
     waiting.gone = running.gone = True
     for each in (waiting, running):
-        assert each.wait().refusal[0] is RefusalCode.CANCELLED
+        assert each.wait().refused[0] is RefusalCode.CANCELLED
     wait_until(lambda: served.probe().running == 0)
     wait_until(lambda: pb_utils.metric("requests_total", finish_reason="cancelled").value == 2)
     wait_until(lambda: pb_utils.metric("kv_blocks_used").value == 0)
@@ -172,19 +164,34 @@ def test_a_request_that_waits_hears_heartbeats(serve: Callable[..., Served]) -> 
     served = serve(slow=True, max_running=1)
     running = served.ask(max_tokens=LONG, ignore_eos=True)
     waiting = served.ask(max_tokens=2, ignore_eos=True)
-    wait_until(lambda: len(waiting.metas) >= 3)
+    wait_until(lambda: bool(waiting.metas))
     assert waiting.metas[0].accepted is not None
-    assert waiting.metas[1:3] == [Meta(), Meta()]
+    heard = waiting.heartbeats
+    wait_until(lambda: waiting.heartbeats >= heard + 2)
     running.gone = True
     waiting.wait()
     assert waiting.metas[-1].usage.completion_tokens == 2
+
+
+def test_a_burst_is_on_the_waiting_list_before_it_is_told_so(serve: Callable[..., Served]) -> None:
+    """Each request once waited for the response to the one before it."""
+    served, go = serve(slow=True, max_running=1), threading.Event()
+    answers = [
+        served.ask(responder=FakeResponder(on_send=lambda: go.wait(20)), max_tokens=LONG, ignore_eos=True)
+        for _ in range(64)
+    ]
+    wait_until(lambda: served.service.stats().running + served.service.stats().waiting == 64)
+    assert not any(answer.metas for answer in answers)
+    go.set()
+    for answer in answers:
+        answer.gone = True
 
 
 def test_the_deadline_acts_on_a_request_that_waits(serve: Callable[..., Served]) -> None:
     served = serve(slow=True, max_running=1)
     running = served.ask(max_tokens=LONG, ignore_eos=True)
     late = served.ask(max_tokens=2, deadline_ms=50).wait()
-    assert late.refusal[0] is RefusalCode.DEADLINE_EXCEEDED
+    assert late.refused[0] is RefusalCode.DEADLINE_EXCEEDED
     running.gone = True
     running.wait()
 
@@ -192,8 +199,8 @@ def test_the_deadline_acts_on_a_request_that_waits(serve: Callable[..., Served])
 def test_one_failing_reader_hurts_nobody_else(served: Served) -> None:
     broken = served.ask(responder=FakeResponder(on_send=fail), max_tokens=LONG, ignore_eos=True).wait()
     fine = served.ask(max_tokens=5, ignore_eos=True).wait()
-    assert broken.refusal[0] is RefusalCode.INTERNAL
-    assert "gone" not in broken.refusal[1]
+    assert broken.refused[0] is RefusalCode.INTERNAL
+    assert "gone" not in broken.refused[1]
     assert fine.metas[-1].finish_reason == "length"
     wait_until(lambda: served.probe().running == 0)
 
@@ -203,7 +210,7 @@ def test_a_request_whose_acceptance_cannot_be_sent_leaves_the_engine(
 ) -> None:
     served = serve(slow=True)
     broken = served.ask(responder=FakeResponder(on_send=fail), max_tokens=LONG, ignore_eos=True).wait()
-    assert broken.refusal[0] is RefusalCode.INTERNAL
+    assert broken.refused[0] is RefusalCode.INTERNAL
     wait_until(lambda: served.probe().running == served.probe().waiting == 0)
     served.service.close()
     assert len(pb_utils.metric("batch_size").observations) < LONG
@@ -220,16 +227,16 @@ def test_a_final_response_that_cannot_be_sent_is_a_refusal(served: Served) -> No
 
     broken = FakeResponder(on_send=fail_after_acceptance)
     served.ask(responder=broken, max_tokens=3).wait()
-    assert broken.refusal[0] is RefusalCode.INTERNAL
+    assert broken.refused[0] is RefusalCode.INTERNAL
 
 
 def test_an_engine_that_gave_up_refuses_probes(served: Served) -> None:
     served.probe()
     served.service._loop.stop()
     refused = served.send(b'{"probe":true}').wait()
-    assert refused.refusal[0] is RefusalCode.INTERNAL
-    assert "stopped" in refused.refusal[1]
-    assert served.ask().wait().refusal[0] is RefusalCode.SHUTTING_DOWN
+    assert refused.refused[0] is RefusalCode.INTERNAL
+    assert "stopped" in refused.refused[1]
+    assert served.ask().wait().refused[0] is RefusalCode.SHUTTING_DOWN
 
 
 def test_closing_answers_everything(serve: Callable[..., Served], pb_utils: FakePbUtils) -> None:
@@ -238,7 +245,7 @@ def test_closing_answers_everything(serve: Callable[..., Served], pb_utils: Fake
     wait_until(lambda: all(answer.metas for answer in answers))
     served.service.close()
     for answer in answers:
-        assert answer.wait().refusal[0] is RefusalCode.SHUTTING_DOWN
+        assert answer.wait().refused[0] is RefusalCode.SHUTTING_DOWN
     assert pb_utils.metric("requests_total", finish_reason="shutdown").value == 3
 
 
@@ -279,7 +286,7 @@ def test_a_bound_on_all_tokens_that_leaves_no_room_is_refused(served: Served) ->
         ("你好", 9, "together may have 9"),
         ("你好" * 600, 10_000, "the context is 512"),
     ):
-        refused = served.ask(prompt, max_total_tokens=total).wait().refusal
+        refused = served.ask(prompt, max_total_tokens=total).wait().refused
         assert refused[0] is RefusalCode.CONTEXT_LENGTH_EXCEEDED
         assert words in refused[1]
 
@@ -307,8 +314,8 @@ def test_a_request_that_fails_before_it_is_prepared_is_answered_once_and_forgott
 
     monkeypatch.setattr(Intake, "begin", fail_to_begin)
     answer = served.ask(max_tokens=2).wait()
-    assert answer.refusal[0] is RefusalCode.INTERNAL
-    assert "futures" not in answer.refusal[1]
+    assert answer.refused[0] is RefusalCode.INTERNAL
+    assert "futures" not in answer.refused[1]
     monkeypatch.undo()
     assert served.ask(max_tokens=2).wait().refusal is None
     wait_until(lambda: not served.service._requests)
@@ -330,45 +337,6 @@ def test_an_end_that_fails_leaves_no_request_open(
         assert (answer.refusal is None) == owner_fails
         wait_until(lambda: not served.service._requests)
     assert served.ask(max_tokens=2).wait().refusal is None
-
-
-def test_the_cpu_computes_in_float32_unless_asked() -> None:
-    assert choose_dtype("auto", torch.device("cpu"))[0] is torch.float32
-    assert choose_dtype("bfloat16", torch.device("cpu"))[0] is torch.bfloat16
-
-
-def test_a_tokenizer_of_another_model_is_noticed(tmp_path: Path) -> None:
-    for name in ("tokenizer.model", "tokenizer_config.json"):
-        shutil.copy(GOLDEN / name, tmp_path)
-    config = json.loads((GOLDEN / "config.json").read_text(encoding="utf-8")) | {"padded_vocab_size": 1000}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    tensors = load_file(GOLDEN / "model.safetensors")
-    for name in ("transformer.embedding.word_embeddings.weight", "transformer.output_layer.weight"):
-        tensors[name] = tensors[name][:1000].clone()
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="belong together"):
-        build_service(parameters(tmp_path), FakePbUtils())
-
-
-def test_the_format_can_be_given_where_the_files_do_not_say(tmp_path: Path) -> None:
-    for name in ("config.json", "tokenizer.model"):
-        shutil.copy(GOLDEN / name, tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="format"):
-        load_text(parameters(tmp_path))
-    assert load_text(parameters(tmp_path, format="chatglm2")).format.name == "chatglm2"
-
-
-def test_a_gpu_gets_larger_steps_unless_asked() -> None:
-    on_gpu = engine_settings(parameters(max_running=7), torch.device("cuda:0"))
-    assert (on_gpu.max_running, on_gpu.max_batched_tokens) == (7, 1024)
-    assert (on_gpu.burst_tokens, on_gpu.burst_steps) == (4096, 4)
-    assert engine_settings(parameters(max_running=7), torch.device("cpu")) == EngineSettings(max_running=7)
-
-
-def test_the_default_that_is_said_is_the_one_that_applies() -> None:
-    (option,) = (option for option in OPTIONS if option.name == "heartbeat_s")
-    assert float(option.default) == HEARTBEAT_S
 
 
 def test_what_is_answered_at_once_does_not_wait_for_a_prompt_that_is_prepared(
@@ -400,5 +368,5 @@ def test_a_prompt_over_the_context_is_refused_before_anything_is_made_of_it_for_
     ids = [5] * 100_000
     answer = served.ask("", prompt_token_ids=ids, raw=True, echo=True, n=128, max_tokens=1).wait()
     assert answer.refusal is not None
-    assert answer.refusal[0] is RefusalCode.CONTEXT_LENGTH_EXCEEDED
+    assert answer.refused[0] is RefusalCode.CONTEXT_LENGTH_EXCEEDED
     assert not made

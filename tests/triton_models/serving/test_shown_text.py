@@ -42,7 +42,7 @@ def test_a_character_cut_by_the_prompts_end_is_whole_in_the_echo(served: Served,
 
 
 def test_a_conversation_has_no_echo(served: Served) -> None:
-    assert ask(served, echo=True).refusal[0] is RefusalCode.INVALID_REQUEST
+    assert ask(served, echo=True).refused[0] is RefusalCode.INVALID_REQUEST
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -90,5 +90,5 @@ def test_special_tokens_show_where_asked_for(served: Served, text: ChatText) -> 
 
 
 def test_special_tokens_cannot_be_text_and_tell_calls_apart(text: ChatText, served: Served) -> None:
-    assert ask(served, show_special=True, end_after_call_of=["a"]).refusal[0] is RefusalCode.INVALID_REQUEST
+    assert ask(served, show_special=True, end_after_call_of=["a"]).refused[0] is RefusalCode.INVALID_REQUEST
     assert text.answer(Generation(show_special=True)).push(text.tokenizer.special_ids["sop"]).text == "sop"

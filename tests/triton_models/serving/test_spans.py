@@ -75,7 +75,7 @@ def test_a_refusal_has_its_code(serve: Callable[..., Served], spans: ModelSpans,
     served.service.close()
     (request,) = collector.spans
     assert (request.name, request.status) == ("generate", ERROR)
-    assert request.attributes["error.type"] == refused.refusal[0].value
+    assert request.attributes["error.type"] == refused.refused[0].value
 
 
 def test_a_cancel_in_decode_and_one_before_the_first_token(

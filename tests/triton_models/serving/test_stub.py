@@ -1,3 +1,5 @@
+import os
+import select
 import signal
 import subprocess
 import sys
@@ -38,10 +40,41 @@ def test_it_ends_with_its_server() -> None:
     assert done.stdout == ""
 
 
-def test_it_knows_when_its_server_is_gone() -> None:
-    with stub("print(made.orphaned())") as process:
+SERVER = """
+import subprocess, sys, threading
+def start():
+    # Its pipe stays open until it ends.
+    process = subprocess.Popen([sys.executable, "-c", {child!r}], stderr=subprocess.PIPE)
+    process.stderr.readline()
+loading = threading.Thread(target=start)
+loading.start()
+loading.join()
+print("loaded", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_it_ends_with_its_server_whoever_holds_the_interpreter_lock() -> None:
+    """A call into the shared memory of a dead server never returns, and keeps the lock.
+
+    As in Triton, the thread that starts it ends before the server does.
+    """
+    stuck = "time.sleep(1.5); import ctypes, os; print(os.getpid(), flush=True); ctypes.PyDLL(None).sleep(99)"
+    server = SERVER.format(child=STUB.format(then=stuck, config="{}", limit_s=1))
+    with subprocess.Popen(
+        [sys.executable, "-c", server], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
-        assert process.stdout.read() == "False\n"
+        assert process.stdout.readline() == "loaded\n"
+        pid = process.stdout.readline()
+        assert pid, "the end of that thread has killed it"
+        time.sleep(1)
+        process.kill()
+        # The pipe's end: nobody has it any more.
+        ended, _, _ = select.select([process.stdout], [], [], 10)
+        if not ended:
+            os.kill(int(pid), signal.SIGKILL)
+        assert ended, "it lives on, without its server"
 
 
 def test_a_process_whose_warm_up_never_comes_ends() -> None:

@@ -9,7 +9,7 @@ import torch
 from tests.triton_models.serving.conftest import Served
 from triton_models.errors import InvalidRequestError, TokenMaskError
 from triton_models.serving.chat_text import ChatText
-from triton_models.serving.token_limits import TokenLimits
+from triton_models.serving.engine_requests import TokenLimits
 from wire.grammar import Grammar
 from wire.refusal import RefusalCode
 
@@ -34,7 +34,8 @@ class Only:
 def allowed(mask: Any, vocabulary: int = 70) -> list[int]:
     words = torch.zeros(-(-vocabulary // 32), dtype=torch.int32)
     mask.fill(words)
-    return np.flatnonzero(np.unpackbits(words.numpy().view(np.uint8), bitorder="little")).tolist()
+    bits = np.unpackbits(words.numpy().view(np.uint8), bitorder="little")
+    return [int(each) for each in np.flatnonzero(bits)]
 
 
 def test_only_allowed_ids_are_left_without_banned_ones() -> None:
@@ -122,7 +123,7 @@ def test_limits_and_a_grammar_hold_together(served: Served, text: ChatText) -> N
 
 def test_limits_that_contradict_the_grammar_are_the_requests_fault(served: Served) -> None:
     held = served.ask(grammar=Grammar("regex", "[ab]{8}"), allowed_token_ids=[5], max_tokens=20).wait()
-    code, message = held.refusal
+    code, message = held.refused
     assert code is RefusalCode.INVALID_GRAMMAR
     assert "allowed_token_ids" in message
 
@@ -130,17 +131,17 @@ def test_limits_that_contradict_the_grammar_are_the_requests_fault(served: Serve
 def test_an_id_outside_the_vocabulary_is_refused_by_name(served: Served) -> None:
     for name in ("allowed_token_ids", "stop_token_ids"):
         refused = served.ask(**{name: [10**6]}, bad_words=["x"]).wait()
-        assert refused.refusal[0] is RefusalCode.INVALID_REQUEST
-        assert name in refused.refusal[1]
+        assert refused.refused[0] is RefusalCode.INVALID_REQUEST
+        assert name in refused.refused[1]
 
 
 def test_the_prompts_last_tokens_are_kept(served: Served) -> None:
     asked = {"max_tokens": 5, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     full = served.ask(**asked).wait()
-    ids = full.metas[0].accepted.prompt_token_ids
+    ids = full.prompt_token_ids
     cut = served.ask(**asked, truncate_prompt_tokens=3).wait()
     expected = served.ask("", **asked, prompt_token_ids=ids[-3:]).wait()
-    assert cut.metas[0].accepted.prompt_token_ids == ids[-3:]
+    assert cut.prompt_token_ids == ids[-3:]
     assert cut.metas[0].accepted.prompt_tokens == cut.metas[-1].usage.prompt_tokens == 3
     assert cut.token_ids == expected.token_ids
     for more in (len(ids), len(ids) + 1, -1):
@@ -173,7 +174,7 @@ def test_what_fits_the_context_is_kept(served: Served) -> None:
     ).wait()
     assert answer.metas[-1].usage.prompt_tokens == context - 1
     refused = served.ask("", raw=True, prompt_token_ids=ids, truncate_prompt_tokens=context).wait()
-    assert refused.refusal[0] is RefusalCode.CONTEXT_LENGTH_EXCEEDED
+    assert refused.refused[0] is RefusalCode.CONTEXT_LENGTH_EXCEEDED
 
 
 def test_only_what_is_kept_is_echoed_and_reported(served: Served, text: ChatText) -> None:

@@ -39,8 +39,7 @@ def told(answer: FakeResponder, n: int, channel: FakeResponder | None = None, fi
     accepted, *others = answer.responses
     assert accepted[1].accepted is not None
     for text, meta in others:
-        if meta != Meta():
-            choices[meta.index].add(text, meta.tokens, meta)
+        choices[meta.index].add(text, meta.tokens, meta)
     assert all(choice.end is not None for choice in choices)
     *before, last = answer.metas
     assert all(meta.usage is None for meta in before)
@@ -50,4 +49,9 @@ def told(answer: FakeResponder, n: int, channel: FakeResponder | None = None, fi
 
 def logprobs(choices: list[Told]) -> list[float]:
     """Return the log-probabilities of all tokens and their likely ones."""
-    return [each.logprob for choice in choices for token in choice.logprobs for each in (token, *token.top)]
+    return [
+        logprob
+        for choice in choices
+        for token in choice.logprobs
+        for logprob in (token.logprob, *(each.logprob for each in token.top))
+    ]

@@ -86,7 +86,9 @@ def rules(*tools: CallableTool, **more: Any) -> str:
 
 def read(walker: Walker, content: str) -> dict[str, Any]:
     if walker.format.name == "glm4":
-        return json.loads(content)  # with numbers beyond any that the notation's own reader takes
+        # With numbers beyond any that the notation's own reader takes.
+        found: dict[str, Any] = json.loads(content)
+        return found
     arguments = NOTATIONS[walker.format.name].read(content)
     assert arguments is not None, content
     return arguments
@@ -155,7 +157,7 @@ TEXTS = {
 @pytest.mark.parametrize("kind", TEXTS)
 def test_an_answer_is_calls_or_text_that_obeys(walker: Walker, kind: str) -> None:
     tools = [CallableTool("get_a", obj(a={"type": "boolean"}), strict=True), CallableTool("get_b")]
-    said = Counter()
+    said: Counter[str] = Counter()
     for seed in range(30):
         walk = walker.walk("tool_calls", rules(*tools, text=TEXTS[kind]), seed=seed, steps=150)
         if not walk.ended:
@@ -290,4 +292,14 @@ def test_both_quotes_are_python(tokenizers: dict[str, Tokenizer]) -> None:
         walker.walk("tool_calls", rules(tool, required=True), metadata="f", seed=seed).text
         for seed in range(20)
     ]
-    assert {re.search("a=(.)", each)[1] for each in said} == {"'", '"'}
+    assert {re.search("a=(.)", each).group(1) for each in said} == {"'", '"'}
+
+
+def test_a_fault_is_that_of_the_part_that_fails_alone(walker: Walker) -> None:
+    tool = CallableTool("f", obj(a={"type": "boolean"}))
+    with pytest.raises(InvalidGrammarError, match=r'^text: line 1: .*"nobody"'):
+        walker.grammars.compile(
+            Grammar("tool_calls", rules(tool, text=Grammar("lark", "start: nobody"))), metadata="f"
+        )
+    with pytest.raises(InvalidGrammarError, match=r"^the answer begins as the call of none"):
+        walker.grammars.compile(Grammar("tool_calls", rules(tool)), metadata="g")

@@ -9,10 +9,9 @@ from triton_models.text.grammar_text import (
     Document,
     about_grammar,
     about_mask,
-    about_schema,
     text_rule,
 )
-from wire.grammar import TEXT_PART, Grammar, Part, part_at_fault
+from wire.grammar import Grammar
 
 
 @pytest.mark.parametrize(
@@ -47,11 +46,8 @@ def test_a_literal_that_is_not_closed_ends_with_its_line() -> None:
         text_rule(Grammar("lark", 'start: "a\n  <|user|>'))
 
 
-WEATHER = Part("get_weather")
-PARTS = {"t0": Part("first"), "t1": WEATHER, "body1": WEATHER, "text": TEXT_PART}
-OURS = Document("start: t0_1\nt0_1: x", None, {}, PARTS)
-CLIENTS = Document("start: @answer", "start: nobody", {})
-BESIDE_CALLS = Document("start: text | t0", "start: nobody", {}, PARTS)
+OURS = Document("start: t0_1\nt0_1: x", None, [])
+CLIENTS = Document("start: @answer", "start: nobody", [])
 QUOTED = """at 7(8): failed to compile JSON schema: Unknown format: nope
    6 | t0_1: "a"
    7 | body1: %json {"type": "string", "x-guidance": {"lenient": false}}
@@ -66,26 +62,16 @@ PANIC = """panic: assertion failed: grammar.symbols.len() < u16::MAX as usize - 
 
 
 def test_an_error_is_told_without_the_document_that_it_quotes() -> None:
-    told = about_grammar(QUOTED, OURS)
-    assert told == "tool get_weather: failed to compile JSON schema: Unknown format: nope"
-    assert part_at_fault(told) == WEATHER
-    assert about_grammar(QUOTED.replace("body1: %", "t1_12: %"), OURS) == told
-    texts = about_grammar(QUOTED.replace("body1: %", "text: %"), OURS)
-    assert texts == "text: failed to compile JSON schema: Unknown format: nope"
-    assert part_at_fault(texts) == TEXT_PART
-    nobodys = about_grammar(QUOTED.replace("body1: %", "calls: %"), OURS)
-    assert nobodys == "failed to compile JSON schema: Unknown format: nope"
-    assert part_at_fault(nobodys) is None
+    assert about_grammar(QUOTED, OURS) == "failed to compile JSON schema: Unknown format: nope"
 
 
 def test_lines_of_a_clients_own_grammar_are_counted_as_the_client_does() -> None:
     error = 'at 2(8): unknown name: "nobody"\n   1 | %llguidance {}\n   2 | start: nobody\n              ^\n'
     assert about_grammar(error, CLIENTS) == 'line 1: unknown name: "nobody"'
-    assert about_grammar(error, BESIDE_CALLS) == 'text: line 1: unknown name: "nobody"'
     assert about_grammar("unknown grammar @foo", CLIENTS) == "unknown grammar @foo"
 
 
-@pytest.mark.parametrize("about", [about_schema, about_mask, lambda error: about_grammar(error, OURS)])
+@pytest.mark.parametrize("about", [about_grammar, about_mask])
 def test_a_panics_own_text_is_for_the_log(about: object, caplog: pytest.LogCaptureFixture) -> None:
     assert callable(about)
     assert about(PANIC) == FAILED

@@ -1,3 +1,4 @@
+import copy
 import json
 import re
 import threading
@@ -88,6 +89,16 @@ def test_every_walk_that_ends_validates(walker: Walker, name: str, raw: bool) ->
             ended += 1
             jsonschema.validate(json.loads(walk.text), SCHEMAS[name])
     assert ended > len(SEEDS) / 3
+
+
+@pytest.mark.parametrize("more", [0, 1, 31])
+def test_a_vocabulary_may_have_any_size(tokenizers: dict[str, Tokenizer], more: int) -> None:
+    """Whether or not its ids fill the last word of a mask."""
+    tokenizer = tokenizers["chatglm3"]
+    sized = copy.copy(tokenizer)
+    sized.size = -(-tokenizer.size // 32) * 32 + more
+    walk = Walker(sized, "chatglm3").walk("regex", "[a-c]{2,4}")
+    assert re.fullmatch("[a-c]{2,4}", walk.text)
 
 
 def test_any_object_is_an_object(walker: Walker) -> None:
@@ -383,6 +394,38 @@ def test_it_runs_elsewhere_and_brings_back_what_came_of_it() -> None:
     assert on_deep_stack(threading.get_ident) != threading.get_ident()
     with pytest.raises(ZeroDivisionError):
         on_deep_stack(lambda: 1 // 0)
+
+
+def test_what_takes_too_long_is_given_up_and_holds_up_nobody(
+    tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Walker(tokenizers["chatglm3"], "chatglm3").grammars
+    go_on = threading.Event()
+    work = own._compile_or_blame
+
+    def slow(grammar: Grammar, **options: Any) -> CompiledGrammar:
+        if grammar.text == "slow":
+            go_on.wait()
+        return work(grammar, **options)
+
+    monkeypatch.setattr(own, "_compile_or_blame", slow)
+    monkeypatch.setattr(grammars, "COMPILE_S", 0.05)
+    for _ in range(grammars.COMPILED_AT_ONCE - 1):
+        with pytest.raises(InvalidGrammarError, match="takes more than"):
+            own.compile(Grammar(kind="regex", text="slow"))
+    monkeypatch.setattr(grammars, "COMPILE_S", 60.0)
+    assert own.compile(Grammar(kind="regex", text="quick"))
+    monkeypatch.setattr(grammars, "COMPILE_S", 0.05)
+    with pytest.raises(InvalidGrammarError, match="takes more than"):
+        own.compile(Grammar(kind="regex", text="slow"))
+    with pytest.raises(InvalidGrammarError, match="try again later"):
+        own.compile(Grammar(kind="regex", text="another"))
+    go_on.set()
+    monkeypatch.setattr(grammars, "COMPILE_S", 60.0)
+    for _ in range(grammars.COMPILED_AT_ONCE):
+        assert own._threads.acquire(timeout=60)
+    own._threads.release(grammars.COMPILED_AT_ONCE)
+    assert own.compile(Grammar(kind="regex", text="another"))
 
 
 def test_only_that_thread_has_the_stack() -> None:

@@ -18,6 +18,7 @@ from triton_models.text.tokenizers import (
     SPECIAL_TOKENS,
     TOKENIZER_FILE,
     Tokenizer,
+    bad_word_ids,
     load_tokenizer,
     parts,
     shown_tokens,
@@ -245,7 +246,7 @@ def test_endless_white_space_is_merged_in_parts(glm4: Tokenizer, blank: str) -> 
     assert glm4.decode(glm4.encode(text)) == text
 
 
-def test_parts_of_white_space_change_nothing_below_their_length(glm4: Tokenizer) -> None:
+def test_parts_of_white_space_change_nothing_below_their_length(glm4: Any) -> None:
     text = "a" + " " * LONGEST_BLANK + "b"
     assert glm4.encode(text) == glm4._encoding.encode_ordinary(text)
 
@@ -351,3 +352,35 @@ def test_a_texts_first_space_is_in_no_token(chatglm3: Tokenizer) -> None:
     shown = [token for token, _ in shown_tokens(chatglm3, [*prefix, *chatglm3.encode("The question")])]
     assert shown[:2] == ["[gMASK]", "sop"]
     assert "".join(shown[2:]) == "The question"
+
+
+NAMES = ("chatglm2", "chatglm3", "glm4")
+
+
+def contains(ids: list[int], sequence: tuple[int, ...]) -> bool:
+    return any(tuple(ids[at : at + len(sequence)]) == sequence for at in range(len(ids)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("word", ["hello", "你好", "the", "3.14"])
+@pytest.mark.parametrize("text", ["{}", "so {}", "(\n{}", "\n{} and more"])
+def test_a_word_is_found_at_the_start_behind_a_space_and_within_a_text(
+    tokenizers: dict[str, Tokenizer], name: str, word: str, text: str
+) -> None:
+    tokenizer = tokenizers[name]
+    ids = tokenizer.encode(text.format(word))
+    assert any(contains(ids, each) for each in bad_word_ids(tokenizer, [word]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_space_before_a_word_does_not_count(tokenizers: dict[str, Tokenizer], name: str) -> None:
+    tokenizer = tokenizers[name]
+    found = bad_word_ids(tokenizer, ["hello"])
+    assert bad_word_ids(tokenizer, ["  hello", "hello"]) == found
+    assert len(set(found)) == len(found)
+    assert all(found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_words_of_nothing_but_space_are_words(tokenizers: dict[str, Tokenizer], name: str) -> None:
+    assert all(bad_word_ids(tokenizers[name], [" ", "\n"]))

@@ -4,10 +4,11 @@ import random
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from triton_models.text.answer import AnswerStream
 from triton_models.text.formats import chat_format
-from triton_models.text.grammars import GrammarMask, Grammars, vocabulary_of
+from triton_models.text.grammars import GrammarMask, Grammars
 from triton_models.text.tokenizers import Tokenizer
 from wire.grammar import Grammar
 
@@ -18,7 +19,7 @@ class Words:
     def __init__(self, size: int) -> None:
         self.row = np.zeros(-(-size // 32) + 4, dtype=np.int32)
 
-    def numpy(self) -> np.ndarray:
+    def numpy(self) -> NDArray[np.int32]:
         return self.row
 
 
@@ -38,19 +39,14 @@ class Walker:
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
         self.tokenizer = tokenizer
         self.format = chat_format(name, tokenizer)
-        self.grammars = Grammars(
-            vocabulary_of(tokenizer),
-            self.format.stop_ids,
-            segment_id=next(iter(self.format.segment_roles), None),
-            call_format=name if self.format.supports_tools else None,
-        )
+        self.grammars = Grammars(tokenizer, self.format)
 
     def allowed(self, mask: GrammarMask) -> list[int]:
         words = Words(self.tokenizer.size)
         mask.fill(words)
         bits = np.unpackbits(words.row.view(np.uint8), bitorder="little")
         assert not bits[self.tokenizer.size :].any()
-        return np.flatnonzero(bits).tolist()
+        return [int(each) for each in np.flatnonzero(bits)]
 
     def walk(
         self,
@@ -66,7 +62,9 @@ class Walker:
         mask = self.grammars.compile(Grammar(kind, text), continues=raw, metadata=metadata).mask()
         dice = random.Random(seed)
         answer = AnswerStream(self.tokenizer, self.format, raw=raw, metadata=metadata)
-        ids, said, segments = [], "", []
+        ids: list[int] = []
+        segments: list[int] = []
+        said = ""
         while len(ids) < steps:
             allowed = self.allowed(mask)
             stops = [each for each in allowed if each in self.format.stop_ids]

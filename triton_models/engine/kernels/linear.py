@@ -6,12 +6,14 @@ each stores a partial sum, and the last to finish adds them in order. So there a
 and the result does not depend on which program is last.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from triton_models.engine.kernels.elementwise import silu_times
 
@@ -47,6 +49,9 @@ _TILINGS: dict[tuple[int, int, bool], Tiling] = {
     (4096, 13696, False): Tiling(block_n=64, block_k=128, splits=4, warps=4, stages=3),
     (65024, 4096, False): Tiling(block_n=32, block_k=256, splits=1, warps=4, stages=3),
 }
+
+_stages: dict[tuple[object, ...], int] = {}
+"""How many stages fit, where that is fewer than the tiling has."""
 
 _PROGRAMS = 3 * 132
 """Number of programs that a large GPU runs at once."""
@@ -87,21 +92,25 @@ def linear(
     *,
     arrivals: Tensor,
     residual: Tensor | None = None,
+    gated: bool = False,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """Return x @ weight^T + bias, or add it to `residual` in place.
+    """Return x @ weight^T + bias; or add it to `residual` in place; or, gated, silu(gate) * up of it.
 
-    Sums are float32, and rounded to the dtype before the residual is added. A row's result depends on that
-    row alone. Compiled once for each dtype, shape of `weight`, number of rows (up to 16, or up to 32), and
-    presence of bias and residual.
+    Sums are float32, and rounded to the dtype before the residual is added or the gate applied. A row's
+    result depends on that row alone. Compiled once for each dtype, shape of `weight`, number of rows (up to
+    16, or up to 32), presence of bias and residual, and with or without gate.
 
     Args:
         x: [M, K], contiguous, M at most `MAX_ROWS`, K a multiple of 8.
-        weight: [N, K], contiguous, in the dtype of `x`.
-        bias: [N] in the dtype of `x`.
+        weight: [N, K], contiguous, in the dtype of `x`; gated: [2 * N, K], of which the first half is the
+            gate.
+        bias: [N] in the dtype of `x`; not if gated.
         arrivals: from `new_arrivals`.
-        residual: [M, N], contiguous, in the dtype of `x`.
-        tiling: how to divide the work; None: the choice of `tiling_for`.
+        residual: [M, N], contiguous, in the dtype of `x`; not if gated.
+        gated: `swiglu` of the product.
+        tiling: how to divide the work (gated: `block_n` rows of both halves); None: the choice of
+            `tiling_for`.
 
     Returns:
         [M, N] in the dtype of `x`; `residual` itself where it is given.
@@ -109,49 +118,11 @@ def linear(
     Raises:
         ValueError: more rows than `MAX_ROWS`, or more split tiles than counters.
     """
-    outputs = len(weight)
-    out = residual if residual is not None else x.new_empty((len(x), outputs))
-    add = residual is not None
-    _launch(x, weight, bias, out, arrivals, tiling, outputs=outputs, gated=False, add=add)
-    return out
-
-
-def linear_swiglu(x: Tensor, weight: Tensor, *, arrivals: Tensor, tiling: Tiling | None = None) -> Tensor:
-    """Return silu(gate) * up of x @ weight^T, whose first half is the gate: `linear`, then `swiglu`.
-
-    Args:
-        x: [M, K], as for `linear`.
-        weight: [2 * F, K], contiguous, in the dtype of `x`.
-        arrivals: from `new_arrivals`.
-        tiling: how to divide the work, with `block_n` rows of both halves; None: the choice of `tiling_for`.
-
-    Returns:
-        [M, F] in the dtype of `x`.
-
-    Raises:
-        ValueError: as for `linear`.
-    """
-    outputs = len(weight) // 2
-    out = x.new_empty((len(x), outputs))
-    _launch(x, weight, None, out, arrivals, tiling, outputs=outputs, gated=True, add=False)
-    return out
-
-
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    arrivals: Tensor,
-    tiling: Tiling | None,
-    *,
-    outputs: int,
-    gated: bool,
-    add: bool,
-) -> None:
     rows, keys = x.shape
     if rows > MAX_ROWS:
         raise ValueError(f"{rows} rows are more than {MAX_ROWS}")
+    outputs = len(weight) // 2 if gated else len(weight)
+    out = residual if residual is not None else x.new_empty((rows, outputs))
     tiling = tiling or tiling_for(outputs, keys, gated=gated, dtype=x.dtype)
     tiles = triton.cdiv(outputs, tiling.block_n)
     block_m = _MIN_ROWS if rows <= _MIN_ROWS else MAX_ROWS
@@ -161,25 +132,48 @@ def _launch(
             raise ValueError(f"{tiles} split tiles are more than {len(arrivals)} counters")
         shape = (tiles, tiling.splits, 1 + gated, block_m, tiling.block_n)
         partials = torch.empty(shape, dtype=torch.float32, device=x.device)
-    _linear[tiles, tiling.splits](
-        x,
-        weight,
-        bias,
-        out,
-        partials,
-        arrivals,
-        rows,
+    launch(
+        _linear[tiles, tiling.splits],
+        tiling,
+        (x, weight, bias, out, partials, arrivals, rows),
         OUTPUTS=outputs,
         KEYS=keys,
         BLOCK_M=block_m,
-        BLOCK_N=tiling.block_n,
-        BLOCK_K=tiling.block_k,
-        SPLITS=tiling.splits,
         GATED=gated,
-        ADD=add,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        ADD=residual is not None,
     )
+    return out
+
+
+def launch(
+    kernel: Callable[..., object], tiling: Tiling, arguments: tuple[object, ...], **constants: int
+) -> None:
+    """Launch `kernel`, on its grid, with as many of the tiling's stages as fit the GPU's shared memory.
+
+    A large GPU's 227 KiB have room for all; others have 99. Results do not depend on it.
+
+    Raises:
+        OutOfResources: not even one stage fits.
+    """
+    key = (tiling, *constants.values(), *(each.dtype for each in arguments[:2] if isinstance(each, Tensor)))
+    while True:
+        stages = _stages.get(key, tiling.stages)
+        try:
+            kernel(
+                *arguments,
+                BLOCK_N=tiling.block_n,
+                BLOCK_K=tiling.block_k,
+                SPLITS=tiling.splits,
+                **constants,
+                num_warps=tiling.warps,
+                num_stages=stages,
+            )
+        except OutOfResources:
+            if stages == 1:
+                raise
+            _stages[key] = stages - 1
+        else:
+            return
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -222,10 +216,55 @@ def _linear(
             up_tile = weight_tile + OUTPUTS * KEYS
             up_part = tl.load(up_tile + first, mask=inside, other=0.0)
             up_sums = tl.dot(x_part, up_part.T, up_sums, input_precision="ieee")
+    combine(
+        sums,
+        up_sums,
+        bias,
+        out,
+        partials,
+        arrivals,
+        tile,
+        split,
+        m,
+        n,
+        rows,
+        OUTPUTS,
+        BLOCK_M,
+        BLOCK_N,
+        SPLITS,
+        GATED,
+        ADD,
+    )
+
+
+@triton.jit
+def combine(
+    sums,
+    up_sums,
+    bias,
+    out,
+    partials,
+    arrivals,
+    tile,
+    split,
+    m,
+    n,
+    rows,
+    OUTPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Write a tile of `out`, or this split's part of it; the last split to come adds them all up.
+
+    `sums`, and gated `up_sums`: [BLOCK_M, BLOCK_N] float32, of rows `m` and outputs `n`; `tile`: its number.
+    """
     if SPLITS == 1:
         _finish(sums, up_sums, bias, out, m, n, rows, OUTPUTS, GATED, ADD)
     else:
-        block = m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        block = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         stored = (m < rows)[:, None]
         part_size: tl.constexpr = BLOCK_M * BLOCK_N
         size: tl.constexpr = part_size * (2 if GATED else 1)

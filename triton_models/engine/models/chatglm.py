@@ -31,6 +31,8 @@ class ChatGLMConfig:
     add_qkv_bias: bool
     rope_ratio: float = 1.0
     """Multiplies the base of the rotary frequencies."""
+    position_ratio: float = 1.0
+    """Divides the positions: ChatGLM2's way to a longer context."""
 
     @property
     def query_width(self) -> int:
@@ -42,15 +44,21 @@ class ChatGLMConfig:
         """Width of all key heads of one token; its value heads have the same."""
         return self.multi_query_group_num * self.kv_channels
 
-    def nbytes(self, dtype: torch.dtype) -> int:
+    def nbytes(
+        self, dtype: torch.dtype, form: type[Linear] = Linear, head: type[Linear] | None = None
+    ) -> int:
         """Return the bytes that a model of this shape allocates: weights, norms and rotary tables."""
         qkv_width = self.query_width + 2 * self.kv_width
-        layer = self.hidden_size * (qkv_width + self.query_width + 3 * self.ffn_hidden_size)
-        biases = qkv_width if self.add_qkv_bias else 0
-        weights = 2 * self.padded_vocab_size * self.hidden_size + self.num_layers * (layer + biases)
-        norms = (2 * self.num_layers + 1) * self.hidden_size
+        hidden, ffn = self.hidden_size, self.ffn_hidden_size
+        shapes = ((qkv_width, hidden), (hidden, self.query_width), (2 * ffn, hidden), (hidden, ffn))
+        layer = sum(form.bytes_for(*shape, dtype) for shape in shapes)
+        layer += qkv_width * dtype.itemsize if self.add_qkv_bias else 0
+        embedding_and_head = (
+            each.bytes_for(self.padded_vocab_size, hidden, dtype) for each in (Linear, head or form)
+        )
+        norms = (2 * self.num_layers + 1) * hidden
         rotary = 2 * self.seq_length * (self.kv_channels // 4)
-        return weights * dtype.itemsize + (norms + rotary) * torch.float32.itemsize
+        return sum(embedding_and_head) + self.num_layers * layer + (norms + rotary) * torch.float32.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +80,19 @@ class LayerWeights:
 class ChatGLM:
     """A `CausalModel`: RMSNorm, rotary positions on half of each head, grouped queries, SwiGLU, untied head.
 
-    The weights are allocated here and filled by whoever reads the checkpoint.
+    The weights are allocated here, matrices in the `form` given (the output head in another one if `head`
+    says so), and filled by whoever reads the checkpoint.
     """
 
-    def __init__(self, config: ChatGLMConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ChatGLMConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: type[Linear] = Linear,
+        head: type[Linear] | None = None,
+    ) -> None:
         self.config = config
         # From the padded vocabulary the original code samples, too.
         self.vocab_size = config.padded_vocab_size
@@ -89,7 +106,7 @@ class ChatGLM:
             return torch.empty(shape, dtype=dtype, device=device)
 
         def matrix(rows: int, columns: int, *, bias: bool = False) -> Linear:
-            return Linear(weights(rows, columns), weights(rows) if bias else None)
+            return form.empty(rows, columns, bias=bias, dtype=dtype, device=device)
 
         def norm() -> Tensor:
             return torch.empty(config.hidden_size, dtype=torch.float32, device=device)
@@ -108,7 +125,9 @@ class ChatGLM:
             for _ in range(config.num_layers)
         ]
         self.final_norm = norm()
-        self.head = matrix(config.padded_vocab_size, config.hidden_size)
+        self.head = (head or form).empty(
+            config.padded_vocab_size, config.hidden_size, bias=False, dtype=dtype, device=device
+        )
         self._rotary = _rotary_table(config, device)
 
     def convert(self, convert: Callable[[Linear], Linear]) -> None:
@@ -155,5 +174,5 @@ def _rotary_table(config: ChatGLMConfig, device: torch.device) -> Rotary:
     exponents = torch.arange(0, rotary_width, 2, dtype=torch.float32, device=device) / rotary_width
     frequencies = 1.0 / (ROPE_BASE * config.rope_ratio) ** exponents
     positions = torch.arange(config.seq_length, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, frequencies)
+    angles = torch.outer(positions / config.position_ratio, frequencies)
     return Rotary(angles.cos(), angles.sin())

@@ -1,13 +1,18 @@
-"""Chat formats: how a conversation becomes the ids that a model was trained to continue."""
+"""Chat formats, one file a family: how a conversation becomes the ids that a model continues."""
+
+from typing import Final
 
 from triton_models.errors import TextError
 from triton_models.text.formats.base import ChatFormat
 from triton_models.text.formats.chatglm2 import ChatGLM2Format
 from triton_models.text.formats.chatglm3 import ChatGLM3Format
 from triton_models.text.formats.glm4 import GLM4Format
+from triton_models.text.formats.template import TemplateFormat
 from triton_models.text.tokenizers import Tokenizer
 
-__all__ = ["ChatFormat", "ChatGLM2Format", "ChatGLM3Format", "GLM4Format", "chat_format"]
+__all__ = ["ChatFormat", "ChatGLM2Format", "ChatGLM3Format", "GLM4Format", "TemplateFormat", "chat_format"]
+
+_FORMATS: Final = {each.name: each for each in (ChatGLM2Format, ChatGLM3Format, GLM4Format, TemplateFormat)}
 
 
 def chat_format(name: str, tokenizer: Tokenizer, template: str | None = None) -> ChatFormat:
@@ -21,13 +26,6 @@ def chat_format(name: str, tokenizer: Tokenizer, template: str | None = None) ->
     Raises:
         TextError: there is no format of that name.
     """
-    match name:
-        case ChatGLM2Format.name:
-            return ChatGLM2Format(tokenizer)
-        case ChatGLM3Format.name:
-            return ChatGLM3Format(tokenizer)
-        case GLM4Format.name:
-            return GLM4Format(tokenizer, template)
-        case _:
-            known = (ChatGLM2Format.name, ChatGLM3Format.name, GLM4Format.name)
-            raise TextError(f"unknown chat format {name!r}; there are {', '.join(known)}")
+    if name not in _FORMATS:
+        raise TextError(f"unknown chat format {name!r}; there are {', '.join(_FORMATS)}")
+    return _FORMATS[name](tokenizer, template)

@@ -2,11 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import ClassVar
 
 from triton_models.errors import TextError
+from triton_models.text.call_grammar import CallSyntax
 from triton_models.text.tokenizers import Tokenizer
-from wire.history import Role, Turn
+from wire.history import Turn
 
 
 class ChatFormat(ABC):
@@ -17,7 +19,7 @@ class ChatFormat(ABC):
 
     Args:
         tokenizer: encodes the text.
-        sop: the name of the second id of every prompt; the first is `[gMASK]`.
+        prefix: the names of the special ids with which every prompt begins.
         stop_ids: ids with which the model itself ends its answer. They are not part of the answer's text.
         segment_roles: ids that open a new segment within an answer, with the role that the wire reports.
     """
@@ -25,16 +27,26 @@ class ChatFormat(ABC):
     name: ClassVar[str]
     """The format's name in settings and on the wire."""
 
-    supports_tools: ClassVar[bool]
-    """Whether a system turn may offer tools, and observations may follow."""
+    call_syntax: ClassVar[CallSyntax | None] = None
+    """How a call is written. With None, no system turn may offer tools, and no observation may follow."""
 
     def __init__(
-        self, tokenizer: Tokenizer, sop: str, *, stop_ids: frozenset[int], segment_roles: Mapping[int, str]
+        self,
+        tokenizer: Tokenizer,
+        prefix: Sequence[str],
+        *,
+        stop_ids: frozenset[int],
+        segment_roles: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self._tokenizer = tokenizer
-        self._prefix = [tokenizer.special_ids["[gMASK]"], tokenizer.special_ids[sop]]
+        self._prefix = [tokenizer.special_ids[name] for name in prefix]
         self.stop_ids = stop_ids
         self.segment_roles = segment_roles
+
+    @property
+    def supports_tools(self) -> bool:
+        """Whether a system turn may offer tools, and observations may follow."""
+        return self.call_syntax is not None
 
     @abstractmethod
     def render_turns(
@@ -54,16 +66,6 @@ class ChatFormat(ABC):
         Raises:
             TextError: the format cannot express it.
         """
-
-    def render(
-        self, history: Sequence[Turn], prompt: str, role: Role = "user", *, answer_metadata: str | None = None
-    ) -> list[int]:
-        """Return the input ids to answer `prompt`, a turn of `role` that follows `history` (oldest first).
-
-        Raises:
-            TextError: the format cannot express it.
-        """
-        return self.render_turns([*history, Turn(role, prompt)], answer_metadata=answer_metadata)
 
     def render_text(self, text: str) -> list[int]:
         """Return the input ids of plain text to be continued: those that begin every prompt, then the text's.

@@ -5,7 +5,6 @@ typed by a user looks like a real one. This weakness of the format cannot be fix
 """
 
 from collections.abc import Sequence
-from types import MappingProxyType
 
 from triton_models.errors import TextError
 from triton_models.text.formats.base import ChatFormat, turn_error
@@ -25,12 +24,9 @@ class ChatGLM2Format(ChatFormat):
     """
 
     name = "chatglm2"
-    supports_tools = False
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__(
-            tokenizer, "sop", stop_ids=frozenset({tokenizer.eos_id}), segment_roles=MappingProxyType({})
-        )
+    def __init__(self, tokenizer: Tokenizer, _template: str | None = None) -> None:
+        super().__init__(tokenizer, ("[gMASK]", "sop"), stop_ids=frozenset({tokenizer.eos_id}))
 
     def render_turns(  # noqa: D102 - inherited
         self,

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from triton_models.errors import TextError
+from triton_models.text.call_grammar import FENCED_CALLS
 from triton_models.text.formats.base import ChatFormat, turn_error
 from triton_models.text.tokenizers import Tokenizer
 from wire.history import Role, Turn
@@ -28,12 +29,10 @@ class TaggedTurnsFormat(ChatFormat):
 
     Args:
         tokenizer: writes the turns.
-        sop: the name of the second id of every prompt; the first is `[gMASK]`.
+        prefix: the names of the special ids with which every prompt begins.
     """
 
-    supports_tools = True
-
-    def __init__(self, tokenizer: Tokenizer, sop: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, prefix: Sequence[str]) -> None:
         special = tokenizer.special_ids
         self._roles: dict[Role, int] = {
             "system": special["<|system|>"],
@@ -43,7 +42,7 @@ class TaggedTurnsFormat(ChatFormat):
         }
         super().__init__(
             tokenizer,
-            sop,
+            prefix,
             stop_ids=frozenset({tokenizer.eos_id, self._roles["user"], self._roles["observation"]}),
             segment_roles=MappingProxyType({self._roles["assistant"]: "assistant"}),
         )
@@ -106,9 +105,10 @@ class ChatGLM3Format(TaggedTurnsFormat):
     """Tagged turns, with the tools after the system turn's own text."""
 
     name = "chatglm3"
+    call_syntax = FENCED_CALLS
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__(tokenizer, "sop")
+    def __init__(self, tokenizer: Tokenizer, _template: str | None = None) -> None:
+        super().__init__(tokenizer, ("[gMASK]", "sop"))
 
     def _with_tools(self, content: str, tools: list[dict[str, Any]]) -> list[str]:
         return [content + "\n" + indented(tools)]

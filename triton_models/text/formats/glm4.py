@@ -6,6 +6,7 @@ turn, if any, follows as another system turn.
 
 from typing import Any, Final
 
+from triton_models.text.call_grammar import JSON_CALLS
 from triton_models.text.formats.chatglm3 import LONGEST_TOOLS, TaggedTurnsFormat, indented
 from triton_models.text.tokenizers import Tokenizer
 
@@ -29,9 +30,10 @@ class GLM4Format(TaggedTurnsFormat):
     """
 
     name = "glm4"
+    call_syntax = JSON_CALLS
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
-        super().__init__(tokenizer, "<sop>")
+        super().__init__(tokenizer, ("[gMASK]", "<sop>"))
         self._introduction = _introduction(template or "")
 
     def _with_tools(self, content: str, tools: list[dict[str, Any]]) -> list[str]:

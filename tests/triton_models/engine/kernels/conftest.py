@@ -20,22 +20,28 @@ def _correct_bfloat16(patch: pytest.MonkeyPatch) -> None:
     """Give the interpreter bfloat16 arithmetic.
 
     It keeps the raw 16 bits, multiplies them as integers in `dot`, and cuts conversions off instead of
-    rounding them.
+    rounding them, also those to 8 bits.
     """
     convert: Any = interpreter._convert_float
     builder = interpreter.InterpreterBuilder
     dot: Any = builder.create_dot
 
     def widen(handle: Any) -> Any:
+        if handle.dtype.scalar == tl.float8e4nv:
+            numbers = torch.from_numpy(np.ascontiguousarray(handle.data)).view(torch.float8_e4m3fn)
+            return interpreter.TensorHandle(numbers.float().numpy(), tl.float32)
         if handle.dtype.scalar != tl.bfloat16:
             return handle
         bits = handle.data.astype(np.uint32) << 16
         return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
 
     def corrected_convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if (source, target) != (tl.float32, tl.bfloat16):
+        if source != tl.float32 or target not in (tl.bfloat16, tl.float8e4nv):
             return convert(data, source, target, rounding)
-        rounded = torch.from_numpy(np.ascontiguousarray(data)).bfloat16()
+        exact = torch.from_numpy(np.ascontiguousarray(data))
+        if target == tl.float8e4nv:
+            return exact.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        rounded = exact.bfloat16()
         return rounded.view(torch.int16).numpy().view(np.uint16)
 
     def corrected_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:

@@ -40,7 +40,7 @@ class PagedCase:
         self._generator, self._dtype = generator, dtype
         needed = [-(-length // shape.block_size) for length in lengths]
         width = max(needed) + 1
-        blocks = (torch.randperm(sum(needed), generator=generator) + 1).split(needed)
+        blocks = torch.split(torch.randperm(sum(needed), generator=generator) + 1, needed)
         self.table_rows = torch.randperm(len(lengths) + 1, generator=generator)[: len(lengths)].tolist()
         tables = torch.full((len(lengths) + 1, width), NOWHERE, dtype=torch.int32)
         self.contents = [

@@ -35,7 +35,7 @@ def prefill(
     prefill_attention(
         projected[:, : shape.query_heads], case.keys, case.values, case.tables, tiles, out, config=config
     )
-    return list(out.split([len(part) for part in queries]))
+    return list(torch.split(out, [len(part) for part in queries]))
 
 
 @given(

@@ -4,8 +4,8 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from tests.triton_models.engine.kernels.paged import NOWHERE
+from tests.triton_models.engine.rotated import rotate_in_place
 from triton_models.engine.kernels.elementwise import norm, rotate_store, swiglu
-from triton_models.engine.ops_torch import rotate_in_place
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-5

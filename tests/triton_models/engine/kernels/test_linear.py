@@ -2,12 +2,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
+from triton.runtime.errors import OutOfResources
 
 from triton_models.engine.kernels.linear import (
     MAX_ROWS,
     Tiling,
+    launch,
     linear,
-    linear_swiglu,
     new_arrivals,
     tiling_for,
 )
@@ -71,7 +72,7 @@ def test_gated_product(dtype: torch.dtype, splits: int, device: torch.device) ->
     weight = random(2 * 40, 96, dtype=dtype, device=device, seed=1) / 8
     arrivals = new_arrivals(device)
 
-    gated = linear_swiglu(x, weight, arrivals=arrivals, tiling=tiling(splits))
+    gated = linear(x, weight, arrivals=arrivals, gated=True, tiling=tiling(splits))
 
     gate, up = (x.double() @ weight.double().T).chunk(2, dim=-1)
     assert gated.dtype == dtype
@@ -139,3 +140,28 @@ def test_tiling_covers_any_shape(dtype: torch.dtype, outputs: int, keys: int, de
     assert chosen.block_n >= 16
     assert chosen.block_k >= 16
     assert chosen.splits <= -(-keys // chosen.block_k)
+
+
+def test_a_gpu_of_less_shared_memory_gets_fewer_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton_models.engine.kernels.linear._stages", {})
+    asked: list[int] = []
+
+    def kernel(x: Tensor, *, num_stages: int, **_constants: int) -> None:
+        asked.append(num_stages)
+        if num_stages > 2:
+            raise OutOfResources(1000 * num_stages, 2000, "shared memory")
+
+    four = Tiling(block_n=16, block_k=32, splits=1, warps=4, stages=4)
+    for _ in range(2):
+        launch(kernel, four, (torch.zeros(1),), KEYS=8)
+    assert asked == [4, 3, 2, 2]
+
+
+def test_a_gpu_without_room_for_one_stage_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton_models.engine.kernels.linear._stages", {})
+
+    def kernel(*_arguments: Tensor, **_constants: int) -> None:
+        raise OutOfResources(2000, 1000, "shared memory")
+
+    with pytest.raises(OutOfResources):
+        launch(kernel, tiling(1), (torch.zeros(1),), KEYS=8)

@@ -4,14 +4,17 @@ import gc
 import json
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.triton_models.engine.fake_model import ids, request, run
 from tests.triton_models.engine.uncaptured import do_again
+from tests.triton_models.native_checkpoint import write_native
 from triton_models.checkpoint import load_model
 from triton_models.engine import engine, ops_cuda
 from triton_models.engine.backend import PLAIN, Backend, cuda_backend
@@ -19,10 +22,11 @@ from triton_models.engine.blocks import KVCache
 from triton_models.engine.capacity import Capacity, choose_capacity
 from triton_models.engine.engine import Engine
 from triton_models.engine.graphs import CapturedSteps, DeviceStep
-from triton_models.engine.kernels import linear
+from triton_models.engine.kernels import linear, quantised
 from triton_models.engine.kernels.linear import Tiling
 from triton_models.engine.models import CausalModel, ChunkRows, KVShape, StepLayout
 from triton_models.engine.ops_cuda import CudaOperations
+from triton_models.engine.quantised import GROUP, Int4Linear, Int8Linear
 from triton_models.engine.runner import Runner
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
@@ -42,6 +46,8 @@ def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Backend:
         do_again(monkeypatch)
         large = Tiling(block_n=128, block_k=64, splits=2, warps=4, stages=3)
         monkeypatch.setattr(linear, "tiling_for", lambda *_shape, **_options: large)
+        large = replace(large, block_k=GROUP)
+        monkeypatch.setattr(quantised, "tiling_for", lambda *_shape, **_options: large)
     return cuda_backend(torch.float32)
 
 
@@ -51,6 +57,47 @@ def test_greedy_answers_are_the_original_codes(kernels: Backend, device: torch.d
     made = Engine(load_model(GOLDEN / "chatglm3", torch.float32, device), SMALL, backend=kernels)
     made.add(request("a", case["input_ids"], SamplingParams(temperature=0.0, max_tokens=2)))
     assert ids(run(made)["a"]) == case["greedy_ids"][:2]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("glm4", {}),
+        ("qwen2", {}),
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True}),
+    ],
+)
+def test_other_families_answer_as_in_plain_torch(
+    kernels: Backend, device: torch.device, tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    """With what ChatGLM has not: norms of outputs and of heads, biases, a tied head."""
+    shape = {"num_hidden_layers": 2, "vocab_size": 128, "hidden_size": 128, "num_attention_heads": 8}
+    write_native(tmp_path, family, **shape, intermediate_size=128, **changes)
+    model = load_model(tmp_path, torch.float32, device)
+    answers = []
+    for backend in (PLAIN, kernels):
+        made = Engine(model, SMALL, backend=backend)
+        for key, prompt in (("a", (5, 6, 7)), ("b", range(20))):
+            made.add(request(key, prompt, SamplingParams(temperature=0.0, max_tokens=2)))
+        answers.append({key: ids(outputs) for key, outputs in run(made).items()})
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_answers_are_the_plain_ones(
+    kernels: Backend, device: torch.device, monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> None:
+    """By our kernel, and with more rows than it takes."""
+    model = load_model(GOLDEN / "chatglm3", torch.float32, device, quantization=quantization)
+    answers = []
+    for backend, rows in ((PLAIN, 0), (kernels, 256), (kernels, 2)):
+        monkeypatch.setattr(ops_cuda, "QUANTISED_ROWS", dict.fromkeys((Int8Linear, Int4Linear), rows))
+        made = Engine(model, SMALL, backend=backend)
+        for key, prompt in (("a", (5, 6, 7)), ("b", range(20))):
+            made.add(request(key, prompt, SamplingParams(temperature=0.0, max_tokens=2)))
+        answers.append({key: ids(outputs) for key, outputs in run(made).items()})
+    assert answers[0] == answers[1] == answers[2]
 
 
 def test_sampled_answers_are_the_plain_ones(kernels: Backend, device: torch.device) -> None:

@@ -14,6 +14,7 @@ from tests.triton_models.engine.fake_model import ids, request, run
 from tests.triton_models.engine.models.whole_pass import WholeSequence, whole_pass, whole_passes
 from triton_models.checkpoint import load_model, tensor_places
 from triton_models.engine.engine import Engine
+from triton_models.engine.linear import Linear
 from triton_models.engine.models.chatglm import ChatGLM, _rotary_table
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
@@ -48,7 +49,7 @@ class CountedRows(WholeSequence):
 
     rows = 0
 
-    def linear_swiglu(self, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def linear_swiglu(self, inputs: torch.Tensor, weight: Linear) -> torch.Tensor:
         self.rows += len(inputs)
         return super().linear_swiglu(inputs, weight)
 
@@ -159,6 +160,15 @@ def test_rope_ratio_multiplies_the_base(golden: Golden) -> None:
         assert rotary.sin[300, pair].item() == pytest.approx(math.sin(angle), abs=1e-4)
 
 
+def test_position_ratio_divides_positions_beyond_8k(golden: Golden) -> None:
+    config = replace(golden.model.config, position_ratio=4.0, seq_length=9001)
+    rotary = _rotary_table(config, torch.device("cpu"))
+    for pair in range(4):
+        angle = 9000 / 4 / 10_000 ** (2 * pair / 8)
+        assert rotary.cos[9000, pair].item() == pytest.approx(math.cos(angle), abs=1e-3)
+        assert rotary.sin[9000, pair].item() == pytest.approx(math.sin(angle), abs=1e-3)
+
+
 def test_64_mixed_requests_get_what_each_gets_alone(golden: Golden) -> None:
     numbers = random.Random(64)
     vocabulary = golden.model.vocab_size
@@ -182,7 +192,7 @@ def test_64_mixed_requests_get_what_each_gets_alone(golden: Golden) -> None:
         for number in range(64)
     ]
     alone = Engine(golden.model, EngineSettings())
-    expected = {}
+    expected: dict[str, Any] = {}
     for each in requests:
         alone.add(each)
         expected |= run(alone)
@@ -212,7 +222,7 @@ def test_a_quarter_of_the_memory_changes_no_greedy_answer(golden: Golden, *, pre
         for number in range(24)
     ]
     alone = Engine(golden.model, EngineSettings(prefix_cache=False))
-    expected = {}
+    expected: dict[str, Any] = {}
     for each in requests:
         alone.add(each)
         expected |= run(alone)

@@ -57,7 +57,7 @@ def native(tensors: dict[str, torch.Tensor], **changes: Any) -> GlmForCausalLM:
             continue
         before, _, kind = name.rpartition(".")
         prefix = _renamed(before.removesuffix("query_key_value"))
-        parts = tensor.float().split([heads * width, groups * width, groups * width])
+        parts = torch.split(tensor.float(), [heads * width, groups * width, groups * width])
         for letter, part in zip("qkv", parts, strict=True):
             state[f"{prefix}{letter}_proj.{kind}"] = part
     model.load_state_dict(state)

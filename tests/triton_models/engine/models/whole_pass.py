@@ -2,17 +2,17 @@
 
 import torch
 
-from triton_models.engine.models import Rotary
-from triton_models.engine.models.chatglm import ChatGLM
-from triton_models.engine.ops_torch import PlainMath, rotate_in_place, rotation, split_heads
+from tests.triton_models.engine.rotated import rotate_in_place
+from triton_models.engine.models import CausalModel, Rotary
+from triton_models.engine.ops_torch import PlainMath, split_heads
 
 
-def whole_pass(model: ChatGLM, tokens: list[int]) -> torch.Tensor:
+def whole_pass(model: CausalModel, tokens: list[int]) -> torch.Tensor:
     """The logits behind `tokens`, with attention that needs no cache."""
     return whole_passes(model, tokens)[-1]
 
 
-def whole_passes(model: ChatGLM, tokens: list[int]) -> torch.Tensor:
+def whole_passes(model: CausalModel, tokens: list[int]) -> torch.Tensor:
     """The logits behind each of `tokens`."""
     operations = WholeSequence(len(tokens), model.kv_shape.heads)
     with torch.inference_mode():
@@ -27,7 +27,8 @@ class WholeSequence(PlainMath):
         self._kv_heads = kv_heads
 
     def attend(self, layer: int, projected: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        rotate_in_place(projected[:, : -self._kv_heads], *rotation(rotary, self.positions))
+        cos, sin = rotary.cos[self.positions, None], rotary.sin[self.positions, None]
+        rotate_in_place(projected[:, : -self._kv_heads], cos, sin)
         queries, keys, values = (each.transpose(0, 1) for each in split_heads(projected, self._kv_heads))
         attended = torch.nn.functional.scaled_dot_product_attention(
             queries, keys, values, is_causal=True, enable_gqa=True

@@ -31,7 +31,7 @@ def test_prompts_are_the_originals(golden_cases: list[dict[str, Any]]) -> None:
     for case in golden_cases:
         pairs = [turns((U, question), (A, answer)) for question, answer in case["history"]]
         history = [turn for pair in pairs for turn in pair]
-        assert FORMAT.render(history, case["query"]) == case["input_ids"]
+        assert FORMAT.render_turns([*history, Turn("user", case["query"])]) == case["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_prompts_are_the_originals(golden_cases: list[dict[str, Any]]) -> None:
 )
 def test_every_sequence_of_turns_has_its_rounds(said: list[tuple[str, str]], expected: str) -> None:
     *history, newest = turns(*said)
-    ids = FORMAT.render(history, newest.content, newest.role)
+    ids = FORMAT.render_turns([*history, newest])
     assert text_of(ids) == expected
     assert ids[2:] == TOKENIZER.encode(expected.replace(":", COLON))
 
@@ -84,7 +84,7 @@ def test_without_a_generation_prompt_no_answer_begins() -> None:
 def test_what_the_format_cannot_say_is_refused_by_name(said: list[Turn], why: str) -> None:
     *history, newest = said
     with pytest.raises(TextError, match=why):
-        FORMAT.render(history, newest.content, newest.role)
+        FORMAT.render_turns([*history, newest])
 
 
 def test_only_the_end_of_text_stops_and_nothing_opens_segments() -> None:
@@ -109,4 +109,4 @@ def test_plain_text_gets_the_tokenizers_prefix_and_nothing_else() -> None:
 
 def test_an_answer_has_no_metadata(chatglm2: Tokenizer) -> None:
     with pytest.raises(TextError, match="no metadata"):
-        ChatGLM2Format(chatglm2).render([], "q", answer_metadata="")
+        ChatGLM2Format(chatglm2).render_turns([Turn("user", "q")], answer_metadata="")

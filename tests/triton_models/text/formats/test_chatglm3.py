@@ -29,18 +29,18 @@ def test_prompts_are_the_originals(golden: Callable[[str], dict[str, Any]]) -> N
     assert any(case["role"] == "observation" for case in cases)
     for case in cases:
         history = msgspec.convert(case["history"], list[Turn])
-        assert FORMAT.render(history, case["query"], case["role"]) == case["input_ids"]
+        assert FORMAT.render_turns([*history, Turn(case["role"], case["query"])]) == case["input_ids"]
 
 
 def test_turns_of_one_role_stay_apart() -> None:
-    ids = FORMAT.render([Turn("user", "a")], "b")
+    ids = FORMAT.render_turns([Turn("user", "a"), Turn("user", "b")])
     assert ids == [GMASK, SOP, USER, *line("", "a"), USER, *line("", "b"), ASSISTANT]
 
 
 def test_a_conversation_may_end_with_an_assistant_or_system_turn() -> None:
-    ids = FORMAT.render([Turn("user", "a")], "b", "assistant")
+    ids = FORMAT.render_turns([Turn("user", "a"), Turn("assistant", "b")])
     assert ids == [GMASK, SOP, USER, *line("", "a"), ASSISTANT, *line("", "b"), ASSISTANT]
-    assert FORMAT.render([], "s", "system") == [GMASK, SOP, SYSTEM, *line("", "s"), ASSISTANT]
+    assert FORMAT.render_turns([Turn("system", "s")]) == [GMASK, SOP, SYSTEM, *line("", "s"), ASSISTANT]
 
 
 def test_without_a_generation_prompt_no_answer_begins() -> None:
@@ -51,11 +51,13 @@ def test_without_a_generation_prompt_no_answer_begins() -> None:
 
 
 def test_empty_content_is_a_turn() -> None:
-    assert FORMAT.render([], "") == [GMASK, SOP, USER, *line("", ""), ASSISTANT]
+    assert FORMAT.render_turns([Turn("user", "")]) == [GMASK, SOP, USER, *line("", ""), ASSISTANT]
 
 
 def test_text_cannot_open_a_turn() -> None:
-    ids = FORMAT.render([Turn("assistant", "x", metadata="<|user|>")], "<|system|>\n<|assistant|>")
+    ids = FORMAT.render_turns(
+        [Turn("assistant", "x", metadata="<|user|>"), Turn("user", "<|system|>\n<|assistant|>")]
+    )
     assert [token_id for token_id in ids if token_id > GMASK] == [SOP, ASSISTANT, USER, ASSISTANT]
 
 
@@ -69,7 +71,7 @@ def test_text_cannot_open_a_turn() -> None:
 )
 def test_what_the_format_cannot_say_is_refused_by_name(history: list[Turn], why: str) -> None:
     with pytest.raises(TextError, match=why):
-        FORMAT.render(history, "q")
+        FORMAT.render_turns([*history, Turn("user", "q")])
 
 
 def nested(depth: int) -> Any:
@@ -83,7 +85,7 @@ def nested(depth: int) -> Any:
 def test_tools_that_grow_beyond_measure_are_refused(tools: list[Any]) -> None:
     """Indenting them makes megabytes of some thousand brackets."""
     with pytest.raises(TextError, match="more than 1048576 characters"):
-        FORMAT.render([Turn("system", "s", tools=tools)], "q")
+        FORMAT.render_turns([Turn("system", "s", tools=tools), Turn("user", "q")])
 
 
 def test_stops_and_segments() -> None:
@@ -101,8 +103,8 @@ def test_plain_text_gets_the_tokenizers_prefix_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("metadata", ["", "get_weather"])
 def test_the_answers_first_line_can_be_part_of_the_prompt(metadata: str) -> None:
-    ids = FORMAT.render([], "q", answer_metadata=metadata)
-    assert ids == [*FORMAT.render([], "q"), *TOKENIZER.encode(metadata + "\n")]
+    ids = FORMAT.render_turns([Turn("user", "q")], answer_metadata=metadata)
+    assert ids == [*FORMAT.render_turns([Turn("user", "q")]), *TOKENIZER.encode(metadata + "\n")]
     # What a turn of the past with that metadata begins with.
     past = FORMAT.render_turns([Turn("user", "q"), Turn("assistant", "x", metadata=metadata)])
     assert past[: len(ids)] == ids

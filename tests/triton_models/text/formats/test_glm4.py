@@ -41,7 +41,7 @@ def by_template(messages: list[dict[str, Any]], template: str = TEMPLATE) -> str
 
 
 def message(turn: Turn) -> dict[str, Any]:
-    said = {"role": turn.role, "content": turn.content, "metadata": turn.metadata}
+    said: dict[str, Any] = {"role": turn.role, "content": turn.content, "metadata": turn.metadata}
     if turn.tools is not None:
         said["tools"] = [{"type": "function", "function": tool} for tool in turn.tools]
     return said
@@ -66,8 +66,6 @@ def test_the_text_is_what_the_published_template_writes(
     turns: list[Turn], chat: ChatFormat, glm4: Tokenizer
 ) -> None:
     assert spelled(glm4, chat.render_turns(turns)) == by_template([message(turn) for turn in turns])
-    *history, newest = turns
-    assert chat.render(history, newest.content, newest.role) == chat.render_turns(turns)
 
 
 def test_a_question_has_the_published_ids(chat: ChatFormat, glm4: Tokenizer) -> None:
@@ -75,7 +73,7 @@ def test_a_question_has_the_published_ids(chat: ChatFormat, glm4: Tokenizer) -> 
     newline, hello = glm4.encode("\n"), glm4.encode("你好")
     assert len(newline) == len(hello) == 1
     expected = [RANKS + 2, RANKS + 4, RANKS + 7, *newline, *hello, RANKS + 8]
-    assert chat.render([], "你好") == expected
+    assert chat.render_turns([Turn("user", "你好")]) == expected
 
 
 def test_stop_ids_are_those_of_the_generation_configuration(chat: ChatFormat) -> None:
@@ -100,8 +98,12 @@ def test_without_one_it_is_the_newest_published(template: str | None, glm4: Toke
 
 
 def test_the_first_line_of_the_answer_may_be_given(chat: ChatFormat, glm4: Tokenizer) -> None:
-    assert spelled(glm4, chat.render([], "hi", answer_metadata="now")).endswith("<|assistant|>now\n")
-    assert spelled(glm4, chat.render([], "hi", answer_metadata="")).endswith("<|assistant|>\n")
+    assert spelled(glm4, chat.render_turns([Turn("user", "hi")], answer_metadata="now")).endswith(
+        "<|assistant|>now\n"
+    )
+    assert spelled(glm4, chat.render_turns([Turn("user", "hi")], answer_metadata="")).endswith(
+        "<|assistant|>\n"
+    )
 
 
 def test_no_text_passes_for_a_role(chat: ChatFormat) -> None:

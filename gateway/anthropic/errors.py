@@ -1,0 +1,55 @@
+"""Errors as clients of `/v1/messages` read them: Anthropic's types, and the status that all routes have."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from msgspec import Struct
+
+from gateway.errors import GatewayError
+
+REQUEST_ID_HEADER: Final = "Request-Id"
+"""Where these clients look for a request's id."""
+
+_ROUTE: Final = "/v1/messages"
+_TYPES: Final[Mapping[int, str]] = MappingProxyType(
+    {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+    }
+)
+_SERVER_ERROR: Final = 500
+
+
+class MessagesErrorBody(Struct, frozen=True):
+    """What went wrong; the message names the field, if it is about one."""
+
+    type: str
+    message: str
+
+
+class MessagesError(Struct, frozen=True, kw_only=True, tag_field="type", tag="error"):
+    """Every answer of `/v1/messages` that is not a success; in a stream, the event `error`."""
+
+    error: MessagesErrorBody
+    request_id: str
+
+
+def is_of_messages(path: str) -> bool:
+    """Whether clients of this path expect such errors."""
+    return path == _ROUTE or path.startswith(_ROUTE + "/")
+
+
+def messages_error(error: GatewayError, request_id: str) -> MessagesError:
+    """Write `error`, which ended the request of that id."""
+    other = "invalid_request_error" if error.status < _SERVER_ERROR else "api_error"
+    named = error.param is None or error.param in error.message
+    message = error.message if named else f"{error.param}: {error.message}"
+    return MessagesError(
+        error=MessagesErrorBody(_TYPES.get(error.status, other), message), request_id=request_id
+    )

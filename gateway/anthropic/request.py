@@ -1,0 +1,409 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`: the requests, as Anthropic defines them.
+
+A message of the API may be several of a conversation: results of tools stand among the blocks of a user's
+message. `temperature` and the other parameters of sampling are those of all routes (`gateway.openai.params`),
+with the extensions that these have. `cache_control`, `is_error` and what else has no effect is ignored.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from itertools import groupby
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from gateway.core.request import Conversation, Grammar, Image, Message, NamedTool, PastCall, ToolOffer
+from gateway.core.upstream import Tokenization
+from gateway.errors import InvalidRequestError
+from gateway.openai.answer import encode
+from gateway.openai.chat_request import REASONED, Effort, Switches
+from gateway.openai.document import (
+    Body,
+    Content,
+    Items,
+    Reading,
+    Strict,
+    Unread,
+    at_most,
+    fault,
+    if_read,
+    ignore,
+    text_of,
+    type_of,
+)
+from gateway.openai.images import Base64, DataUrl
+from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, GenerationRequest, StopString, TokenBound
+from gateway.openai.structured import Schema, schema_grammar, shallow
+from gateway.openai.tools import ChoiceMode, Function, ToolName, offer_of
+from wire.limits import STOPS_LIMIT, TOOLS_LIMIT
+
+CallId = Annotated[str, Field(min_length=1)]
+
+
+class TextInput(Strict, place="messages.content"):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class SystemText(TextInput, place="system"):
+    """A part of the system message."""
+
+
+class ResultText(TextInput, place="messages.content.content"):
+    """A part of a tool's result."""
+
+
+class Base64Source(Strict, place="messages.content.source"):
+    """An image in the request itself."""
+
+    type: Literal["base64"]
+    media_type: str
+    data: Base64
+
+
+class UrlSource(Strict, place="messages.content.source"):
+    """An image in a data: URL; none is fetched."""
+
+    type: Literal["url"]
+    url: DataUrl
+
+    @property
+    def data(self) -> str:
+        """The image as base64."""
+        return self.url
+
+
+def _kind_of(value: Any) -> str:
+    return f"a {type_of(value)}"  # not the type alone: errors would take it for the key of the same name
+
+
+class ImageInput(Strict, place="messages.content"):
+    """An image, for models that see."""
+
+    type: Literal["image"]
+    source: Annotated[
+        Annotated[Base64Source, Tag("a base64")] | Annotated[UrlSource, Tag("a url")],
+        Discriminator(
+            _kind_of,
+            custom_error_type="source_type",
+            custom_error_message="only sources of the types base64 and url are supported",
+        ),
+    ]
+
+
+def _as_json(value: Any) -> str:
+    if not isinstance(value, dict):
+        raise PydanticCustomError("object", "an object is needed")
+    return encode(shallow(value)).decode()
+
+
+class ToolUseInput(Strict, place="messages.content"):
+    """A call that the model made. Its result refers to `id`."""
+
+    type: Literal["tool_use"]
+    id: CallId
+    name: ToolName
+    input: Annotated[str, BeforeValidator(_as_json), WithJsonSchema({"type": "object"})]
+
+
+class ToolResultInput(Strict, place="messages.content"):
+    """The result of a call: text."""
+
+    type: Literal["tool_result"]
+    tool_use_id: CallId
+    content: Content[ResultText] | None = None
+
+
+class ThinkingInput(Strict, place="messages.content"):
+    """What a model thought before an earlier answer: for one whose chat template reads it, else ignored."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: Annotated[Unread, BOOKKEEPING] = None
+
+    @model_validator(mode="after")
+    def _ignored(self, info: ValidationInfo) -> Self:
+        if not self.thinking or not Reading.of(info).read.isdisjoint(REASONED):
+            return self
+        ignore(info, "messages.content.thinking")
+        return self.model_copy(update={"thinking": ""})
+
+
+class RedactedThinkingInput(Strict, place="messages.content"):
+    """What nobody but its author can read: ignored."""
+
+    type: Literal["redacted_thinking"]
+    data: Unread = None
+
+    @model_validator(mode="after")
+    def _ignored(self, info: ValidationInfo) -> Self:
+        ignore(info, "messages.content.redacted_thinking")
+        return self
+
+
+Block = Annotated[
+    Annotated[TextInput, Tag("a text")]
+    | Annotated[ImageInput, Tag("a image")]
+    | Annotated[ToolUseInput, Tag("a tool_use")]
+    | Annotated[ToolResultInput, Tag("a tool_result")]
+    | Annotated[ThinkingInput, Tag("a thinking")]
+    | Annotated[RedactedThinkingInput, Tag("a redacted_thinking")],
+    Discriminator(
+        _kind_of,
+        custom_error_type="block_type",
+        custom_error_message="only blocks of the types text, image, tool_use, tool_result, thinking and "
+        "redacted_thinking are supported",
+    ),
+]
+
+_BLOCKS: Mapping[str, tuple[type[Strict], ...]] = MappingProxyType(
+    {
+        "system": (TextInput,),
+        "user": (TextInput, ImageInput, ToolResultInput),
+        "assistant": (TextInput, ToolUseInput, ThinkingInput, RedactedThinkingInput),
+    }
+)
+"""Those that a message of a role may have."""
+
+
+class MessageInput(Strict, place="messages"):
+    """One message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Items[Block]
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        calls: set[str] = set()
+        for block in () if isinstance(self.content, str) else self.content:
+            if not isinstance(block, _BLOCKS[self.role]):
+                raise fault("content", f"a message of role {self.role} has no {block.type} blocks")
+            if isinstance(block, ToolUseInput):
+                if block.id in calls:
+                    raise fault("content", "the id of a tool_use is there twice")
+                calls.add(block.id)
+        return self
+
+    def messages(self, field: str) -> Iterator[Message]:
+        """Return it as messages of a conversation; `field` is its name in the request."""
+        if isinstance(self.content, str):
+            yield Message(role=self.role, content=self.content, field=field)
+        elif self.role == "assistant":
+            yield _answer(self.content, field)
+        else:
+            yield from self._said(self.content, field)
+
+    def _said(self, blocks: list[Block], field: str) -> Iterator[Message]:
+        """Return results of tools, each in a message of its own, and between them what the user says."""
+        if not blocks:
+            yield Message(role=self.role, content="", field=field)
+        for is_result, run in groupby(enumerate(blocks), lambda item: isinstance(item[1], ToolResultInput)):
+            text, images = "", []
+            for at, block in run:
+                path = f"{field}.content.{at}"
+                if isinstance(block, ToolResultInput):
+                    content, call = text_of(block.content), block.tool_use_id
+                    yield Message(role="tool", content=content, answers=call, field=path)
+                elif isinstance(block, ImageInput):
+                    images.append(Image(data=block.source.data, at=len(text), field=path))
+                elif isinstance(block, TextInput):
+                    text += block.text
+            if not is_result:
+                yield Message(role=self.role, content=text, images=tuple(images), field=field)
+
+
+def _answer(blocks: Iterable[Block], field: str) -> Message:
+    """Return an assistant's message; a blank line separates the text before a call from that after it."""
+    texts, calls, reasoning = [""], [], []
+    for block in blocks:
+        if isinstance(block, TextInput):
+            texts[-1] += block.text
+        elif isinstance(block, ToolUseInput):
+            calls.append(PastCall(id=block.id, name=block.name, arguments=block.input))
+            texts.append("")
+        elif isinstance(block, ThinkingInput):
+            reasoning.append(block.thinking)
+    return Message(
+        role="assistant",
+        content="\n\n".join(filter(None, texts)),
+        calls=tuple(calls),
+        reasoning="\n\n".join(filter(None, reasoning)),
+        field=field,
+    )
+
+
+def _custom(tool: Any) -> Any:
+    if isinstance(tool, dict) and tool.get("type") not in (None, "custom"):
+        raise PydanticCustomError("tool_type", "only tools of the type custom are supported")
+    return tool
+
+
+class CustomTool(Function, place="tools"):
+    """A tool that the client runs."""
+
+    type: Literal["custom"] | None = None
+    parameters: Annotated[Schema, Field(alias="input_schema", description="the JSON schema of its arguments")]
+
+
+class ToolChoiceInput(Strict, place="tool_choice"):
+    """Which tool must be called, and whether several calls may be."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.type == "tool" and self.name is None:
+            raise fault("name", "it is needed", "missing")
+        if self.type != "tool" and self.name is not None:
+            raise fault("name", "it belongs to the type tool alone")
+        return self
+
+    @property
+    def chosen(self) -> ChoiceMode | NamedTool:
+        """The choice in our own words."""
+        match self.type:
+            case "any":
+                return "required"
+            case "tool":
+                return NamedTool(self.name or "")
+            case mode:
+                return mode
+
+
+class ThinkingOptions(Strict, place="thinking"):
+    """Whether the model shall think before it answers, for one whose template reads `enable_thinking`."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+
+
+class OutputFormat(Strict, place="output_config.format"):
+    """JSON that obeys a schema, which is enforced."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[Schema, Field(alias="schema")]
+
+
+class OutputConfig(Strict, place="output_config"):
+    """How the answer shall be."""
+
+    effort: Annotated[Effort, if_read("output_config.effort", "reasoning_effort")] = None
+    format: OutputFormat | None = None
+
+
+class ConversationRequest(Body):
+    """What makes a prompt. Null means absent everywhere."""
+
+    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {"container": None, "mcp_servers": [], "output_format": None}
+    )
+    refusals: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"output_format": "is an older name: give output_config.format"}
+    )
+
+    messages: Annotated[
+        Items[MessageInput], Field(min_length=1, max_length=MESSAGES_LIMIT), at_most(MESSAGES_LIMIT)
+    ]
+    system: Annotated[Content[SystemText] | None, Field(description="a system message before all others")] = (
+        None
+    )
+    tools: (
+        Annotated[Items[Annotated[CustomTool, BeforeValidator(_custom)]], Field(max_length=TOOLS_LIMIT)]
+        | None
+    ) = None
+    tool_choice: ToolChoiceInput | None = None
+    thinking: Annotated[ThinkingOptions | None, if_read("thinking", "enable_thinking")] = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: Switches = None
+
+    @cached_property
+    def continued(self) -> Conversation:
+        """The conversation and the tools."""
+        said = [each for at, one in enumerate(self.messages) for each in one.messages(f"messages.{at}")]
+        if self.system:
+            said.insert(0, Message(role="system", content=text_of(self.system), field="system"))
+        switches: dict[str, Any] = {}
+        if self.thinking is not None:
+            switches["enable_thinking"] = self.thinking.type != "disabled"
+        if self.output_config and self.output_config.effort:
+            switches["reasoning_effort"] = self.output_config.effort
+        return Conversation(tuple(said), self._offer(), switches | (self.chat_template_kwargs or {}))
+
+    def _offer(self) -> ToolOffer | None:
+        choice = self.tool_choice
+        single = bool(choice and choice.disable_parallel_tool_use)
+        offer = offer_of(self.tools or (), choice.chosen if choice else None, path="tools.{}", single=single)
+        return None if offer is None else replace(offer, schema_field="tools.{}.input_schema")
+
+    @property
+    def formatted(self) -> Grammar | None:
+        """The grammar that `output_config.format` asks for."""
+        form = self.output_config.format if self.output_config else None
+        return None if form is None else schema_grammar(form.schema_, "output_config.format.schema")
+
+
+class MessagesRequest(ConversationRequest, GenerationRequest):
+    """A request for a message. Null means absent everywhere."""
+
+    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {**GenerationRequest.unsupported, **ConversationRequest.unsupported}
+    )
+
+    max_tokens: TokenBound
+    stop_sequences: Annotated[Items[StopString], Field(max_length=STOPS_LIMIT)] | None = None
+    metadata: Annotated[Unread, BOOKKEEPING] = None
+
+    @property
+    def token_bound(self) -> int | None:
+        """The client's limit on new tokens."""
+        return self.max_tokens
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling parameters that were given; `stop` is an extension, and adds to Anthropic's."""
+        given = super().sampling()
+        return given | {"stop": [*given.get("stop", ()), *(self.stop_sequences or ())]}
+
+    def check(self) -> None:
+        """Refuse parameters that are valid alone but not together."""
+        super().check()
+        last = len(self.messages) - 1
+        if self.messages[last].role == "assistant":
+            raise InvalidRequestError(
+                "The last message is the assistant's: this server begins a new answer and continues none.",
+                param=f"messages.{last}",
+            )
+
+
+class CountTokensRequest(ConversationRequest):
+    """A request to count the tokens of a prompt. Null means absent everywhere."""
+
+    subject: ClassVar[str] = "messages"
+    """The name of the field to be tokenized."""
+
+    def check(self) -> None:
+        """Refuse parameters that are valid alone but not together."""
+        _ = self.continued, self.formatted  # which refuse what is wrong with them
+
+    def tokenization(self, *, request_id: str, deadline: float) -> Tokenization:
+        """Return the tokenization to run."""
+        return Tokenization(
+            request_id=request_id,
+            model=self.model,
+            prompt=self.continued,
+            deadline=deadline,
+            grammar=self.formatted,
+        )

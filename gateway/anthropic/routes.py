@@ -1,0 +1,49 @@
+"""Serves `/v1/messages`: Anthropic's Messages API, run as every other request is."""
+
+from fastapi import APIRouter, Depends, Request
+from sse_starlette import ServerSentEvent
+from starlette.responses import Response
+
+from gateway.anthropic.answer import PING, MessageDocument, MessagesAnswer, MessagesEvent, TokensCount
+from gateway.anthropic.errors import MessagesError
+from gateway.anthropic.request import CountTokensRequest, MessagesRequest
+from gateway.http.openapi import body_of, complete, streamed_or_complete
+from gateway.http.routes import AnsweringDep, GatewayDep, JsonBody, ReadingDep, RecordDep, respond_with
+from gateway.settings.values import Scope
+
+_PING = ServerSentEvent(event=PING[0], data=PING[1], sep="\n")
+
+
+async def _key(request: Request, gateway: GatewayDep, record: RecordDep) -> None:
+    """Check the key, which these clients send as `x-api-key` or as all others do."""
+    headers = request.headers
+    key = headers.get("x-api-key")
+    presented = headers.get("authorization") if key is None else f"Bearer {key}"
+    record.key_name = gateway.keyring.authorize(presented, Scope.INFERENCE)
+
+
+router = APIRouter(dependencies=[Depends(_key)], default_response_class=Response)
+
+
+@router.post(
+    "/v1/messages",
+    openapi_extra=body_of(MessagesRequest),
+    responses=streamed_or_complete(MessageDocument, MessagesEvent, error=MessagesError),
+)
+async def create_message(
+    body: JsonBody, reading: ReadingDep, record: RecordDep, answering: AnsweringDep
+) -> Response:
+    """Answer a conversation in Anthropic's format, at once or as a stream of named events."""
+    request = MessagesRequest.read(body, reading)
+    return await answering.respond(request, MessagesAnswer(request, record.request_id), ping=_PING)
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    openapi_extra=body_of(CountTokensRequest),
+    responses=complete(TokensCount, error=MessagesError),
+)
+async def count_tokens(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
+    """Count the tokens of a conversation as the model would be given it."""
+    tokens = await answering.tokens(CountTokensRequest.read(body, reading))
+    return respond_with(TokensCount(len(tokens.ids)))

@@ -1,0 +1,411 @@
+"""How model families other than ChatGLM write tool calls.
+
+| style | written as |
+| --- | --- |
+| hermes (Qwen 2.5 and 3, Hermes) | `<tool_call>{"name": N, "arguments": {...}}</tool_call>`, one or several |
+| qwen3coder (Qwen3-Coder) | `<tool_call><function=N><parameter=K>V</parameter>...</function></tool_call>` |
+| glm45 (GLM-4.5) | `<tool_call>N<arg_key>K</arg_key><arg_value>V</arg_value>...</tool_call>` |
+| mistral | `[TOOL_CALLS][{"name": N, "arguments": {...}}, ...]`, or `[TOOL_CALLS]N[ARGS]{...}` |
+| llama3 (Llama 3.1 and later) | `{"name": N, "parameters": {...}}`, perhaps after `<|python_tag|>` |
+| glm4 (GLM-4, GLM-4-0414) | the name on a line, then the arguments as an object |
+
+A call whose name comes first is read as it is written, its arguments unchanged. Others are read whole. Where
+values are not JSON, the tool's schema says which are strings; of others, what reads as JSON is that.
+"""
+
+import enum
+import json
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, NoReturn, Protocol
+
+from gateway.chat.calls import JsonEnd
+from gateway.core.events import CallPart
+
+_CALL: Final = "<tool_call>"
+_CALLED: Final = "</tool_call>"
+_ARGS: Final = "[ARGS]"
+_CALLS: Final = "[TOOL_CALLS]"
+_PYTHON: Final = "<|python_tag|>"
+_LONGEST_NAME: Final = 64
+"""OpenAI's limit on the name of a function."""
+
+
+class Wrapping(enum.Enum):
+    """What stands around a call's arguments."""
+
+    NONE = enum.auto()
+    OBJECT = enum.auto()
+    """An object with the name and the arguments."""
+    ENDED = enum.auto()
+    """Such an object, which has ended."""
+
+
+class Arguments(Protocol):
+    """Reads a call's arguments, piece by piece."""
+
+    complete: bool
+    """Whether they came to their end."""
+    broken: bool
+    """Whether what came is none of theirs, before their end."""
+
+    def take(self, text: str) -> tuple[str, str]:
+        """Take more; return the arguments in it, as JSON, and what of `text` was not read: to be given again.
+
+        What may be the beginning of a mark is not read.
+        """
+        ...
+
+
+class ObjectArguments:
+    """Arguments as a JSON object, passed on as they are. A mark within a string is part of them.
+
+    Args:
+        mark: what they end at, complete or not.
+    """
+
+    def __init__(self, mark: str, _strings: Collection[str]) -> None:
+        self._mark = mark
+        self._end = JsonEnd()
+        self.complete = self.broken = False
+
+    def take(self, text: str) -> tuple[str, str]:
+        """See `Arguments.take`."""
+        read = 0
+        while True:
+            place = text.find(self._mark, read) if self._mark else -1
+            stop = len(text) - possible_beginning(text, self._mark) if place < 0 else place
+            end = self._end.find(text[read:stop])
+            if end is not None:
+                self.complete = True
+                return text[: read + end], text[read + end :]
+            read = stop
+            if place < 0:
+                return text[:read], text[read:]
+            if not self._end.in_string:
+                self.broken = True
+                return text[:read], text[read:]
+            read += len(self._mark)
+
+
+class PairArguments:
+    """Arguments as pairs of marked keys and values, each read whole, up to the mark behind them.
+
+    Args:
+        strings: keys whose values are strings, whatever else they read as.
+    """
+
+    pair: ClassVar[re.Pattern[str]]
+    end: ClassVar[str]
+    """The mark behind them."""
+
+    def __init__(self, _mark: str, strings: Collection[str]) -> None:
+        self._strings = strings
+        self._pairs: int | None = None
+        """So many were read; None: the object was not opened yet."""
+        self.complete = self.broken = False
+
+    def take(self, text: str) -> tuple[str, str]:
+        """See `Arguments.take`."""
+        written = "{" if self._pairs is None else ""
+        self._pairs = self._pairs or 0
+        while (pair := self.pair.match(text)) is not None:
+            key, value = pair[1].strip(), pair[2]
+            pieces = (key, value if key in self._strings else _value(value))
+            shown = ": ".join(json.dumps(piece, ensure_ascii=False) for piece in pieces)
+            written += f"{', ' if self._pairs else ''}{shown}"
+            self._pairs += 1
+            text = text[pair.end() :]
+        said = text.lstrip()
+        if said.startswith(self.end):
+            self.complete = True
+            return written + "}", self.behind(said)
+        self.broken = not self.may_be_pair(said) and not self.end.startswith(said)
+        return written, text
+
+    def behind(self, text: str) -> str:
+        """Return what of `text`, which begins with the mark behind them, was not read."""
+        return text.removeprefix(self.end)
+
+    @staticmethod
+    def may_be_pair(text: str) -> bool:
+        """Whether `text` begins like a pair whose end is still to come."""
+        raise NotImplementedError
+
+
+class TaggedArguments(PairArguments):
+    """As Qwen3-Coder writes them."""
+
+    pair = re.compile(r"\s*<parameter=([^<>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+    end = "</function>"
+
+    @staticmethod
+    def may_be_pair(text: str) -> bool:
+        """See `PairArguments.may_be_pair`."""
+        return text.startswith(_PARAMETER) or _PARAMETER.startswith(text)
+
+
+_PARAMETER: Final = "<parameter="
+_KEY: Final = "<arg_key>"
+_KEYED: Final = "</arg_key>"
+_VALUE: Final = "<arg_value>"
+
+
+class KeyedArguments(PairArguments):
+    """As GLM-4.5 writes them; the mark behind them is that behind the call."""
+
+    pair = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+    end = _CALLED
+
+    def behind(self, text: str) -> str:
+        """See `PairArguments.behind`."""
+        return text
+
+    @staticmethod
+    def may_be_pair(text: str) -> bool:
+        """See `PairArguments.may_be_pair`."""
+        if not text.startswith(_KEY):
+            return _KEY.startswith(text)
+        key, at = text[len(_KEY) :], text.find("<", len(_KEY))
+        if at < 0:
+            return True
+        rest = key[at - len(_KEY) :]
+        if not rest.startswith(_KEYED):
+            return _KEYED.startswith(rest)
+        rest = rest.removeprefix(_KEYED).lstrip()
+        return rest.startswith(_VALUE) or _VALUE.startswith(rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The beginning of a call, up to where its arguments begin."""
+
+    name: str
+    at: int | None = None
+    """Where they begin; None: not yet."""
+    wrapping: Wrapping = Wrapping.NONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallStyle:
+    """How a family writes calls."""
+
+    name: str
+    opening: str
+    """The mark before calls; empty: an answer may begin with one."""
+    closing: str
+    """The mark behind a call, which the answer's end may replace; empty: only that."""
+    begins: Callable[[str], bool]
+    """Whether what came so far, without white space before it, may still be a call."""
+    head: Callable[[str], Head | None]
+    """Reads a call's beginning; None: no name came yet, or not where it is expected."""
+    read: Callable[[str], list[CallPart] | None]
+    """Reads what stands between the marks, where `head` found no arguments; None: it is no call."""
+    arguments: Callable[[str, Collection[str]], Arguments] = ObjectArguments
+    """Makes a reader of arguments that end at the given mark, given the names of those that are strings."""
+    unmarked: bool = False
+    """An answer may begin with a call without a mark."""
+    separators: str = ""
+    """What may stand behind a call's object: another call follows, but for `]`."""
+
+
+def possible_beginning(text: str, mark: str) -> int:
+    """Return how many characters at the end of `text` may be the beginning of `mark`."""
+    for length in range(min(len(text), len(mark) - 1), 0, -1):
+        if mark.startswith(text[-length:]):
+            return length
+    return 0
+
+
+_OBJECT_HEAD: Final = re.compile(
+    r'\s*\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"'
+    r'(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(\{))?'
+)
+_ARGS_HEAD: Final = re.compile(r"\s*([^\s\[\]{}]+)\s*\[ARGS\]\s*(\{)")
+_PAIRS_HEAD: Final = re.compile(r"\s*([^\s<]+)\s*(<arg_key>)[^<]*</arg_key>\s*<arg_value>")
+_FUNCTION_HEAD: Final = re.compile(r"\s*<function=([^\s<>]+)>\s*(<parameter=|</function>)")
+_LINE_HEAD: Final = re.compile(r"\s*(\S+)\n\s*(\{)?")
+
+
+def _head_of(text: str, form: re.Pattern[str], wrapping: Wrapping = Wrapping.NONE) -> Head | None:
+    found = form.match(text)
+    if found is None:
+        return None
+    return Head(found[1], found.start(2) if found[2] else None, wrapping)
+
+
+def _object_head(text: str) -> Head | None:
+    return _head_of(text, _OBJECT_HEAD, Wrapping.OBJECT)
+
+
+def _mistral_head(text: str) -> Head | None:
+    return _object_head(text) or _head_of(text, _ARGS_HEAD)
+
+
+def _pairs_head(text: str) -> Head | None:
+    return _head_of(text, _PAIRS_HEAD)
+
+
+def _function_head(text: str) -> Head | None:
+    return _head_of(text, _FUNCTION_HEAD)
+
+
+def _line_head(text: str) -> Head | None:
+    return _head_of(text, _LINE_HEAD)
+
+
+def _named(document: Any, *keys: str) -> CallPart | None:
+    """Return the call in an object with a name and, under one of `keys`, an object of arguments."""
+    if not isinstance(document, dict) or not isinstance(document.get("name"), str):
+        return None
+    for key in keys:
+        if isinstance(arguments := document.get(key), dict):
+            return CallPart(document["name"], json.dumps(arguments, ensure_ascii=False))
+    return CallPart(document["name"], "{}") if not any(key in document for key in keys) else None
+
+
+def _all(parts: list[CallPart | None]) -> list[CallPart] | None:
+    found = [part for part in parts if part is not None]
+    return found if found and len(found) == len(parts) else None
+
+
+def _read_objects(text: str) -> list[CallPart] | None:
+    """Read objects one after the other, with semicolons, commas or nothing between; or a list of them."""
+    decoder, at, documents = json.JSONDecoder(), 0, []
+    text = text.strip()
+    while at < len(text):
+        try:
+            document, at = decoder.raw_decode(text, at)
+        except ValueError:
+            return None
+        documents += document if isinstance(document, list) else [document]
+        while at < len(text) and text[at] in ";, \n\t":
+            at += 1
+    return _all([_named(each, "arguments", "parameters") for each in documents])
+
+
+def _read_pairs(text: str) -> list[CallPart] | None:
+    """Read a call without arguments: with the first pair, `head` has found it."""
+    name = text.strip()
+    return [CallPart(name, "{}")] if name and not any(each.isspace() for each in name) else None
+
+
+def _read_nothing(_: str) -> list[CallPart] | None:
+    """Where a call's beginning was not found, there is none."""
+    return None
+
+
+def _value(text: str) -> Any:
+    """Read a value: JSON, or else a string as it stands."""
+    try:
+        return json.loads(text, parse_constant=_no_json)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _no_json(constant: str) -> NoReturn:
+    raise ValueError(constant)
+
+
+def _anything(_: str) -> bool:
+    return True
+
+
+def _begins_object(text: str) -> bool:
+    """Whether the first key, as far as it came, is one of a call's."""
+    begun = "".join(text[:_FIRST_KEY].split())
+    return any(begun.startswith(key) or key.startswith(begun) for key in _KEYS)
+
+
+_KEYS: Final = ('{"name"', '{"type"', '{"id"', '{"parameters"', '{"arguments"')
+_FIRST_KEY: Final = 64
+"""Characters at the beginning, white space included, that tell whether it is one of them."""
+
+
+def _begins_line(text: str) -> bool:
+    name, line, arguments = text.partition("\n")
+    if len(name) > _LONGEST_NAME or any(each.isspace() for each in name):
+        return False
+    return not line or not arguments.strip() or arguments.lstrip().startswith("{")
+
+
+STYLES: Final = {
+    style.name: style
+    for style in (
+        CallStyle(
+            name="hermes",
+            opening=_CALL,
+            closing=_CALLED,
+            begins=_anything,
+            head=_object_head,
+            read=_read_objects,
+        ),
+        CallStyle(
+            name="glm45",
+            opening=_CALL,
+            closing=_CALLED,
+            begins=_anything,
+            head=_pairs_head,
+            read=_read_pairs,
+            arguments=KeyedArguments,
+        ),
+        CallStyle(
+            name="qwen3coder",
+            opening=_CALL,
+            closing=_CALLED,
+            begins=_anything,
+            head=_function_head,
+            read=_read_nothing,
+            arguments=TaggedArguments,
+        ),
+        CallStyle(
+            name="mistral",
+            opening=_CALLS,
+            closing="",
+            begins=_anything,
+            head=_mistral_head,
+            read=_read_objects,
+            separators=",]",
+        ),
+        CallStyle(
+            name="llama3",
+            opening=_PYTHON,
+            closing="",
+            begins=_begins_object,
+            head=_object_head,
+            read=_read_objects,
+            unmarked=True,
+            separators=";,",
+        ),
+        CallStyle(
+            name="glm4",
+            opening="",
+            closing="",
+            begins=_begins_line,
+            head=_line_head,
+            read=_read_nothing,
+            unmarked=True,
+        ),
+    )
+}
+
+
+def style_of(mentions: Callable[[str], bool]) -> CallStyle | None:
+    """Return the style that a chat template's own text gives away; None: none of these.
+
+    Args:
+        mentions: whether the template has a text in it (`ChatTemplate.mentions`).
+    """
+    for mark, name in (
+        (_KEY, "glm45"),
+        (_PARAMETER, "qwen3coder"),
+        (_CALL, "hermes"),
+        (_CALLS, "mistral"),
+        (_PYTHON, "llama3"),
+        ("ipython", "llama3"),
+        ("<|observation|>", "glm4"),
+    ):
+        if mentions(mark):
+            return STYLES[name]
+    return None

@@ -1,0 +1,251 @@
+"""Chat templates: a conversation as text, written by the template that a model's tokenizer brings.
+
+A template is a Jinja program in `chat_template.jinja` or in `tokenizer_config.json`'s `chat_template`, as
+transformers' `apply_chat_template` reads them
+(https://huggingface.co/docs/transformers/chat_templating). It runs in Jinja's sandbox: it comes with a
+checkpoint, and a checkpoint may come from anywhere.
+
+Knows nothing of token ids; `gateway.chat.vocabulary` has them.
+"""
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from gateway.core.request import Conversation, Message, ToolOffer, images_in
+from gateway.errors import InvalidRequestError
+
+_TEMPLATE_FILE: Final = "chat_template.jinja"
+_CONFIG_FILE: Final = "tokenizer_config.json"
+_DEFAULT: Final = "default"
+_WITH_TOOLS: Final = "tool_use"
+_OWN: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""Variables that the gateway itself sets, beside the tokens."""
+_OF_MESSAGES: Final = frozenset({"reasoning_content", "reasoning"})
+"""Fields of messages that only some templates read."""
+_IMAGE: Final = "image"
+"""The type of a content's part for which a template writes the mark of an image."""
+_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TemplateError(Exception):
+    """A folder has no template that can be used; the message says why."""
+
+
+class ChatTemplate:
+    """Renders conversations. Shared by all requests.
+
+    Args:
+        sources: templates by name; `default` must be there, and `tool_use` may be, for requests with tools.
+        tokens: the texts of special tokens that templates refer to, such as `bos_token`.
+
+    Raises:
+        TemplateError: a template is not one.
+    """
+
+    def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = _now
+        self._tokens = dict(tokens)
+        self.sources = dict(sources)
+        try:
+            self._templates = {name: environment.from_string(text) for name, text in sources.items()}
+            trees = [environment.parse(text) for text in sources.values()]
+            self.reads = frozenset().union(*map(_reads, trees))
+            """Names that it reads: variables, and fields of messages that only some templates read."""
+            self._images = any(node.value == _IMAGE for tree in trees for node in tree.find_all(nodes.Const))
+            """Whether it knows contents with images, which are lists of parts."""
+            self._lists = self._images and not any(
+                node.name == "string" for tree in trees for node in tree.find_all(nodes.Test)
+            )
+            """Whether it takes every content for such a list."""
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(
+                f"the chat template is not valid Jinja (line {error.lineno}): {error}"
+            ) from None
+        if _DEFAULT not in self._templates:
+            raise TemplateError(f"no chat template is called {_DEFAULT!r}")
+
+    @classmethod
+    def read(cls, folder: Path) -> "ChatTemplate":
+        """Read the template of a tokenizer's folder.
+
+        Raises:
+            TemplateError: it has none, or one that cannot be used.
+        """
+        config = read_config(folder / _CONFIG_FILE)
+        tokens = {name: text for name in _TOKENS if (text := text_of(config.get(name))) is not None}
+        file = folder / _TEMPLATE_FILE
+        if file.is_file():
+            return cls({_DEFAULT: file.read_text(encoding="utf-8")}, tokens)
+        match config.get("chat_template"):
+            case str(text):
+                return cls({_DEFAULT: text}, tokens)
+            case list(named):
+                return cls({each["name"]: each["template"] for each in named}, tokens)
+        raise TemplateError(
+            f"{folder} has no chat template: neither {_TEMPLATE_FILE} nor one in {_CONFIG_FILE}"
+        )
+
+    def render(self, conversation: Conversation) -> str:
+        """Return the prompt for the assistant's next message, or the last one's continuation.
+
+        A conversation whose last message is the assistant's is rendered up to the end of its text: what the
+        template writes after it would end that message.
+
+        Args:
+            conversation: whose messages it writes; tools are offered unless their choice is `none`.
+
+        Raises:
+            InvalidRequestError: the template refuses the conversation, or cannot express it.
+        """
+        for name in conversation.switches:
+            if name in _OWN or name in _TOKENS:
+                raise InvalidRequestError(
+                    f"The gateway sets {name!r} itself.", param=f"chat_template_kwargs.{name}"
+                )
+        if not self._images:
+            for image in images_in(conversation):
+                raise InvalidRequestError("the model's chat template knows no images", param=image.field)
+        messages = [_document(message, parts=self._lists) for message in conversation.messages]
+        offer = conversation.offer
+        tools = _tools(offer) if offer is not None and offer.choice != "none" else None
+        name = _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else _DEFAULT
+        last = conversation.messages[-1]
+        continues = last.role == "assistant" and not last.calls
+        try:
+            text = self._templates[name].render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=not continues,
+                **self._tokens,
+                **conversation.switches,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise InvalidRequestError(
+                f"the model's chat template does not take this conversation: {error}", param="messages"
+            ) from None
+        return _cut_behind(text, last.content) if continues else text
+
+    def mentions(self, text: str) -> bool:
+        """Whether a template writes or looks for `text`."""
+        return any(text in source for source in self.sources.values())
+
+
+def _reads(template: nodes.Template) -> set[str]:
+    fields = {node.attr for node in template.find_all(nodes.Getattr)}
+    fields |= {node.value for node in template.find_all(nodes.Const) if isinstance(node.value, str)}
+    return meta.find_undeclared_variables(template) | (fields & _OF_MESSAGES)
+
+
+def read_config(file: Path) -> Mapping[str, Any]:
+    """Return the object in a file of a tokenizer's folder; empty: there is no such file.
+
+    Raises:
+        TemplateError: it holds something else.
+    """
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise TemplateError(f"{file} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise TemplateError(f"{file} is not a JSON object")
+    return config
+
+
+def text_of(token: Any) -> str | None:
+    """Return a token's text: it is written as that, or as an object with the token's properties."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _document(message: Message, *, parts: bool) -> dict[str, Any]:
+    """Return a message as templates expect it: OpenAI's form, with a call's arguments as an object."""
+    content = _parts(message) if parts or message.images else message.content
+    document: dict[str, Any] = {"role": message.role, "content": content}
+    if message.calls:
+        document["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _arguments(call.arguments)},
+            }
+            for call in message.calls
+        ]
+    if message.reasoning:
+        document.update(dict.fromkeys(_OF_MESSAGES, message.reasoning))
+    if message.answers is not None:
+        document["tool_call_id"] = message.answers
+    return document
+
+
+def _parts(message: Message) -> list[dict[str, str]]:
+    """Return a message's text and images in their order; what the images are, the template does not see."""
+    parts, done = [], 0
+    for end in (*(image.at for image in message.images), None):
+        if text := message.content[done:end]:
+            parts.append({"type": "text", "text": text})
+        if end is not None:
+            parts.append({"type": _IMAGE})
+            done = end
+    return parts
+
+
+def _arguments(text: str) -> Any:
+    """Return arguments as an object; those that are no JSON stay the text that the model wrote."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _tools(offer: ToolOffer) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": dict(tool.parameters) or {"type": "object", "properties": {}},
+            },
+        }
+        for tool in offer.tools
+    ]
+
+
+def _cut_behind(text: str, content: str) -> str:
+    """Return `text` up to the end of its last occurrence of `content`; templates may trim what they write."""
+    for written in (content, content.rstrip(), content.strip()):
+        at = text.rfind(written)
+        if written and at >= 0:
+            return text[: at + len(written)]
+    raise InvalidRequestError(
+        "the model's chat template does not show the last message, which is to be continued", param="messages"
+    )
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """Return JSON without the escapes for HTML that Jinja's own filter makes."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now(UTC).strftime(form)

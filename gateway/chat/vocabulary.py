@@ -1,0 +1,130 @@
+"""A model's tokenizer in the gateway: for models whose Triton counts no tokens, or takes nothing but ids.
+
+Reads `tokenizer.json`, the form of Hugging Face's tokenizers (https://huggingface.co/docs/tokenizers).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from gateway.chat.templates import read_config, text_of
+
+_FILE: Final = "tokenizer.json"
+_CONFIG_FILE: Final = "tokenizer_config.json"
+_GENERATION_FILE: Final = "generation_config.json"
+
+
+class VocabularyError(Exception):
+    """A folder has no tokenizer that can be used; the message says why."""
+
+
+class Vocabulary:
+    """Turns text into token ids and back. Shared by all requests."""
+
+    def __init__(self, tokenizer: Tokenizer, ends: Sequence[int] = (), pad: int | None = None) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.ends = tuple(ends)
+        """The ids that end an answer, first the one that the tokenizer calls so; empty: it names none."""
+        self.pad = pad if pad is not None or not ends else ends[0]
+        """The id that fills up what is too short; None: the tokenizer names none, nor an end."""
+        added = tokenizer.encode("", add_special_tokens=True).ids
+        self._begin = tokenizer.decode(added[:1], skip_special_tokens=False) if added else ""
+
+    @classmethod
+    def read(cls, folder: Path) -> "Vocabulary":
+        """Read the tokenizer of a folder.
+
+        Raises:
+            VocabularyError: it has none, or one that cannot be used.
+            TemplateError: its configuration cannot be read.
+        """
+        file = folder / _FILE
+        if not file.is_file():
+            raise VocabularyError(f"{folder} has no {_FILE}")
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
+            raise VocabularyError(f"{file} is not a tokenizer: {error}") from None
+        named, generation = read_config(folder / _CONFIG_FILE), read_config(folder / _GENERATION_FILE)
+        ends = [_id_of(tokenizer, named.get("eos_token")), *_ids(generation.get("eos_token_id"))]
+        pads = [_id_of(tokenizer, named.get("pad_token")), *_ids(generation.get("pad_token_id"))]
+        return cls(
+            tokenizer,
+            list(dict.fromkeys(end for end in ends if end is not None)),
+            next((pad for pad in pads if pad is not None), None),
+        )
+
+    def encode(self, text: str, *, rendered: bool) -> list[int]:
+        """Return the ids of `text`.
+
+        Args:
+            text: the prompt.
+            rendered: a template wrote it, with its special tokens; otherwise those that every text begins
+                with are added, as the backends add them to a plain prompt.
+        """
+        return list(self._tokenizer.encode(text, add_special_tokens=not rendered).ids)
+
+    def count(self, text: str) -> int:
+        """Return the number of tokens of an answer's text, without any that are added."""
+        return len(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def count_prompt(self, text: str) -> int:
+        """Return the number of tokens that a backend makes of a prompt's text."""
+        return len(self._tokenizer.encode(text, add_special_tokens=True))
+
+    def for_text_backend(self, text: str) -> str:
+        """Return a rendered prompt without the beginning that a backend's own tokenizer adds once more."""
+        return text.removeprefix(self._begin) if self._begin else text
+
+    def special(self) -> frozenset[str]:
+        """Return the texts of special tokens, which backends leave out of an answer unless told otherwise."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, without special tokens."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def stream(self, *, special: bool = False) -> "TextStream":
+        """Return a decoder for ids that come one after the other; `special` tokens too, if asked for."""
+        return TextStream(self._tokenizer, special=special)
+
+
+class TextStream:
+    """The text of one answer's ids, as far as it is certain: characters come whole."""
+
+    def __init__(self, tokenizer: Tokenizer, *, special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._special = special
+        self._stream = DecodeStream(skip_special_tokens=not special)
+        self._held: list[int] = []
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Return the text that is certain with these ids."""
+        pieces = []
+        for each in ids:
+            self._held.append(each)
+            if (piece := self._stream.step(self._tokenizer, each)) is not None:
+                pieces.append(piece)
+                self._held.clear()
+        return "".join(pieces)
+
+    def end(self) -> str:
+        """Return what stands for a character that never became whole; empty: there is none."""
+        held, self._held = self._held, []
+        return self._tokenizer.decode(held, skip_special_tokens=not self._special)
+
+
+def _id_of(tokenizer: Tokenizer, token: Any) -> int | None:
+    text = text_of(token)
+    return None if text is None else tokenizer.token_to_id(text)
+
+
+def _ids(value: Any) -> list[int]:
+    """Return ids that are written as one number or a list."""
+    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)]

@@ -1,0 +1,333 @@
+"""`tritongate batch`: asks every line of a file of OpenAI's batch format, and writes its batch output.
+
+What was answered is in the output, a line each, as soon as it is known: so a run that was cut off goes on
+where it was, and nothing is asked twice.
+"""
+
+import contextlib
+import fcntl
+import http.client
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import click
+
+from gateway.commands.endpoint import DEFAULT_URL, ClientError, authorization, connected
+from gateway.commands.progress import Progress, duration
+
+_INTERRUPTED: Final = 128 + signal.SIGINT
+_PASSING: Final = {429, 502, 503, 504}
+"""Statuses worth another attempt."""
+_LONGEST_PAUSE_S: Final = 30.0
+_LOOK_S: Final = 0.1
+_SHOWN: Final = 10
+"""Of the input's mistakes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A request of the input."""
+
+    custom_id: str
+    path: str
+    body: dict[str, Any]
+
+
+def read_line(text: bytes) -> Line:
+    """Read a line of the input.
+
+    Raises:
+        ValueError: it is no request that a batch can hold; the message says why.
+    """
+    document = json.loads(text)
+    if not isinstance(document, dict):
+        raise ValueError("not a JSON object")  # noqa: TRY004 - a value of the file
+    name, path, body = (document.get(key) for key in ("custom_id", "url", "body"))
+    if not isinstance(name, str) or not name:
+        raise ValueError("custom_id must be a text")
+    if document.get("method", "POST") != "POST":
+        raise ValueError("method must be POST")
+    if not isinstance(path, str) or not path.startswith("/v1/"):
+        raise ValueError("url must be a path such as /v1/chat/completions")
+    if not isinstance(body, dict):
+        raise ValueError("body must be an object")  # noqa: TRY004 - as above
+    if body.get("stream"):
+        raise ValueError("body.stream: the answers of a batch are not streamed")
+    return Line(name, path, body)
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file that are not blank, each with its number."""
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if text.strip():
+                yield number, text
+
+
+def check_input(path: Path) -> set[str]:
+    """Return the ids of all requests, each of which is one.
+
+    Raises:
+        ClientError: some are not; the message names them.
+    """
+    seen: dict[str, int] = {}
+    wrong = []
+    for number, text in lines_of(path):
+        try:
+            line = read_line(text)
+            if (first := seen.setdefault(line.custom_id, number)) != number:
+                raise ValueError(f"custom_id {line.custom_id!r} is that of line {first}")  # noqa: TRY301
+        except ValueError as error:
+            wrong.append(f"{path}:{number}: {error}")
+    if wrong:
+        more = [f"... and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+        raise ClientError("\n".join(["nothing was asked:", *wrong[:_SHOWN], *more]))
+    return seen.keys() | set()
+
+
+def open_output(path: Path, *, keep_failed: bool) -> tuple[BinaryIO, set[str], int]:
+    """Open the output to go on with it: return it, the ids that are done, and how many of these failed.
+
+    The end of a line that a crash cut off is removed, and without `keep_failed` every line that failed.
+
+    Raises:
+        ClientError: another run writes it, or it is no output of a batch.
+    """
+    file = path.open("a+b")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ClientError(f"another run is writing {path}") from None
+    done: set[str] = set()
+    failed = 0
+    kept: list[bytes] = []
+    file.seek(0)
+    for number, text in enumerate(file, 1):
+        if not text.endswith(b"\n"):
+            break
+        try:
+            document = json.loads(text)
+            name, fine = str(document["custom_id"]), succeeded(document)
+        except (ValueError, LookupError, TypeError):
+            file.close()
+            raise ClientError(f"{path}:{number}: not a line of a batch's output; name another file") from None
+        if fine or keep_failed:
+            done.add(name)
+            failed += not fine
+            kept.append(text)
+    whole = b"".join(kept)
+    if len(whole) != os.fstat(file.fileno()).st_size:
+        # A crash meanwhile must not lose what there is.
+        safe = path.with_name(f"{path.name}.new")
+        safe.write_bytes(whole)
+        file.close()
+        safe.replace(path)
+        return open_output(path, keep_failed=True)
+    return file, done, failed
+
+
+def succeeded(document: dict[str, Any]) -> bool:
+    """Whether a line of the output holds an answer."""
+    response = document["response"]
+    return response is not None and bool(response["status_code"] == http.client.OK)
+
+
+class Batch:
+    """Asks for lines on threads, and gives each result to the main thread.
+
+    Args:
+        url: of the endpoint.
+        key: for it; None: it needs none.
+        lines: what to ask for, in this order.
+        at_once: how many threads ask.
+        attempts: how often a request is sent that fails in a way that may pass.
+    """
+
+    def __init__(
+        self, url: str, key: str | None, lines: Iterator[Line], *, at_once: int, attempts: int
+    ) -> None:
+        self._url = url
+        self._headers = {"Content-Type": "application/json", **dict(authorization(key))}
+        self._lines = lines
+        self._lock = threading.Lock()
+        """Held by who takes a line."""
+        self._attempts = attempts
+        self._stopping = threading.Event()
+        self._results: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        """None: a thread has ended."""
+        self._running = at_once
+        for _ in range(at_once):
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def stop(self) -> None:
+        """Ask nothing more; what was asked goes on."""
+        self._stopping.set()
+
+    def result(self) -> dict[str, Any] | None:
+        """Return a line of the output, or None after a short while without one."""
+        with contextlib.suppress(queue.Empty):
+            result = self._results.get(timeout=_LOOK_S)
+            if result is not None:
+                return result
+            self._running -= 1
+        return None
+
+    @property
+    def running(self) -> bool:
+        """Whether there may be more results."""
+        return self._running > 0
+
+    def _work(self) -> None:
+        try:
+            with connected(self._url) as (connection, prefix):
+                while (line := self._next()) is not None:
+                    if (result := self._ask(connection, prefix, line)) is not None:
+                        self._results.put(result)
+        finally:
+            self._results.put(None)
+
+    def _next(self) -> Line | None:
+        with self._lock:
+            return None if self._stopping.is_set() else next(self._lines, None)
+
+    def _ask(self, connection: http.client.HTTPConnection, prefix: str, line: Line) -> dict[str, Any] | None:
+        """Return the line's result; None: it was stopped while it waited for another attempt."""
+        body = json.dumps(line.body).encode()
+        for attempt in range(1, self._attempts + 1):
+            asked = None
+            try:
+                connection.request("POST", prefix + line.path, body, self._headers)
+                response = connection.getresponse()
+                answer = response.read()
+                asked = response.headers.get("retry-after")
+                result = _result(line, response, answer)
+                if response.status not in _PASSING:
+                    return result
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                connection.close()  # the next request opens it again
+                result = _failure(line, f"cannot reach {self._url}: {error or type(error).__name__}")
+            pause_s = min(2.0 ** (attempt - 1), _LONGEST_PAUSE_S)
+            if asked is not None and asked.isdecimal():
+                pause_s = max(pause_s, float(asked))
+            if attempt < self._attempts and self._stopping.wait(pause_s):
+                return None
+        return result
+
+
+def _result(line: Line, response: http.client.HTTPResponse, answer: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(answer)
+    except ValueError:
+        return _failure(line, f"the answer with status {response.status} is not JSON")
+    request = response.headers.get("x-request-id", "")
+    return _output(line, {"status_code": response.status, "request_id": request, "body": document}, None)
+
+
+def _failure(line: Line, message: str) -> dict[str, Any]:
+    return _output(line, None, {"code": "request_failed", "message": message})
+
+
+def _output(line: Line, response: dict[str, Any] | None, error: dict[str, Any] | None) -> dict[str, Any]:
+    name = f"batch_req_{uuid.uuid4().hex}"
+    return {"id": name, "custom_id": line.custom_id, "response": response, "error": error}
+
+
+@dataclass(slots=True)
+class _Tally:
+    """How far a run is."""
+
+    total: int
+    done: int
+    failed: int
+    new: int = 0
+    began: float = 0.0
+
+    def add(self, document: dict[str, Any]) -> None:
+        self.done += 1
+        self.new += 1
+        self.failed += not succeeded(document)
+
+    def __str__(self) -> str:
+        rate = self.new / max(time.monotonic() - self.began, 1e-6)
+        left = (
+            f", {duration((self.total - self.done) / rate)} left"
+            if rate > 0 and self.done < self.total
+            else ""
+        )
+        return f"{self.done:,} of {self.total:,} done, {self.failed:,} failed, {rate:.1f} a second{left}"
+
+
+def run(batch: Batch, out: BinaryIO, tally: _Tally, progress: Progress) -> bool:
+    """Write results until there are no more; return whether Ctrl-C cut it short.
+
+    A first Ctrl-C lets finish what was asked, a second one drops it.
+    """
+    stopped = False
+    while batch.running:
+        try:
+            _write(batch.result, out, tally)
+            progress.show(str(tally))
+        except KeyboardInterrupt:
+            if stopped:
+                break
+            stopped = True
+            batch.stop()
+            progress.say("stopping: waiting for what was asked already; Ctrl-C again drops it")
+    return stopped
+
+
+def _write(result: Callable[[], dict[str, Any] | None], out: BinaryIO, tally: _Tally) -> None:
+    if (document := result()) is not None:
+        out.write(json.dumps(document, ensure_ascii=False).encode() + b"\n")
+        out.flush()
+        tally.add(document)
+
+
+@click.command()
+@click.argument("source", metavar="IN.JSONL", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("target", metavar="OUT.JSONL", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--url", default=DEFAULT_URL, show_default=True, help="of the gateway, or any OpenAI endpoint")
+@click.option("--key", envvar="TRITONGATE_KEY", show_envvar=True, help="a key of the endpoint")
+@click.option("--at-once", type=click.IntRange(1, 1024), default=16, show_default=True, help="requests")
+@click.option(
+    "--attempts",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    help="for a request that finds the endpoint full, away or not ready",
+)
+@click.option("--retry-failed", is_flag=True, help="ask again for what failed in earlier runs")
+def batch(
+    *, source: Path, target: Path, url: str, key: str | None, at_once: int, attempts: int, retry_failed: bool
+) -> None:
+    """Ask for every line of a file in OpenAI's batch format, several at once; status 1 if one failed.
+
+    Run it again to go on after Ctrl-C or a crash: what OUT.JSONL holds is not asked for again.
+    """
+    ids = check_input(source)
+    with connected(url):
+        pass  # only whether it is a URL
+    out, done, failed = open_output(target, keep_failed=not retry_failed)
+    with out:
+        if stray := done - ids:
+            raise ClientError(f"{target} holds answers to another input, such as {min(stray)!r}")
+        requests = (read_line(text) for _, text in lines_of(source))
+        lines = (line for line in requests if line.custom_id not in done)
+        tally = _Tally(total=len(ids), done=len(done), failed=failed, began=time.monotonic())
+        with Progress() as progress:
+            asking = Batch(url, key, lines, at_once=min(at_once, max(1, len(ids - done))), attempts=attempts)
+            progress.show(str(tally))
+            stopped = run(asking, out, tally, progress)
+            progress.show(str(tally))
+    sys.exit(_INTERRUPTED if stopped else int(tally.failed > 0))

@@ -1,0 +1,18 @@
+"""`tritongate build`: hands over to the models' side, which declares its options."""
+
+import importlib.util
+import os
+import sys
+
+import click
+
+_MODULE = "triton_models.build"
+
+
+@click.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def build(arguments: tuple[str, ...]) -> None:
+    """Write a model repository that needs nothing but a stock Triton, and a Dockerfile for it."""
+    if importlib.util.find_spec(_MODULE.partition(".")[0]) is None:
+        raise click.ClickException("this is the gateway alone: pip install 'tritongate[engine]'")
+    os.execv(sys.executable, [sys.executable, "-m", _MODULE, *arguments])  # noqa: S606 - no shell is wanted

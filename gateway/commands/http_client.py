@@ -1,0 +1,225 @@
+"""A client for HTTP/1.1 that needs very little CPU time, so that a benchmark measures the server only.
+
+One connection carries one request at a time and is kept for the next. Server-sent events are timed when their
+bytes arrive, before anything is decoded. It understands only what servers with OpenAI's API send.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from time import monotonic
+from typing import cast
+from urllib.parse import urlsplit
+
+_EVENT_END = b"\n\n"
+_HEAD_END = b"\r\n\r\n"
+_LINE_END = b"\r\n"
+_DATA = b"data: "
+_OK = 200
+_SHOWN_BYTES = 300
+
+OnEvent = Callable[[float, bytes], None]
+"""Takes the time of arrival (`time.monotonic`, seconds) and the data of one event."""
+
+
+class HttpError(Exception):
+    """The request failed: no connection, no complete answer (in time), or a status other than 200."""
+
+
+class Connection(asyncio.Protocol):
+    """One connection; `post` sends a request and waits for the end of its answer."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._received = b""
+        self._answered: asyncio.Future[bytes] | None = None
+        self._on_event: OnEvent | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._status: int | None = None
+        self._left = 0
+        """Bytes of the body, or of its current chunk, that are still to come."""
+        self._chunked = False
+        self._complete = False
+        self._body = b""
+
+    @property
+    def open(self) -> bool:
+        """Whether another request may be sent."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's does not derive from it
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        """Make the request in progress fail."""
+        self._transport = None
+        self._end(HttpError("the connection was closed before the answer's end"))
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._transport is not None:
+            self._transport.close()
+
+    async def post(self, request: bytes, on_event: OnEvent) -> bytes:
+        """Send a complete request; return the part of the body that is not events: all of a plain answer.
+
+        Raises:
+            HttpError: the connection ended, or the status was not 200.
+        """
+        if self._transport is None:
+            raise HttpError("the connection is closed")
+        self._begin()
+        self._on_event = on_event
+        self._answered = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return await self._answered
+
+    def data_received(self, data: bytes) -> None:
+        """Process bytes as they arrive."""
+        now = monotonic()
+        self._received += data
+        try:
+            while not self._complete and self._advance():
+                pass
+            self._deliver_events(now)
+        except (ValueError, LookupError) as error:
+            # What follows an answer that cannot be read cannot be read either.
+            self._end(HttpError(f"the answer cannot be read: {error}"))
+            self.close()
+            return
+        if self._complete:
+            ok = self._status == _OK
+            said = self._body[:_SHOWN_BYTES].decode(errors="replace")
+            self._end(None if ok else HttpError(f"status {self._status}: {said}"))
+
+    def _advance(self) -> bool:
+        """Read the next part of the answer; return False if it has not arrived yet."""
+        if self._status is None:
+            return self._read_head()
+        if self._left:
+            taken, self._received = self._received[: self._left], self._received[self._left :]
+            self._body += taken
+            self._left -= len(taken)
+            self._complete = not (self._left or self._chunked)
+            return bool(taken)
+        return self._read_chunk_size()
+
+    def _read_head(self) -> bool:
+        head, found, rest = self._received.partition(_HEAD_END)
+        if not found:
+            return False
+        self._received = rest
+        first, *lines = head.lower().split(_LINE_END)
+        headers = dict(line.split(b":", 1) for line in lines)
+        self._status = int(first.split()[1])
+        self._chunked = headers.get(b"transfer-encoding", b"").strip() == b"chunked"
+        self._left = _size(headers.get(b"content-length", b"0"), 10)
+        self._complete = not (self._left or self._chunked)
+        return True
+
+    def _read_chunk_size(self) -> bool:
+        """Read the line with a chunk's size, after the line end of the previous chunk; 0 marks the end."""
+        start = len(_LINE_END) if self._received.startswith(_LINE_END) else 0
+        end = self._received.find(_LINE_END, start)
+        if end < 0:
+            return False
+        size = _size(self._received[start:end], 16)
+        after = end + len(_LINE_END)
+        if not size:
+            after += len(_LINE_END)  # no trailers
+            if len(self._received) < after:
+                return False
+            self._complete = True
+        self._left = size
+        self._received = self._received[after:]
+        return True
+
+    def _deliver_events(self, now: float) -> None:
+        if self._on_event is None or _EVENT_END not in self._body:
+            return
+        *events, self._body = self._body.split(_EVENT_END)
+        for event in events:
+            if event.startswith(_DATA):
+                self._on_event(now, event[len(_DATA) :])
+
+    def _end(self, error: HttpError | None) -> None:
+        if self._answered is None or self._answered.done():
+            return
+        if error is not None:
+            self._answered.set_exception(error)
+        else:
+            self._answered.set_result(self._body)
+
+
+def _size(digits: bytes, base: int) -> int:
+    """Return a number of bytes.
+
+    Raises:
+        ValueError: it is none.
+    """
+    size = int(digits, base)
+    if size < 0:
+        raise ValueError(f"{size} bytes")
+    return size
+
+
+class Client:
+    """A pool of connections to one server, which are reused.
+
+    Args:
+        url: of the server, perhaps with a path; a `/v1` at its end does not count.
+        key: sent as the bearer key; None: none.
+    """
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is no http:// or https:// address")
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._host, self._port = parts.hostname, parts.port or (443 if self._tls else 80)
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._key = f"Authorization: Bearer {key}\r\n" if key else ""
+        self._idle: list[Connection] = []
+
+    async def post(self, path: str, body: bytes, on_event: OnEvent, *, timeout_s: float) -> bytes:
+        """Send a JSON body; see `Connection.post`.
+
+        Raises:
+            HttpError: the request failed, or took longer than `timeout_s`.
+        """
+        connection = await self._connection()
+        head = (
+            f"POST {self._prefix}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nAccept: */*\r\n"
+            f"{self._key}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await connection.post(head.encode() + body, on_event)
+        except TimeoutError:
+            connection.close()
+            raise HttpError(f"no answer within {timeout_s} s") from None
+        except BaseException:
+            connection.close()
+            raise
+        self._idle.append(connection)
+        return answer
+
+    def close(self) -> None:
+        """Close all idle connections."""
+        for connection in self._idle:
+            connection.close()
+
+    async def _connection(self) -> Connection:
+        while self._idle:
+            kept = self._idle.pop()
+            if kept.open:
+                return kept
+        loop = asyncio.get_running_loop()
+        try:
+            _, made = await loop.create_connection(Connection, self._host, self._port, ssl=self._tls)
+        except OSError as error:
+            raise HttpError(f"cannot connect: {error}") from None
+        return made

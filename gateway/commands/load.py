@@ -1,0 +1,254 @@
+"""Puts load on any OpenAI endpoint, from several processes.
+
+In a closed loop, a fixed number of clients each send the next request as soon as the last was answered. In an
+open loop, requests begin at random moments with a given mean rate, regardless of earlier ones (a Poisson
+process). Prompts are token ids or words sent to `/v1/completions`, the same for every server, or a question
+or words sent to `/v1/chat/completions`.
+
+The same options give the same requests. The clients are spread over processes, so that the server and not
+Python is measured.
+"""
+
+import asyncio
+import json
+import multiprocessing
+import random
+import signal
+import string
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import chain, count, product
+from typing import TYPE_CHECKING, Any, Self
+
+import uvloop
+
+from gateway.commands.http_client import Client, HttpError
+from gateway.commands.load_answer import Answer
+from gateway.commands.load_rows import LoadRow, summarise
+
+if TYPE_CHECKING:
+    from multiprocessing.sharedctypes import Synchronized
+
+_START_S = 0.5
+"""Time from telling the processes to begin until all of them begin together."""
+
+_PROGRESS_S = 0.2
+
+_answered: "Synchronized[int] | None" = None
+"""Counts what this process and its siblings have had answered; None: nobody counts."""
+
+_TEXT_IDS = range(300, 60_000)
+"""Ids that are text in every vocabulary of this size, neither bytes nor special."""
+
+_WORDS = [
+    f" {first}{second}{third}"
+    for first, second, third in product(string.ascii_lowercase, repeat=3)
+    if first < second
+]
+"""A token each where a vocabulary was made of all words of three letters, merged in the alphabet's order."""
+
+_QUESTION = "你好，请介绍一下自己。"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The requests of a measurement."""
+
+    url: str
+    model: str
+    ids: int | None = None
+    """Length of prompts of random ids; None: text."""
+    words: int | None = None
+    """Number of random words in prompts of text; None: a question, as a chat."""
+    chat: bool = False
+    """Whether these words are a chat, too."""
+    key: str | None = None
+    """Sent as the bearer key."""
+    ignore_eos: bool = True
+    """Whether answers must have all of their tokens; not every endpoint can be told so."""
+    shared: int = 0
+    """Number of ids at the beginning that are the same in all prompts; they count towards `ids`."""
+    ids_below: int = _TEXT_IDS.stop
+    out: int = 256
+    """Tokens of each answer, exactly if `ignore_eos` is set."""
+    temperature: float = 1.0
+    stream: bool = True
+    timeout_s: float = 300.0
+
+    @property
+    def path(self) -> str:
+        """The path of the route."""
+        chat = self.ids is None and (self.chat or self.words is None)
+        return "/v1/chat/completions" if chat else "/v1/completions"
+
+    def body(self, name: str) -> bytes:
+        """Return the request called `name`: the same name gives the same prompt."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": self.out,
+            "temperature": self.temperature,
+            "stream": self.stream,
+        }
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        if self.stream:
+            body["stream_options"] = {"include_usage": True}
+        if self.words is not None:
+            dice = random.Random(name)  # noqa: S311 - a prompt is no secret
+            text = "".join(dice.choices(_WORDS, k=self.words))
+            body |= {"messages": [{"role": "user", "content": text}]} if self.chat else {"prompt": text}
+        elif self.ids is None:
+            body["messages"] = [{"role": "user", "content": _QUESTION}]
+        else:
+            body["prompt"] = self._ids("shared", self.shared) + self._ids(name, self.ids - self.shared)
+        return json.dumps(body).encode()
+
+    def _ids(self, name: str, length: int) -> list[int]:
+        dice = random.Random(name)  # noqa: S311 - a prompt is no secret
+        return [dice.randrange(_TEXT_IDS.start, self.ids_below) for _ in range(length)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """One process's share of a row."""
+
+    workload: Workload
+    name: str
+    clients: int
+    requests: int
+    rate: float
+    """Requests a second; 0: closed loop."""
+    seconds: float
+    begin: float
+    """On the clock of `time.monotonic`, which all processes of a machine share."""
+
+
+def closed_loop(pool: "LoadPool", workload: Workload, name: str, *, clients: int, requests: int) -> LoadRow:
+    """Let `clients` clients send `requests` requests in all."""
+    shares = min(pool.processes, clients)
+    parts = [
+        {"clients": _share(clients, shares, number), "requests": _share(requests, shares, number)}
+        for number in range(shares)
+    ]
+    return pool.run(workload, name, parts)
+
+
+def open_loop(pool: "LoadPool", workload: Workload, name: str, *, rate: float, seconds: float) -> LoadRow:
+    """Begin `rate` requests per second on average, for `seconds`, and wait for the last answer."""
+    parts = [{"rate": rate / pool.processes, "seconds": seconds} for _ in range(pool.processes)]
+    return pool.run(workload, name, parts)
+
+
+class LoadPool:
+    """Processes that send requests, kept for many rows.
+
+    Args:
+        processes: how many.
+        on_progress: told, several times a second, how many requests of a row have been answered.
+    """
+
+    def __init__(self, processes: int, on_progress: Callable[[int], None] = lambda _: None) -> None:
+        self.processes = processes
+        self._on_progress = on_progress
+        spawning = multiprocessing.get_context("spawn")
+        self._answered = spawning.Value("L", 0)
+        self._executor = ProcessPoolExecutor(processes, spawning, _begin, (self._answered,))
+
+    def __enter__(self) -> Self:
+        # Start all processes before the first row, which they begin together.
+        list(self._executor.map(time.sleep, [_START_S] * self.processes))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # else it would wait for every answer
+            for process in multiprocessing.active_children():
+                process.terminate()
+        self._executor.shutdown(cancel_futures=True)
+
+    def run(self, workload: Workload, name: str, parts: Sequence[dict[str, Any]]) -> LoadRow:
+        """Measure one row, with one part in each process."""
+        begin = time.monotonic() + _START_S
+        rate = sum(part.get("rate", 0.0) for part in parts)
+        clients = sum(part.get("clients", 0) for part in parts)
+        shares = [
+            _Part(
+                workload=workload,
+                name=f"{name}/{number}",
+                begin=begin,
+                **({"clients": 0, "requests": 0, "rate": 0.0, "seconds": 0.0} | part),
+            )
+            for number, part in enumerate(parts)
+        ]
+        self._answered.value = 0
+        working = {self._executor.submit(_work, share) for share in shares}
+        while wait(working, timeout=_PROGRESS_S).not_done:
+            self._on_progress(self._answered.value)
+        answers = [answer for done in working for answer in done.result()]
+        return summarise(answers, clients=clients, rate=rate)
+
+
+def _begin(answered: "Synchronized[int]") -> None:
+    """Prepare a process, which a terminal's Ctrl-C is not for."""
+    global _answered  # noqa: PLW0603 - it is the process's, and cannot be sent with its work
+    _answered = answered
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _work(part: _Part) -> list[Answer]:
+    return uvloop.run(_closed(part) if part.clients else _open(part))
+
+
+async def _closed(part: _Part) -> list[Answer]:
+    names = iter(range(part.requests))
+    client = Client(part.workload.url, part.workload.key)
+
+    async def keep_asking() -> list[Answer]:
+        # All clients of a process share the iterator of names: the next free client takes the next.
+        return [await _ask(client, part.workload, f"{part.name}/{number}") for number in names]
+
+    await asyncio.sleep(part.begin - time.monotonic())
+    answers = await asyncio.gather(*(keep_asking() for _ in range(part.clients)))
+    client.close()
+    return list(chain.from_iterable(answers))
+
+
+async def _open(part: _Part) -> list[Answer]:
+    client = Client(part.workload.url, part.workload.key)
+    due = part.begin
+    asking = []
+    for number, gap_s in zip(count(), _gaps(part.name, part.rate), strict=False):
+        due += gap_s
+        if due > part.begin + part.seconds:
+            break
+        await asyncio.sleep(due - time.monotonic())
+        asking.append(asyncio.create_task(_ask(client, part.workload, f"{part.name}/{number}", due)))
+    answers = [await task for task in asking]
+    client.close()
+    return answers
+
+
+def _gaps(name: str, rate: float) -> Iterator[float]:
+    dice = random.Random(name)  # noqa: S311 - arrivals are no secret
+    while True:
+        yield dice.expovariate(rate)
+
+
+async def _ask(client: Client, workload: Workload, name: str, due: float | None = None) -> Answer:
+    """Send one request. In an open loop its time counts from when it was `due`, even if it began late."""
+    body = workload.body(name)
+    answer = Answer(sent=time.monotonic() if due is None else due)
+    try:
+        rest = await client.post(workload.path, body, answer.take_event, timeout_s=workload.timeout_s)
+        answer.finish(None if workload.stream else rest)
+    except (HttpError, ValueError) as error:
+        answer.error = str(error)
+    if _answered is not None:
+        with _answered.get_lock():
+            _answered.value += 1
+    return answer
+
+
+def _share(total: int, parts: int, number: int) -> int:
+    return total // parts + (number < total % parts)

@@ -1,0 +1,119 @@
+"""Summarises answers as one row of a table."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from typing import Any
+
+from gateway.commands.load_answer import Answer
+
+TTFT_LIMIT_S = 0.5
+PER_TOKEN_LIMIT_S = 0.015
+"""The limits that an answer must keep to count in `LoadRow.within`, both."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRow:
+    """One measurement. Times are milliseconds and exclude failed requests."""
+
+    clients: int
+    """Number of clients in a closed loop."""
+    rate: float
+    """Requests per second in an open loop."""
+    requests: int
+    failed: int
+    tokens_per_second: float
+    """Output tokens per second, from the first request to the last answer."""
+    ttft_p50: float
+    ttft_p99: float
+    per_token_p50: float
+    """Percentile over answers of their mean time per output token after the first."""
+    per_token_p99: float
+    gap_p50: float
+    """Time between two pieces of one answer."""
+    gap_p99: float
+    gap_max: float
+    within: float
+    """Share of all requests whose time to first token and mean time per token kept the limits."""
+    prompt_tokens: float
+    output_tokens: float
+    pieces: float
+    """These three are means over the answers."""
+    seconds: float
+    error: str = ""
+    """The error of the first request that failed."""
+
+
+def summarise(answers: Sequence[Answer], *, clients: int, rate: float) -> LoadRow:
+    """Return the row of one measurement.
+
+    Raises:
+        RuntimeError: every request failed, so there is nothing to measure.
+    """
+    failures = [answer.error for answer in answers if answer.error is not None]
+    good = [answer for answer in answers if answer.error is None]
+    if not good:
+        raise RuntimeError(f"all {len(answers)} requests failed, the first: {failures[:1]}")
+    first = [answer.pieces[0] - answer.sent for answer in good]
+    per_token = [_per_token(answer) for answer in good]
+    gaps = [later - earlier for answer in good for earlier, later in pairwise(answer.pieces)]
+    seconds = max(answer.ended for answer in good) - min(answer.sent for answer in good)
+    kept = sum(
+        ttft <= TTFT_LIMIT_S and each <= PER_TOKEN_LIMIT_S
+        for ttft, each in zip(first, per_token, strict=True)
+    )
+    return LoadRow(
+        clients=clients,
+        rate=rate,
+        requests=len(answers),
+        failed=len(failures),
+        tokens_per_second=sum(answer.tokens for answer in good) / seconds,
+        ttft_p50=1000 * percentile(first, 50),
+        ttft_p99=1000 * percentile(first, 99),
+        per_token_p50=1000 * percentile(per_token, 50),
+        per_token_p99=1000 * percentile(per_token, 99),
+        gap_p50=1000 * percentile(gaps, 50),
+        gap_p99=1000 * percentile(gaps, 99),
+        gap_max=1000 * percentile(gaps, 100),
+        within=kept / len(answers),
+        prompt_tokens=statistics.fmean(answer.prompt_tokens for answer in good),
+        output_tokens=statistics.fmean(answer.tokens for answer in good),
+        pieces=statistics.fmean(len(answer.pieces) for answer in good),
+        seconds=seconds,
+        error=failures[0] or "" if failures else "",
+    )
+
+
+def median_row(rows: Sequence[LoadRow]) -> LoadRow:
+    """Return the row with the median throughput: an actual measurement, not a mean of several."""
+    ordered = sorted(rows, key=lambda row: row.tokens_per_second)
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Return the smallest value that at least `percent` % of `values` do not exceed; 0 without values."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
+
+
+def table(kind: type[Any], rows: Iterable[Any], leave_out: Iterable[str] = ()) -> str:
+    """Return dataclass rows as a Markdown table."""
+    names = [field.name for field in fields(kind) if field.name not in set(leave_out)]
+    lines = ["| " + " | ".join(names) + " |", "| " + " | ".join("---" for _ in names) + " |"]
+    for row in rows:
+        values = asdict(row)
+        lines.append("| " + " | ".join(_shown(values[name]) for name in names) + " |")
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"  # noqa: PLR2004 - no decimals from here on
+
+
+def _per_token(answer: Answer) -> float:
+    return (answer.pieces[-1] - answer.pieces[0]) / max(1, answer.tokens - 1)

@@ -1,0 +1,166 @@
+"""`tritongate models` and `tritongate prompt`: what is served, and what a model is given to read.
+
+Both go the gateway's own way: the settings, the upstream that a gateway would have, its readers of requests.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from msgspec import structs
+
+from gateway.app import triton_upstream
+from gateway.commands.endpoint import ClientError, fetch
+from gateway.core.request import with_system
+from gateway.core.upstream import Tokens
+from gateway.errors import GatewayError
+from gateway.openai.document import Reading, read_object
+from gateway.openai.tokenize import TokenizeRequest
+from gateway.settings import Settings
+from gateway.triton.backends import Resolve, resolve
+from gateway.triton.dialects.model_text import ModelText, ModelTextError
+from gateway.triton.public import PublicModels
+from gateway.triton.replicas import ReplicaState
+
+_POLL_S = 0.05
+_COLUMNS = ("model", "aliases", "entry", "upstreams", "dialect", "state", "context")
+_NOTHING = "-"
+
+
+@asynccontextmanager
+async def probed(
+    settings: Settings, timeout_s: float, resolve: Resolve = resolve
+) -> AsyncIterator[PublicModels]:
+    """Connect to the Tritons of `settings` for a block, which begins once all were asked.
+
+    Args:
+        settings: name the models.
+        timeout_s: how long that may take; the block then begins with what is known.
+        resolve: looks up names of Tritons.
+    """
+    upstream = triton_upstream(settings, resolve=resolve)
+    await upstream.start()
+    try:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            replicas = [replica for _, replica in upstream.replicas()]
+            if replicas and all(replica.state is not ReplicaState.UNKNOWN for replica in replicas):
+                break
+            await asyncio.sleep(_POLL_S)
+        yield upstream
+    finally:
+        await upstream.close()
+
+
+async def models_of(settings: Settings, *, timeout_s: float) -> list[dict[str, str]]:
+    """Return a row for each public name, of strings by `_COLUMNS`.
+
+    Args:
+        settings: name the models.
+        timeout_s: how long the Tritons may take to answer.
+    """
+    rows = []
+    async with probed(settings, timeout_s) as upstream:
+        replicas = upstream.replicas()
+        for card in upstream.models():
+            own = [replica for name, replica in replicas if name == card.id]
+            rows.append(
+                {
+                    "model": card.id,
+                    "aliases": _listed(card.settings.aliases),
+                    "entry": card.settings.entry,
+                    "upstreams": _listed(card.settings.upstreams),
+                    "dialect": _listed(each.dialect for each in own if each.dialect),
+                    "state": _listed(replica.state for replica in own),
+                    "context": str(card.max_context or _NOTHING),
+                }
+            )
+    return rows
+
+
+def models_at(url: str, key: str | None) -> list[dict[str, str]]:
+    """Return such rows of a running gateway, which tells its clients nothing of entries and Tritons.
+
+    Raises:
+        ClientError: it cannot be asked, or refuses.
+    """
+    listed = fetch(url, key, "/v1/models")["data"]
+    return [
+        {
+            "model": each["id"],
+            "aliases": _listed(other["id"] for other in listed if other.get("root") == each["id"]),
+            "state": "ready" if each["ready"] else "unloaded" if each.get("unloaded") else "not ready",
+            "context": str(each.get("max_model_len", _NOTHING)),
+        }
+        for each in listed
+        if "root" not in each
+    ]
+
+
+def table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return rows as text for a terminal."""
+    columns = [name for name in _COLUMNS if any(name in row for row in rows)]
+    lines = [dict(zip(columns, columns, strict=True)), *rows]
+    widths = {name: max(len(line[name]) for line in lines) for name in columns}
+    return "\n".join("  ".join(f"{line[name]:{widths[name]}}" for name in columns).rstrip() for line in lines)
+
+
+def _listed(values: Iterable[str]) -> str:
+    return ",".join(dict.fromkeys(values)) or _NOTHING
+
+
+async def prompt_of(settings: Settings, model: str, body: Any, *, timeout_s: float) -> Tokens:
+    """Return what a model is given for a conversation: the text as far as it can be shown, and the ids.
+
+    It is asked for on the model's Triton. If that cannot be reached, the tokenizer's folder is read here.
+
+    Args:
+        settings: name the models.
+        model: a public name or an alias.
+        body: a list of messages, or a request's object with `messages` or `prompt`, and perhaps `tools`.
+        timeout_s: how long the Triton may take to answer.
+
+    Raises:
+        GatewayError: there is no such model, or it cannot express the conversation.
+    """
+    document = {"messages": body} if isinstance(body, list) else dict(body)
+    known = TokenizeRequest.model_fields
+    document = {name: value for name, value in document.items() if name in known} | {"model": model}
+    asked = TokenizeRequest.read(json.dumps(document | {"return_token_strs": True}).encode(), Reading())
+    async with probed(settings, timeout_s) as upstream:
+        card = upstream.model(model)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        request = asked.tokenization(request_id="prompt", deadline=deadline)
+        folder = card.settings.tokenizer
+        if card.ready or folder is None:
+            return await upstream.tokenize(request)
+        prompt = request.prompt
+        if card.settings.system is not None:
+            prompt = with_system(prompt, card.settings.system)
+        return ModelText.read(Path(folder)).tokens(structs.replace(request, prompt=prompt))
+
+
+def show(tokens: Tokens) -> str:
+    """Return a prompt as text for a terminal."""
+    text = tokens.text or "".join(tokens.strings or ())
+    return f"{text}\n\n{len(tokens.ids)} tokens: {' '.join(map(str, tokens.ids))}"
+
+
+def print_prompt(settings: Settings, model: str, text: str, timeout_s: float) -> None:
+    """Print what `model` is given for the JSON in `text`.
+
+    Raises:
+        ClientError: it cannot be told.
+    """
+    try:
+        body = json.loads(text) if text.lstrip().startswith("[") else read_object(text.encode())
+        click.echo(show(asyncio.run(prompt_of(settings, model, body, timeout_s=timeout_s))))
+    except ValueError:
+        raise ClientError("the messages are not valid JSON") from None
+    except (GatewayError, ModelTextError) as error:
+        raise ClientError(str(error)) from None

@@ -1,0 +1,179 @@
+"""`tritongate size`: how much of a GPU a checkpoint takes, and how many sequences fit beside it.
+
+Reads only `config.json`: no weights are opened, and nothing of the model side is imported. This is for
+planning; the engine itself does not estimate the memory of its steps, it measures it at load time.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+GIB: Final = 2**30
+ITEM_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+# The engine's own figures (tests/gateway/commands/test_size.py compares them).
+BLOCK_TOKENS: Final = 16
+MAX_RUNNING: Final = 512
+GPU_SHARE: Final = 0.95
+LOGITS_COPIES: Final = 10
+GRAPH_BYTES: Final = 2 * 2**20
+STEP_TOKENS: Final = 4096
+"""Tokens of the largest captured step."""
+
+GRAPHS: Final = 150
+"""Captured steps at `MAX_RUNNING`: those of decodes only, in two graphs each, and those with prompts."""
+_FLOAT32: Final = 4
+_CONTEXTS: Final = (1024, 2048, 4096, 8192, 32768, 131072)
+_CONTEXT_BYTES: Final = GIB // 2
+"""What the driver and its libraries take of a device for one process."""
+
+
+class SizingError(click.ClickException):
+    """The directory cannot be sized; the message is one line for the terminal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The numbers of a ChatGLM2, ChatGLM3 or GLM-4 checkpoint that decide how large it is."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    query_heads: int
+    kv_heads: int
+    head: int
+    vocabulary: int
+    context: int
+    """Its longest context, prompt and answer together, in tokens."""
+    bias: bool
+
+    def weight_bytes(self, item_bytes: int) -> int:
+        """Return the bytes of the model's weights and buffers."""
+        qkv = (self.query_heads + 2 * self.kv_heads) * self.head
+        layer = self.hidden * (qkv + self.query_heads * self.head + 3 * self.ffn) + self.bias * qkv
+        weights = 2 * self.vocabulary * self.hidden + self.layers * layer
+        norms = (2 * self.layers + 1) * self.hidden
+        rotary = 2 * self.context * (self.head // 4)
+        return weights * item_bytes + (norms + rotary) * _FLOAT32
+
+    def kv_bytes(self, item_bytes: int) -> int:
+        """Return the bytes that the KV cache takes for each token."""
+        return 2 * self.layers * self.kv_heads * self.head * item_bytes
+
+    def step_bytes(self, item_bytes: int, max_running: int) -> int:
+        """Return roughly what steps take besides weights and KV cache, with everything captured."""
+        widest = 2 * self.ffn + 4 * self.hidden
+        activations = STEP_TOKENS * widest * item_bytes + max_running * self.vocabulary * _FLOAT32
+        sampling = LOGITS_COPIES * max_running * self.vocabulary * _FLOAT32
+        counts = max_running * self.vocabulary * _FLOAT32
+        # Once for the allocator, once for the graphs' own pool; then what sampling with every option may add.
+        pools = 2 * activations + GRAPHS * GRAPH_BYTES
+        return _CONTEXT_BYTES + counts + pools + max(0, sampling - activations)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizing:
+    """How a GPU's memory is used. In bytes, except for `blocks`."""
+
+    weights: int
+    steps: int
+    kv_cache: int
+    kv_token: int
+    blocks: int
+    """KV blocks of `BLOCK_TOKENS` tokens each; 0: no memory is left for them."""
+
+    def sequences(self, tokens: int, max_running: int) -> int:
+        """Return how many sequences of `tokens` tokens run at once."""
+        return min(max_running, self.blocks // -(-tokens // BLOCK_TOKENS))
+
+
+def read_shape(directory: Path) -> Shape:
+    """Read the shape of the checkpoint in `directory`.
+
+    Raises:
+        SizingError: no config.json there, or one of another family.
+    """
+    path = directory / "config.json"
+    try:
+        document: Any = json.loads(path.read_bytes())
+    except OSError as error:
+        raise SizingError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise SizingError(f"{path}: not JSON") from error
+    try:
+        heads = _count(document["num_attention_heads"])
+        shared = document.get("multi_query_attention") is True
+        return Shape(
+            layers=_count(document["num_layers"]),
+            hidden=_count(document["hidden_size"]),
+            ffn=_count(document["ffn_hidden_size"]),
+            query_heads=heads,
+            kv_heads=_count(document["multi_query_group_num"]) if shared else heads,
+            head=_count(document["kv_channels"]),
+            vocabulary=_count(document["padded_vocab_size"]),
+            context=_count(document["seq_length"]),
+            bias=bool(document["add_qkv_bias"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise SizingError(f"{path}: not a ChatGLM2, ChatGLM3 or GLM-4 checkpoint ({error})") from error
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def fit(shape: Shape, *, gpu_bytes: int, item_bytes: int, max_running: int = MAX_RUNNING) -> Sizing:
+    """Return how a model of `shape` uses `gpu_bytes` of memory."""
+    weights, steps = shape.weight_bytes(item_bytes), shape.step_bytes(item_bytes, max_running)
+    token = shape.kv_bytes(item_bytes)
+    left = int(max(0, gpu_bytes - weights - steps) * GPU_SHARE)
+    most = max_running * -(-shape.context // BLOCK_TOKENS)
+    blocks = min(most, left // (BLOCK_TOKENS * token))
+    return Sizing(
+        weights=weights, steps=steps, kv_cache=blocks * BLOCK_TOKENS * token, kv_token=token, blocks=blocks
+    )
+
+
+@click.command()
+@click.option(
+    "--model",
+    "directory",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    metavar="DIR",
+    help="checkpoint directory; its config.json is enough",
+)
+@click.option(
+    "--gpu-memory",
+    type=click.FloatRange(0, min_open=True),
+    required=True,
+    metavar="GIB",
+    help="memory of one GPU in GiB, as nvidia-smi shows it",
+)
+@click.option("--dtype", type=click.Choice(list(ITEM_BYTES)), default="bfloat16", show_default=True)
+@click.option("--max-running", type=click.IntRange(1), default=MAX_RUNNING, show_default=True)
+def size(directory: Path, gpu_memory: float, dtype: str, max_running: int) -> None:
+    """Estimate how much of a GPU a checkpoint takes and how many sequences fit; status 1 if none does."""
+    shape = read_shape(directory)
+    sizing = fit(
+        shape, gpu_bytes=int(gpu_memory * GIB), item_bytes=ITEM_BYTES[dtype], max_running=max_running
+    )
+    click.echo(f"weights   {sizing.weights / GIB:8.2f} GiB  {dtype}")
+    click.echo(f"steps     {sizing.steps / GIB:8.2f} GiB  estimated, for {max_running} sequences at once")
+    click.echo(
+        f"KV cache  {sizing.kv_cache / GIB:8.2f} GiB  {sizing.blocks:,} blocks of {BLOCK_TOKENS} tokens, "
+        f"{sizing.kv_token:,} bytes a token"
+    )
+    if not sizing.blocks:
+        click.echo(f"It does not fit a GPU of {gpu_memory:g} GiB.")
+        sys.exit(1)
+    # The longest is what both the model and the cache allow.
+    longest = min(shape.context, sizing.blocks * BLOCK_TOKENS)
+    for tokens in (*(tokens for tokens in _CONTEXTS if tokens < longest), longest):
+        click.echo(f"{tokens:>9,} tokens each: {sizing.sequences(tokens, max_running):,} sequences at once")

@@ -1,0 +1,1 @@
+"""Our own types between HTTP and models. Knows neither JSON nor tensors."""

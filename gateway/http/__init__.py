@@ -1,0 +1,1 @@
+"""What surrounds every request: routes, records, bodies, streams of server-sent events."""

@@ -1,0 +1,141 @@
+"""For operators: health, metrics, version, and control of models."""
+
+import re
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from msgspec import Struct
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import JSONResponse, Response
+
+from gateway import version
+from gateway.core.upstream import EntriesChanged
+from gateway.errors import InvalidRequestError, UnavailableError
+from gateway.http.openapi import body_of, complete
+from gateway.http.record import NAME_LIMIT, Gateway, RequestRecord
+from gateway.http.routes import (
+    AdminKey,
+    GatewayDep,
+    MetricsKey,
+    Model,
+    OptionalBody,
+    RecordDep,
+    respond_with,
+)
+from gateway.limits.admission import Phase, shutting_down
+from gateway.openai.document import read_optional_object, validate
+from gateway.telemetry.metrics import CONTENT_TYPE
+
+_RETRY_AFTER_S = 1
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
+
+router = APIRouter()
+admin_router = APIRouter(dependencies=[AdminKey], default_response_class=Response)
+
+
+@router.get("/health")
+async def health() -> dict[str, str]:
+    """Tell that the process is alive; nothing else is checked."""
+    return {"status": "ok"}
+
+
+@router.get("/health/ready", response_class=JSONResponse)
+async def ready(gateway: GatewayDep) -> Response:
+    """Tell whether requests will be served: every model meant to be loaded answers, and no drain runs."""
+    if gateway.drain.phase is not Phase.SERVING:
+        raise shutting_down()
+    missing = gateway.not_ready()
+    if missing is None:
+        raise UnavailableError("No model was found on any Triton.", retry_after_s=_RETRY_AFTER_S)
+    shown = gateway.models(None)  # anybody may ask, also about models that are for certain keys
+    if missing:
+        named = ", ".join(card.id for card in shown if card.id in missing) or "a model"
+        raise UnavailableError(f"Not ready: {named}.", retry_after_s=_RETRY_AFTER_S)
+    models = [card.id for card in shown if card.ready]
+    return JSONResponse({"status": "ready", "models": models})
+
+
+@router.get("/metrics", response_class=Response, dependencies=[MetricsKey])
+async def metrics(gateway: GatewayDep) -> Response:
+    """Return what Prometheus reads."""
+    return Response(await gateway.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+
+@router.get("/version")
+async def get_version() -> dict[str, str]:
+    """Return the gateway's version."""
+    return {"version": version()}
+
+
+class UnloadRequest(BaseModel):
+    """Which Triton. The body may be left out."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    upstream: str | None = Field(None, description="address of one Triton; absent: all that have the model")
+
+
+class LoadRequest(UnloadRequest):
+    """How to load."""
+
+    reload: bool = Field(default=False, description="unload first what is loaded")
+
+
+class Change(Struct, frozen=True):
+    """The entries loaded or unloaded on one Triton, in this order; none if there was nothing to do."""
+
+    upstream: str
+    entries: list[str]
+
+
+class ModelChange(Struct, frozen=True):
+    """The model as it is now, and what was done."""
+
+    model: Model
+    changes: list[Change]
+
+
+async def _model_name(model_id: str) -> str:
+    if len(model_id) > NAME_LIMIT or not _NAME.fullmatch(model_id):
+        raise InvalidRequestError("This cannot be a model's id.", param="model_id")
+    return model_id
+
+
+ModelName = Annotated[str, Depends(_model_name)]
+
+
+@admin_router.post(
+    "/v1/models/{model_id:path}/load",
+    openapi_extra=body_of(LoadRequest, required=False),
+    responses=complete(ModelChange),
+)
+async def load_model(
+    model_id: ModelName, body: OptionalBody, gateway: GatewayDep, record: RecordDep
+) -> Response:
+    """Load a model and wait until it answers; a loaded one stays as it is, unless a reload is asked for."""
+    request = validate(LoadRequest, read_optional_object(body))
+    changes = await gateway.upstream.load(model_id, reload=request.reload, upstream=request.upstream)
+    return _answer(gateway, record, model_id, changes)
+
+
+@admin_router.post(
+    "/v1/models/{model_id:path}/unload",
+    openapi_extra=body_of(UnloadRequest, required=False),
+    responses=complete(ModelChange),
+)
+async def unload_model(
+    model_id: ModelName, body: OptionalBody, gateway: GatewayDep, record: RecordDep
+) -> Response:
+    """Unload a model and wait until its requests in flight have ended and it is gone."""
+    request = validate(UnloadRequest, read_optional_object(body))
+    changes = await gateway.upstream.unload(model_id, upstream=request.upstream)
+    return _answer(gateway, record, model_id, changes)
+
+
+def _answer(
+    gateway: Gateway, record: RequestRecord, model_id: str, changes: list[EntriesChanged]
+) -> Response:
+    card = gateway.upstream.model(model_id)  # whoever controls models controls all
+    record.model = card.id
+    done = [Change(change.upstream, list(change.entries)) for change in changes]
+    return respond_with(ModelChange(Model.of(card, model_id), done))

@@ -1,0 +1,466 @@
+"""What all requests share, and the record of each, from which its metrics, span and log line are made.
+
+`deadline` is on the event loop's clock; `arrived` and all other times are `time.perf_counter` values. All are
+in seconds. The log line holds prompts only if `log_prompts` asks for the body, and never a key, only its
+owner's name.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import random
+import re
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from time import perf_counter
+from typing import Any, Final, overload
+
+from msgspec import structs
+from opentelemetry.trace import Status, StatusCode
+from starlette.types import Send
+
+from gateway.core.events import Accepted, Delta, Event, Timings
+from gateway.core.upstream import ModelCard, Upstream
+from gateway.errors import (
+    ClientGoneError,
+    ControlDisabledError,
+    GatewayError,
+    InternalError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    RateLimitError,
+)
+from gateway.http.sites import Sites
+from gateway.limits.admission import Admission, Drain, Pacing, Phase, shutting_down
+from gateway.limits.counters import Number
+from gateway.limits.keys import KeyLimits, Keyring
+from gateway.settings import Settings
+from gateway.settings.values import Scope, is_loopback
+from gateway.telemetry.logs import request_id as current_request_id
+from gateway.telemetry.metrics import UNKNOWN, Metrics, TokenMetrics, WorkerMetrics
+from gateway.telemetry.tracing import Trace, Tracing, current_trace
+
+REQUEST_ID_HEADER: Final = "X-Request-Id"
+BODY_LIMIT_BYTES: Final = 16 * 1024
+"""How much of a body is logged."""
+NAME_LIMIT: Final = 256
+"""Characters of a model's name."""
+_RETRY_AFTER_S: Final = 1
+
+_request_id = re.compile(r"[\x21-\x7e]{1,128}")
+_LONGEST_LINE = 400
+"""In characters."""
+
+_log = logging.getLogger("gateway.access")
+_dice = random.Random()  # noqa: S311 - which requests are logged is no secret
+"""Its own, so that nobody else's seed decides what is logged, and logging changes nobody else's numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gateway:
+    """The parts of one running gateway."""
+
+    settings: Settings
+    upstream: Upstream
+    metrics: Metrics
+    admission: Admission
+    """Limits generations."""
+    tokenizing: Admission
+    """Limits tokenizations, which work while the engines are full."""
+    body_bytes: Number
+    """Bytes of all request bodies that are held."""
+    keyring: Keyring
+    sites: Sites
+    key_limits: KeyLimits
+    drain: Drain
+    tracing: Tracing
+    worker_metrics: WorkerMetrics | None
+    """Where other processes serve beside this one."""
+
+    def hold_body(self, count: int) -> None:
+        """Count bytes of a body among those that are held, in whichever process; `release_body` undoes it.
+
+        Raises:
+            RateLimitError: they would exceed the limit; nothing was counted.
+        """
+        if not self.body_bytes.add_within(count, self.settings.max_held_body_bytes):
+            raise RateLimitError("Too many requests are being sent at once.", retry_after_s=_RETRY_AFTER_S)
+
+    def release_body(self, count: int) -> None:
+        """Uncount bytes."""
+        self.body_bytes.own -= count
+
+    def authorize_admin(self, header: str | None) -> str | None:
+        """Check that whoever sent this Authorization header may control models; return the key's name.
+
+        Raises:
+            ControlDisabledError: there are no keys, and the gateway is reachable from other machines.
+            GatewayError: as `Keyring.authorize`.
+        """
+        if not (self.settings.api_keys or is_loopback(self.settings.host)):
+            raise ControlDisabledError(
+                "Without keys, models are controlled from this machine only: add a key with the scope admin."
+            )
+        return self.keyring.authorize(header, Scope.ADMIN)
+
+    def models(self, key: str | None) -> list[ModelCard]:
+        """Return the models that the owner of that key may use; None: a caller without a key."""
+        return [card for card in self.upstream.models() if self._open_to(card, key)]
+
+    def model(self, name: str, key: str | None) -> ModelCard:
+        """Return a model by its public name or an alias, for the owner of that key.
+
+        Raises:
+            InvalidRequestError: nothing can have this name; it is not repeated.
+            ModelNotFoundError: there is none, or it is not for this key, which is told the same.
+        """
+        if len(name) > NAME_LIMIT:
+            raise InvalidRequestError(f"A model's name has at most {NAME_LIMIT} characters.", param="model")
+        card = self.upstream.model(name)
+        if not self._open_to(card, key):
+            raise ModelNotFoundError(f"The model {name!r} does not exist.", param="model")
+        return card
+
+    def _open_to(self, card: ModelCard, key: str | None) -> bool:
+        names = (card.id, *card.settings.aliases)
+        return card.settings.open_to(key) and self.keyring.may_use(key, names)
+
+    async def apply_keys(self, settings: Settings) -> None:
+        """Know and limit the keys of `settings` from now on; running requests end as they began.
+
+        Raises:
+            ConfigurationError: there is no room for so many; nothing has changed.
+        """
+        self.key_limits.apply(settings.api_keys)
+        self.keyring.apply(settings.api_keys)
+
+    async def exposition(self) -> bytes:
+        """Return what Prometheus reads: of every process, where there are several."""
+        return self.metrics.render() if self.worker_metrics is None else await self.worker_metrics.render()
+
+    def not_ready(self) -> list[str] | None:
+        """Return the models that should be loaded and do not answer; None when no model is known."""
+        cards = self.upstream.models()
+        return [card.id for card in cards if not (card.ready or card.unloaded)] if cards else None
+
+    def ready(self) -> bool:
+        """Whether requests will be served: every model that should be loaded answers, and no drain runs."""
+        return self.drain.phase is Phase.SERVING and self.not_ready() == []
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """One request and its answer. The layers fill it in as they go; it is read when the request is over.
+
+    The request's outermost frame releases `resources`, however the request ends: answered, failed, cancelled,
+    or never begun.
+    """
+
+    request_id: str
+    method: str
+    arrived: float
+    deadline: float
+    metrics: Metrics
+    resources: AsyncExitStack
+    trace: Trace = field(default_factory=Trace)
+    send_body: Send | None = None
+    """The server's own ASGI channel, for pieces of a body whose head went through all middleware."""
+    model: str = UNKNOWN
+    """The served model asked for, or `unknown`."""
+    key_name: str | None = None
+    generates: bool = False
+    """True once it has asked for admission to the engines; metrics of generations then count it."""
+    stream: bool = False
+    include_timings: bool = False
+    """Whether the client asked for them."""
+    status: int | None = None
+    """As sent; None until then."""
+    error: GatewayError | None = None
+    """The first thing that went wrong, before or after the first byte."""
+    waited_s: float = 0.0
+    """Time spent waiting for the client's body, for admission and for the upstream."""
+    queued_s: float | None = None
+    """The part of `waited_s` spent waiting for admission; None: it needed none, or did not get that far."""
+    engine_queued_s: float | None = None
+    """Time on the engine's waiting list, as the engine tells it with the answer's end."""
+    ignored: dict[str, None] = field(default_factory=dict)
+    """Names of fields of its body that were ignored, in their order."""
+    body: bytes | None = None
+    """As the client sent it; kept only if it is to be logged."""
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    first_token_at: float | None = None
+    last_token_at: dict[int, float] = field(default_factory=dict)
+    """By choice."""
+    finish_reasons: dict[int, str] = field(default_factory=dict)
+    """By choice."""
+    _counting: TokenMetrics | None = field(default=None, init=False)
+    """Looked up with the first token, once: labels cost more than what they count."""
+
+    @property
+    def outcome(self) -> int:
+        """The effective status: the error's, if there was one, even if 200 had already been sent."""
+        if self.error is not None:
+            return self.error.status
+        return self.status if self.status is not None else ClientGoneError.status
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompts and answers together."""
+        return self.prompt_tokens + self.generated_tokens
+
+    def fail(self, error: GatewayError) -> None:
+        """Record an error, unless there is one already."""
+        if self.error is None:
+            self.error = error
+
+    def forget_error(self) -> None:
+        """Drop the error once it was reported, since its traceback refers to frames that hold this record.
+
+        Otherwise only the next full garbage collection would free that cycle, and the request's body with it.
+        """
+        self.error = None
+
+    def observe(self, event: Event) -> Event:
+        """Count an event's tokens and the time between them; the usage goes on with what was measured."""
+        if type(event) is Delta:
+            if event.tokens:
+                self._count(event.index, event.tokens)
+            if event.finish_reason is not None:
+                self.finish_reasons[event.index] = event.finish_reason
+                self.metrics.choices.labels(self.model, event.finish_reason).inc()
+            if event.usage is not None:
+                self.engine_queued_s = event.usage.queue_s
+                if self.include_timings:
+                    usage = dataclasses.replace(event.usage, timings=self.timings())
+                    return structs.replace(event, usage=usage)
+        elif type(event) is Accepted:
+            self.prompt_tokens = event.prompt_tokens
+            self.metrics.prompt_tokens.labels(self.model).inc(event.prompt_tokens)
+        return event
+
+    def timings(self) -> Timings:
+        """Return where its time went up to now."""
+        first, last = self.first_token_at, max(self.last_token_at.values(), default=None)
+        return Timings(
+            queued_ms=_ms(self.queued_s),
+            engine_queued_ms=_ms(self.engine_queued_s),
+            first_token_ms=None if first is None else _ms(first - self.arrived),
+            generation_ms=None if first is None or last is None else _ms(last - first),
+            server_ms=_ms(perf_counter() - self.arrived),
+        )
+
+    def _count(self, choice: int, tokens: int) -> None:
+        now = perf_counter()
+        self.generated_tokens += tokens
+        counting = self._counting
+        if counting is None:
+            counting = self._counting = self.metrics.tokens_of(self.model)
+            self.first_token_at = now
+            counting.time_to_first.observe(now - self.arrived)
+            self.trace.span.add_event("first_token")
+        counting.generated.inc(tokens)
+        before = self.last_token_at.get(choice)
+        if before is not None:
+            counting.inter_token.observe((now - before) / tokens, tokens)
+        elif tokens > 1:
+            counting.inter_token.observe(0.0, tokens - 1)
+        self.last_token_at[choice] = now
+
+
+class Records:
+    """Opens and closes the records of requests: id, resources, trace, metrics and access log."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._pacing = Pacing()
+
+    @asynccontextmanager
+    async def opened(
+        self, *, method: str, headers: Mapping[str, str], route: Callable[[], str], probe: bool = False
+    ) -> AsyncIterator[RequestRecord]:
+        """Keep a request's record for a block, and release everything that the request held behind it.
+
+        Args:
+            method: HTTP's, or `GRPC`.
+            headers: the request's, by lower-case names.
+            route: returns the route that it took, for metrics; called when it is over.
+            probe: polled by machines every few seconds.
+        """
+        gateway = self._gateway
+        async with AsyncExitStack() as resources:
+            record = RequestRecord(
+                request_id=_accept_request_id(headers.get(REQUEST_ID_HEADER.lower())),
+                method=method,
+                arrived=perf_counter(),
+                deadline=asyncio.get_running_loop().time() + gateway.settings.request_timeout_s,
+                metrics=gateway.metrics,
+                resources=resources,
+                trace=Trace() if probe else gateway.tracing.begin(method, headers),
+            )
+            resources.callback(current_request_id.reset, current_request_id.set(record.request_id))
+            resources.callback(current_trace.reset, current_trace.set(record.trace))
+            resources.callback(record.forget_error)
+            resources.callback(self._finish, record, route, probe=probe)
+            yield record
+
+    async def admit(self, record: RequestRecord, *, probe: bool = False) -> None:
+        """Let a request in, or wait behind those that came with it; a drain then waits for its end.
+
+        Raises:
+            UnavailableError: a drain runs, and this is no probe.
+        """
+        drain = self._gateway.drain
+        if drain.phase is not Phase.SERVING and not probe:
+            record.metrics.rejected.labels(UNKNOWN, "draining").inc()
+            raise shutting_down()
+        drain.enter()
+        record.resources.callback(drain.leave)
+        await self._pacing.enter()
+
+    def failed(self, record: RequestRecord) -> InternalError:
+        """Log the exception that is being handled, and return what the client is told of it."""
+        _log.exception("a request failed unexpectedly")
+        failure = InternalError("The gateway failed; its log says why under this request's id.")
+        record.fail(failure)
+        return failure
+
+    def _finish(self, record: RequestRecord, route_of: Callable[[], str], *, probe: bool) -> None:
+        """Write the request's metrics, trace and log line, after everything else was released."""
+        duration = perf_counter() - record.arrived
+        route = route_of()
+        status, model, metrics = record.outcome, record.model, record.metrics
+        metrics.requests.labels(route, model, str(status)).inc()
+        metrics.request_duration.labels(route, model).observe(duration)
+        if record.generates:
+            metrics.overhead.labels(model).observe(max(duration - record.waited_s, 0.0))
+            if status == ClientGoneError.status:
+                metrics.client_cancels.labels(model).inc()
+        if record.key_name is not None:
+            metrics.key_used(
+                record.key_name,
+                model,
+                status,
+                prompt=record.prompt_tokens,
+                generated=record.generated_tokens,
+            )
+        end_span(record, route)
+        if record.error is None and status < HTTPStatus.BAD_REQUEST and not self._sampled():
+            return
+        if self._gateway.settings.log_format == "plain":
+            if status >= HTTPStatus.BAD_REQUEST and status != ClientGoneError.status and not probe:
+                _log.warning("%s", failure_line(record, route))
+            return
+        line = request_line(record, route, duration)
+        _log.log(logging.DEBUG if probe else logging.INFO, "request", extra=line)
+
+    def _sampled(self) -> bool:
+        """Decide at random whether a successful request gets its line; clients cannot influence it."""
+        return _dice.random() < self._gateway.settings.log_sample
+
+
+def _accept_request_id(given: str | None) -> str:
+    """Keep the client's id if it is short and printable, else make one."""
+    return given if given and _request_id.fullmatch(given) else uuid.uuid4().hex
+
+
+def request_line(record: RequestRecord, route: str, duration_s: float) -> dict[str, Any]:
+    """Return the fields of a finished request's line; times are in milliseconds, with names in `_ms`."""
+    line: dict[str, Any] = {
+        "request_id": record.request_id,
+        "method": record.method,
+        "route": route,
+        "status": record.outcome,
+        "duration_ms": _ms(duration_s),
+    }
+    if record.trace.trace_id is not None:
+        line["trace_id"] = record.trace.trace_id
+    if record.key_name is not None:
+        line["key"] = record.key_name
+    if record.model != UNKNOWN:
+        line["model"] = record.model
+    if record.queued_s is not None:
+        line |= {"queued_ms": _ms(record.queued_s), "waited_ms": _ms(record.waited_s)}
+    if record.generates:
+        line |= _generation(record)
+    if record.ignored:
+        line["ignored"] = ",".join(record.ignored)
+    line |= _upstreams(record.trace)
+    if record.error is not None:
+        line["error"] = type(record.error).__name__
+    if record.body is not None:
+        line["body"] = record.body[:BODY_LIMIT_BYTES].decode(errors="replace")
+    return line
+
+
+def failure_line(record: RequestRecord, route: str) -> str:
+    """Return what a person at a terminal is told of a failed request: what it was, and its error.
+
+    Of what the client sent, only what can be shown.
+    """
+    status, error = record.outcome, record.error
+    reason = HTTPStatus(status).phrase if error is None else error.message
+    where = "" if error is None or error.param is None else f"{error.param}: "
+    text = f"{status} {record.method} {route}: {where}{reason}"
+    # Parts of it are the client's, and not for the terminal to act on.
+    return "".join(each if each.isprintable() else " " for each in text[:_LONGEST_LINE])
+
+
+def end_span(record: RequestRecord, route: str) -> None:
+    """End a finished request's span; refused and cancelled requests have the status that they deserved."""
+    span = record.trace.span
+    if not span.is_recording():
+        return
+    if route != UNKNOWN:
+        span.update_name(f"{record.method} {route}")
+        span.set_attribute("http.route", route)
+    span.set_attribute("http.response.status_code", record.outcome)
+    span.set_attribute("tritongate.request_id", record.request_id)
+    if record.generates:
+        span.set_attribute("gen_ai.request.model", record.model)
+        span.set_attribute("gen_ai.usage.input_tokens", record.prompt_tokens)
+        span.set_attribute("gen_ai.usage.output_tokens", record.generated_tokens)
+        span.set_attribute("tritongate.stream", record.stream)
+    if record.error is not None:
+        span.set_attribute("error.type", type(record.error).__name__)
+    if record.outcome >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        span.set_status(Status(StatusCode.ERROR))
+    span.end()
+
+
+def _generation(record: RequestRecord) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "stream": record.stream,
+        "prompt_tokens": record.prompt_tokens,
+        "generated_tokens": record.generated_tokens,
+    }
+    timings = record.timings()
+    for name in ("engine_queued_ms", "first_token_ms", "generation_ms"):
+        if (measured := getattr(timings, name)) is not None:
+            line[name] = measured
+    if record.finish_reasons:
+        # Each reason once, in the order of the choices.
+        reasons = dict.fromkeys(reason for _, reason in sorted(record.finish_reasons.items()))
+        line["finish_reason"] = ",".join(reasons)
+    return line
+
+
+def _upstreams(trace: Trace) -> dict[str, Any]:
+    """Return the Tritons that answered or failed last, and the most attempts that any prompt needed."""
+    called = [calls for calls in trace.calls if calls]
+    if not called:
+        return {}
+    # Each Triton once, even with several prompts.
+    last = dict.fromkeys(calls[-1] for calls in called)
+    return {"upstream": ",".join(last), "attempts": max(map(len, called))}
+
+
+@overload
+def _ms(seconds: float) -> float: ...
+@overload
+def _ms(seconds: None) -> None: ...
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)

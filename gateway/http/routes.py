@@ -1,0 +1,443 @@
+"""OpenAI's endpoints: each reads its body into a request, has it run, and writes the answer.
+
+Dependencies are coroutines, though they await nothing: FastAPI would run plain functions in a thread.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from msgspec import Struct
+from sse_starlette import ServerSentEvent
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from gateway.anthropic.request import CountTokensRequest
+from gateway.core.events import Accepted
+from gateway.core.request import Generation
+from gateway.core.upstream import Embedding, ModelCard, Tokens, Vector
+from gateway.errors import (
+    ClientGoneError,
+    GatewayError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+    UnsupportedMediaTypeError,
+)
+from gateway.http.openapi import body_of, complete, streamed_or_complete
+from gateway.http.record import Gateway, RequestRecord
+from gateway.http.run import RunningRequest, check_context
+from gateway.http.sites import name_of
+from gateway.http.sse import PING, EventStream
+from gateway.openai.answer import Answer, encode
+from gateway.openai.chat_answer import ChatAnswer, ChatCompletion, ChatCompletionChunk
+from gateway.openai.chat_request import ChatRequest
+from gateway.openai.completions import Completion, CompletionAnswer, CompletionChunk, CompletionRequest
+from gateway.openai.document import Reading
+from gateway.openai.embeddings import EmbeddingsAnswer, EmbeddingsRequest, embeddings_answer
+from gateway.openai.params import GenerationRequest
+from gateway.openai.responses_answer import ResponsesAnswer
+from gateway.openai.responses_document import ResponseDocument, StreamEvent
+from gateway.openai.responses_request import ResponsesRequest
+from gateway.openai.tokenize import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+    TokenizerInfo,
+    tokenize_answer,
+    tokenizer_info,
+)
+from gateway.settings import Settings
+from gateway.settings.values import Scope, is_loopback
+
+_RETRY_AFTER_S = 1
+_EMBEDDED_AT_ONCE = 32
+"""Texts of one request: enough to fill a batch, and not everybody's places."""
+
+_log = logging.getLogger(__name__)
+
+
+async def _gateway(request: Request) -> Gateway:
+    gateway: Gateway = request.app.state.gateway
+    return gateway
+
+
+async def _record(request: Request) -> RequestRecord:
+    record: RequestRecord = request.state.record
+    return record
+
+
+GatewayDep = Annotated[Gateway, Depends(_gateway)]
+RecordDep = Annotated[RequestRecord, Depends(_record)]
+
+
+async def _inference(request: Request, gateway: GatewayDep, record: RecordDep) -> None:
+    record.key_name = gateway.keyring.authorize(request.headers.get("authorization"), Scope.INFERENCE)
+
+
+def _for_metrics_alone(request: Request, settings: Settings) -> bool:
+    """Whether a request came in by `metrics_address`."""
+    address, server = settings.metrics_address, request.scope.get("server")
+    return address is not None and server is not None and address.rpartition(":")[2] == str(server[1])
+
+
+async def _metrics(request: Request, gateway: GatewayDep, record: RecordDep) -> None:
+    settings = gateway.settings
+    if _for_metrics_alone(request, settings):
+        return
+    if settings.metrics_need_key or not is_loopback(settings.host):
+        record.key_name = gateway.keyring.authorize(request.headers.get("authorization"), Scope.METRICS)
+
+
+async def _admin(request: Request, gateway: GatewayDep, record: RecordDep) -> None:
+    record.key_name = gateway.authorize_admin(request.headers.get("authorization"))
+    if record.key_name is None and not is_loopback(name_of(request.headers.get("host", ""))):
+        raise PermissionDeniedError("Without keys, this request must be addressed to a loopback name.")
+
+
+async def _site(request: Request, gateway: GatewayDep) -> None:
+    headers = request.headers
+    if _for_metrics_alone(request, gateway.settings) and request.scope["path"] != "/metrics":
+        raise NotFoundError("There is nothing at this path: this port has /metrics alone.")
+    gateway.sites.check(request.method, headers.get("host", ""), headers.get("origin"))
+
+
+InferenceKey = Depends(_inference)
+"""For routers: the caller needs a key with the scope `inference`."""
+
+AdminKey = Depends(_admin)
+"""For routers: the caller needs a key with the scope `admin`; if there are no keys, everybody has it."""
+
+OwnSite = Depends(_site)
+"""For every route: web pages of other sites are kept out."""
+
+MetricsKey = Depends(_metrics)
+"""For `/metrics`: beyond loopback, the caller needs a key with the scope `metrics`, if there are keys."""
+
+
+async def read_body(request: Request, gateway: GatewayDep, record: RecordDep) -> bytes:
+    """Read the whole body, of whatever type.
+
+    Raises:
+        ClientGoneError: the client hung up before its end.
+        GatewayError: it exceeds a limit.
+    """
+    try:
+        body = await request.body()
+    except ClientDisconnect:
+        raise ClientGoneError("The client hung up while it sent its body.") from None
+    if gateway.settings.log_prompts:
+        record.body = body
+    return body
+
+
+async def _json_body(request: Request, gateway: GatewayDep, record: RecordDep) -> bytes:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise UnsupportedMediaTypeError("The body must be declared as Content-Type: application/json.")
+    return await read_body(request, gateway, record)
+
+
+async def _reading(gateway: GatewayDep, record: RecordDep) -> Reading:
+    served = gateway.models(record.key_name)
+
+    def card(model: str) -> ModelCard | None:
+        with suppress(GatewayError):  # a model that there is not is refused later
+            return gateway.model(model, record.key_name)
+        return None
+
+    def reads(model: str) -> frozenset[str]:
+        return frozenset() if (known := card(model)) is None else known.template_reads
+
+    def defaults(model: str) -> Mapping[str, Any]:
+        return {} if (known := card(model)) is None else known.settings.defaults.of_requests()
+
+    return Reading(
+        strict=gateway.settings.strict,
+        model=served[0].id if len(served) == 1 else None,
+        reads=reads,
+        defaults=defaults,
+        ignored=record.ignored,
+    )
+
+
+JsonBody = Annotated[bytes, Depends(_json_body)]
+OptionalBody = Annotated[bytes, Depends(read_body)]
+"""Of whatever content type; perhaps empty."""
+ReadingDep = Annotated[Reading, Depends(_reading)]
+"""How the body is read; what it ignores, the answer names."""
+
+
+class Answering:
+    """Runs one request, and answers it."""
+
+    def __init__(self, request: Request, gateway: GatewayDep, record: RecordDep) -> None:
+        self._receive = request.receive
+        self._gateway = gateway
+        self._record = record
+        self._running = RunningRequest(gateway, record)
+
+    async def respond(
+        self, request: GenerationRequest, answer: Answer, ping: ServerSentEvent = PING
+    ) -> Response:
+        """Return the answer to `request`, as `answer` writes it; `ping` keeps its stream open.
+
+        Raises:
+            GatewayError: before the first byte; later errors become part of the stream.
+        """
+        record, running, settings = self._record, self._running, self._gateway.settings
+        card = self._gateway.model(request.model, record.key_name)
+        limits = card.settings.limits
+        record.model = card.id
+        record.stream = bool(request.stream)
+        record.include_timings = bool(request.include_timings)
+        request.check_choices(min(settings.max_choices, limits.n or settings.max_choices))
+        request.check_bound(limits.max_tokens)
+        generations = request.generations(request_id=record.request_id, deadline=record.deadline)
+        check_context(generations, card)
+        # A stream whose model takes long to load begins with pings.
+        patience_s = settings.ping_interval_s if request.stream else math.inf
+        accepted = await running.start(generations, self._receive, patience_s=patience_s)
+        if accepted is not None and not request.stream:
+            return respond_with(await answer.complete(accepted, running))
+        await running.stop_watching()  # from here on the event stream watches
+        return EventStream(
+            _events(running, generations, answer, accepted, record),
+            on_gone=lambda: running.end(ClientGoneError("The client hung up.")),
+            ping_interval_s=settings.ping_interval_s,
+            send_timeout_s=settings.send_timeout_s,
+            send_body=record.send_body,
+            ping=ping,
+        )
+
+    async def tokens(self, request: TokenizeRequest | DetokenizeRequest | CountTokensRequest) -> Tokens:
+        """Return what the tokenizer of `request`'s model makes of it.
+
+        Raises:
+            GatewayError: it failed; `param` names a field of `request`.
+        """
+        record, gateway = self._record, self._gateway
+        record.model = gateway.model(request.model, record.key_name).id
+        work = request.tokenization(request_id=record.request_id, deadline=record.deadline)
+        try:
+            return await self._running.call(
+                lambda: gateway.upstream.tokenize(work), self._receive, admission=gateway.tokenizing
+            )
+        except InvalidRequestError as error:
+            raise type(error)(error.message, param=error.param or request.subject) from None
+
+    async def vectors(self, request: EmbeddingsRequest) -> list[Vector]:
+        """Return the vectors of `request`'s inputs, in order, of which a few are computed at a time.
+
+        Raises:
+            GatewayError: one failed.
+        """
+        record, gateway = self._record, self._gateway
+        record.model = gateway.model(request.model, record.key_name).id
+        work = request.embeddings(request_id=record.request_id, deadline=record.deadline)
+        free = asyncio.Semaphore(_EMBEDDED_AT_ONCE)
+
+        async def one(each: Embedding) -> Vector:
+            async with free:
+                return await gateway.upstream.embed(each)
+
+        async def every() -> list[Vector]:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one(each)) for each in work]
+            except ExceptionGroup as failed:
+                raise failed.exceptions[0] from None
+            return [task.result() for task in tasks]
+
+        vectors = await self._running.call(every, self._receive)
+        record.observe(Accepted(prompt_tokens=sum(vector.tokens for vector in vectors)))
+        return vectors
+
+
+async def _answering(request: Request, gateway: GatewayDep, record: RecordDep) -> Answering:
+    return Answering(request, gateway, record)
+
+
+AnsweringDep = Annotated[Answering, Depends(_answering)]
+
+
+async def _events(
+    running: RunningRequest,
+    generations: Sequence[Generation],
+    answer: Answer,
+    accepted: Accepted | None,
+    record: RequestRecord,
+) -> AsyncGenerator[bytes, None]:
+    """Write the stream, and always its end: status 200 was sent already, perhaps before the acceptance."""
+    writer = answer.stream(accepted or Accepted(prompt_tokens=0))
+    try:
+        if accepted is None and (accepted := await running.accepted(generations)) is not None:
+            writer = answer.stream(accepted)
+        if written := writer.begin():
+            yield written
+        async for event in running:
+            if written := writer.write(event):
+                yield written
+        last = writer.close()
+    except GatewayError as error:
+        record.fail(error)
+        last = writer.fail(error)
+    except Exception:  # noqa: BLE001 - the stream's outermost frame: the client must get an end
+        _log.exception("a stream failed unexpectedly")
+        failure = InternalError("The gateway failed; its log says why under this request's id.")
+        record.fail(failure)
+        last = writer.fail(failure)
+    yield last
+
+
+def respond_with(document: Struct) -> Response:
+    """Return `document` as JSON."""
+    return Response(encode(document), media_type="application/json")
+
+
+router = APIRouter(dependencies=[InferenceKey], default_response_class=Response)
+
+
+class Model(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A served model. `max_model_len` (in tokens), `ready` and `unloaded` are our extensions.
+
+    `parent` is the model that an adapter is applied to, as in vLLM; `root` is the public name of an alias.
+    """
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    ready: bool
+    max_model_len: int | None = None
+    unloaded: bool = False
+    parent: str | None = None
+    root: str | None = None
+
+    @classmethod
+    def of(cls, card: ModelCard, name: str) -> "Model":
+        """Return what clients are told of a model that they call `name`."""
+        return cls(
+            id=name,
+            root=None if name == card.id else card.id,
+            object="model",
+            created=card.created,
+            owned_by="tritongate",
+            ready=card.ready,
+            max_model_len=card.max_context,
+            unloaded=card.unloaded,
+            parent=card.parent,
+        )
+
+
+class ModelList(Struct, frozen=True):
+    """All served models."""
+
+    object: str
+    data: list[Model]
+
+
+@router.get("/v1/models", responses=complete(ModelList))
+async def list_models(gateway: GatewayDep, record: RecordDep) -> Response:
+    """List the models that the caller may use, ready or not, by all their names."""
+    cards = gateway.models(record.key_name)
+    listed = [Model.of(card, name) for card in cards for name in (card.id, *card.settings.aliases)]
+    return respond_with(ModelList("list", listed))
+
+
+@router.get("/v1/models/{model_id:path}", responses=complete(Model))
+async def get_model(model_id: str, gateway: GatewayDep, record: RecordDep) -> Response:
+    """Describe one model; ids may hold slashes."""
+    return respond_with(Model.of(gateway.model(model_id, record.key_name), model_id))
+
+
+@router.post(
+    "/v1/chat/completions",
+    openapi_extra=body_of(ChatRequest),
+    responses=streamed_or_complete(ChatCompletion, ChatCompletionChunk, done=True),
+)
+async def create_chat_completion(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
+    """Answer a conversation, at once or as a stream of events."""
+    request = ChatRequest.read(body, reading)
+    return await answering.respond(request, ChatAnswer(request))
+
+
+@router.post(
+    "/v1/completions",
+    openapi_extra=body_of(CompletionRequest),
+    responses=streamed_or_complete(Completion, CompletionChunk, done=True),
+)
+async def create_completion(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
+    """Continue a text, or token ids, at once or as a stream of events."""
+    request = CompletionRequest.read(body, reading)
+    return await answering.respond(request, CompletionAnswer(request))
+
+
+@router.post(
+    "/v1/responses",
+    openapi_extra=body_of(ResponsesRequest),
+    responses=streamed_or_complete(ResponseDocument, StreamEvent),
+)
+async def create_response(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
+    """Answer a conversation, at once or as a stream of named events. Nothing is stored."""
+    request = ResponsesRequest.read(body, reading)
+    return await answering.respond(request, ResponsesAnswer(request))
+
+
+@router.post(
+    "/v1/embeddings",
+    openapi_extra=body_of(EmbeddingsRequest),
+    responses=complete(EmbeddingsAnswer),
+)
+async def create_embeddings(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
+    """Return the vectors of texts."""
+    request = EmbeddingsRequest.read(body, reading)
+    return respond_with(embeddings_answer(request, await answering.vectors(request)))
+
+
+@router.post(
+    "/tokenize",
+    openapi_extra=body_of(TokenizeRequest),
+    responses=complete(TokenizeAnswer),
+)
+async def tokenize(
+    body: JsonBody, reading: ReadingDep, gateway: GatewayDep, record: RecordDep, answering: AnsweringDep
+) -> Response:
+    """Return the ids of a text, or of a conversation as the model would be given it."""
+    request = TokenizeRequest.read(body, reading)
+    tokens = await answering.tokens(request)
+    max_context = gateway.model(request.model, record.key_name).max_context
+    return respond_with(await tokenize_answer(tokens, max_context))
+
+
+@router.post(
+    "/detokenize",
+    openapi_extra=body_of(DetokenizeRequest),
+    responses=complete(DetokenizeAnswer),
+)
+async def detokenize(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
+    """Return the text of a model's token ids."""
+    tokens = await answering.tokens(DetokenizeRequest.read(body, reading))
+    return respond_with(DetokenizeAnswer(tokens.text))
+
+
+@router.get("/tokenizer_info", responses=complete(TokenizerInfo))
+async def describe_tokenizer(
+    reading: ReadingDep, gateway: GatewayDep, record: RecordDep, model: str | None = None
+) -> Response:
+    """Describe a model's tokenizer; `model` may be left out where one is served."""
+    name = model or reading.model
+    if name is None:
+        raise InvalidRequestError("Several models are served: name one, as ?model=...", param="model")
+    card = gateway.model(name, record.key_name)
+    record.model = card.id
+    if card.chat_format is None:
+        raise UnavailableError(f"The model {card.id} has not been reached yet.", retry_after_s=_RETRY_AFTER_S)
+    return respond_with(tokenizer_info(card.chat_format, card.max_context))

@@ -1,0 +1,1 @@
+"""Who may ask, how much at once, and the end of it: keys, admission, drain."""

@@ -1,0 +1,321 @@
+"""`/v1/completions`: texts, or lists of token ids, continued exactly as given.
+
+In OpenAI's format, with token ids as in vLLM.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
+from pydantic import Discriminator, Field, Tag
+
+from gateway.core.events import (
+    Accepted,
+    Delta,
+    Event,
+    FinishReason,
+    PromptLogprob,
+    StopReason,
+    TokenLogprob,
+)
+from gateway.core.request import Generation, PlainText, TokenIds
+from gateway.errors import InvalidRequestError
+from gateway.openai.answer import (
+    ChunkStream,
+    Document,
+    Gathered,
+    PromptLogprobs,
+    Usage,
+    gather,
+    new_head,
+    prompt_logprobs_document,
+    shown_token,
+)
+from gateway.openai.document import Items, at_most
+from gateway.openai.params import AnyCompletionRequest, TokenId
+from wire.limits import IDS_LIMIT, INT64_MAX
+
+PROMPTS_LIMIT = 128
+"""Prompts in one request; a setting limits the answers to all of them."""
+
+
+def kind_of_prompt(prompt: Any) -> str:
+    """Return the kind of `prompt`, decided by its first item, so that errors are about the other items."""
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else None
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
+
+
+Ids = Annotated[Items[TokenId], Field(min_length=1), at_most(IDS_LIMIT)]
+Prompts = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[Ids, Tag("ids")]
+    | Annotated[Items[str], Field(max_length=PROMPTS_LIMIT), Tag("texts")]
+    | Annotated[Items[Ids], Field(max_length=PROMPTS_LIMIT), Tag("lists")],
+    Discriminator(kind_of_prompt),
+]
+
+
+class CompletionRequest(AnyCompletionRequest):
+    """A text completion request. Null means absent everywhere."""
+
+    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {
+            **AnyCompletionRequest.unsupported,
+            "add_special_tokens": True,
+            "best_of": 1,
+            "prompt_embeds": None,
+            "suffix": "",
+        }
+    )
+
+    prompt: Annotated[Prompts, Field(description="one text, the ids of one, or a list of either")]
+    max_tokens: Annotated[
+        int | None, Field(ge=0, le=INT64_MAX, description="0 only with echo: the prompt and nothing else")
+    ] = None
+    echo: Annotated[bool | None, Field(description="each answer's text begins with the prompt's")] = None
+    logprobs: Annotated[
+        int | None,
+        Field(ge=0, le=5, description="alternatives reported beside each token of the answer and of an echo"),
+    ] = None
+
+    @classmethod
+    def neutral_in(cls, document: dict[str, Any]) -> Mapping[str, Any]:
+        """Return what is unsupported: as many candidates as are wanted leave nothing to choose."""
+        wanted = document.get("n")
+        return {**cls.unsupported, "best_of": wanted if wanted and isinstance(wanted, int) else 1}
+
+    @cached_property
+    def prompts(self) -> tuple[PlainText | TokenIds, ...]:
+        """The prompts, at least one, built once: a body has room for millions of ids."""
+        if isinstance(self.prompt, str):
+            return (PlainText(self.prompt),)
+        if isinstance(self.prompt[0], int):
+            return (TokenIds(tuple(each for each in self.prompt if isinstance(each, int))),)
+        return tuple(
+            PlainText(each) if isinstance(each, str) else TokenIds(tuple(each))
+            for each in self.prompt
+            if not isinstance(each, int)
+        )
+
+    @property
+    def continued(self) -> PlainText | TokenIds:
+        """The first prompt; `generations` has them all."""
+        return self.prompts[0]
+
+    @property
+    def choices(self) -> int:
+        """The number of answers requested, to all prompts together."""
+        return len(self.prompts) * (self.n or 1)
+
+    def check_choices(self, limit: int) -> None:
+        """Refuse more answers than `limit`."""
+        prompts = len(self.prompts)
+        if prompts > 1 and self.choices > limit:
+            each = f" with {self.n} answers each" if self.n else ""
+            raise InvalidRequestError(
+                f"There are {prompts} prompts{each}, and this gateway allows {limit} answers in one request.",
+                param="prompt",
+            )
+        super().check_choices(limit)
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling parameters that were given."""
+        given = super().sampling()
+        # Each report has as many alternatives as were requested for it, of the more that are computed.
+        of_prompt = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return given | {
+            "prompt_logprobs": max((each for each in of_prompt if each is not None), default=None)
+        }
+
+    def generations(self, *, request_id: str, deadline: float) -> list[Generation]:
+        """Return the generations to run, one for each prompt."""
+        (first,) = super().generations(request_id=request_id, deadline=deadline)
+        if len(self.prompts) == 1:
+            return [first]
+        return [
+            replace(first, prompt=prompt, prompt_field=f"prompt.{place}")
+            for place, prompt in enumerate(self.prompts)
+        ]
+
+    def check(self) -> None:
+        """Refuse parameters that are valid alone but not together."""
+        super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequestError(
+                "max_tokens is 0, which leaves nothing without echo.", param="max_tokens"
+            )
+
+
+class CompletionLogprobs(Struct, frozen=True):
+    """Those of a choice's tokens, or of a chunk's: four lists of equal length.
+
+    With `echo` the prompt's tokens come before the answer's. The very first token has null for its
+    log-probability and its alternatives.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    """The most likely tokens at each position, always including the actual one."""
+    text_offset: list[int]
+    """The offset of each token in the choice's text, in code points."""
+
+
+class LogprobsWriter:
+    """Writes those of one choice, at once or in parts, with the `top` most likely tokens at each position.
+
+    With `as_ids`, tokens are named by their ids.
+    """
+
+    def __init__(self, top: int, *, as_ids: bool = False) -> None:
+        self._top = top
+        self._as_ids = as_ids
+        self._characters = 0
+        """Number of characters started so far."""
+
+    def write(self, tokens: Sequence[TokenLogprob | PromptLogprob]) -> CompletionLogprobs:
+        """Write the log-probabilities of the next tokens, those of the prompt first."""
+        return CompletionLogprobs(
+            [shown_token(token, as_id=self._as_ids) for token in tokens],
+            [token.logprob for token in tokens],
+            [self._likely(token) for token in tokens],
+            [self._place(token.utf8) for token in tokens],
+        )
+
+    def _likely(self, token: TokenLogprob | PromptLogprob) -> dict[str, float] | None:
+        if token.logprob is None:
+            return None
+        likely = {shown_token(each, as_id=self._as_ids): each.logprob for each in token.top[: self._top]}
+        own = shown_token(token, as_id=self._as_ids)
+        return likely if own in likely else likely | {own: token.logprob}
+
+    def _place(self, utf8: bytes) -> int:
+        """Return the offset of the character that `utf8` begins or continues, and advance by it."""
+        goes_on = bool(self._characters) and _continues(utf8[:1])
+        place = self._characters - goes_on
+        self._characters += sum(not _continues(utf8[at : at + 1]) for at in range(len(utf8)))
+        return place
+
+
+def _continues(byte: bytes) -> bool:
+    """Return whether `byte` (or nothing) continues a UTF-8 character instead of beginning one."""
+    return b"\x80" <= byte < b"\xc0"
+
+
+class CompletionChoice(Struct, frozen=True):
+    """A choice, or a chunk's part of one.
+
+    The prompt's ids are in the first chunk of each, `stop_reason` stands beside the reason of the end. Its
+    log-probabilities are in complete answers only.
+    """
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    stop_reason: StopReason | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Completion(Document, frozen=True, kw_only=True):
+    """The answer to a request that is not streamed."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunk(Document, frozen=True, kw_only=True):
+    """One event of a stream. `usage` is present only if requested, and null until the end."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class CompletionAnswer:
+    """An `Answer` to a completion request, whose choices are numbered prompt by prompt."""
+
+    def __init__(self, request: CompletionRequest) -> None:
+        self._head = new_head("cmpl", request.model)
+        self._request = request
+
+    async def complete(self, accepted: Accepted, events: AsyncIterator[Event]) -> Completion:
+        """Return the complete answer."""
+        request = self._request
+        answers, usage = await gather(events, request.choices)
+        return Completion(
+            **self._head,
+            choices=[
+                CompletionChoice(
+                    answer.index,
+                    answer.text,
+                    self._logprobs(answer),
+                    answer.finish_reason,
+                    _prompt_ids(accepted, request, answer.index),
+                    answer.token_ids if request.return_token_ids else UNSET,
+                    answer.stop_reason,
+                    prompt_logprobs_document(answer.prompt_logprobs, request.prompt_logprobs),
+                )
+                for answer in answers
+            ],
+            usage=usage,
+        )
+
+    def stream(self, accepted: Accepted) -> "CompletionStream":
+        """Return a writer of the answer's chunks."""
+        return CompletionStream(self._head, accepted, self._request)
+
+    def _logprobs(self, answer: Gathered) -> CompletionLogprobs | None:
+        request = self._request
+        if request.logprobs is None:
+            return None
+        echoed = answer.prompt_logprobs if request.echo else []
+        writer = LogprobsWriter(request.logprobs, as_ids=bool(request.return_tokens_as_token_ids))
+        return writer.write([*echoed, *answer.logprobs])
+
+
+class CompletionStream(ChunkStream):
+    """Writes one chunk for each delta that shows something; the last one also has the finish reason."""
+
+    def __init__(self, head: dict[str, Any], accepted: Accepted, request: CompletionRequest) -> None:
+        super().__init__(head, CompletionChunk, accepted, request.stream_options, request.choices)
+        self._request = request
+        self._accepted = accepted
+        as_ids = bool(request.return_tokens_as_token_ids)
+        self._logprobs = [
+            LogprobsWriter(request.logprobs or 0, as_ids=as_ids) for _ in range(request.choices)
+        ]
+        """By choice."""
+        self._started: set[int] = set()
+
+    def _delta(self, delta: Delta, usage: Usage | UnsetType | None) -> list[bytes]:
+        logprobs = delta.prompt_logprobs + (delta.logprobs or ())
+        if not (delta.text or delta.token_ids or logprobs or delta.finish_reason):
+            return []
+        index = delta.index
+        started = index in self._started
+        self._started.add(index)
+        choice = CompletionChoice(
+            index,
+            delta.text,
+            self._logprobs[index].write(logprobs) if logprobs or delta.logprobs is not None else None,
+            delta.finish_reason,
+            UNSET if started else _prompt_ids(self._accepted, self._request, index),
+            UNSET if delta.token_ids is None else list(delta.token_ids),
+            UNSET if delta.finish_reason is None else delta.stop_reason,
+        )
+        return [self._encode([choice], usage)]
+
+
+def _prompt_ids(accepted: Accepted, request: CompletionRequest, choice: int) -> list[int] | UnsetType:
+    """Write the ids of the prompt of `choice`, if requested; every prompt has the same number of choices."""
+    ids = accepted.prompt_token_ids
+    return UNSET if ids is None else list(ids[choice // (request.n or 1)])

@@ -1,0 +1,104 @@
+"""Images in messages: parts of a content, each with its image in a data: URL.
+
+The gateway fetches nothing for a client: who asks for a remote image would choose where it sends requests.
+"""
+
+import binascii
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, TypeVar
+
+from pydantic import AfterValidator
+
+from gateway.core.request import Image
+from gateway.openai.document import Items, Strict, text_of
+
+_DATA: Final = re.compile(r"data:image/[\w.+-]+;base64,")
+
+
+def _data_of(url: str) -> str:
+    """Return the base64 of a data: URL."""
+    found = _DATA.match(url)
+    if found is None:
+        raise ValueError(
+            "images are taken as data:image/...;base64,... only; this server fetches none from elsewhere"
+        )
+    return _checked(url[found.end() :])
+
+
+def _checked(data: str) -> str:
+    try:
+        if binascii.a2b_base64(data, strict_mode=True):
+            return data
+    except (binascii.Error, ValueError):
+        pass
+    raise ValueError("the image is not valid base64")
+
+
+Base64 = Annotated[str, AfterValidator(_checked)]
+"""An image as base64."""
+
+DataUrl = Annotated[str, AfterValidator(_data_of)]
+"""An image, of which validation leaves the base64."""
+
+
+class ImageUrl(Strict, place="messages.content.image_url"):
+    """Where an image is."""
+
+    url: DataUrl
+
+
+class ImagePart(Strict, place="messages.content"):
+    """An image in a chat message."""
+
+    text: ClassVar[str] = ""
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+    @property
+    def data(self) -> str:
+        """The image as base64."""
+        return self.image_url.url
+
+
+class InputImagePart(Strict, place="input.content"):
+    """An image in a message of `/v1/responses`."""
+
+    unsupported: ClassVar[dict[str, Any]] = {"file_id": None}
+
+    text: ClassVar[str] = ""
+    type: Literal["input_image"]
+    image_url: DataUrl
+
+    @property
+    def data(self) -> str:
+        """The image as base64."""
+        return self.image_url
+
+
+class _Part(Protocol):
+    @property
+    def text(self) -> str: ...
+
+
+P = TypeVar("P", bound=_Part)
+
+
+def _joined(content: str | list[P]) -> str | list[P]:
+    """Join parts that are all text."""
+    return content if images_of(content) else text_of(content)
+
+
+Illustrated = Annotated[str | Items[P], AfterValidator(_joined)]
+"""A text, or parts of one; validation joins those without images."""
+
+
+def images_of(content: str | Sequence[_Part] | None, field: str = "") -> tuple[Image, ...]:
+    """Return the images of an `Illustrated` content, whose name in the request is `field`."""
+    found: list[Image] = []
+    length = 0
+    for index, part in enumerate(() if content is None or isinstance(content, str) else content):
+        if isinstance(part, ImagePart | InputImagePart):
+            found.append(Image(data=part.data, at=length, field=f"{field}.{index}"))
+        length += len(part.text)
+    return tuple(found)

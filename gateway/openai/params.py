@@ -1,0 +1,341 @@
+"""What every request for text takes: sampling parameters, structured output, bookkeeping.
+
+Source: OpenAI's API reference; the extensions are vLLM's sampling parameters, spelled as there.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from gateway.core.request import Conversation, Generation, Grammar, Prompt
+from gateway.errors import InvalidRequestError
+from gateway.openai.document import Body, Items, Strict, at_most
+from gateway.openai.structured import (
+    WAYS,
+    AnySchema,
+    Choice,
+    Regex,
+    ResponseFormat,
+    Rules,
+    StructuredOutputs,
+    format_grammar,
+    grammar_of,
+    one_grammar,
+)
+from wire.limits import (
+    ALLOWED_IDS_LIMIT,
+    ANSWERS_LIMIT,
+    BAD_WORD_LENGTH_LIMIT,
+    BAD_WORDS_LIMIT,
+    INT64_MAX,
+    LOGIT_BIAS_LIMIT,
+    PRIORITY_LIMIT,
+    STOP_IDS_LIMIT,
+    STOP_LENGTH_LIMIT,
+    STOPS_LIMIT,
+    TOP_LOGPROBS_LIMIT,
+)
+
+MESSAGES_LIMIT = 16_384
+"""Messages, or items, of one conversation: even an empty one costs the event loop time."""
+
+ID_LIMIT = 2**32
+"""Larger than any id of any vocabulary."""
+
+
+def _token_id(text: str) -> str:
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(ID_LIMIT))):
+        raise PydanticCustomError("token_id", "the keys are token ids, decimal numbers")
+    if text != str(int(text)):
+        # "05" and "5" would be the same id twice, and one of them would be ignored.
+        raise PydanticCustomError("token_id", "the keys are token ids, without zeros in front")
+    return text
+
+
+def _few_stops(stop: str | list[str]) -> str | list[str]:
+    if isinstance(stop, list) and len(stop) > STOPS_LIMIT:
+        raise PydanticCustomError("too_many_stops", f"at most {STOPS_LIMIT} stop strings are allowed")
+    return stop
+
+
+def _not_nothing(kept: int | None) -> int | None:
+    if kept == 0:
+        raise PydanticCustomError("nothing", "nothing would be left of the prompt; -1 keeps what fits")
+    return kept
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH_LIMIT)]
+BadWord = Annotated[str, Field(min_length=1, max_length=BAD_WORD_LENGTH_LIMIT)]
+TokenId = Annotated[int, Field(ge=0, lt=ID_LIMIT)]
+TokenKey = Annotated[str, AfterValidator(_token_id)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenBound = Annotated[int, Field(ge=1, le=INT64_MAX)]
+
+_OLDER = Field(
+    description="the older name of a part of structured_outputs", json_schema_extra={"deprecated": True}
+)
+BOOKKEEPING = Field(description="bookkeeping: accepted, not used")
+
+
+class AnyStreamOptions(Strict, place="stream_options"):
+    """The stream options common to all routes: none changes an answer."""
+
+
+class StreamOptions(AnyStreamOptions):
+    """Which token counts a stream reports."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @model_validator(mode="after")
+    def _included(self) -> Self:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise PydanticCustomError("usage", "continuous_usage_stats needs include_usage=true")
+        return self
+
+
+class GenerationRequest(Body, ABC):
+    """The shared part. Null means absent everywhere."""
+
+    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {
+            "detokenize": True,
+            "length_penalty": 1.0,
+            "logits_processors": None,
+            "spaces_between_special_tokens": True,
+            "use_beam_search": False,
+        }
+    )
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
+    stop: Annotated[StopString | Items[StopString], AfterValidator(_few_stops)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias] | None, at_most(LOGIT_BIAS_LIMIT)] = None
+    stream: bool | None = None
+    stream_options: AnyStreamOptions | None = None
+    include_timings: Annotated[
+        bool | None, Field(description="report in `usage`, as `timings`, where the request's time went")
+    ] = None
+
+    top_k: Annotated[int, Field(ge=-1, le=INT64_MAX, description="-1 and 0 keep every token")] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[Items[TokenId], Field(max_length=STOP_IDS_LIMIT)] | None = None
+    include_stop_str_in_output: Annotated[
+        bool | None,
+        Field(description="what stopped the answer is its end: a stop string, a stop token's text"),
+    ] = None
+    skip_special_tokens: Annotated[
+        bool | None, Field(description="false: special tokens of the answer are in its text, by their names")
+    ] = None
+    allowed_token_ids: Annotated[
+        Annotated[Items[TokenId], Field(min_length=1), at_most(ALLOWED_IDS_LIMIT)] | None,
+        Field(description="only these are sampled; stop ids are no exception"),
+    ] = None
+    bad_words: Annotated[
+        Annotated[Items[BadWord], at_most(BAD_WORDS_LIMIT)] | None,
+        Field(description="not part of the answer, in the tokens that the tokenizer makes of them"),
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        Field(
+            ge=-1, le=INT64_MAX, description="keep only the prompt's last ones; -1: what the context holds"
+        ),
+        AfterValidator(_not_nothing),
+    ] = None
+    priority: Annotated[
+        int | None,
+        Field(ge=-PRIORITY_LIMIT, le=PRIORITY_LIMIT, description="place in the engine's queue, lower first"),
+    ] = None
+
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Annotated[AnySchema | None, _OLDER] = None
+    guided_regex: Annotated[Regex | None, _OLDER] = None
+    guided_choice: Annotated[Choice | None, _OLDER] = None
+    guided_grammar: Annotated[Rules | None, _OLDER] = None
+
+    user: Annotated[str | None, BOOKKEEPING] = None
+    safety_identifier: Annotated[str | None, BOOKKEEPING] = None
+    prompt_cache_key: Annotated[str | None, BOOKKEEPING] = None
+    metadata: Annotated[dict[str, str] | None, at_most(16), BOOKKEEPING] = None
+    service_tier: Annotated[str | None, BOOKKEEPING] = None
+
+    @property
+    def choices(self) -> int:
+        """The number of answers requested."""
+        return 1
+
+    def check_choices(self, limit: int) -> None:
+        """Refuse more answers than `limit`.
+
+        Raises:
+            InvalidRequestError: with the field that asks for them in `param`.
+        """
+        if self.choices > limit:
+            raise InvalidRequestError(f"n is {self.choices}, and this gateway allows {limit}.", param="n")
+
+    def check_bound(self, limit: int | None) -> None:
+        """Refuse more new tokens than `limit`; None: there is none.
+
+        Raises:
+            InvalidRequestError: with the field that asks for them in `param`.
+        """
+        bound = max(self.token_bound or 0, self.min_tokens or 0)
+        if limit is None or bound <= limit:
+            return
+        names = ("max_completion_tokens", "max_output_tokens", "max_tokens", "min_tokens")
+        field = next(name for name in names if getattr(self, name, None) == bound)
+        raise InvalidRequestError(f"{field} is {bound}, and this model allows {limit}.", param=field)
+
+    @property
+    @abstractmethod
+    def token_bound(self) -> int | None:
+        """The client's limit on new tokens."""
+
+    @cached_property
+    @abstractmethod
+    def continued(self) -> Prompt:
+        """The prompt, or the first one; built once: a long conversation takes time."""
+
+    @property
+    def formatted(self) -> Grammar | None:
+        """The grammar that OpenAI's own field asks for; None: there is none."""
+        return None
+
+    @cached_property
+    def grammar(self) -> Grammar | None:
+        """The grammar of the answer's text, built once: a schema may be large. None: it is free.
+
+        Raises:
+            InvalidRequestError: several fields define one, or one is invalid.
+        """
+        return one_grammar(
+            (
+                self.formatted,
+                self.structured_outputs.grammar() if self.structured_outputs else None,
+                *(grammar_of(way, getattr(self, f"guided_{way}"), f"guided_{way}") for way in WAYS),
+            )
+        )
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling parameters that were given, by their names in a `Generation`.
+
+        Most have the same name and meaning in both; subclasses add what their route writes differently.
+        """
+        given = {
+            name: value
+            for name in Generation.__struct_fields__
+            if name in type(self).model_fields and (value := getattr(self, name)) is not None
+        }
+        if isinstance(self.stop, str):
+            given["stop"] = [self.stop]
+        if self.top_k is not None:
+            given["top_k"] = max(self.top_k, 0)
+        if self.logit_bias is not None:
+            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        return given | {
+            "max_tokens": self.token_bound,
+            "include_stop": bool(self.include_stop_str_in_output),
+            "show_special": self.skip_special_tokens is False,
+        }
+
+    def generations(self, *, request_id: str, deadline: float) -> list[Generation]:
+        """Return the generations to run, one for each prompt."""
+        given = self.sampling() | {"grammar": self.grammar, "prompt": self.continued}
+        return [Generation(request_id=request_id, deadline=deadline, **given)]
+
+    def check(self) -> None:
+        """Refuse parameters that are valid alone but not together."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options needs stream=true.", param="stream_options")
+        prompt = self.continued  # refuses what is wrong with it
+        offer = prompt.offer if isinstance(prompt, Conversation) else None
+        if self.skip_special_tokens is False and offer is not None:
+            raise InvalidRequestError(
+                "skip_special_tokens=false excludes tools: special tokens tell their calls from text.",
+                param="skip_special_tokens",
+            )
+        bound = self.token_bound
+        if bound is not None and (self.min_tokens or 0) > bound:
+            raise InvalidRequestError(
+                f"min_tokens is more than the bound of {bound} new tokens.", param="min_tokens"
+            )
+        if self.grammar is not None:
+            self.refuse_open_ends(f"an answer that is held to {self.grammar.field}")
+
+    def refuse_open_ends(self, answer: str) -> None:
+        """Refuse options that keep `answer`, described for errors, from ending where it is complete.
+
+        Raises:
+            InvalidRequestError: the request has such an option.
+        """
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(self, name):
+                raise InvalidRequestError(
+                    f"{name} contradicts {answer}, which ends where it is complete.", param=name
+                )
+
+
+class AnyCompletionRequest(GenerationRequest):
+    """What both completion routes take, of messages or of a text. Null means absent everywhere."""
+
+    n: Annotated[int, Field(ge=1, le=ANSWERS_LIMIT)] | None = None
+    max_tokens: TokenBound | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    return_token_ids: Annotated[
+        bool | None, Field(description="report the ids of the prompt and of the answer")
+    ] = None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, Field(description="log-probabilities name each token by its id, as token_id:N")
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=TOP_LOGPROBS_LIMIT,
+            description="alternatives reported beside each token of the prompt; not in a stream",
+        ),
+    ] = None
+
+    @property
+    def choices(self) -> int:
+        """The number of answers requested."""
+        return self.n or 1
+
+    @property
+    def token_bound(self) -> int | None:
+        """The client's limit on new tokens."""
+        return self.max_tokens
+
+    @property
+    def formatted(self) -> Grammar | None:
+        """The grammar that `response_format` asks for."""
+        return format_grammar(self.response_format)
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling parameters that were given, and whether prompts' ranks are reported."""
+        return super().sampling() | {"prompt_ranks": self.prompt_logprobs is not None}
+
+    def check(self) -> None:
+        """Refuse parameters that are valid alone but not together."""
+        super().check()
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError("prompt_logprobs exclude stream=true.", param="prompt_logprobs")
+        options = self.stream_options
+        if self.stream and self.include_timings and not (options and options.include_usage):
+            raise InvalidRequestError(
+                "include_timings is part of the usage: a stream needs stream_options.include_usage=true.",
+                param="include_timings",
+            )

@@ -1,0 +1,199 @@
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`: requests and answers, as vLLM has them."""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from itertools import islice
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Final
+
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from pydantic import Field
+
+from gateway.chat.conversation import chat_form
+from gateway.core.request import Conversation, Grammar, PlainText, TokenIds
+from gateway.core.upstream import Tokenization, Tokens
+from gateway.errors import InvalidRequestError
+from gateway.openai.answer import encode
+from gateway.openai.chat_request import Messages, Switches, conversation
+from gateway.openai.document import Body, Items, at_most
+from gateway.openai.params import TokenId
+from gateway.openai.structured import ResponseFormat, StructuredOutputs, format_grammar, one_grammar
+from gateway.openai.tools import ChoiceMode, NamedChoice, Tools, offer_of_tools
+from wire.limits import IDS_LIMIT
+
+_OF_MESSAGES: Final = (
+    "tools",
+    "tool_choice",
+    "response_format",
+    "structured_outputs",
+    "add_generation_prompt",
+    "chat_template_kwargs",
+)
+
+_PIECE = 4096
+"""Items per piece: a few milliseconds' work, when each has to be decoded from its own bytes."""
+
+
+class TokenizeRequest(Body):
+    """A text, or a conversation as in a chat request, with the parameters that decide how its answer begins.
+
+    Null means absent everywhere.
+    """
+
+    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {"chat_template": None, "continue_final_message": False}
+    )
+
+    prompt: Annotated[str | None, Field(description="a text; or else messages")] = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    tool_choice: ChoiceMode | NamedChoice | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    add_generation_prompt: Annotated[
+        bool | None, Field(description="of messages: up to where the answer begins; true unless given")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, Field(description="of a prompt: with the ids that begin every prompt; true unless given")
+    ] = None
+    chat_template_kwargs: Switches = None
+    return_token_strs: Annotated[bool | None, Field(description="also tell how each token is shown")] = None
+
+    def check(self) -> None:
+        """Refuse parameters that are valid alone but not together."""
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequestError("Exactly one of prompt and messages is needed.", param=self.subject)
+        if self.messages is None:
+            for field in _OF_MESSAGES:
+                if getattr(self, field) is not None:
+                    raise InvalidRequestError(f"{field} belongs to messages.", param=field)
+        elif self.add_special_tokens:
+            raise InvalidRequestError(
+                "Messages have the ids that begin every prompt; add_special_tokens would add them again.",
+                param="add_special_tokens",
+            )
+        _ = self._subject, self._grammar  # which refuse what is wrong with them
+
+    def tokenization(self, *, request_id: str, deadline: float) -> Tokenization:
+        """Return the tokenization to run."""
+        return Tokenization(
+            request_id=request_id,
+            model=self.model,
+            prompt=self._subject,
+            deadline=deadline,
+            prefix=self.add_special_tokens is not False,
+            answer_next=self.add_generation_prompt is not False,
+            grammar=self._grammar,
+            strings=bool(self.return_token_strs),
+        )
+
+    @property
+    def subject(self) -> str:
+        """The name of the field to be tokenized."""
+        return "prompt" if self.messages is None else "messages"
+
+    @cached_property
+    def _subject(self) -> Conversation | PlainText:
+        if self.prompt is not None:
+            return PlainText(self.prompt)
+        offer = offer_of_tools(self.tools, self.tool_choice, single=False)
+        return conversation(self.messages or (), offer, self.chat_template_kwargs)
+
+    @cached_property
+    def _grammar(self) -> Grammar | None:
+        outputs = self.structured_outputs
+        return one_grammar((format_grammar(self.response_format), outputs.grammar() if outputs else None))
+
+
+class DetokenizeRequest(Body):
+    """Ids of a model's tokens."""
+
+    tokens: Annotated[Items[TokenId], at_most(IDS_LIMIT)]
+
+    def tokenization(self, *, request_id: str, deadline: float) -> Tokenization:
+        """Return the tokenization to run."""
+        return Tokenization(
+            request_id=request_id, model=self.model, prompt=TokenIds(tuple(self.tokens)), deadline=deadline
+        )
+
+    @property
+    def subject(self) -> str:
+        """The name of the field with the ids."""
+        return "tokens"
+
+
+def _list_of(kind: str) -> Meta:
+    return Meta(extra_json_schema={"type": "array", "items": {"type": kind}})
+
+
+class TokenizeAnswer(Struct, frozen=True, kw_only=True):
+    """The ids. `max_model_len` counts tokens of prompt and answer together."""
+
+    count: int
+    max_model_len: int | None
+    tokens: Annotated[Raw, _list_of("integer")]
+    token_strs: Annotated[Raw, _list_of("string")] | UnsetType = UNSET
+
+
+class DetokenizeAnswer(Struct, frozen=True):
+    """The text of the ids, without special tokens."""
+
+    prompt: str
+
+
+class TokenizerInfo(Struct, frozen=True, kw_only=True):
+    """A model's tokenizer, in the words of its published configuration.
+
+    There is no `chat_template`: conversations are rendered on the model's side, and `/tokenize` does it too.
+    """
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str
+    pad_token: str
+    model_max_length: int | None
+
+
+def tokenizer_info(chat_format: str, max_context: int | None) -> TokenizerInfo:
+    """Describe the tokenizer of a model with this chat format and a context of `max_context` tokens.
+
+    Raises:
+        UpstreamProtocolError: the chat format is not known here.
+    """
+    form = chat_form(chat_format).tokenizer
+    return TokenizerInfo(
+        tokenizer_class=form.name,
+        bos_token=None,
+        eos_token=form.eos_token,
+        pad_token=form.pad_token,
+        model_max_length=max_context,
+    )
+
+
+async def tokenize_answer(tokens: Tokens, max_context: int | None) -> TokenizeAnswer:
+    """Write the ids of a prompt for a model with a context of `max_context` tokens.
+
+    Raises:
+        UpstreamProtocolError: the upstream's `token_strs` cannot be understood.
+    """
+    return TokenizeAnswer(
+        count=len(tokens.ids),
+        max_model_len=max_context,
+        tokens=await long_list(tokens.ids),
+        token_strs=UNSET if tokens.strings is None else await long_list(tokens.strings),
+    )
+
+
+async def long_list(items: Iterable[int] | Iterable[str]) -> Raw:
+    """Return `items`, perhaps a million, as a JSON list, in pieces between which others are served.
+
+    Raises:
+        GatewayError: reading an item failed.
+    """
+    left = iter(items)
+    pieces = []
+    while piece := list(islice(left, _PIECE)):
+        pieces.append(encode(piece)[1:-1])
+        await asyncio.sleep(0)
+    return Raw(b"[" + b",".join(pieces) + b"]")

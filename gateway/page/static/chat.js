@@ -1,0 +1,314 @@
+// The view Chat: conversations, the one that is open, and the answers that are being written.
+import { ask } from "./answer.js";
+import { call } from "./api.js";
+import { by, download, h, toast } from "./dom.js";
+import { messageElement } from "./messages.js";
+import { all, choice, put, remove } from "./store.js";
+import { t } from "./words.js";
+
+const FIELDS = ["system", "temperature", "max_tokens", "tools"];
+const DRAW_MS = 80;
+
+const conversations = new Map();
+const running = new Map(); // id of a conversation -> AbortController
+let models = [];
+let current = null;
+
+/** Read what the browser keeps, and begin. */
+export async function openChat() {
+  await fetchModels();
+  try {
+    for (const conversation of await all()) conversations.set(conversation.id, conversation);
+  } catch {
+    toast(t("notKept"));
+  }
+  open(fresh());
+}
+
+/** Stop the answer of the open conversation; return whether there was one. */
+export function stopAnswer() {
+  const controller = running.get(current?.id);
+  controller?.abort();
+  return controller !== undefined;
+}
+
+/** Show everything again, as after a change of language. */
+export function refresh() {
+  if (!current) return;
+  showModels();
+  showList();
+  showConversation();
+}
+
+function fresh() {
+  const conversation = { id: crypto.randomUUID?.() ?? String(Date.now() + Math.random()), title: "", updated: 0, messages: [], model: chosenModel() };
+  for (const field of FIELDS) conversation[field] = choice(field);
+  return conversation;
+}
+
+function open(conversation) {
+  current = conversation;
+  showModels();
+  showList();
+  showConversation();
+  by("question").focus({ preventScroll: true });
+}
+
+async function save(conversation) {
+  conversation.updated = Date.now();
+  conversations.set(conversation.id, conversation);
+  try {
+    await put(conversation);
+  } catch {
+    toast(t("notKept"));
+  }
+}
+
+// Models.
+
+async function fetchModels() {
+  try {
+    models = (await (await call("v1/models")).json()).data;
+  } catch {
+    models = []; // the first question says why
+  }
+}
+
+const chosenModel = () => {
+  const last = choice("model");
+  return models.some((model) => model.id === last) ? last : (models.find((model) => model.ready) ?? models[0])?.id ?? "";
+};
+
+function showModels() {
+  current.model ||= chosenModel();
+  const known = models.map((model) => [model.id, model.ready ? model.id : `${model.id} (${t(model.unloaded ? "notLoaded" : "notReady")})`]);
+  if (!models.some((model) => model.id === current.model)) known.unshift([current.model, current.model || t("noModels")]);
+  by("model").replaceChildren(...known.map(([value, text]) => h("option", { value, selected: value === current.model }, text)));
+}
+
+// The list.
+
+function showList() {
+  const wanted = by("search").value.trim().toLowerCase();
+  const says = (conversation) => [conversation.title, ...conversation.messages.map((message) => message.content ?? "")].join("\n").toLowerCase();
+  const found = [...conversations.values()].filter((each) => says(each).includes(wanted)).sort((a, b) => b.updated - a.updated);
+  const today = new Date().setHours(0, 0, 0, 0);
+  const items = [];
+  let group = "";
+  for (const conversation of found) {
+    const now = conversation.updated >= today ? "today" : "earlier";
+    if (now !== group) items.push(h("li", { class: "group" }, t(now)));
+    group = now;
+    items.push(h("li", {}, h("a", { href: "#chat", "aria-current": conversation === current && "true", onclick: () => open(conversation) },
+      running.has(conversation.id) && h("span", { class: "dot good" }), conversation.title || t("untitled"))));
+  }
+  by("list").replaceChildren(...items);
+  by("none").hidden = found.length > 0;
+  by("none").textContent = t(wanted ? "nothingFound" : "nothing");
+}
+
+// The open conversation.
+
+const act = {
+  async edit(at, content) {
+    await replace(at, { role: "user", content });
+  },
+  async retry(at) {
+    await replace(at);
+  },
+  async results(results) {
+    current.messages.push(...results);
+    await answer(current);
+  },
+};
+
+/** Continue from before message `at`, with another one in its place if there is one. What was there can be had back. */
+async function replace(at, ...messages) {
+  const conversation = current;
+  running.get(conversation.id)?.abort();
+  const before = conversation.messages;
+  conversation.messages = [...before.slice(0, at), ...messages];
+  if (before.length > at + 1) {
+    toast(t("replaced"), t("undo"), () => {
+      running.get(conversation.id)?.abort();
+      conversation.messages = before;
+      save(conversation);
+      open(conversation);
+    });
+  }
+  await answer(conversation);
+}
+
+async function answer(conversation) {
+  if (!conversation.model) { // the gateway, or the key, was not there when the page opened
+    await fetchModels();
+    conversation.model = chosenModel();
+  }
+  const controller = new AbortController();
+  const message = { role: "assistant", content: "", reasoning: "", tool_calls: [], model: conversation.model };
+  const asked = { ...conversation, messages: conversation.messages };
+  conversation.messages = [...conversation.messages, message];
+  running.set(conversation.id, controller);
+  save(conversation);
+  refresh();
+  by("scroll").scrollTop = by("scroll").scrollHeight;
+  let drawn = null;
+  await ask(asked, message, controller.signal, () => {
+    drawn ??= setTimeout(() => { drawn = null; if (current === conversation) showLast(message); }, DRAW_MS);
+  });
+  clearTimeout(drawn);
+  if (running.get(conversation.id) === controller) running.delete(conversation.id);
+  if (conversations.has(conversation.id)) await save(conversation);
+  if (message.error) await fetchModels();
+  showList();
+  if (current === conversation) {
+    showLast(message);
+    showState();
+    if (message.error) showModels();
+    if (message.error?.status === 401) openSettings("key");
+    else if (message.tool_calls.length && !message.error && !message.stopped) by("log").querySelector(".results textarea")?.focus();
+  }
+}
+
+function showConversation() {
+  by("title").value = current.title;
+  by("log").replaceChildren(...current.messages.map((_, at) => element(at)));
+  by("scroll").scrollTop = by("scroll").scrollHeight;
+  showState();
+}
+
+const element = (at) => {
+  const last = at === current.messages.length - 1;
+  return messageElement(current, at, last && running.has(current.id), act);
+};
+
+/** Show again what has changed of the last message; who reads further above stays there. */
+function showLast(message) {
+  if (current.messages.at(-1) !== message) return;
+  const box = by("scroll");
+  const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 60;
+  by("log").lastElementChild.replaceWith(element(current.messages.length - 1));
+  if (atEnd) box.scrollTop = box.scrollHeight;
+}
+
+function showState() {
+  const busy = running.has(current.id);
+  const begun = current.messages.length > 0;
+  by("head").hidden = !begun;
+  by("welcome").hidden = begun;
+  by("chat-view").classList.toggle("empty", !begun);
+  if (document.activeElement === by(busy ? "send" : "stop")) by("question").focus();
+  by("send").hidden = busy;
+  by("stop").hidden = !busy;
+  document.title = current.title ? `${current.title} · tritongate` : "tritongate";
+}
+
+// What the user does.
+
+const question = by("question");
+
+by("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = question.value.trim();
+  if (!text || running.has(current.id)) return;
+  question.value = "";
+  fit();
+  current.title ||= text.split("\n")[0].slice(0, 60);
+  current.messages.push({ role: "user", content: text });
+  answer(current);
+});
+question.addEventListener("keydown", (event) => {
+  // While an input method composes, Enter chooses among its candidates.
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    by("composer").requestSubmit();
+  }
+});
+const fit = () => { question.rows = Math.min(10, question.value.split("\n").length); };
+question.addEventListener("input", fit);
+by("stop").addEventListener("click", stopAnswer);
+
+by("new").addEventListener("click", () => {
+  location.hash = "#chat";
+  open(fresh());
+});
+by("search").addEventListener("input", showList);
+by("search").addEventListener("keydown", (event) => {
+  if (event.key === "ArrowDown" || event.key === "Enter") { event.preventDefault(); by("list").querySelector("a")?.focus(); }
+});
+by("list").addEventListener("keydown", (event) => {
+  const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+  if (!step) return;
+  event.preventDefault();
+  const links = [...by("list").querySelectorAll("a")];
+  (links[links.indexOf(document.activeElement) + step] ?? by("search")).focus();
+});
+by("model").addEventListener("change", (event) => {
+  current.model = choice("model", event.target.value);
+  if (current.messages.length) save(current);
+});
+by("model").addEventListener("pointerdown", async () => {
+  if (!models.length) { await fetchModels(); showModels(); }
+});
+by("title").addEventListener("change", async (event) => {
+  current.title = event.target.value.trim() || t("untitled");
+  await save(current);
+  showList();
+  showState();
+});
+by("title").addEventListener("keydown", (event) => {
+  if (event.key === "Enter") question.focus();
+});
+
+const written = (message) => {
+  const tools = (message.tool_calls ?? []).map((each) => `\`${each.function.name}(${each.function.arguments})\``);
+  const who = { user: t("you"), assistant: message.model, tool: t("toolResult") }[message.role];
+  return [`## ${who}`, message.content, ...tools].filter(Boolean).join("\n\n");
+};
+by("export").addEventListener("click", () => {
+  const name = current.title.replace(/[\\/:*?"<>|\s]+/g, " ").trim() || "conversation";
+  const system = current.system ? [`> ${current.system.replaceAll("\n", "\n> ")}`] : [];
+  download(`${name}.md`, "text/markdown", [`# ${current.title}`, ...system, ...current.messages.map(written)].join("\n\n") + "\n");
+});
+by("export-all").addEventListener("click", () => {
+  download("tritongate.json", "application/json", JSON.stringify([...conversations.values()], null, 2));
+});
+by("delete").addEventListener("click", async () => {
+  const gone = current;
+  running.get(gone.id)?.abort();
+  conversations.delete(gone.id);
+  await remove(gone.id).catch(() => {});
+  open(fresh());
+  toast(t("deleted"), t("undo"), async () => { await save(gone); open(gone); });
+});
+
+// Settings.
+
+function openSettings(field) {
+  for (const name of FIELDS) by(name).value = current[name] ?? "";
+  by("key").value = choice("key");
+  if (!by("settings").open) by("settings").showModal();
+  by(field).focus();
+}
+
+by("open-settings").addEventListener("click", () => openSettings("system"));
+by("tools").addEventListener("input", ({ target }) => target.setCustomValidity(isList(target.value) ? "" : t("toolsWrong")));
+by("settings").addEventListener("close", async () => {
+  if (!by("tools").checkValidity()) by("tools").value = current.tools ?? ""; // closed by Esc
+  for (const name of FIELDS) {
+    if (by(name).checkValidity()) current[name] = choice(name, by(name).value.trim());
+  }
+  const other = by("key").value.trim() !== choice("key");
+  choice("key", by("key").value.trim());
+  if (current.messages.length) await save(current);
+  if (other) await fetchModels();
+  showModels();
+});
+
+function isList(text) {
+  try {
+    return !text.trim() || Array.isArray(JSON.parse(text));
+  } catch {
+    return false;
+  }
+}

@@ -1,0 +1,44 @@
+// Elements without markup in strings: what is text stays text.
+
+/** Return the element with this id. */
+export const by = (id) => document.getElementById(id);
+
+/** Make an element: `on…` properties are listeners, `class` and the rest attributes; false and null are left out. */
+export function h(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  set(element, properties);
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+/** Make an SVG element. */
+export function svg(tag, attributes = {}, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  set(element, attributes);
+  element.append(...children);
+  return element;
+}
+
+function set(element, properties) {
+  for (const [name, value] of Object.entries(properties)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value === true ? "" : value);
+  }
+}
+
+/** Let the user save `text` as a file. */
+export function download(name, type, text) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  h("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 60_000);
+}
+
+let fading;
+/** Say something at the bottom of the window for a while, with one thing that may be done about it. */
+export function toast(text, label, action) {
+  const button = label && h("button", { type: "button", class: "plain", onclick: () => { hide(); action(); } }, label);
+  by("toast").replaceChildren(h("span", {}, text), ...(button ? [button] : []));
+  clearTimeout(fading);
+  fading = setTimeout(hide, 10_000);
+}
+const hide = () => by("toast").replaceChildren();

@@ -1,0 +1,484 @@
+"""The gateway's settings: one frozen object, read once and passed inward.
+
+A field is the whole definition of a setting: name, type, bounds, default and help text. Names include units,
+and are the same everywhere: `max_in_flight` is `--max-in-flight`, `TRITONGATE_MAX_IN_FLIGHT` and the YAML key
+`max_in_flight`. A flag overrides a variable, which overrides the YAML file, which overrides the default.
+Nothing here knows what the values are used for.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from gateway.settings.certificates import TlsFiles
+from gateway.settings.files import ConfigurationError as ConfigurationError
+from gateway.settings.files import read_field, read_yaml
+from gateway.settings.guards import faults_of
+from gateway.settings.models import Models, ModelSettings
+from gateway.settings.values import (
+    AUTO,
+    KEYS_LIMIT,
+    Adapters,
+    Address,
+    ApiKey,
+    Contract,
+    Contracts,
+    Endpoint,
+    Files,
+    Folders,
+    Header,
+    Names,
+    Upstreams,
+    Workers,
+    of_name,
+)
+
+ENV_PREFIX: Final = "TRITONGATE_"
+CONFIG_VARIABLE: Final = ENV_PREFIX + "CONFIG"
+OTHER_VARIABLES: Final = {CONFIG_VARIABLE, ENV_PREFIX + "KEY"}
+"""Variables with our prefix that are no settings; KEY is for commands that are clients of a gateway."""
+
+
+class Settings(BaseSettings):
+    """Everything that can be set on the gateway; made by `load_settings`, or of the values given alone."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        env_ignore_empty=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+    )
+
+    # Where it listens, and which Tritons it talks to.
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
+    port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    kserve_http_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="second port for HTTP, where Triton's clients look for it; 0 takes a free one; `up` "
+        "listens on 8000 if it is unset",
+    )
+    kserve_grpc_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port for KServe's protocol over gRPC; 0 takes a free one; `up` listens on 8001 if it is "
+        "unset",
+    )
+    tls_cert: str | None = Field(
+        None,
+        description="PEM file with the certificate for TLS, on every port, and those between it and the "
+        "root; followed while the gateway runs; unset: plain HTTP and gRPC",
+    )
+    tls_key: str | None = Field(None, description="PEM file with its private key")
+    metrics_address: Address | None = Field(
+        None,
+        description="host:port that serves /metrics alone, without a key, for a network of operators",
+    )
+    upstreams: Upstreams = Field(
+        ("127.0.0.1:8001",),
+        description="gRPC addresses of the Tritons, host:port, comma-separated; dns:///host:port stands for "
+        "a Triton at each address of that name, looked up again and again",
+    )
+    upstream_ca: Files = Field(
+        (),
+        description="PEM file with the roots for TLS to the Tritons, for all or as UPSTREAM=FILE, "
+        "comma-separated; unset: plain gRPC; names and addresses are verified",
+    )
+    upstream_cert: Files = Field(
+        (), description="the gateway's own certificate for such Tritons (mutual TLS), likewise"
+    )
+    upstream_key: Files = Field((), description="private key of that certificate, likewise")
+    resolve_interval_s: float = Field(10.0, gt=0, description="seconds between two lookups of such a name")
+    repository_key: Header | None = Field(
+        None,
+        description="key that the Tritons require for listing, loading and unloading models: KEY=VALUE, as "
+        "at the end of their --grpc-restricted-protocol; no flag, since a command line is visible to every "
+        "process",
+        json_schema_extra={"flag": False},
+    )
+    plain_repository_key: bool = Field(
+        default=False,
+        description="send repository_key to Tritons on other machines without TLS, on a network that nobody "
+        "else is on",
+    )
+    models: Models = Field(
+        (),
+        validate_default=True,
+        description="ids of the models to serve; empty serves every entry with the inputs of ours; in YAML "
+        "also a mapping of public names, as in a models_file",
+    )
+    models_file: str | None = Field(
+        None,
+        description="YAML file whose `models` maps public names to what is set for each; followed while the "
+        "gateway runs, as is a configuration file with such a mapping",
+    )
+    contract: Contracts = Field(
+        (),
+        description="tensors that models offer to clients of Triton: batched, unbatched or chatglm2, for all "
+        "or as NAME=CONTRACT, comma-separated; unset: chatglm2 for a ChatGLM2, else batched",
+    )
+    tokenizers: Folders = Field(
+        (),
+        description="folders with the tokenizer.json and the chat template of models that bring none (vLLM, "
+        "TensorRT-LLM), or whose conversations a template writes, for all or as NAME=FOLDER, "
+        "comma-separated; needs the extra `templates`",
+    )
+    adapters: Adapters = Field(
+        (),
+        description="LoRA adapters of models of the vLLM backend, each served as a model of its own: "
+        "NAME=ENTRY, of its name in multi_lora.json and the model's; comma-separated",
+    )
+    # Which of the models are loaded.
+    load_on_demand: bool = Field(
+        default=False,
+        description="load a model that is not loaded when a request needs it; the request waits",
+    )
+    max_loaded_models: int | None = Field(
+        None,
+        ge=1,
+        description="of the models served, how many a Triton may have loaded; for one more, the one unused "
+        "the longest is unloaded; unset: no limit",
+    )
+    min_loaded_s: float = Field(
+        10.0, ge=0, description="seconds that a model stays loaded before it may make room for another one"
+    )
+    unload_idle_s: float | None = Field(
+        None, gt=0, description="seconds without requests after which a model is unloaded; unset: never"
+    )
+    pinned_models: Names = Field(
+        (), description="ids of models that are unloaded neither to make room nor idle"
+    )
+    # Who may use it.
+    api_keys: tuple[ApiKey, ...] = Field(
+        (),
+        max_length=KEYS_LIMIT,
+        description="clients' keys: a list of {name, key or sha256, scopes: [inference, admin, metrics], "
+        "models, max_in_flight, requests_per_minute, tokens_per_minute, tokens_per_day}; no flag, "
+        "since a command line is visible to every process",
+        json_schema_extra={"flag": False},
+    )
+    keys_file: str | None = Field(
+        None,
+        description="YAML file whose `api_keys` lists clients' keys, followed while the gateway runs: keys "
+        "come, change and go without a restart",
+    )
+    allow_anonymous: bool = Field(
+        default=False, description="serve without keys even when bound to more than the loopback interface"
+    )
+    allowed_hosts: Names = Field(
+        (),
+        description="names that clients may call it by, *.example.org for all that end so, * for any; "
+        "comma-separated; loopback names and IP addresses always may; unset: only those where it serves its "
+        "own machine without keys, else any",
+    )
+    cors_origins: Names = Field(
+        (),
+        description="web pages of other sites that may use the gateway, as https://host[:port], * for all, "
+        "comma-separated; unset: none",
+    )
+    chat_page: bool = Field(default=True, description="serve the chat page at /")
+    metrics_need_key: bool = Field(
+        default=False,
+        description="require a key with the scope metrics for /metrics on a loopback address, too; beyond "
+        "loopback it is needed wherever there are keys",
+    )
+    # How much at once.
+    workers: Workers = Field(
+        AUTO,
+        ge=1,
+        le=64,
+        validate_default=True,
+        description="number of gateway processes; auto: one for every three cores, at most 4; limits on "
+        "requests apply to all of them together, and the metrics of several have a label `worker`",
+    )
+    max_in_flight: int = Field(
+        512,
+        ge=1,
+        description="answers in progress at once; a request counts once for each of its choices; more wait",
+    )
+    max_waiting: int = Field(512, ge=0, description="requests that may wait; more are refused with a 429")
+    max_body_bytes: int = Field(4 * 2**20, ge=1024, description="largest request body in bytes")
+    max_held_body_bytes: int = Field(
+        256 * 2**20,
+        ge=2**20,
+        description="bytes of all request bodies held at once; more are refused with a 429",
+    )
+    # How long.
+    body_timeout_s: float = Field(30.0, gt=0, description="seconds a client may take to send a request body")
+    request_timeout_s: float = Field(
+        600.0, gt=0, description="seconds from a request's arrival to the end of its answer"
+    )
+    send_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="seconds a client may leave a piece of a stream unread before it counts as gone",
+    )
+    idle_timeout_s: float = Field(
+        10.0, gt=0, description="seconds without any sign of life from Triton before a request gives up on it"
+    )
+    resume: bool = Field(
+        default=True,
+        description="an answer whose Triton dies goes on at another one, or there once it is back; off: it "
+        "ends with an error",
+    )
+    upstream_wait_s: float = Field(
+        0.0,
+        ge=0,
+        description="seconds that a request waits for a Triton with its model while none answers: until an "
+        "autoscaler has started the first one, or one that died is back; 0: a 503 at once",
+    )
+    ping_interval_s: float = Field(15.0, gt=0, description="seconds between comment pings on open streams")
+    load_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="seconds that an admin's load may take, or an unload wait for requests in flight",
+    )
+    drain_s: float = Field(30.0, ge=0, description="seconds that running requests have to finish at shutdown")
+    # What one request gets.
+    default_max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="limit on new tokens when a request sets none; unset: the rest of the context",
+    )
+    strict: bool = Field(
+        default=False,
+        description="refuse fields of requests that have no effect; otherwise they are accepted, and the "
+        "answer's header x-tritongate-ignored names them",
+    )
+    max_choices: int = Field(
+        32,
+        ge=1,
+        le=128,
+        description="answers that one request may ask for: n times the number of its prompts",
+    )
+    # What it reports: logs and traces.
+    warn_of_faults: bool = Field(
+        default=True, description="log a warning about Tritons whose version has published faults"
+    )
+    vllm_metrics: bool = Field(
+        default=False,
+        description="report metrics under vLLM's names too (vllm:num_requests_waiting, ...), for autoscalers "
+        "and dashboards that read those",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level logged")
+    log_format: Literal["json", "text", "plain"] = Field(
+        "json",
+        description="json: one object per line; text: the same for people, as name=value; plain: warnings, "
+        "and a line with its reason for each request that failed",
+    )
+    log_sample: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of successful requests that get a log line; failed ones always do",
+    )
+    log_prompts: bool = Field(
+        default=False,
+        description="add the request's body, prompts and all, up to 16 KiB of it, to its log line",
+    )
+    trace_endpoint: Endpoint | None = Field(
+        None,
+        description="URL to which traces are sent by OTLP/HTTP, such as http://127.0.0.1:4318/v1/traces; "
+        "unset: none are recorded; needs the extra `tracing`",
+    )
+    trace_sample: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of requests recorded; a traceparent's own sampled flag decides instead",
+    )
+
+    @classmethod
+    def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read nothing but what is given."""
+        return (sources["init_settings"],)
+
+    def http_ports(self) -> list[int]:
+        """Return the ports to listen on for HTTP, its own first."""
+        return [self.port, *([] if self.kserve_http_port is None else [self.kserve_http_port])]
+
+    def tls_of(self, upstream: str) -> TlsFiles | None:
+        """Return how to speak TLS to an upstream; None: it is spoken to without.
+
+        Raises:
+            ValueError: the settings say too little for it.
+        """
+        ca, cert, key = (
+            of_name(values, upstream) for values in (self.upstream_ca, self.upstream_cert, self.upstream_key)
+        )
+        if (cert is None) != (key is None):
+            raise ValueError(f"upstream {upstream}: upstream_cert and upstream_key go together")
+        if ca is None:
+            if cert is not None:
+                raise ValueError(f"upstream {upstream}: with upstream_cert, upstream_ca is needed, too")
+            return None
+        return TlsFiles(ca, cert, key)
+
+    def all_upstreams(self) -> tuple[str, ...]:
+        """Return the Tritons of all models; of those settings where no model is named."""
+        models = [self.model(name) for name in self.models]
+        return tuple(dict.fromkeys(each for model in models for each in model.upstreams)) or self.upstreams
+
+    def model(self, name: str) -> ModelSettings:
+        """Return how a public name is served, with what all models have in common filled in."""
+        given = self.models.get(name) or ModelSettings(entry=name)
+        contract = of_name(self.contract, name, given.entry)
+        return given.model_copy(
+            update={
+                "upstreams": given.upstreams or self.upstreams,
+                "tokenizer": given.tokenizer or of_name(self.tokenizers, name, given.entry),
+                "contract": given.contract or (Contract(contract) if contract else None),
+            }
+        )
+
+    @model_validator(mode="after")
+    def _guarded(self) -> Self:
+        if faults := list(faults_of(self)):
+            raise ValueError("\n".join(faults))
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class SettingRow:
+    """One row of the table of settings. `flag` is None for settings that deliberately have none."""
+
+    name: str
+    flag: str | None
+    env: str
+    default: str
+    help: str
+    many: bool = False
+    """The value is a list; the flag may be repeated."""
+
+
+def settings_table() -> Iterator[SettingRow]:
+    """Describe every setting, in order; `--help`, README and deployments are made from it or tested by it."""
+    for name, field in Settings.model_fields.items():
+        default = field.default
+        if isinstance(default, bool):
+            default = str(default).lower()
+        elif isinstance(default, tuple):
+            default = ",".join(default)
+        yield SettingRow(
+            name=name,
+            flag=None if field.json_schema_extra else "--" + name.replace("_", "-"),
+            env=ENV_PREFIX + name.upper(),
+            default="" if default is None else str(default),
+            help=field.description or "",
+            many=isinstance(field.default, tuple),
+        )
+
+
+def unknown_variables() -> list[str]:
+    """Return the environment variables with our prefix that set nothing; they are probably misspelt.
+
+    Not an error: Kubernetes adds such variables to every container beside a service with our name.
+    """
+    known = {row.env for row in settings_table()} | OTHER_VARIABLES
+    return sorted(
+        name for name in os.environ if name.upper().startswith(ENV_PREFIX) and name.upper() not in known
+    )
+
+
+def load_settings(flags: Mapping[str, Any] | None = None, config: Path | None = None) -> Settings:
+    """Read the settings from every source.
+
+    Args:
+        flags: the values given on the command line, by field name.
+        config: the YAML file; None: the one named by TRITONGATE_CONFIG, if any.
+
+    Raises:
+        ConfigurationError: an unreadable file, an unknown key, or a value that is not allowed.
+    """
+    path = config or os.environ.get(CONFIG_VARIABLE)
+    sources = {str(path): read_yaml(Path(path)) if path else {}}
+    try:
+        sources["environment variable"] = EnvSettingsSource(Settings)()
+    except SettingsError as error:
+        # It is not JSON where a list of objects is expected. The cause may quote a key, so only the field's
+        # name, which is in the library's own text, is reported.
+        field = next((name for name in Settings.model_fields if f'"{name}"' in str(error)), "?")
+        raise ConfigurationError(
+            f"{field}: not valid JSON (from environment variable {ENV_PREFIX}{field.upper()})"
+        ) from None
+    sources["flag"] = dict(flags or {})
+    values = {name: value for source in sources.values() for name, value in source.items()}
+    models, models_file = values.get("models"), values.get("models_file")
+    if models and models_file:
+        raise ConfigurationError(f"models: the models_file {models_file} names them; give one of the two")
+    if path and isinstance(models, Mapping):
+        values["models_file"] = str(path)
+        if not models:
+            raise ConfigurationError(f"models: no public name is there (from {path})")
+    elif isinstance(models_file, str):
+        sources[models_file] = {"models": read_field(models_file, "models")}
+        values |= sources[models_file]
+    keys_file = values.get("keys_file")
+    if values.get("api_keys") and keys_file:
+        raise ConfigurationError(f"api_keys: the keys_file {keys_file} lists them; give one of the two")
+    if isinstance(keys_file, str):
+        sources[keys_file] = {"api_keys": read_field(keys_file, "api_keys")}
+        values |= sources[keys_file]
+    return _checked(values, sources)
+
+
+def reload_models(settings: Settings) -> Settings:
+    """Read the models file again; return the settings with the models that it names now.
+
+    Raises:
+        ConfigurationError: it cannot be used; the message names every fault.
+    """
+    return _reloaded(settings, settings.models_file or "", "models", others=True)
+
+
+def reload_keys(settings: Settings) -> Settings:
+    """Read the keys file again; return the settings with the keys that it lists now.
+
+    Raises:
+        ConfigurationError: as for `reload_models`.
+    """
+    return _reloaded(settings, settings.keys_file or "", "api_keys", others=False)
+
+
+def _reloaded(settings: Settings, path: str, field: str, *, others: bool) -> Settings:
+    found = {field: read_field(path, field, Settings.model_fields if others else ())}
+    return _checked(dict(settings) | found, {"setting": dict(settings), path: found})
+
+
+def _checked(values: dict[str, Any], sources: dict[str, dict[str, Any]]) -> Settings:
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        faults = error.errors(include_input=False)
+        raise ConfigurationError("\n".join(_explain(fault, sources) for fault in faults)) from None
+
+
+def _explain(fault: Any, sources: dict[str, dict[str, Any]]) -> str:
+    """Describe one validation error: field, reason, source."""
+    reason = str(fault["msg"]).removeprefix("Value error, ")
+    if not fault["loc"]:
+        return reason  # it names the fields itself
+    field, dotted = fault["loc"][0], ".".join(map(str, fault["loc"]))
+    source = next(name for name, values in reversed(sources.items()) if field in values)
+    row = next((row for row in settings_table() if row.name == field), None)
+    if row is None:
+        return f"{dotted}: unknown setting (from {source})"
+    if fault["type"] == "extra_forbidden":
+        reason = "unknown key"
+    names = {"flag": f" {row.flag}", "environment variable": f" {row.env}"}
+    return f"{dotted}: {reason} (from {source}{names.get(source, '')})"

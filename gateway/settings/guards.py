@@ -1,0 +1,65 @@
+"""What settings must not say together: what is open to more people than is meant, and what cannot work."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from gateway.settings.certificates import check_pair
+from gateway.settings.models import contradictions
+from gateway.settings.values import is_local, is_loopback
+
+if TYPE_CHECKING:
+    from gateway.settings import Settings
+
+
+def faults_of(settings: "Settings") -> Iterator[str]:
+    """Yield what is wrong, each with the names of the settings, and what to do."""
+    if not (settings.api_keys or settings.allow_anonymous or is_loopback(settings.host)):
+        yield (
+            f"host {settings.host} is reachable from outside and there are no api_keys: "
+            "add keys, or set allow_anonymous"
+        )
+    if not settings.load_on_demand and (
+        settings.max_loaded_models or settings.unload_idle_s or settings.pinned_models
+    ):
+        yield (
+            "max_loaded_models, unload_idle_s and pinned_models need load_on_demand: "
+            "nothing else loads a model again"
+        )
+    ports = [settings.port, settings.kserve_http_port, settings.kserve_grpc_port]
+    if settings.metrics_address is not None:
+        ports.append(int(settings.metrics_address.rpartition(":")[2]))
+    taken = [port for port in ports if port]
+    if len(set(taken)) < len(taken):
+        yield "port, kserve_http_port, kserve_grpc_port and that of metrics_address must differ"
+    names = [key.name for key in settings.api_keys]
+    if len(set(names)) < len(names):
+        yield "api_keys: two keys have the same name"
+    try:
+        yield from _unprotected(settings)
+    except ValueError as error:
+        yield str(error)
+    models = {name: settings.model(name) for name in settings.models}
+    # Keys of a file come and go: a model for none of them is for nobody.
+    yield from contradictions(models, None if settings.keys_file else set(names))
+
+
+def _unprotected(settings: "Settings") -> Iterator[str]:
+    """Yield what would travel in clear text and must not.
+
+    Raises:
+        ValueError: certificates cannot be used.
+    """
+    cert, key = settings.tls_cert, settings.tls_key
+    if (cert is None) != (key is None):
+        yield "tls_cert and tls_key go together"
+    elif cert is not None and key is not None:
+        check_pair(cert, key)
+    for upstream in settings.all_upstreams():
+        tls = settings.tls_of(upstream)
+        if tls is not None:
+            tls.read()
+        elif settings.repository_key and not (settings.plain_repository_key or is_local(upstream)):
+            yield (
+                f"repository_key: it would go to {upstream} in clear text: set upstream_ca, for TLS, "
+                "or plain_repository_key, if nobody else is on that network"
+            )

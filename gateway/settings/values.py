@@ -1,0 +1,254 @@
+"""What settings are made of: their types, and how each is read and checked."""
+
+import enum
+import hashlib
+import importlib.util
+import ipaddress
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Final, Self
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic_settings import NoDecode
+
+_HEADER = re.compile(r"[a-z0-9_.-]+(?<!-bin)=[!-~]([ -~]*[!-~])?")
+"""KEY=VALUE that HTTP/2 can carry as a header; names that end in -bin are for binary values."""
+
+AUTO: Final = "auto"
+_CORES_PER_WORKER: Final = 3
+"""Triton, its models and whoever else is on the machine take the others."""
+_MOST_WORKERS: Final = 4
+KEYS_LIMIT: Final = 4096
+TOKENS_PER_DAY_LIMIT: Final = 2**40 - 1
+"""What processes share of a day's tokens is one word of 64 bits, with the day."""
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""Microseconds of processor time that this container may have, or `max`, and the period in which it may."""
+
+
+class Scope(enum.StrEnum):
+    """What a key may do."""
+
+    INFERENCE = "inference"
+    ADMIN = "admin"
+    METRICS = "metrics"
+
+
+class Contract(enum.StrEnum):
+    """The tensors that a model offers to legacy clients of Triton (see `gateway.kserve.contracts`)."""
+
+    BATCHED = "batched"
+    """BYTES [rows, 1]; history as JSON."""
+    UNBATCHED = "unbatched"
+    """Shape [1]; `max_token` and `history_len` INT16."""
+    CHATGLM2 = "chatglm2"
+    """Shape [1]; history as a flat list q1, a1, q2, a2, ... of any length."""
+
+
+def split(value: Any) -> Any:
+    """Read a list from a string, as in an environment variable: `a,b` or a JSON list."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except ValueError:
+            raise ValueError("not a list: neither comma-separated nor JSON") from None
+    return [item.strip() for item in value.split(",") if item.strip()]
+
+
+def _upstream(value: str) -> str:
+    """Check `host:port`, or a name as gRPC writes it: `dns:///host:port`; `dns:host:port` becomes that."""
+    scheme, _, name = value.partition(":")
+    if scheme != "dns" or name.isdigit():
+        return _address(value)
+    if name.startswith("//") and not name.startswith("///"):
+        raise ValueError(
+            f"{value!r} names a server to ask; only dns:///host:port is known, which asks the system's"
+        )
+    return "dns:///" + _address(name.removeprefix("///"))
+
+
+def _address(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise ValueError(f"{value!r} is not host:port")
+    return value
+
+
+def _file(value: str) -> str:
+    upstream, equals, path = value.rpartition("=")
+    if not Path(path).is_file() or (equals and not upstream):
+        raise ValueError(f"{value!r} is not [UPSTREAM=]FILE, of a file that exists")
+    return f"{_upstream(upstream)}={path}" if upstream else path
+
+
+def _header(value: SecretStr) -> SecretStr:
+    if not _HEADER.fullmatch(value.get_secret_value()):
+        raise ValueError("not KEY=VALUE, of a KEY in lower case (a-z, 0-9, -, _, .) and printable ASCII")
+    return value
+
+
+def _contract(value: str) -> str:
+    name, equals, contract = value.rpartition("=")
+    if contract not in list(Contract) or (equals and not name):
+        raise ValueError(f"{value!r} is not [NAME=]CONTRACT, of a contract {', '.join(Contract)}")
+    return value
+
+
+def _folder(value: str) -> str:
+    name, equals, folder = value.rpartition("=")
+    if not Path(folder).is_dir() or (equals and not name):
+        raise ValueError(f"{value!r} is not [NAME=]FOLDER, of a folder that exists")
+    tokenizer_folder(folder)
+    return value
+
+
+def tokenizer_folder(value: str) -> str:
+    """Check that `value` is a folder, and that tokenizers can be read."""
+    if not Path(value).is_dir():
+        raise ValueError(f"{value!r} is no folder")
+    if not (importlib.util.find_spec("tokenizers") and importlib.util.find_spec("jinja2")):
+        raise ValueError("tokenizers need the extra `templates`: pip install 'tritongate[templates]'")
+    return value
+
+
+def _adapter(value: str) -> str:
+    name, _, entry = value.rpartition("=")
+    if not name or not entry or name == entry:
+        raise ValueError(f"{value!r} is not NAME=ENTRY, of two names")
+    return value
+
+
+def _one_entry_each(values: tuple[str, ...]) -> tuple[str, ...]:
+    names = [value.rpartition("=")[0] for value in values]
+    if len(set(names)) < len(names):
+        raise ValueError("two adapters have the same name")
+    return values
+
+
+def _endpoint(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{value!r} is not a URL of http or https")
+    if importlib.util.find_spec("opentelemetry.sdk") is None:
+        raise ValueError("traces need the extra `tracing`: pip install 'tritongate[tracing]'")
+    return value
+
+
+def available_cores() -> float:
+    """Return how many cores this process may use: those it may run on, or its container's quota if less."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = _QUOTA.read_text(encoding="ascii").split()
+        return min(cores, int(quota) / int(period))
+    except (OSError, ValueError):  # no cgroups of version 2, or no quota
+        return cores
+
+
+def _workers(value: Any) -> Any:
+    if value != AUTO:
+        return value
+    return max(1, min(_MOST_WORKERS, int(available_cores() / _CORES_PER_WORKER)))
+
+
+Workers = Annotated[int, BeforeValidator(_workers)]
+"""A number of processes; read from `auto`, one that suits the machine."""
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+Upstreams = Annotated[
+    tuple[Annotated[str, AfterValidator(_upstream)], ...],
+    NoDecode,
+    BeforeValidator(split),
+    Field(min_length=1),
+]
+Address = Annotated[str, AfterValidator(_address)]
+Files = Annotated[tuple[Annotated[str, AfterValidator(_file)], ...], NoDecode, BeforeValidator(split)]
+Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], NoDecode, BeforeValidator(split)]
+Digests = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")], ...],
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    Field(min_length=1),
+]
+Contracts = Annotated[tuple[Annotated[str, AfterValidator(_contract)], ...], NoDecode, BeforeValidator(split)]
+Folders = Annotated[tuple[Annotated[str, AfterValidator(_folder)], ...], NoDecode, BeforeValidator(split)]
+Adapters = Annotated[
+    tuple[Annotated[str, AfterValidator(_adapter)], ...],
+    NoDecode,
+    BeforeValidator(split),
+    AfterValidator(_one_entry_each),
+]
+Header = Annotated[SecretStr, AfterValidator(_header)]
+
+
+class ApiKey(BaseModel):
+    """A client's key, given in clear text or as its SHA-256 in hexadecimal; of the latter perhaps several."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    name: str = Field(min_length=1, description="what logs call the owner")
+    key: SecretStr | None = None
+    sha256: Digests | None = None
+    """Several while clients go over to a new key."""
+    scopes: frozenset[Scope] = frozenset({Scope.INFERENCE})
+    models: Names = Field(default=(), description="public names of the models it may use; none: all")
+    max_in_flight: int | None = Field(
+        default=None, ge=1, description="answers in progress or waiting at once"
+    )
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1, description="of prompts and answers")
+    tokens_per_day: int | None = Field(
+        default=None, ge=1, le=TOKENS_PER_DAY_LIMIT, description="the same, from midnight to midnight UTC"
+    )
+
+    def hashed(self) -> Self:
+        """Return the same without its clear text."""
+        return self.model_copy(update={"key": None, "sha256": tuple(each.hex() for each in self.digests())})
+
+    def digests(self) -> tuple[bytes, ...]:
+        """Return the SHA-256 of each text that is this key."""
+        if self.key is not None:
+            return (hashlib.sha256(self.key.get_secret_value().encode()).digest(),)
+        return tuple(map(bytes.fromhex, self.sha256 or ()))
+
+    @model_validator(mode="after")
+    def _one_secret(self) -> Self:
+        if (self.key is None) == (self.sha256 is None):
+            raise ValueError("give exactly one of key and sha256")
+        if self.key is not None and not self.key.get_secret_value():
+            raise ValueError("the key is empty")
+        return self
+
+
+def revealed(secret: SecretStr | None) -> str | None:
+    """Return the value of `secret` in clear text; only for the place that uses it."""
+    return None if secret is None else secret.get_secret_value()
+
+
+def of_name(values: Iterable[str], *names: str) -> str | None:
+    """Return the value for the first of `names` that has one, of NAME=VALUE, or else the one for all."""
+    named = {each: value for each, _, value in (text.rpartition("=") for text in values)}
+    return next((named[name] for name in (*names, "") if named.get(name)), None)
+
+
+def is_local(upstream: str) -> bool:
+    """Tell whether an upstream is on this machine."""
+    return is_loopback(upstream.removeprefix("dns:///").rpartition(":")[0])
+
+
+def is_address(host: str) -> bool:
+    """Tell whether `host` is an IP address, perhaps in brackets, rather than a name."""
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether `host` can only be reached from this machine."""
+    if host == "localhost":
+        return True
+    return is_address(host) and ipaddress.ip_address(host.strip("[]")).is_loopback

@@ -1,0 +1,499 @@
+"""The gateway's Prometheus metrics, of several processes too. Their names are part of the public contract.
+
+Every app has its own registry. `model` is a served model or `unknown`, `route` is a template or `unknown`,
+`key` is a name from the configuration: clients cannot create label values. Where several processes serve,
+each reports those of all, and the series of each have a label `worker`, its number: a sum over the processes
+would fall when one of them is replaced, and Prometheus would take that for a reset and count the others'
+values again. Knows nothing of where the numbers come from.
+"""
+
+import asyncio
+import contextlib
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import msgspec
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from gateway.telemetry.vllm_names import vllm_families
+
+UNKNOWN = "unknown"
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_ANSWER_WITHIN_S = 2.0
+_LABEL = "worker"
+_PREFIX = "tritongate_"
+_DURATIONS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
+_FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 20, 40, 80)
+_INTER_TOKEN_MS = (1, 2.5, 4, 5, 6, 8, 10, 15, 20, 30, 50, 100, 250, 500, 1000, 2500)
+_OVERHEAD = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+
+
+class BulkSeries:
+    """The observations of one label value.
+
+    Args:
+        bounds: of the buckets, ascending, without infinity.
+    """
+
+    __slots__ = ("_bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        """Of each bucket by itself."""
+        self.sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count `value` `count` times."""
+        self.counts[bisect_left(self._bounds, value)] += count
+        self.sum += value * count
+
+
+class BulkHistogram(Collector):
+    """A histogram with one label, registered with `registry`. Belongs to one thread.
+
+    `prometheus_client.Histogram` takes one observation per call. A delta of n tokens is n observations, and
+    an answer that comes whole is thousands: that must be a single call.
+
+    Args:
+        name: full metric name.
+        help_text: shown beside it.
+        label: the label's name.
+        buckets: upper bounds, ascending, without infinity.
+        registry: where it is exported.
+    """
+
+    def __init__(
+        self, name: str, help_text: str, *, label: str, buckets: Sequence[float], registry: CollectorRegistry
+    ) -> None:
+        self._name = name
+        self._help = help_text
+        self._label = label
+        self._bounds = tuple(buckets)
+        self._series: dict[str, BulkSeries] = {}
+        registry.register(self)
+
+    def labels(self, label_value: str) -> BulkSeries:
+        """Return the series of `label_value`."""
+        series = self._series.get(label_value)
+        if series is None:
+            series = self._series[label_value] = BulkSeries(self._bounds)
+        return series
+
+    def describe(self) -> Iterable[HistogramMetricFamily]:
+        """Name the metric, so that a registry refuses a second one of that name."""
+        return [HistogramMetricFamily(self._name, self._help, labels=[self._label])]
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        """Return the cumulative buckets and the sum of every label value."""
+        family = HistogramMetricFamily(self._name, self._help, labels=[self._label])
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        for value, series in self._series.items():
+            buckets = list(zip(bounds, accumulate(series.counts), strict=True))
+            family.add_metric([value], buckets=buckets, sum_value=series.sum)
+        yield family
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMetrics:
+    """The metrics of one model's tokens."""
+
+    generated: Counter
+    time_to_first: Histogram
+    inter_token: BulkSeries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """How busy the engine of one model on one Triton is, by its latest probe; None: it does not tell."""
+
+    model: str
+    upstream: str
+    waiting: int | None
+    kv_usage: float | None
+
+
+class EngineLoads(Collector):
+    """Reports how busy engines are, as `loads` tells it when somebody asks."""
+
+    def __init__(self, loads: Callable[[], Iterable[EngineLoad]]) -> None:
+        self._loads = loads
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """Return a series for each engine that tells."""
+        labels = ("model", "upstream")
+        waiting = GaugeMetricFamily(
+            _PREFIX + "upstream_requests_waiting",
+            "Requests on the engine's waiting list, those of other gateways among them.",
+            labels=labels,
+        )
+        kv_usage = GaugeMetricFamily(
+            _PREFIX + "upstream_kv_usage_ratio", "Share of the engine's KV blocks in use.", labels=labels
+        )
+        for load in self._loads():
+            for family, value in ((waiting, load.waiting), (kv_usage, load.kv_usage)):
+                if value is not None:
+                    family.add_metric((load.model, load.upstream), value)
+        return [waiting, kv_usage]
+
+
+class Metrics:
+    """The gateway's metrics in a registry of their own.
+
+    Args:
+        vllm_names: report them under vLLM's names too.
+    """
+
+    def __init__(self, *, vllm_names: bool = False) -> None:
+        self._vllm_names = vllm_names
+        # The library would export a second series, `_created`, beside each counter; its switch is global.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(_PREFIX + name, text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(_PREFIX + name, text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+            return Histogram(_PREFIX + name, text, labels, buckets=buckets, registry=registry)
+
+        self.requests = counter(
+            "requests",
+            "Answered HTTP requests by the status they deserved: an error inside a stream counts as its own "
+            "status, a client that hung up as 499.",
+            "route",
+            "model",
+            "status",
+        )
+        self.request_duration = histogram(
+            "request_duration_seconds",
+            "From a request's head to the end of its answer.",
+            _DURATIONS,
+            "route",
+            "model",
+        )
+        self.time_to_first_token = histogram(
+            "time_to_first_token_seconds",
+            "From a request's head to the first generated token's arrival from Triton.",
+            _FIRST_TOKEN,
+            "model",
+        )
+        self.inter_token_latency = BulkHistogram(
+            _PREFIX + "inter_token_latency_seconds",
+            "Between generated tokens: n tokens that arrive together after a gap g are n times g/n; those "
+            "that arrive with the first one are 0.",
+            label="model",
+            buckets=[bound / 1000 for bound in _INTER_TOKEN_MS],
+            registry=registry,
+        )
+        self.overhead = histogram(
+            "overhead_seconds",
+            "A generation's duration without what was spent waiting for its body, for admission and for "
+            "Triton: validation, encoding, and writing to the client.",
+            _OVERHEAD,
+            "model",
+        )
+        self.in_flight = gauge(
+            "requests_in_flight",
+            "Places that generations at work hold, of `max_in_flight`: each choice of each prompt has one.",
+            "model",
+        )
+        self.waiting = gauge("requests_waiting", "Generations waiting for admission or a Triton.", "model")
+        self.rejected = counter(
+            "requests_rejected",
+            "Requests turned away before any work: queue_full, key_limit, deadline (passed in the queue) or "
+            "draining.",
+            "model",
+            "reason",
+        )
+        self.client_cancels = counter(
+            "client_cancels", "Generations whose client hung up before the end.", "model"
+        )
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted generations.", "model")
+        self.generated_tokens = counter("generated_tokens", "Tokens received from Triton.", "model")
+        self.choices = counter("choices", "Complete answers, by why they ended.", "model", "finish_reason")
+        self.key_requests = counter(
+            "key_requests",
+            "Answered requests that came with a key, by its owner's name and the status they deserved.",
+            "key",
+            "model",
+            "status",
+        )
+        self.key_tokens = counter(
+            "key_tokens",
+            "Tokens of ended requests that came with a key: of kind prompt or generated.",
+            "key",
+            "model",
+            "kind",
+        )
+        self.upstream_errors = counter(
+            "upstream_errors",
+            "Generations that failed on a Triton, by kind of fault, also if another Triton then served them.",
+            "model",
+            "upstream",
+            "code",
+        )
+        self.resumes = counter("resumed", "Answers that went on at another or a restarted Triton.", "model")
+        self.upstream_healthy = gauge(
+            "upstream_healthy", "1 when the model on that Triton takes requests.", "model", "upstream"
+        )
+        self.upstream_lookups = counter(
+            "upstream_lookups",
+            "Looks at the addresses of an upstream given as a name, by outcome: found, none, or failed.",
+            "upstream",
+            "outcome",
+        )
+        self.model_loads = counter(
+            "model_loads",
+            "Loads of a model by this gateway, by outcome: loaded or failed.",
+            "model",
+            "upstream",
+            "outcome",
+        )
+        self.model_load_duration = histogram(
+            "model_load_seconds", "Duration of loads that succeeded.", _DURATIONS, "model"
+        )
+        self.model_unloads = counter(
+            "model_unloads",
+            "Unloads of a model by this gateway, by reason: admin, idle, or room for another model.",
+            "model",
+            "upstream",
+            "reason",
+        )
+        self.models_file_reloads = counter(
+            "models_file_reloads",
+            "Changes of the models file while it was followed, by outcome: applied, or refused as a whole.",
+            "outcome",
+        )
+        self.keys_file_reloads = counter(
+            "keys_file_reloads", "The same of the keys file, by outcome: applied, or refused.", "outcome"
+        )
+
+    def tokens_of(self, model: str) -> TokenMetrics:
+        """Look up the metrics of `model`'s tokens, for a whole answer."""
+        return TokenMetrics(
+            self.generated_tokens.labels(model),
+            self.time_to_first_token.labels(model),
+            self.inter_token_latency.labels(model),
+        )
+
+    def key_used(self, key: str, model: str, status: int, *, prompt: int, generated: int) -> None:
+        """Count a request that came with the key of the owner `key`, and its tokens."""
+        self.key_requests.labels(key, model, str(status)).inc()
+        if prompt or generated:
+            self.key_tokens.labels(key, model, "prompt").inc(prompt)
+            self.key_tokens.labels(key, model, "generated").inc(generated)
+
+    def upstream_error(self, model: str, upstream: str, code: str) -> None:
+        """Count a generation that failed on `upstream`."""
+        self.upstream_errors.labels(model, upstream, code).inc()
+
+    def resumed(self, model: str) -> None:
+        """Count an answer that was resumed."""
+        self.resumes.labels(model).inc()
+
+    def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
+        """Note whether `model` on `upstream` takes requests."""
+        self.upstream_healthy.labels(model, upstream).set(healthy)
+
+    def upstream_lookup(self, upstream: str, outcome: str) -> None:
+        """Count a lookup of the name `upstream`."""
+        for each in ("found", "none", "failed"):
+            # Create all series at the first lookup: an alert cannot compare with a series that is missing.
+            self.upstream_lookups.labels(upstream, each).inc(each == outcome)
+
+    def model_loaded(self, model: str, upstream: str, seconds: float, *, failed: bool) -> None:
+        """Count a load."""
+        self.model_loads.labels(model, upstream, "failed" if failed else "loaded").inc()
+        if not failed:
+            self.model_load_duration.labels(model).observe(seconds)
+
+    def model_unloaded(self, model: str, upstream: str, reason: str) -> None:
+        """Count an unload."""
+        self.model_unloads.labels(model, upstream, reason).inc()
+
+    def file_read(self, reloads: Counter, outcome: str) -> None:
+        """Count a change of a file: `applied` or `refused`."""
+        for each in ("applied", "refused"):  # all series at once, as above
+            reloads.labels(each).inc(each == outcome)
+
+    def model_left(self, model: str) -> None:
+        """Remove the health of `model`."""
+        _remove(self.upstream_healthy, "model", model)
+
+    def upstream_left(self, upstream: str) -> None:
+        """Remove the health of `upstream`."""
+        _remove(self.upstream_healthy, "upstream", upstream)
+
+    def upstream_forgotten(self, upstream: str) -> None:
+        """Remove all series of `upstream`: in a cluster every start of a Triton has another address."""
+        for metric in (self.upstream_errors, self.model_loads, self.model_unloads):
+            _remove(metric, "upstream", upstream)
+
+    def render(self) -> bytes:
+        """Return the exposition in the text format that `CONTENT_TYPE` names."""
+        return self.exposition(list(self.registry.collect()))
+
+    def exposition(self, families: Sequence[Metric]) -> bytes:
+        """Return the exposition of `families`, which are this process's or those of all."""
+        registry = CollectorRegistry()
+        registry.register(_Listed([*families, *(vllm_families(families) if self._vllm_names else ())]))
+        return generate_latest(registry)
+
+
+def _remove(metric: Counter | Gauge, label: str, value: str) -> None:
+    """Remove the series with this value of a label from one metric."""
+    (family,) = metric.collect()
+    series = [sample.labels for sample in family.samples if sample.labels[label] == value]
+    for labels in series:
+        metric.remove(*labels.values())
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """A process's place among those of its gateway."""
+
+    number: int
+    """From 0."""
+    count: int
+    """Number of processes."""
+    folder: Path
+    """The folder of the sockets between them; private to this user."""
+    table: int
+    """The descriptor of the memory that they share (see `gateway.limits.counters`)."""
+
+    def socket(self, number: int) -> Path:
+        """Return the socket of the process with that number."""
+        return self.folder / str(number)
+
+
+class _Family(msgspec.Struct, frozen=True):
+    """One metric of one process."""
+
+    name: str
+    help: str
+    type: str
+    samples: list[tuple[str, dict[str, str], float]]
+
+
+_decode = msgspec.msgpack.Decoder(list[_Family]).decode
+
+
+class WorkerMetrics:
+    """Answers the other processes' requests for metrics, and requests theirs.
+
+    Args:
+        place: this process's place.
+        metrics: this process's metrics.
+    """
+
+    def __init__(self, place: Place, metrics: Metrics) -> None:
+        self._place = place
+        self._metrics = metrics
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Start answering."""
+        path = self._place.socket(self._place.number)
+        path.unlink(missing_ok=True)  # left by the process that this one replaces
+        self._server = await asyncio.start_unix_server(self._answer, path)
+
+    async def close(self) -> None:
+        """Stop answering."""
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
+    async def render(self) -> bytes:
+        """Return the exposition of all processes; one that does not answer is reported as down."""
+        answers = await asyncio.gather(*map(self._ask, range(self._place.count)))
+        return self._metrics.exposition(_joined(answers))
+
+    async def _answer(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_ANSWER_WITHIN_S):
+                writer.write(msgspec.msgpack.encode(_families(self._metrics.registry)))
+                await writer.drain()
+            writer.close()
+        except (TimeoutError, ConnectionError):
+            writer.transport.abort()  # Whoever does not read must not keep this process from ending.
+
+    async def _ask(self, number: int) -> list[_Family] | None:
+        if number == self._place.number:
+            return _families(self._metrics.registry)
+        with contextlib.suppress(msgspec.MsgspecError):
+            answer = await _read(self._place.socket(number))
+            return None if answer is None else _decode(answer)
+        return None
+
+
+async def answers(place: Place) -> bool:
+    """Tell whether the process in that place is there and able to answer."""
+    return bool(await _read(place.socket(place.number)))
+
+
+async def _read(socket: Path) -> bytes | None:
+    """Return what the process behind that socket says; None: it ended, hangs, or has not started yet."""
+    try:
+        async with asyncio.timeout(_ANSWER_WITHIN_S):
+            reader, writer = await asyncio.open_unix_connection(socket)
+            with contextlib.closing(writer):
+                return await reader.read()
+    except (TimeoutError, OSError):
+        return None
+
+
+class _Listed(Collector):
+    """Families as they are."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _joined(answers: Sequence[list[_Family] | None]) -> list[Metric]:
+    """Return the families of several processes, grouped by name as the text format requires."""
+    up = GaugeMetricFamily(
+        "tritongate_worker_up", "1 when that process of the gateway answers.", labels=[_LABEL]
+    )
+    joined: dict[str, Metric] = {}
+    for number, families in enumerate(answers):
+        worker = {_LABEL: str(number)}
+        up.add_metric([str(number)], families is not None)
+        for family in families or ():
+            metric = joined.setdefault(family.name, Metric(family.name, family.help, family.type))
+            for name, labels, value in family.samples:
+                metric.add_sample(name, worker | labels, value)
+    return [up, *joined.values()]
+
+
+def _families(registry: CollectorRegistry) -> list[_Family]:
+    return [
+        _Family(
+            metric.name,
+            metric.documentation,
+            metric.type,
+            [(sample.name, sample.labels, sample.value) for sample in metric.samples],
+        )
+        for metric in registry.collect()
+    ]

@@ -1,0 +1,128 @@
+"""The attempts of one request to be answered: which replicas were asked, and how far the answer has come."""
+
+import contextlib
+import secrets
+from collections.abc import Iterator, Sequence
+
+from msgspec.structs import replace
+from opentelemetry.trace import Span
+
+from gateway.core.request import Generation
+from gateway.core.upstream import Embedding, Tokenization
+from gateway.errors import UpstreamProtocolError
+from gateway.telemetry.tracing import Attribute, Headers, Trace, current_trace
+from gateway.triton.affinity import nearest, prefix_key
+from gateway.triton.dialects.base import ChannelDecoder, Channels, ModelReport
+from gateway.triton.errors import Fault, TritonError
+from gateway.triton.replicas import Replica, ReplicaState
+
+
+class Attempts:
+    """The attempts of one request: calls in the trace of the current task's HTTP request.
+
+    An HTTP request with several prompts has one of these per prompt.
+    """
+
+    def __init__(self, request: Generation | Tokenization | Embedding) -> None:
+        self.request = request
+        self.model = request.public_name or request.model
+        """What the client's model is called in logs, metrics and traces."""
+        self.tried: list[Replica] = []
+        """Those that failed, and are not to be asked again."""
+        self.called: list[str] = []
+        """The addresses of the Tritons that were called, in order."""
+        self.delivered = False
+        """Whether the client has part of the answer, which cannot be taken back."""
+        self.failure: TritonError | None = None
+        """Why the latest attempt failed."""
+        self.answer: ChannelDecoder | None = None
+        """What reads the answer, if it can be resumed."""
+        self.begun = False
+        """Whether a replica has accepted the request whose answer can be resumed."""
+        self.resumes = 0
+        """How often it was."""
+        self._accepted = False
+        self._seed = secrets.randbits(63)
+        """Of a request without one: whoever resumes its answer needs the same."""
+        self._model: tuple[str | None, int | None] = None, None
+        """Chat format and context of the model that began the answer."""
+        self._trace = current_trace.get() or Trace()
+        self._trace.calls.append(self.called)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of the answer was read."""
+        return self.answer is not None and self.answer.complete
+
+    def accept(self) -> bool:
+        """Note that a replica has accepted the request; false if it is not the first one."""
+        first, self._accepted = not self._accepted, True
+        self.begun = self.answer is not None
+        return first
+
+    def next(
+        self, request: Generation, channels: Channels | None, report: ModelReport
+    ) -> tuple[Generation, ChannelDecoder | None]:
+        """Return `request` for the model of `report`, and what reads an answer that can be resumed.
+
+        Args:
+            request: the first attempt's.
+            channels: of the model's contract; None: nothing is to be resumed.
+            report: of the replica chosen.
+
+        Raises:
+            TritonError: the answer cannot be resumed there.
+        """
+        model = report.chat_format, report.max_context
+        seed = self._seed if request.seed is None else request.seed
+        if self.begun and self.answer is not None:
+            if channels is None or not report.resumes or model != self._model:
+                raise TritonError(Fault.NOT_READY, "another model, which cannot resume the answer")
+            generated = self.answer.resume()
+            return replace(request, resumable=True, seed=seed, generated=generated), self.answer
+        if channels is None or not report.resumes:
+            self.answer = None
+            return request, None
+        request = replace(request, resumable=True, seed=seed)
+        self.answer, self._model = channels.decoder(request, report), model
+        return request, self.answer
+
+    def choose(self, replicas: Sequence[Replica]) -> Replica | None:
+        """Return the ready replica that may know the prompt's beginning, or the least burdened one."""
+        ready = [replica for replica in replicas if replica.state is ReplicaState.READY]
+        request = self.request
+        if len(ready) > 1 and isinstance(request, Generation):
+            key = prefix_key(request.model, request.prompt)
+            if key is not None:
+                return nearest(ready, key)
+        return least_outstanding(replicas)
+
+    @contextlib.contextmanager
+    def call(self, replica: Replica) -> Iterator[tuple[Span, Headers]]:
+        """Record a call to `replica`; yields its span, and the headers that continue the trace there.
+
+        Raises:
+            TritonError: as the block, which may also end with an UpstreamProtocolError.
+        """
+        self.called.append(replica.upstream)
+        attributes: dict[str, Attribute] = {
+            "server.address": replica.upstream,
+            "rpc.system": "grpc",
+            "gen_ai.request.model": self.model,
+            "tritongate.attempt": len(self.called),
+        }
+        with self._trace.part("call", attributes) as span:
+            try:
+                yield span, self._trace.headers(span)
+            except UpstreamProtocolError as error:
+                raise TritonError(Fault.PROTOCOL, error.message, message=error.message) from error
+
+
+def least_outstanding(replicas: Sequence[Replica]) -> Replica | None:
+    """Return the ready replica with the fewest running requests; of equals, the least recently chosen."""
+    ready = [replica for replica in replicas if replica.state is ReplicaState.READY]
+    if not ready:
+        return None
+    chosen = min(ready, key=lambda replica: (replica.outstanding, replica.last_chosen))
+    chosen.last_chosen = max(replica.last_chosen for replica in replicas) + 1
+    return chosen

@@ -1,0 +1,252 @@
+"""Our own contract (package `wire`): inputs prompt, history, sampling; outputs response, meta.
+
+Every tensor is BYTES of shape [1, 1]. All three inputs are always sent, since Triton batches only requests
+with the same set of inputs. Decoding is strict: what is not in the contract is an error, never a guess.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import assert_never
+
+import msgspec
+
+from gateway.chat.conversation import answer_metadata, call_rules, chat_form, last_calls, to_turns
+from gateway.core.request import Conversation, Generation, PlainText, Prompt, TokenIds, Turns
+from gateway.core.request import Grammar as RequestedGrammar
+from gateway.core.upstream import Tokenization, Tokens
+from gateway.errors import InvalidRequestError
+from gateway.triton.dialects.base import (
+    Channels,
+    Dialect,
+    ModelReport,
+    Probe,
+    Request,
+    Response,
+    Tokenizer,
+)
+from gateway.triton.dialects.chatglm_answer import ChatGLMAnswer, not_understood, read
+from gateway.triton.dialects.model_text import RenderedPrompt
+from wire import names
+from wire import request as wire_request
+from wire.channel import Frame, decode_frame
+from wire.grammar import Grammar
+from wire.history import Role, Turn, encode_history
+from wire.limits import GRAMMAR_LIMIT
+from wire.meta import Meta
+from wire.request import ChannelStream
+from wire.sampling import Sampling
+from wire.strings import pack_strings, unpack_strings
+
+_PROBE_ID = "probe"
+_TEMPLATE = "template"
+"""The format of a model that takes text and ids only: the gateway writes its conversations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WirePrompt:
+    """A prompt in the wire's form."""
+
+    text: str = ""
+    role: Role = "user"
+    history: list[Turn] = field(default_factory=list)
+    ids: list[int] | None = None
+    raw: bool = False
+    answer_metadata: str | None = None
+    end_after_call_of: list[str] = field(default_factory=list)
+
+
+_NO_PROMPT = _WirePrompt()
+
+
+def _infer_request(
+    model: str, request_id: str, request: wire_request.Request, prompt: _WirePrompt = _NO_PROMPT
+) -> Request:
+    """Return `request` to the entry of `model` as tensors."""
+    message = Request(model_name=model, id=request_id)
+    for name, value in (
+        (names.PROMPT, prompt.text.encode()),
+        (names.HISTORY, encode_history(prompt.history) if prompt.history else b""),
+        (names.SAMPLING, wire_request.encode_request(request)),
+    ):
+        message.inputs.add(name=name, datatype="BYTES", shape=(1, 1))
+        message.raw_input_contents.append(pack_strings([value]))
+    return message
+
+
+def _read_one(responses: Sequence[Response], what: str) -> tuple[str, Meta]:
+    if len(responses) != 1:
+        raise not_understood(f"{len(responses)} responses to a {what}")
+    return read(responses[0])
+
+
+def _probe(model: str) -> Request:
+    return _infer_request(model, _PROBE_ID, wire_request.Probe(probe=True))
+
+
+def _read_probe(responses: Sequence[Response]) -> ModelReport:
+    probe = _read_one(responses, "probe")[1].probe
+    if probe is None:
+        raise not_understood("no report in the response to a probe")
+    if probe.format != _TEMPLATE:
+        chat_form(probe.format)  # one that is not known here is an error
+    return ModelReport(
+        heartbeat_age_s=probe.heartbeat_age_s,
+        running=probe.running + probe.waiting,
+        waiting=probe.waiting,
+        kv_usage=probe.kv_usage,
+        chat_format=None if probe.format == _TEMPLATE else probe.format,
+        max_context=probe.max_context,
+        resumes=probe.resumes,
+    )
+
+
+def _open_channel(model: str, channel_id: str) -> Request:
+    return _infer_request(model, channel_id, wire_request.OpenChannel(channel_id))
+
+
+def _read_frame(response: Response) -> Frame:
+    for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False):
+        if tensor.name == names.META:
+            try:
+                (document,) = unpack_strings(raw)
+                return decode_frame(document)
+            except (ValueError, msgspec.MsgspecError) as error:
+                raise not_understood(str(error)) from error
+    raise not_understood("a frame without its document")
+
+
+def _request(
+    generation: Generation, report: ModelReport, remaining_s: float, channel: ChannelStream | None = None
+) -> Request:
+    """Return `generation` as tensors; without `channel`, all text comes with the end of its choice."""
+    prompt = _wire_prompt(generation.prompt, generation.grammar, report)
+    sampling = {name: getattr(generation, name) for name in Sampling.__struct_fields__}
+    request = wire_request.Generation(
+        **sampling | {"max_total_tokens": _max_total_tokens(generation, report)},
+        request_id=generation.request_id,
+        role=prompt.role,
+        prompt_token_ids=prompt.ids,
+        raw=prompt.raw,
+        answer_metadata=prompt.answer_metadata,
+        end_after_call_of=prompt.end_after_call_of,
+        grammar=_grammar(generation),
+        generated=[None if ids is None else list(ids) for ids in generation.generated],
+        channel=channel,
+        deadline_ms=_milliseconds(remaining_s),
+    )
+    return _infer_request(generation.model, generation.request_id, request, prompt)
+
+
+def _tokenize(tokenization: Tokenization, report: ModelReport, remaining_s: float) -> Request:
+    prompt = _wire_prompt(tokenization.prompt, tokenization.grammar, report)
+    strings, deadline_ms = tokenization.strings, _milliseconds(remaining_s)
+    request: wire_request.Request
+    if prompt.ids is not None:
+        request = wire_request.Detokenize(detokenize=prompt.ids, strings=strings, deadline_ms=deadline_ms)
+        prompt = _NO_PROMPT
+    elif prompt.raw:
+        request = wire_request.Tokenize(
+            tokenize="text", prefix=tokenization.prefix, strings=strings, deadline_ms=deadline_ms
+        )
+    else:
+        request = wire_request.Tokenize(
+            tokenize="conversation",
+            role=prompt.role,
+            add_generation_prompt=tokenization.answer_next,
+            answer_metadata=prompt.answer_metadata if tokenization.answer_next else None,
+            strings=strings,
+            deadline_ms=deadline_ms,
+        )
+    return _infer_request(tokenization.model, tokenization.request_id, request, prompt)
+
+
+def _read_tokens(tokenization: Tokenization, responses: Sequence[Response]) -> Tokens:
+    text, meta = _read_one(responses, "tokenization")
+    tokenized = meta.tokenized
+    if tokenized is None:
+        raise not_understood("no ids in the response to a tokenization")
+    if tokenization.strings != (tokenized.strings is not None):
+        raise not_understood("strings belong to tokenizations that request them")
+    if isinstance(tokenization.prompt, TokenIds):
+        return Tokens(text=text, strings=tokenized.strings)
+    if tokenized.ids is None:
+        raise not_understood("no ids in the response to a tokenization")
+    if tokenized.strings is not None and len(tokenized.strings) != len(tokenized.ids):
+        raise not_understood("not one string for each id")
+    return Tokens(ids=tokenized.ids, strings=tokenized.strings)
+
+
+def _wire_prompt(prompt: Prompt, grammar: RequestedGrammar | None, report: ModelReport) -> _WirePrompt:
+    """Return `prompt`, whose answer's text has `grammar`, in the wire's form.
+
+    Raises:
+        InvalidRequestError: the model's chat format cannot express the conversation.
+    """
+    match prompt:
+        case RenderedPrompt(ids=ids):
+            return _WirePrompt(ids=list(ids), raw=True)
+        case Conversation() if report.chat_format is None:
+            raise InvalidRequestError(
+                "The gateway has no chat template of this model: set `tokenizers`, or use completions.",
+                param="messages",
+            )
+        case Conversation(messages, offer):
+            form = chat_form(report.chat_format)
+            *earlier, newest = to_turns(messages, form, offer)
+            first_line = None if offer is None else answer_metadata(offer)
+            if offer is None and grammar is not None and form.tools is not None:
+                first_line = ""  # The answer is text, not a call.
+            return _WirePrompt(
+                text=newest.content,
+                role=newest.role,
+                history=earlier,
+                answer_metadata=first_line,
+                end_after_call_of=last_calls(offer) if offer else [],
+            )
+        case Turns(history, text, role):
+            return _WirePrompt(text=text, role=role, history=list(history))
+        case PlainText(text):
+            return _WirePrompt(text=text, raw=True)
+        case TokenIds(ids):
+            return _WirePrompt(ids=list(ids), raw=True)
+        case _:
+            assert_never(prompt)
+
+
+def _grammar(generation: Generation) -> Grammar | None:
+    grammar = generation.grammar
+    offer = generation.prompt.offer if isinstance(generation.prompt, Conversation) else None
+    rules = None if offer is None else call_rules(offer, grammar)
+    if offer is None or rules is None:
+        return None if grammar is None else Grammar(grammar.kind, grammar.text)
+    text = msgspec.json.encode(rules).decode()
+    if len(text) > GRAMMAR_LIMIT:
+        raise InvalidRequestError(
+            f"the schemas come to {len(text)} characters, and {GRAMMAR_LIMIT} can be enforced",
+            param=offer.field,
+        )
+    return Grammar("tool_calls", text)
+
+
+def _max_total_tokens(generation: Generation, report: ModelReport) -> int | None:
+    """Return the limit on prompt and answer; with one, `max_tokens` need not fit into the context."""
+    limits = [generation.max_total_tokens]
+    if generation.max_tokens_yields:
+        limits.append(report.max_context)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, int(seconds * 1000))
+
+
+CHATGLM = Dialect(
+    name="chatglm",
+    inputs=frozenset({names.PROMPT, names.HISTORY, names.SAMPLING}),
+    request=_request,
+    decoder=ChatGLMAnswer,
+    probe=Probe(_probe, _read_probe),
+    tokenizer=Tokenizer(_tokenize, _read_tokens),
+    channels=Channels(_open_channel, _read_frame, _request, ChatGLMAnswer),
+)
+"""The contract, with all of its optional parts."""

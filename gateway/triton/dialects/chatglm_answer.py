@@ -1,0 +1,375 @@
+"""Reading the answers of our own contract (package `wire`): outputs response and meta, BYTES [1, 1].
+
+Strict: what is not in the contract is an error, never a guess.
+"""
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+
+import msgspec
+from msgspec import structs
+from tritonclient.grpc import service_pb2
+
+from gateway.chat.answers import ChoiceReader, in_runs, pieces_of
+from gateway.chat.marked_choice import MarkedChoice
+from gateway.core.events import (
+    Accepted,
+    Delta,
+    Event,
+    Heartbeat,
+    PromptLogprob,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from gateway.core.request import Generation, Turns
+from gateway.errors import UpstreamProtocolError
+from gateway.triton.dialects.base import AnswerDelta, ModelReport
+from wire import meta as wire_meta
+from wire import names
+from wire.strings import unpack_strings
+
+_HEARTBEAT = wire_meta.Meta()
+
+_index = itemgetter(0)
+
+
+class ChatGLMAnswer:
+    """Reads one answer: `accepted`, which heartbeats may precede, then deltas and heartbeats.
+
+    Each choice's last delta has its finish reason; the very last one also has the usage. The deltas of a
+    streamed answer come from its channel, everything else from the request's own stream. Neither waits for
+    the other: deltas that overtake the log-probabilities of the prompt are kept until all of these are there.
+
+    After `resume` the rest of the answer is read from another call: the state of each choice stays, what was
+    kept is forgotten and comes again, and the usage is completed by what had ended before.
+
+    Args:
+        generation: the request.
+        report: of the model that answers.
+        reader: makes what reads a choice; None: it is read as the model's chat format writes it.
+    """
+
+    over = False  # the engine ends an answer where the request says
+
+    def __init__(
+        self,
+        generation: Generation,
+        report: ModelReport,
+        reader: Callable[[], ChoiceReader | MarkedChoice] | None = None,
+    ) -> None:
+        new = reader or (lambda: ChoiceReader(generation, report.chat_format))
+        self._choices = {index: new() for index in range(generation.n)}
+        """The choices that have not ended."""
+        self._accepted = False
+        self._wants_ranks = generation.prompt_ranks
+        self._with_segments = isinstance(generation.prompt, Turns)
+        self._prompt_tokens = 0
+        self._unscored = {} if generation.prompt_logprobs is None else dict.fromkeys(self._choices, 0)
+        """By choice, how many log-probabilities of the prompt have come; without those that are complete."""
+        self._kept: list[AnswerDelta] = []
+        """Deltas of those choices."""
+        self._resumable = generation.resumable
+        self._ids: dict[int, list[int]] = {index: [] for index in self._choices}
+        """The tokens of the deltas that were read, by choice, if the generation is resumable."""
+        self._ended_tokens = 0
+        """How many tokens the choices had that have ended."""
+        self._ended_before: int | None = None
+        """How many of them had ended at `resume`; None: it was not called."""
+        self._repeated: dict[int, int] = {}
+        """By choice, how many log-probabilities of the prompt come again after `resume`, and are left out."""
+
+    def resume(self) -> tuple[tuple[int, ...] | None, ...]:
+        """Expect the rest of the answer in another call's responses; return `Generation.generated` for it."""
+        self._accepted = False
+        self._kept = []
+        self._ended_before = self._ended_tokens
+        self._repeated = {index: self._unscored.get(index, self._prompt_tokens) for index in self._choices}
+        return tuple(
+            tuple(self._ids[index]) if index in self._choices else None for index in range(len(self._ids))
+        )
+
+    def decode(self, response: service_pb2.ModelInferResponse) -> list[Event]:
+        """Return the events in `response`.
+
+        Raises:
+            UpstreamProtocolError: it cannot be understood, or comes out of order.
+        """
+        text, meta = read(response)
+        if not self._accepted:
+            if not text and meta == _HEARTBEAT:
+                return []  # it is still being prepared
+            self._accepted = True
+            accepted = _accepted(text, meta)
+            if self._ended_before is not None and accepted.prompt_tokens != self._prompt_tokens:
+                raise not_understood("the server that resumes it reads another prompt")
+            self._prompt_tokens = accepted.prompt_tokens
+            return [accepted]
+        self._check_order(meta)
+        if self._repeated and meta.prompt_logprobs is not None:
+            meta = self._unread(meta)
+        if not text and meta == _HEARTBEAT:
+            return [Heartbeat()]
+        kept = self._count_prompt_logprobs(meta)
+        events = self._delta(meta.index, text, meta.tokens, meta)
+        return events + self.deltas(kept) if kept else events
+
+    @property
+    def complete(self) -> bool:
+        """Whether the final response was read."""
+        return not self._choices
+
+    def end(self) -> Sequence[Event]:
+        """Check, when no response is left, that the final one was seen; it told everything.
+
+        Raises:
+            UpstreamProtocolError: it was not.
+        """
+        if self._choices:
+            raise not_understood("it ended without its final response")
+        return ()
+
+    def delivered(self, response: service_pb2.ModelInferResponse) -> tuple[int, wire_meta.Delivered] | None:
+        """Return the choice that `response` ends, and how much of it must have come over the channel.
+
+        Raises:
+            UpstreamProtocolError: it cannot be understood, or ends a choice without saying so.
+        """
+        _, meta = read(response)
+        if meta.finish_reason is not None and meta.delivered is None:
+            raise not_understood("an end that does not say what came over the channel")
+        return None if meta.delivered is None else (meta.index, meta.delivered)
+
+    def deltas(self, deltas: Sequence[AnswerDelta]) -> list[Event]:
+        """Return the events in the deltas from the channel, choice by choice, with plain text joined.
+
+        Raises:
+            UpstreamProtocolError: it cannot be understood.
+        """
+        if self._unscored:
+            self._kept += [delta for delta in deltas if delta[0] in self._unscored]
+            deltas = [delta for delta in deltas if delta[0] not in self._unscored]
+        if self._resumable:
+            for index, _, tokens, ids, _ in deltas:
+                known = self._ids.get(index)
+                if known is None or len(ids) != tokens:
+                    raise not_understood(f"{len(ids)} ids of {tokens} tokens of choice {index}")
+                known += ids
+        if len(deltas) == 1:  # the common case
+            index, text, tokens, _, document = deltas[0]
+            if document is None:
+                if not tokens:
+                    return []
+                reader = self._choices.get(index) or self._choice(index)
+                return [Delta(pieces=reader.push_text(text), tokens=tokens, index=index)]
+            return self._detailed(index, text, tokens, document)
+        return self._joined(deltas)
+
+    def _joined(self, deltas: Sequence[AnswerDelta]) -> list[Event]:
+        events: list[Event] = []
+        choice, text, tokens = 0, "", 0
+        # The sort is stable: the order within a choice stays.
+        for index, added, count, _, document in sorted(deltas, key=_index):
+            if (tokens or text) and (index != choice or document is not None):
+                events.append(self._plain(choice, text, tokens))
+                text, tokens = "", 0
+            choice = index
+            if document is None:
+                text += added
+                tokens += count
+            else:
+                events += self._detailed(index, added, count, document)
+        if tokens or text:
+            events.append(self._plain(choice, text, tokens))
+        return events
+
+    def _detailed(self, index: int, text: str, tokens: int, document: bytes) -> list[Event]:
+        try:
+            meta = wire_meta.decode_meta(document)
+        except msgspec.MsgspecError as error:
+            raise not_understood(str(error)) from error
+        self._check_order(meta)
+        if meta.finish_reason is not None:
+            raise not_understood("an end over the channel")
+        if meta.prompt_logprobs is not None:
+            raise not_understood("log-probabilities of the prompt over the channel")
+        if meta.index:
+            raise not_understood("a choice is named beside its number on the channel")
+        return self._delta(index, text, tokens, meta)
+
+    def _unread(self, meta: wire_meta.Meta) -> wire_meta.Meta:
+        """Return `meta` without the log-probabilities of the prompt that were read before `resume`."""
+        logprobs, repeated = meta.prompt_logprobs or [], self._repeated.get(meta.index, 0)
+        self._repeated[meta.index] = max(0, repeated - len(logprobs))
+        return structs.replace(meta, prompt_logprobs=logprobs[repeated:] or None)
+
+    def _count_prompt_logprobs(self, meta: wire_meta.Meta) -> list[AnswerDelta]:
+        """Count those in `meta`; return the deltas that were kept until the last of them."""
+        count = self._unscored.get(meta.index)
+        if count is None:
+            return []
+        count += len(meta.prompt_logprobs or ())
+        if count < self._prompt_tokens:
+            if meta.finish_reason is not None or meta.tokens:
+                raise not_understood("not all log-probabilities of the prompt came before the answer")
+            self._unscored[meta.index] = count
+            return []
+        del self._unscored[meta.index]
+        kept = [delta for delta in self._kept if delta[0] == meta.index]
+        self._kept = [delta for delta in self._kept if delta[0] != meta.index]
+        return kept
+
+    def _delta(self, index: int, text: str, tokens: int, meta: wire_meta.Meta) -> list[Event]:
+        """Return the events for a choice's delta of `tokens` tokens; `meta` has the rest of it.
+
+        It is more than one if text follows a call, so that all log-probabilities in one are of one text.
+        """
+        scored = meta.logprobs is not None
+        try:
+            choice = self._choice(index)
+            parts = choice.push(text, meta.segments or (), _logprobs(meta.logprobs or ()))
+        except ValueError as error:
+            raise not_understood(str(error)) from error
+        if meta.finish_reason is not None:
+            parts = (*parts, *choice.finish())
+            del self._choices[index]
+            self._ended_tokens += len(self._ids[index]) + tokens
+            if (meta.usage is None) == (not self._choices):
+                raise not_understood("usage belongs to the end of the last choice")
+        prompt_logprobs = self._prompt_logprobs(meta.prompt_logprobs)
+        segments = tuple(meta.segments or ()) if self._with_segments else ()
+        if meta.finish_reason is None and not (parts or tokens or prompt_logprobs or segments):
+            return [Heartbeat()]
+        *before, (pieces, logprobs) = in_runs(parts) if scored else [(pieces_of(parts), ())]
+        return [
+            *(
+                Delta(pieces=earlier, tokens=0, index=index, logprobs=theirs if scored else None)
+                for earlier, theirs in before
+            ),
+            Delta(
+                pieces=pieces,
+                tokens=tokens,
+                index=index,
+                token_ids=_ids(meta.token_ids),
+                logprobs=logprobs if scored else None,
+                prompt_logprobs=prompt_logprobs,
+                segments=segments,
+                finish_reason=choice.reason(meta.finish_reason),
+                stop_reason=meta.stop_reason,
+                usage=self._usage(meta.usage, meta.queue_s),
+            ),
+        ]
+
+    def _usage(self, usage: wire_meta.Usage | None, queue_s: float | None) -> Usage | None:
+        if usage is None:
+            return None
+        resumed = self._ended_before is not None
+        return Usage(
+            prompt_tokens=usage.prompt_tokens,
+            # A server that resumes an answer knows nothing of choices that had ended.
+            completion_tokens=usage.completion_tokens + (self._ended_before or 0),
+            cached_tokens=usage.cached_tokens,
+            # Nobody can tell how long it waited at the first server.
+            queue_s=None if resumed else queue_s,
+        )
+
+    def _plain(self, index: int, text: str, tokens: int) -> Delta:
+        """Return the event for a delta of text only."""
+        return Delta(pieces=self._choice(index).push_text(text), tokens=tokens, index=index)
+
+    def _prompt_logprobs(self, logprobs: list[wire_meta.PromptLogprob] | None) -> tuple[PromptLogprob, ...]:
+        for each in logprobs or ():
+            if (each.rank is not None) != (self._wants_ranks and each.logprob is not None):
+                raise not_understood("ranks belong to the log-probabilities that they were asked for with")
+        return tuple(
+            PromptLogprob(
+                id=each.id,
+                token=each.token,
+                utf8=_utf8(each.bytes),
+                logprob=each.logprob,
+                top=_top(each.top),
+                rank=each.rank,
+            )
+            for each in logprobs or ()
+        )
+
+    def _choice(self, index: int) -> ChoiceReader | MarkedChoice:
+        choice = self._choices.get(index)
+        if choice is None:
+            raise not_understood(f"choice {index} has ended, or was not asked for")
+        return choice
+
+    def _check_order(self, meta: wire_meta.Meta) -> None:
+        if not self._choices:
+            raise not_understood("a response after the final one")
+        if meta.accepted is not None:
+            raise not_understood("accepted twice")
+        if meta.probe is not None or meta.cancelled is not None or meta.tokenized is not None:
+            raise not_understood("the answer to another kind of request")
+        if meta.usage is not None and meta.finish_reason is None:
+            raise not_understood("usage before the end")
+
+
+def _accepted(text: str, meta: wire_meta.Meta) -> Accepted:
+    """Read the first response, which holds only `accepted`."""
+    if meta.accepted is None or text or meta != wire_meta.Meta(accepted=meta.accepted):
+        raise not_understood("it does not begin with accepted alone")
+    ids = _ids(meta.accepted.prompt_token_ids)
+    return Accepted(
+        prompt_tokens=meta.accepted.prompt_tokens, prompt_token_ids=None if ids is None else (ids,)
+    )
+
+
+def _ids(ids: list[int] | None) -> tuple[int, ...] | None:
+    return None if ids is None else tuple(ids)
+
+
+def _logprobs(logprobs: Sequence[wire_meta.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(
+            id=sampled.id,
+            token=sampled.token,
+            utf8=_utf8(sampled.bytes),
+            logprob=sampled.logprob,
+            top=_top(sampled.top),
+        )
+        for sampled in logprobs
+    )
+
+
+def _top(top: Sequence[wire_meta.TopLogprob]) -> tuple[TopLogprob, ...]:
+    return tuple(
+        TopLogprob(id=each.id, token=each.token, utf8=_utf8(each.bytes), logprob=each.logprob) for each in top
+    )
+
+
+def _utf8(values: list[int]) -> bytes:
+    try:
+        return bytes(values)
+    except ValueError as error:
+        raise not_understood("a token's bytes are not bytes") from error
+
+
+def read(response: service_pb2.ModelInferResponse) -> tuple[str, wire_meta.Meta]:
+    """Return the text and the document of one response.
+
+    Raises:
+        UpstreamProtocolError: it has no such outputs, or they cannot be understood.
+    """
+    tensors = {
+        tensor.name: raw for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False)
+    }
+    try:
+        (text,) = unpack_strings(tensors[names.RESPONSE])
+        (document,) = unpack_strings(tensors[names.META])
+        return text.decode(), wire_meta.decode_meta(document)
+    except KeyError as error:
+        raise not_understood(f"no output {error}") from error
+    except (ValueError, msgspec.MsgspecError) as error:
+        # ValueError: not one string, a cut tensor, not UTF-8.
+        raise not_understood(str(error)) from error
+
+
+def not_understood(what: str) -> UpstreamProtocolError:
+    """Return the error for an answer that violates the contract."""
+    return UpstreamProtocolError(f"The model's answer could not be understood: {what}.")

@@ -1,0 +1,169 @@
+"""What dialects of other people's backends share: how a contract makes a dialect, and what it refuses.
+
+Such a backend has no heartbeats, no probe and no delta channels, and reports less than ours. What it cannot
+do is a 400 that names the parameter.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Final, cast
+
+from msgspec.structs import replace
+
+from gateway.core.request import Conversation, Generation, PlainText, Prompt, TokenIds, images_in
+from gateway.core.upstream import Tokenization, Tokens
+from gateway.errors import InvalidRequestError
+from gateway.triton.dialects.base import AnswerDecoder, Dialect, Embedder, ModelReport, Request
+from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
+from gateway.triton.dialects.tensors import DEFAULTS
+from gateway.triton.errors import TritonError
+
+_COUNTS_PROMPT: Final = "return_num_input_tokens"
+"""The input by which backends report the number of a prompt's tokens."""
+_SHORT_TEXT: Final = 2048
+_SHORT_MESSAGES: Final = 16
+
+_PUBLIC: Final = {
+    "include_stop": "include_stop_str_in_output",
+    "show_special": "skip_special_tokens",
+    "max_total_tokens": "max_total_tokens",
+    "prompt_ranks": "prompt_logprobs",
+}
+"""Names in requests of parameters that are called otherwise within."""
+
+
+def _as_text(generation: Generation, inputs: Collection[str], model: ModelText) -> RenderedPrompt:
+    count = _COUNTS_PROMPT not in inputs
+    return model.render(generation.prompt, generation.prompt_field, count=count)
+
+
+def _no_embedder(_inputs: Collection[str]) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contract:
+    """One backend's tensors, for any model of it."""
+
+    inputs: frozenset[str]
+    """The names of the inputs that a model must have."""
+    counts: bool
+    """It counts the tokens of its answers; otherwise the model needs a tokenizer here."""
+    supported: Collection[str]
+    """The fields of `Sampling` that it honours."""
+    write: Callable[[Generation, RenderedPrompt, Collection[str], ModelText], Request]
+    """Returns a generation, with what `prompt` made of its prompt, as those inputs that the model has.
+
+    Raises InvalidRequestError: the model cannot express it.
+    """
+    answer: Callable[[Generation, RenderedPrompt, Collection[str], ModelText], AnswerDecoder]
+    """Returns a decoder for the answer; given the same."""
+    prompt: Callable[[Generation, Collection[str], ModelText], RenderedPrompt] = _as_text
+    """Returns a prompt as the model takes it. Raises InvalidRequestError: it takes no such prompt."""
+    tokens: Callable[[ModelText, Tokenization], Tokens] = ModelText.tokens
+    """Counts tokens as the model does, here. Raises InvalidRequestError: it cannot be done."""
+    embedder: Callable[[Collection[str]], Embedder | None] = _no_embedder
+    """Returns what embeds with a model that has these inputs."""
+    images: str | None = None
+    """The input that takes a prompt's images; None: there is none."""
+    adapters: bool = False
+    """It applies LoRA adapters by their names."""
+    streams: bool | None = True
+    """As in `Dialect`."""
+    explain: Callable[[TritonError], TritonError] | None = None
+    """Returns what an error means, where the backend's own text says it."""
+
+    def dialect(self, inputs: frozenset[str], model: ModelText) -> Dialect:
+        """Return the dialect of a model.
+
+        Args:
+            inputs: names of all its inputs.
+            model: how its conversations read.
+        """
+
+        def rendered(generation: Generation) -> Generation:
+            prompt = self.prompt(generation, inputs, model)
+            special = generation.show_special or (prompt.show_special and "show_special" in self.supported)
+            return replace(generation, prompt=prompt, show_special=special)
+
+        async def prepare(generation: Generation, _report: ModelReport) -> Generation:
+            refuse_others(generation, self.supported)
+            if self.images not in inputs:
+                refuse_images(generation.prompt, "The model takes no images.")
+            if is_short(generation.prompt):
+                return rendered(generation)
+            return await asyncio.to_thread(rendered, generation)
+
+        def request(generation: Generation, _report: ModelReport, _remaining_s: float) -> Request:
+            return self.write(generation, _prompt_of(generation), inputs, model)
+
+        def tokens(tokenization: Tokenization) -> Tokens:
+            refuse_images(tokenization.prompt, "What tokens become of an image, the model alone knows.")
+            return self.tokens(model, tokenization)
+
+        def decoder(generation: Generation, _report: ModelReport) -> AnswerDecoder:
+            return self.answer(generation, _prompt_of(generation), inputs, model)
+
+        return Dialect(
+            inputs=self.inputs,
+            prepare=prepare,
+            request=request,
+            decoder=decoder,
+            tokens=tokens,
+            embedder=self.embedder(inputs),
+            adapters=self.adapters,
+            counts_at_end=model.thinks or not self.counts,
+            heartbeats=False,
+            streams=self.streams,
+            explain=self.explain,
+            report=ModelReport(template_reads=model.template.reads if model.template else frozenset()),
+        )
+
+
+def _prompt_of(generation: Generation) -> RenderedPrompt:
+    return cast("RenderedPrompt", generation.prompt)
+
+
+def is_short(prompt: Prompt) -> bool:
+    """Whether it takes so little time to render and count that a thread would take more."""
+    if isinstance(prompt, Conversation):
+        messages = prompt.messages
+        return (
+            prompt.offer is None
+            and len(messages) <= _SHORT_MESSAGES
+            and sum(len(message.content) for message in messages) <= _SHORT_TEXT
+            and not any(message.calls or message.reasoning for message in messages)
+        )
+    return isinstance(prompt, TokenIds) or (isinstance(prompt, PlainText) and len(prompt.text) <= _SHORT_TEXT)
+
+
+def refuse_images(prompt: Prompt, reason: str) -> None:
+    """Refuse a prompt with images.
+
+    Raises:
+        InvalidRequestError: for `reason`; it names the first of them.
+    """
+    for image in images_in(prompt):
+        raise InvalidRequestError(reason, param=image.field)
+
+
+def refuse_others(generation: Generation, supported: Collection[str]) -> None:
+    """Refuse parameters that a backend does not have, unless they change nothing.
+
+    Args:
+        generation: the request.
+        supported: names of fields of `Sampling` that the backend honours.
+
+    Raises:
+        InvalidRequestError: it names the parameter.
+    """
+    for name, default in DEFAULTS.items():
+        if name not in supported and getattr(generation, name) != default:
+            public = _PUBLIC.get(name, name)
+            raise InvalidRequestError(f"The model's backend does not have {public!r}.", param=public)
+    if generation.max_tokens == 0:
+        raise InvalidRequestError("The model's backend generates at least one token.", param="max_tokens")
+    offer = generation.prompt.offer if isinstance(generation.prompt, Conversation) else None
+    if offer is not None and offer.choice != "none" and any(tool.strict for tool in offer.tools):
+        raise InvalidRequestError("The model's backend cannot enforce strict tools.", param=offer.field)

@@ -1,0 +1,235 @@
+"""How the conversations of a model without a tokenizer of its own read: prompts as text, and their tokens."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from gateway.chat.marked import MARKS, MarkedText
+from gateway.chat.styles import CallStyle, style_of
+from gateway.chat.templates import ChatTemplate, TemplateError
+from gateway.chat.vocabulary import Vocabulary, VocabularyError
+from gateway.core.request import Conversation, PlainText, Prompt, Tool, images_in
+from gateway.core.upstream import Tokenization, Tokens
+from gateway.errors import InvalidRequestError, UpstreamProtocolError
+
+
+class ModelTextError(Exception):
+    """The tokenizer that is set for a model cannot be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt(PlainText):
+    """A prompt as the text that its backend tokenizes, and what to look for in the answer."""
+
+    tokens: int | None = None
+    """None: they were not counted."""
+    tools: tuple[str, ...] = ()
+    """Names of those that may be called."""
+    strings: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """By tool, the names of its parameters that are strings."""
+    single: bool = False
+    """At most one call is answered with."""
+    thinks: bool = False
+    """The answer may begin with reasoning."""
+    thinking: bool = False
+    """The prompt ends within it."""
+    show_special: bool = False
+    """The marks in the answer are special tokens, which the backend must not leave out."""
+    ids: tuple[int, ...] = ()
+    """Of the text, where the backend takes nothing else."""
+    images: tuple[str, ...] = ()
+    """As base64, in the order in which the text refers to them."""
+    converses: bool = False
+    """It is a conversation: white space before the answer is none of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelText:
+    """How a model's conversations read, and how its tokens are counted: a tokenizer's folder."""
+
+    template: ChatTemplate | None = None
+    vocabulary: Vocabulary | None = None
+    style: CallStyle | None = None
+    """How it writes tool calls; None: not at all."""
+    thinks: bool = False
+    """It may write its reasoning first."""
+    marks: tuple[str, str] = MARKS[0]
+    """What stands before and behind its reasoning."""
+    special: frozenset[str] = frozenset()
+    """Texts of its special tokens."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "ModelText":
+        """Read a tokenizer's folder.
+
+        Raises:
+            ModelTextError: it has no tokenizer, or a template that cannot be used.
+        """
+        try:
+            template = ChatTemplate.read(folder)
+            vocabulary = Vocabulary.read(folder)
+            marks = next((each for each in MARKS if template.mentions(each[1])), None)
+            return cls(
+                template,
+                vocabulary,
+                style_of(template.mentions),
+                thinks=marks is not None,
+                marks=marks or MARKS[0],
+                special=vocabulary.special(),
+            )
+        except (TemplateError, VocabularyError) as error:
+            raise ModelTextError(str(error)) from None
+
+    def render(self, prompt: Prompt, field_name: str | None = None, *, count: bool = False) -> RenderedPrompt:
+        """Return a prompt as text; `count` its tokens, where there is a tokenizer.
+
+        Raises:
+            InvalidRequestError: the model takes no such prompt.
+        """
+        text = self.text(prompt, field_name)
+        return self.read_after(prompt, text, tokens=self.count_prompt(text) if count else None)
+
+    def read_after(self, prompt: Prompt, text: str, *, tokens: int | None = None) -> RenderedPrompt:
+        """Return a prompt, whose text is `text`, with what to look for in the answer."""
+        if not isinstance(prompt, Conversation):
+            return RenderedPrompt(text, tokens)
+        offer = prompt.offer if prompt.offer is not None and prompt.offer.choice != "none" else None
+        marks = set(self.marks) if self.thinks else set()
+        if offer is not None and self.style is not None and not self.style.unmarked:
+            marks |= {self.style.opening, self.style.closing}
+        return RenderedPrompt(
+            text,
+            tokens,
+            tools=tuple(tool.name for tool in offer.tools) if offer is not None else (),
+            strings={tool.name: _strings_of(tool) for tool in offer.tools} if offer is not None else {},
+            single=offer is not None and offer.single,
+            thinks=self.thinks,
+            thinking=self.thinks and text.rstrip().endswith(self.marks[0]),
+            show_special=not marks.isdisjoint(self.special),
+            images=tuple(image.data for image in images_in(prompt)),
+            converses=True,
+        )
+
+    def reader(self, prompt: RenderedPrompt) -> MarkedText:
+        """Return what reads one answer to `prompt`."""
+        return MarkedText(
+            self.style,
+            prompt.tools,
+            single=prompt.single,
+            thinks=prompt.thinks,
+            thinking=prompt.thinking,
+            marks=self.marks,
+            strings=prompt.strings,
+        )
+
+    def text(self, prompt: Prompt, field_name: str | None = None) -> str:
+        """Return a prompt as the text that a backend tokenizes.
+
+        Raises:
+            InvalidRequestError: the model takes no such prompt.
+        """
+        match prompt:
+            case PlainText(text):
+                return text
+            case Conversation() if self.vocabulary is not None:
+                return self.vocabulary.for_text_backend(self.written(prompt))
+            case Conversation():
+                return self.written(prompt)
+        raise InvalidRequestError(
+            "The model's backend takes prompts as text only.", param=field_name or "prompt"
+        )
+
+    def written(self, prompt: Conversation) -> str:
+        """Return a conversation as the model's template writes it.
+
+        Raises:
+            InvalidRequestError: there is no template, or it cannot express the conversation.
+        """
+        if self.template is None:
+            raise InvalidRequestError(
+                "The gateway has no chat template of this model: set `tokenizers`, or use completions.",
+                param="messages",
+            )
+        offer = prompt.offer
+        if offer is not None and self.style is None:
+            raise InvalidRequestError("The model's chat template knows no tool calls.", param=offer.field)
+        if offer is not None and offer.choice not in ("auto", "none"):
+            raise InvalidRequestError(
+                "The model's backend cannot be made to call a tool; auto and none can be chosen.",
+                param=offer.choice_field,
+            )
+        return self.template.render(prompt)
+
+    def encoded(
+        self, prompt: Prompt, field_name: str | None = None, *, prefix: bool = True
+    ) -> RenderedPrompt:
+        """Return a prompt with its ids; a template writes the beginning of all text itself.
+
+        Raises:
+            InvalidRequestError: the model takes no such prompt.
+        """
+        text = self.written(prompt) if isinstance(prompt, Conversation) else self.text(prompt, field_name)
+        ids = self.required_vocabulary().encode(text, rendered=isinstance(prompt, Conversation) or not prefix)
+        return replace(self.read_after(prompt, text, tokens=len(ids)), ids=tuple(ids))
+
+    def exact_tokens(self, tokenization: Tokenization) -> Tokens:
+        """Return the ids that the model is given, where it takes nothing but ids.
+
+        Raises:
+            InvalidRequestError: as `encoded`.
+        """
+        prompt = tokenization.prompt
+        if not isinstance(prompt, Conversation | PlainText):
+            return self.tokens(tokenization)
+        ids = self.encoded(prompt, prefix=tokenization.prefix).ids
+        return Tokens(ids=ids, strings=self._strings(tokenization, ids))
+
+    def required_vocabulary(self) -> Vocabulary:
+        """Return the tokenizer of a model that takes nothing but ids.
+
+        Raises:
+            UpstreamProtocolError: there is none.
+        """
+        if self.vocabulary is None:
+            raise UpstreamProtocolError("The gateway has no tokenizer of this model.")
+        return self.vocabulary
+
+    def count_prompt(self, text: str) -> int:
+        """Return how many tokens the backend makes of a prompt's text; 0: they cannot be counted."""
+        return 0 if self.vocabulary is None else self.vocabulary.count_prompt(text)
+
+    def tokens(self, tokenization: Tokenization) -> Tokens:
+        """Answer a tokenization here, as such backends have none.
+
+        Raises:
+            InvalidRequestError: there is no tokenizer, or it cannot express the prompt.
+        """
+        if self.vocabulary is None:
+            raise InvalidRequestError(
+                "The gateway has no tokenizer of this model: set `tokenizers`.", param="model"
+            )
+        prompt = tokenization.prompt
+        if isinstance(prompt, Conversation):
+            ids = self.vocabulary.encode(self.text(prompt), rendered=False)
+        elif isinstance(prompt, PlainText):
+            ids = self.vocabulary.encode(prompt.text, rendered=not tokenization.prefix)
+        else:
+            ids = list(getattr(prompt, "ids", ()))
+            return Tokens(text=self.vocabulary.decode(ids), strings=self._strings(tokenization, ids))
+        return Tokens(ids=ids, strings=self._strings(tokenization, ids))
+
+    def _strings(self, tokenization: Tokenization, ids: Sequence[int]) -> Sequence[str] | None:
+        if not tokenization.strings or self.vocabulary is None:
+            return None
+        return [self.vocabulary.decode([each]) for each in ids]
+
+
+def _strings_of(tool: Tool) -> frozenset[str]:
+    properties = tool.parameters.get("properties")
+    if not isinstance(properties, Mapping):
+        return frozenset()
+    return frozenset(
+        name
+        for name, schema in properties.items()
+        if isinstance(schema, Mapping) and schema.get("type") == "string"
+    )

@@ -1,0 +1,255 @@
+"""The answers of text backends, made into events: text in deltas or so far, stop strings, ends, counts.
+
+What a backend does not report is counted or inferred here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, cast
+
+from gateway.chat.marked import MarkedText
+from gateway.chat.marked_choice import VisibleTokens
+from gateway.chat.styles import possible_beginning
+from gateway.core.events import Accepted, Delta, Event, FinishReason, Piece, Reasoning, TokenLogprob, Usage
+from gateway.core.request import Generation
+from gateway.errors import UpstreamProtocolError
+from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
+
+DEFAULT_MAX_TOKENS: Final = 1024
+"""Of an answer whose request sets no limit, where a backend demands one."""
+
+
+@dataclass(slots=True)
+class _Choice:
+    marks: MarkedText
+    visible: VisibleTokens
+    raw: list[str] = field(default_factory=list)
+    """Its text as the backend sent it, for counting."""
+    held: str = ""
+    """Text that may be the beginning of a stop string."""
+    tokens: int = 0
+    reported: bool = False
+    """Whether the backend counts its tokens."""
+    thoughts: list[str] = field(default_factory=list)
+    """Its reasoning, for counting."""
+    stopped_by: str | None = None
+    """The request's stop string that the text came to."""
+    finish: FinishReason | None = None
+    """As far as it is known; more text is not read then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """More of one choice, as a backend reports it."""
+
+    text: str
+    index: int = 0
+    tokens: int | None = None
+    """How many tokens these are; None: the backend does not say."""
+    finish: str | None = None
+    """The backend's own finish reason."""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+class Growth:
+    """Makes deltas of one choice's text, where a backend sends either deltas or all of the text so far.
+
+    All of the text so far begins with what came before, and a delta may do so by chance. So short text is
+    held back until the next response tells.
+    """
+
+    _CERTAIN = 16
+    """No delta begins by chance with so many characters that came before."""
+
+    def __init__(self) -> None:
+        self._before = ""
+        self._held = ""
+        self._cumulative: bool | None = None
+
+    def push(self, text: str) -> str:
+        """Return what is new, as far as it is certain."""
+        if self._cumulative is None:
+            if not self._before or not text:
+                self._before += text
+                return text
+            if not text.startswith(self._held or self._before):
+                self._cumulative = False
+                return self._held + text
+            if not self._held and len(self._before) < self._CERTAIN:
+                self._held = text
+                return ""
+            self._cumulative = True
+        if not self._cumulative:
+            return text
+        new, self._before = text[len(self._before) :], text
+        return new
+
+    def end(self) -> str:
+        """Return what was held back: two responses of which one begins with the other."""
+        return "" if self._cumulative is not None else self._held.removeprefix(self._before)
+
+
+class TextDecoder:
+    """What the decoders of text backends share: see `gateway.triton.dialects.base.AnswerDecoder`."""
+
+    _answer: "TextAnswer"
+
+    @property
+    def over(self) -> bool:
+        """See `AnswerDecoder.over`."""
+        return self._answer.over
+
+
+class TextAnswer:
+    """The answer of a text backend, made into events.
+
+    Args:
+        generation: the request.
+        model: how its text reads.
+        prompt: as it was sent.
+        cut_stops: the backend may leave stop strings in its text.
+    """
+
+    def __init__(
+        self, generation: Generation, model: ModelText, prompt: RenderedPrompt, *, cut_stops: bool
+    ) -> None:
+        self._generation = generation
+        self._model = model
+        self._prompt = prompt
+        self._stops = tuple(generation.stop) if cut_stops else ()
+        texts = (model.reader(prompt) for _ in range(generation.n))
+        self._choices = [_Choice(marks, VisibleTokens(marks)) for marks in texts]
+        self._prompt_tokens: int | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether every choice has ended with the only call that it may have."""
+        return all(choice.marks.over for choice in self._choices)
+
+    def accept(self, prompt_tokens: int | None = None) -> list[Event]:
+        """Return `Accepted` the first time: the backend began to answer.
+
+        Args:
+            prompt_tokens: as the backend counts them; None: it does not.
+        """
+        if self._prompt_tokens is not None:
+            return []
+        if prompt_tokens is None:
+            prompt_tokens = self._prompt.tokens
+        if prompt_tokens is None:
+            prompt_tokens = self._model.count_prompt(self._prompt.text)
+        self._prompt_tokens = prompt_tokens
+        return [Accepted(prompt_tokens=prompt_tokens)]
+
+    def take(self, news: News) -> list[Event]:
+        """Return the events in more of a choice.
+
+        Raises:
+            UpstreamProtocolError: there is no such choice.
+        """
+        choice = self._choice(news.index)
+        if choice.finish is not None:
+            return []
+        tokens = 1 if news.tokens is None and news.text else news.tokens or 0
+        choice.reported |= news.tokens is not None
+        if not choice.reported:
+            choice.raw.append(news.text)
+        choice.tokens += tokens
+        choice.visible.expect(news.text, news.logprobs or ())
+        pieces = self._read(choice, news.text, over=False)
+        finish = None if news.finish is None else _FINISHES.get(news.finish, "stop")
+        if choice.stopped_by is not None or choice.marks.over:
+            finish = "stop"
+        choice.finish = finish
+        if not pieces and not tokens:
+            return []
+        return [Delta(pieces=pieces, tokens=tokens, index=news.index, logprobs=self._logprobs(choice))]
+
+    def end(self) -> list[Event]:
+        """Return the events of the answer's end, which a backend may come to without saying why.
+
+        Counts what the backend does not, and so takes a while for a long answer.
+        """
+        events = self.accept()
+        usage = None
+        for index, choice in enumerate(self._choices):
+            pieces = () if choice.stopped_by is not None else self._read(choice, "", over=True)
+            before, choice.tokens = choice.tokens, self._counted(choice)
+            if index == len(self._choices) - 1:
+                usage = self._usage()
+            events.append(
+                Delta(
+                    pieces=pieces,
+                    tokens=max(0, choice.tokens - before),
+                    index=index,
+                    logprobs=self._logprobs(choice, over=True),
+                    finish_reason=self._finish(choice),
+                    stop_reason=choice.stopped_by,
+                    usage=usage,
+                )
+            )
+        return events
+
+    def _choice(self, index: int) -> _Choice:
+        if index >= len(self._choices):
+            raise UpstreamProtocolError("The model's answer has more choices than were requested.")
+        return self._choices[index]
+
+    def _read(self, choice: _Choice, text: str, *, over: bool) -> tuple[Piece, ...]:
+        """Return the pieces that are certain with more text, up to a stop string."""
+        text = choice.held + text
+        choice.held = ""
+        if choice.stopped_by is None and self._stops:
+            at, stop = min(
+                ((text.find(stop), stop) for stop in self._stops if stop in text), default=(-1, "")
+            )
+            if at >= 0:
+                kept = at + len(stop) if self._generation.include_stop else at
+                text, choice.stopped_by, over = text[:kept], stop, True
+            elif not over and (kept := max(possible_beginning(text, stop) for stop in self._stops)):
+                text, choice.held = text[:-kept], text[-kept:]
+        read = choice.marks.push(text)
+        if over:
+            read += choice.marks.end()
+        choice.thoughts += [piece.text for piece in read if isinstance(piece, Reasoning)]
+        return tuple(read)
+
+    def _logprobs(self, choice: _Choice, *, over: bool = False) -> tuple[TokenLogprob, ...] | None:
+        """Return those of tokens that turned out to be text; None: they were not requested."""
+        return None if self._generation.logprobs is None else tuple(choice.visible.shown(over=over))
+
+    def _finish(self, choice: _Choice) -> FinishReason:
+        """Return why a choice ended, whose tokens were counted."""
+        finish = choice.finish
+        if finish is None:
+            limit = self._generation.max_tokens
+            finish = "length" if choice.tokens >= (DEFAULT_MAX_TOKENS if limit is None else limit) else "stop"
+        called = choice.marks.called and not choice.marks.cut
+        return "tool_calls" if called and finish == "stop" else finish
+
+    def _usage(self) -> Usage:
+        reasoning = sum(self._reasoning(each) for each in self._choices)
+        return Usage(
+            prompt_tokens=self._prompt_tokens or 0,
+            completion_tokens=sum(each.tokens for each in self._choices),
+            reasoning_tokens=reasoning if self._prompt.thinks else None,
+        )
+
+    def _reasoning(self, choice: _Choice) -> int:
+        """Return how many of a choice's tokens are reasoning, without its marks."""
+        if not choice.thoughts or self._model.vocabulary is None:
+            return 0
+        return min(choice.tokens, self._model.vocabulary.count("".join(choice.thoughts)))
+
+    def _counted(self, choice: _Choice) -> int:
+        """Return a choice's tokens: the backend's own count, or the tokenizer's of its text."""
+        if choice.reported or self._model.vocabulary is None:
+            return choice.tokens
+        return self._model.vocabulary.count("".join(choice.raw))
+
+
+_FINISHES: Final[Mapping[str, FinishReason]] = cast(
+    "Mapping[str, FinishReason]",
+    {"stop": "stop", "length": "length", "timeout": "length", "cancelled": "stop", "end_id": "stop"},
+)
+"""What backends call an answer's end."""

@@ -1,0 +1,119 @@
+"""TensorRT-LLM's `ensemble` and `tensorrt_llm_bls`: text in, text out, batched tensors.
+
+Source of the contract: https://github.com/triton-inference-server/tensorrtllm_backend,
+`all_models/inflight_batcher_llm`. There is no finish reason: an answer as long as its limit ended by it. Stop
+words may stay in the text. A BLS model with `accumulate_tokens` sends the text so far each time. Names
+changed between releases: both are known here, and those that the model has are sent.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from gateway.core.events import Event
+from gateway.core.request import Generation, Grammar
+from gateway.errors import InvalidRequestError
+from gateway.triton.dialects.base import Request, Response
+from gateway.triton.dialects.foreign import Contract
+from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
+from gateway.triton.dialects.tensors import Tensors, outputs
+from gateway.triton.dialects.text_answer import DEFAULT_MAX_TOKENS, Growth, News, TextAnswer, TextDecoder
+
+NUMBERS: Final = {
+    "temperature": "FP32",
+    "top_p": "FP32",
+    "top_k": "INT32",
+    "repetition_penalty": "FP32",
+    "presence_penalty": "FP32",
+    "frequency_penalty": "FP32",
+    "min_tokens": "INT32",
+    "seed": "UINT64",
+}
+"""Datatypes of the parameters that are numbers."""
+_OLDER: Final = {
+    "top_p": ("runtime_top_p",),
+    "top_k": ("runtime_top_k",),
+    "min_tokens": ("min_length",),
+    "seed": ("random_seed",),
+}
+"""Names of their inputs in other releases."""
+_GRAMMARS: Final = {
+    "json_object": "json",
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "lark": "ebnf_grammar",
+}
+_SUPPORTED: Final = (*NUMBERS, "max_tokens", "stop", "bad_words", "include_stop", "priority")
+
+
+def _write(
+    generation: Generation, prompt: RenderedPrompt, inputs: Collection[str], _model: ModelText
+) -> Request:
+    message = Request(model_name=generation.model, id=generation.request_id)
+    tensors = Tensors(message, inputs, batched=True)
+    tensors.text("text_input", prompt.text)
+    limit = generation.max_tokens if generation.max_tokens is not None else DEFAULT_MAX_TOKENS
+    tensors.numbers("max_tokens", "INT32", limit, param="max_tokens")
+    tensors.numbers("stream", "BOOL", generation.stream)
+    for name in ("exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens"):
+        tensors.numbers(name, "BOOL", True)  # noqa: FBT003 - a tensor's value
+    tensors.parameters(generation, NUMBERS, names_of)
+    for name, words in (("stop_words", generation.stop), ("bad_words", generation.bad_words)):
+        if words and not tensors.text(name, *words) and name == "bad_words":
+            raise InvalidRequestError("The model's backend does not have 'bad_words'.", param=name)
+    if generation.grammar is not None:
+        constrain(tensors, generation.grammar)
+    return message
+
+
+def names_of(parameter: str) -> Sequence[str]:
+    """Return the names that a parameter's input has in one release or another."""
+    return (parameter, *_OLDER.get(parameter, ()))
+
+
+def constrain(tensors: Tensors, grammar: Grammar) -> None:
+    """Write a grammar.
+
+    Raises:
+        InvalidRequestError: the model has none of this kind.
+    """
+    kind = _GRAMMARS.get(grammar.kind, "")
+    if not kind or not tensors.text("guided_decoding_guide_type", kind):
+        raise InvalidRequestError("The model's backend has no such grammar.", param=grammar.field)
+    if grammar.text:
+        tensors.text("guided_decoding_guide", grammar.text)
+
+
+class _Answer(TextDecoder):
+    """Reads responses: each has more of the text, or all of it so far."""
+
+    def __init__(
+        self, generation: Generation, prompt: RenderedPrompt, inputs: Collection[str], model: ModelText
+    ) -> None:
+        self._prompt = prompt.text
+        self._answer = TextAnswer(generation, model, prompt, cut_stops=True)
+        self._growth = Growth()
+        self._has_exclude = "exclude_input_in_output" in inputs
+        """Else the text begins with the prompt."""
+
+    def decode(self, response: Response) -> list[Event]:
+        """See `AnswerDecoder.decode`."""
+        found = outputs(response)
+        prompt_tokens = found.get("num_input_tokens") or [None]
+        events = self._answer.accept(prompt_tokens[0])
+        text = "".join(found.get("text_output", []))
+        if not self._has_exclude:
+            text = text.removeprefix(self._prompt)
+        return events + self._answer.take(News(text=self._growth.push(text)))
+
+    def end(self) -> list[Event]:
+        """See `AnswerDecoder.end`."""
+        return self._answer.take(News(text=self._growth.end())) + self._answer.end()
+
+
+CONTRACT: Final = Contract(
+    inputs=frozenset({"text_input", "max_tokens"}),
+    counts=False,
+    supported=_SUPPORTED,
+    write=_write,
+    answer=_Answer,
+)

@@ -1,0 +1,141 @@
+"""TensorRT-LLM's inner `tensorrt_llm` model: token ids in, token ids out, batched tensors.
+
+Source of the contract: https://github.com/NVIDIA/TensorRT-LLM,
+`triton_backend/all_models/inflight_batcher_llm/tensorrt_llm`. The gateway's tokenizer makes the ids and reads
+them. Without beams a streamed response has the new ids only. There is no finish reason: an answer as long as
+its limit ended by it. The id that ends an answer is not in it, but the ids of stop words are.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from msgspec import structs
+
+from gateway.chat.vocabulary import Vocabulary
+from gateway.core.events import Accepted, Delta, Event
+from gateway.core.request import Generation, TokenIds
+from gateway.errors import InvalidRequestError
+from gateway.triton.dialects import trtllm
+from gateway.triton.dialects.base import Request, Response
+from gateway.triton.dialects.foreign import Contract
+from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
+from gateway.triton.dialects.tensors import Tensors, outputs
+from gateway.triton.dialects.text_answer import DEFAULT_MAX_TOKENS, News, TextAnswer, TextDecoder
+
+_SUPPORTED: Final = (
+    *trtllm.NUMBERS, "max_tokens", "stop", "stop_token_ids", "bad_words", "include_stop", "ignore_eos",
+    "show_special", "return_token_ids", "priority",
+)  # fmt: skip
+_NO_END: Final = -1
+"""As `end_id`: no id ends the answer."""
+
+
+def _prompt(generation: Generation, _inputs: Collection[str], model: ModelText) -> RenderedPrompt:
+    prompt = generation.prompt
+    if isinstance(prompt, TokenIds):
+        return RenderedPrompt("", len(prompt.ids), ids=tuple(prompt.ids))
+    return model.encoded(prompt, generation.prompt_field)
+
+
+def _write(
+    generation: Generation, prompt: RenderedPrompt, inputs: Collection[str], model: ModelText
+) -> Request:
+    message = Request(model_name=generation.model, id=generation.request_id)
+    tensors, vocabulary = Tensors(message, inputs, batched=True), model.required_vocabulary()
+    tensors.numbers("input_ids", "INT32", *prompt.ids, param=generation.prompt_field or "prompt")
+    tensors.numbers("input_lengths", "INT32", len(prompt.ids))
+    limit = generation.max_tokens if generation.max_tokens is not None else DEFAULT_MAX_TOKENS
+    tensors.numbers("request_output_len", "INT32", limit, param="max_tokens")
+    tensors.numbers("beam_width", "INT32", 1)
+    tensors.numbers("streaming", "BOOL", generation.stream)
+    tensors.numbers("exclude_input_in_output", "BOOL", True)  # noqa: FBT003 - a tensor's value
+    for end in [_NO_END] if generation.ignore_eos else vocabulary.ends[:1]:
+        tensors.numbers("end_id", "INT32", end)
+    if vocabulary.pad is not None:
+        tensors.numbers("pad_id", "INT32", vocabulary.pad)
+    tensors.parameters(generation, trtllm.NUMBERS, trtllm.names_of)
+    # Both end an answer early; where they did is found here, as other ids may read the same.
+    stops = [*([] if generation.ignore_eos else vocabulary.ends[1:]), *generation.stop_token_ids]
+    strings = [
+        ids for ids in _words(vocabulary, generation.stop) if vocabulary.decode(ids) in generation.stop
+    ]
+    if words := [*([each] for each in stops), *strings]:
+        tensors.words("stop_words_list", words)
+    if generation.bad_words:
+        forms = [form for word in generation.bad_words for form in (word, " " + word)]
+        if not tensors.words("bad_words_list", _words(vocabulary, forms)):
+            raise InvalidRequestError("The model's backend does not have 'bad_words'.", param="bad_words")
+    if generation.grammar is not None:
+        trtllm.constrain(tensors, generation.grammar)
+    return message
+
+
+def _words(vocabulary: Vocabulary, texts: Sequence[str]) -> list[list[int]]:
+    return [ids for text in texts if (ids := vocabulary.encode(text, rendered=True))]
+
+
+class _Answer(TextDecoder):
+    """Reads responses: each has more ids."""
+
+    def __init__(
+        self, generation: Generation, prompt: RenderedPrompt, inputs: Collection[str], model: ModelText
+    ) -> None:
+        vocabulary = model.required_vocabulary()
+        self._generation = generation
+        self._prompt = prompt.ids
+        self._answer = TextAnswer(generation, model, prompt, cut_stops=True)
+        self._text = vocabulary.stream(special=generation.show_special)
+        self._ends = set() if generation.ignore_eos else set(vocabulary.ends)
+        self._stops = set(generation.stop_token_ids)
+        self._stopped_by: int | None = None
+        """The request's stop id that the answer came to."""
+        self._repeats = not generation.stream and "exclude_input_in_output" not in inputs
+        """Whether the ids may begin with the prompt's: the model's configuration says so, not the request."""
+
+    def decode(self, response: Response) -> list[Event]:
+        """See `AnswerDecoder.decode`."""
+        found = outputs(response)
+        lengths = found.get("sequence_length", [])
+        ids = tuple(found.get("output_ids", [])[: lengths[0] if lengths else None])
+        if self._repeats and ids[: len(self._prompt)] == self._prompt:
+            ids = ids[len(self._prompt) :]
+        return [*self._accept(), *self._take(ids)]
+
+    def end(self) -> list[Event]:
+        """See `AnswerDecoder.end`."""
+        events = [*self._accept(), *self._answer.take(News(text=self._text.end(), tokens=0))]
+        events += self._answer.end()
+        if isinstance(last := events[-1], Delta) and last.stop_reason is None:
+            events[-1] = structs.replace(last, stop_reason=self._stopped_by)
+        return events
+
+    def _accept(self) -> list[Event]:
+        events = self._answer.accept()
+        if events and self._generation.return_token_ids:
+            return [Accepted(prompt_tokens=len(self._prompt), prompt_token_ids=(self._prompt,))]
+        return events
+
+    def _take(self, ids: tuple[int, ...]) -> list[Event]:
+        stop = next((id_ for id_ in ids if id_ in self._stops or id_ in self._ends), None)
+        shown = ids
+        if stop is not None:
+            at = ids.index(stop)
+            ids, shown = ids[: at + 1], ids[: at + self._generation.include_stop]
+        text = self._text.push(shown) + (self._text.end() if stop is not None else "")
+        events = self._answer.take(News(text=text, tokens=len(ids), finish=None if stop is None else "stop"))
+        if stop in self._stops and events:
+            self._stopped_by = stop
+        if self._generation.return_token_ids and events and isinstance(last := events[-1], Delta):
+            events[-1] = structs.replace(last, token_ids=ids)
+        return events
+
+
+CONTRACT: Final = Contract(
+    inputs=frozenset({"input_ids", "input_lengths", "request_output_len"}),
+    counts=False,
+    supported=_SUPPORTED,
+    write=_write,
+    answer=_Answer,
+    prompt=_prompt,
+    tokens=ModelText.exact_tokens,
+)

@@ -1,0 +1,162 @@
+"""Triton's official vLLM backend: text in, deltas of text out, parameters as JSON.
+
+Source of the contract: https://github.com/triton-inference-server/vllm_backend, `docs/additional_outputs.md`
+and `src/utils/request.py`. Tensors have no batch dimension; names are added in every release, and a request
+sends only those that the model has.
+"""
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+from gateway.core.events import Event, TokenLogprob, TopLogprob
+from gateway.core.request import Generation, Grammar
+from gateway.errors import InvalidRequestError
+from gateway.triton.dialects import embeddings
+from gateway.triton.dialects.base import Request, Response
+from gateway.triton.dialects.foreign import Contract
+from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
+from gateway.triton.dialects.tensors import Tensors, outputs
+from gateway.triton.dialects.text_answer import News, TextAnswer, TextDecoder
+from gateway.triton.errors import MESSAGE_LIMIT, Fault, TritonError
+
+_SAME: Final = (
+    "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "allowed_token_ids", "bad_words",
+    "logprobs",
+)  # fmt: skip
+"""Parameters that vLLM's SamplingParams call the same."""
+_SUPPORTED: Final = (*_SAME, "max_tokens", "logit_bias", "include_stop", "show_special", "priority")
+_REPORTS: Final = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
+_GRAMMARS: Final = {"json_schema": "json", "regex": "regex", "choice": "choice", "lark": "grammar"}
+"""Fields of vLLM's StructuredOutputsParams by the kinds of grammars."""
+_IMAGES: Final = "image"
+_UNENDED: Final = "None"
+"""What the backend sends as finish reason until there is one."""
+
+
+def _write(
+    generation: Generation, prompt: RenderedPrompt, inputs: Collection[str], _model: ModelText
+) -> Request:
+    if generation.stream and generation.n > 1:
+        raise InvalidRequestError("The model's backend does not stream several choices.", param="n")
+    message = Request(model_name=generation.model, id=generation.request_id)
+    tensors = Tensors(message, inputs)
+    tensors.text("text_input", prompt.text)
+    tensors.numbers("stream", "BOOL", generation.stream)
+    if prompt.images:
+        tensors.text(_IMAGES, *prompt.images)
+    tensors.text("sampling_parameters", json.dumps(_parameters(generation), ensure_ascii=False))
+    tensors.numbers("exclude_input_in_output", "BOOL", True)  # noqa: FBT003 - a tensor's value
+    for name in _REPORTS:
+        tensors.numbers(name, "BOOL", True)  # noqa: FBT003 - as above
+    if generation.logprobs is not None and not tensors.numbers("return_logprobs", "BOOL", True):  # noqa: FBT003
+        raise InvalidRequestError("The model's backend has no log-probabilities.", param="logprobs")
+    return message
+
+
+def _parameters(generation: Generation) -> dict[str, Any]:
+    """Return vLLM's sampling parameters; those at our defaults too, since vLLM's may be the model's own."""
+    parameters = {name: getattr(generation, name) for name in _SAME}
+    parameters["max_tokens"] = generation.max_tokens  # None: the rest of the context
+    parameters["include_stop_str_in_output"] = generation.include_stop
+    parameters["skip_special_tokens"] = not generation.show_special
+    parameters["lora_name"] = generation.adapter
+    if generation.logit_bias:
+        parameters["logit_bias"] = {str(id_): bias for id_, bias in generation.logit_bias.items()}
+    if generation.grammar is not None:
+        parameters["structured_outputs"] = json.dumps(_structured(generation.grammar))
+    return {name: value for name, value in parameters.items() if value is not None or name == "max_tokens"}
+
+
+def _structured(grammar: Grammar) -> dict[str, Any]:
+    if grammar.kind == "json_object":
+        return {"json_object": True}
+    text = json.loads(grammar.text) if grammar.kind in ("json_schema", "choice") else grammar.text
+    return {_GRAMMARS[grammar.kind]: text}
+
+
+class _Answer(TextDecoder):
+    """Reads responses: one a step where they stream, else one with everything."""
+
+    def __init__(
+        self, generation: Generation, prompt: RenderedPrompt, _inputs: Collection[str], model: ModelText
+    ) -> None:
+        self._answer = TextAnswer(generation, model, prompt, cut_stops=False)
+        self._logprobs = generation.logprobs
+
+    def decode(self, response: Response) -> list[Event]:
+        """See `AnswerDecoder.decode`."""
+        found = outputs(response)
+        prompt_tokens = found.get("num_input_tokens") or [None]
+        events = self._answer.accept(prompt_tokens[0])
+        texts = found.get("text_output", [])
+        reasons, counts = found.get("finish_reason", []), found.get("num_output_tokens", [])
+        for index, text in enumerate(texts):
+            reason = reasons[index] if index < len(reasons) else None
+            logprobs = found.get("logprobs", [])
+            events += self._answer.take(
+                News(
+                    text=text,
+                    index=index,
+                    tokens=counts[index] if index < len(counts) else None,
+                    finish=None if reason == _UNENDED else reason,
+                    logprobs=self._read_logprobs(logprobs[index] if index < len(logprobs) else ""),
+                )
+            )
+        return events
+
+    def end(self) -> list[Event]:
+        """See `AnswerDecoder.end`."""
+        return self._answer.end()
+
+    def _read_logprobs(self, document: str) -> tuple[TokenLogprob, ...] | None:
+        """Read a JSON list with an object for each token: the sampled one's entry comes first."""
+        if self._logprobs is None or not document:
+            return None
+        return tuple(_logprob(each, self._logprobs) for each in json.loads(document) or ())
+
+
+def _logprob(entries: Mapping[str, Mapping[str, Any]], count: int) -> TokenLogprob:
+    every: Sequence[TopLogprob] = [
+        TopLogprob(id=int(id_), token=text, utf8=text.encode(), logprob=float(entry["logprob"]))
+        for id_, entry in entries.items()
+        for text in (entry.get("decoded_token") or "",)
+    ]
+    sampled = every[0]
+    ranked = sorted(every, key=lambda each: -each.logprob)
+    return TokenLogprob(
+        id=sampled.id,
+        token=sampled.token,
+        utf8=sampled.utf8,
+        logprob=sampled.logprob,
+        top=tuple(ranked[:count]),
+    )
+
+
+_CONTEXT: Final = re.compile(
+    r"[^.:\n]*(?:longer than the maximum model length|maximum context length is"
+    r"|too long to fit into the model)[^\n]*"
+)
+"""What vLLM, from 0.6 to 0.33, says of a prompt that its context cannot hold."""
+
+
+def _explain(error: TritonError) -> TritonError:
+    found = _CONTEXT.search(error.detail)
+    if found is None:
+        return error
+    return TritonError(Fault.CONTEXT_LENGTH, error.detail, message=found[0].strip()[:MESSAGE_LIMIT])
+
+
+CONTRACT: Final = Contract(
+    inputs=frozenset({"text_input", "sampling_parameters"}),
+    counts=True,
+    supported=_SUPPORTED,
+    write=_write,
+    answer=_Answer,
+    embedder=embeddings.of_vllm,
+    images=_IMAGES,
+    adapters=True,
+    explain=_explain,
+)

@@ -1,0 +1,82 @@
+"""Versions of Triton with published faults, for warnings by `tritongate serve` and `check`."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from gateway.triton.backends import TlsOf, client_tls, name_in, resolve
+from gateway.triton.client import Client, Tls
+from gateway.triton.errors import Fault, TritonError
+
+_RETRY_S = 5.0
+_NOT_THERE = (Fault.UNREACHABLE, Fault.SILENT)
+
+FAULTS: Final = (
+    ((2, 59, 1), "an HTTP body of some MB ends the server (CVE-2025-23310, 23311)"),
+    ((2, 59, 1), "clients run code through shared memory (CVE-2025-23319, 23320, 23334)"),
+    ((2, 67, 0), "the keys of restricted protocols can be bypassed (CVE-2026-24206, 24207)"),
+    ((2, 71, 0), "what NVIDIA's bulletins up to 5875 describe"),
+)
+"""The first version without each, and what it is. 2.59.1 is release 25.07, 2.67 is 26.03, 2.71 is 26.07."""
+FIRST_WITHOUT: Final = "26.07 (2.71.0)"
+
+_log = logging.getLogger(__name__)
+
+
+def published_faults(version: str) -> str | None:
+    """Return a sentence about the faults of Triton `version`, such as 2.51.0; None: none is known."""
+    numbers = version.split(".")
+    if not all(number.isascii() and number.isdigit() for number in numbers):
+        return None
+    faults = [text for fixed, text in FAULTS if tuple(map(int, numbers)) < fixed]
+    if not faults:
+        return None
+    return (
+        f"Triton {version} has published faults: {'; '.join(faults)}. "
+        f"The first release without them is {FIRST_WITHOUT}."
+    )
+
+
+async def faults_of(client: Client) -> str | None:
+    """Return what `published_faults` says of the server behind `client`; None, too, if that is no Triton.
+
+    Raises:
+        TritonError: it did not answer.
+    """
+    version = await client.version()
+    return None if version is None else published_faults(version)
+
+
+async def warn_of_faults(upstreams: Sequence[str], tls_of: TlsOf = lambda _upstream: None) -> None:
+    """Log a warning for each of the Tritons with published faults, once they are reached."""
+    async with asyncio.TaskGroup() as group:
+        for upstream in upstreams:
+            group.create_task(_warn_of(upstream, client_tls(upstream, tls_of)))
+
+
+async def _warn_of(upstream: str, tls: Tls | None) -> None:
+    name = name_in(upstream)
+    while True:
+        try:
+            addresses = [upstream] if name is None else await resolve(name.host, name.port)
+            for address in addresses:
+                if found := await _look_at(address, tls):
+                    _log.warning(found, extra={"upstream": address})
+                    return
+            if addresses:
+                return
+        except OSError:
+            pass  # of the lookup
+        except TritonError as error:
+            if error.fault not in _NOT_THERE:
+                return
+        await asyncio.sleep(_RETRY_S)
+
+
+async def _look_at(address: str, tls: Tls | None) -> str | None:
+    client = Client(address, tls=tls)
+    try:
+        return await faults_of(client)
+    finally:
+        await client.close()

@@ -1,0 +1,453 @@
+"""Loads models that requests ask for, and unloads others to make room.
+
+A request for a model that no Triton has loaded waits, in line with those for other such models. One task
+looks at the Tritons' repositories again and again, and decides what is next:
+
+    wanted ──there is room──▶ loading ──ready──▶ its requests go on
+       └──no room──▶ another one is unloaded: the idle one that was used least recently; if all are
+                     in use, the one loaded first gets no new requests until those that run have ended
+
+Triton's own repository index is what is true, for several processes and gateways too: each reads it before
+every decision. Processes of one machine begin loads one after the other, by a lock. What gateways on several
+machines decide at the same moment may cost a load: if more is loaded than is allowed, the next look unloads
+it. A model just loaded stays for `min_loaded_s`, so that gateways which take turns with each other's models
+serve requests between the changes.
+
+Knows nothing of HTTP, and of requests only for which model they wait, and until when.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import math
+import os
+import random
+import tempfile
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gateway.errors import ConflictError, GatewayError, UnavailableError
+from gateway.triton.admin import ModelControl, UnloadReason
+from gateway.triton.affinity import rank
+from gateway.triton.backends import Backend, Backends
+from gateway.triton.client import EntryState
+from gateway.triton.errors import TritonError
+from gateway.triton.replicas import ReplicaState, unable
+
+_log = logging.getLogger(__name__)
+
+_HEARTBEAT_S = 1.0
+_LOOK_EVERY_S = 1.0
+_LOOK_EVERY_WHILE_WAITING_S = 0.2
+_LEFT_S = 0.5
+"""What must be left of a request's time: an answer that says why comes before one that only says too late."""
+_ANSWERS_WITHIN_S = 15.0
+"""From when Triton calls a model ready to its first answered probe."""
+_FAILED_FOR_S = 10.0
+"""So long after a failed load nobody's request starts another one."""
+_SEEN_EVERY_S = 0.02
+_TAKEN_AWAY = {EntryState.UNLOADING, EntryState.UNLOADED}
+_CLAIM_S = (0.05, 0.3)
+"""Room that somebody else made must be seen for so long, drawn anew each time: they take it at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnDemandPolicy:
+    """How many models are loaded, and for how long."""
+
+    max_loaded: int | None = None
+    """On each Triton; None: as many as there are."""
+    min_loaded_s: float = 10.0
+    """How long a model stays at least, unless its Triton has too many."""
+    unload_idle_s: float | None = None
+    """A model without requests for so long is unloaded; None: none is."""
+    pinned: Collection[str] = ()
+    """Models that are never unloaded."""
+
+
+class _Wish:
+    """A model that requests wait for."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.over = asyncio.Event()
+        self.error: UnavailableError | None = None
+        """Why it is not loaded; None after `over`: it may take requests."""
+        self.reason = "its turn has not come"
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """One Triton: what is known of its models, by name; times are the event loop's."""
+
+    backend: Backend
+    states: Mapping[str, EntryState] = field(default_factory=dict)
+    """The served models on its disk, at the latest look; none if it did not answer."""
+    ready_since: dict[str, float] = field(default_factory=dict)
+    used_at: dict[str, float] = field(default_factory=dict)
+    loading: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    unloading: set[str] = field(default_factory=set)
+    made: int = 0
+    """Models unloaded to make room that this process has not used yet."""
+    leaving: int = 0
+    """Models being unloaded whose room nobody waits for yet, during one look."""
+    room_from: float | None = None
+    """When room that somebody else made may be used; None: there is none."""
+
+    def held(self) -> set[str]:
+        """Return the models that take room."""
+        return self.loading.keys() | {model for model, state in self.states.items() if state.in_memory}
+
+
+class OnDemand:
+    """Loads and unloads by `control`. Call `start` inside the event loop.
+
+    Args:
+        backends: the Tritons; their models are those that may be loaded.
+        control: carries the changes out.
+        policy: what is allowed.
+    """
+
+    def __init__(self, backends: Backends, control: ModelControl, policy: OnDemandPolicy) -> None:
+        self._backends = backends
+        self._control = control
+        self._policy = policy
+        self._places: dict[str, _Place] = {}
+        """By address."""
+        self._wishes: dict[str, _Wish] = {}
+        """By model, in the order in which they were made."""
+        self._failed: dict[str, tuple[float, UnavailableError]] = {}
+        """Models that could not be loaded: until when that is not tried again, and the error meanwhile."""
+        self._wake = asyncio.Event()
+        self._changes: set[asyncio.Task[None]] = set()
+        self._watch: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._watch = asyncio.create_task(self._look_for_ever(), name="load models on demand")
+
+    async def close(self) -> None:
+        """Stop; Triton finishes what was begun."""
+        tasks = [*self._changes, *([] if self._watch is None else [self._watch])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def loading(self, model: str, deadline: float) -> AsyncGenerator[None, None]:
+        """Yield about every second until a replica takes requests; end at once if one does.
+
+        Args:
+            model: its id.
+            deadline: of the request that waits, of the event loop's clock.
+
+        Raises:
+            UnavailableError: it cannot be loaded, or not in time; the message says why.
+        """
+        clock = asyncio.get_running_loop().time
+        while not self._takes_requests(model):
+            if (failed := self._failed.get(model)) and clock() < failed[0]:
+                raise failed[1]
+            wish = self._wishes.get(model)
+            if wish is None:
+                wish = self._wishes[model] = _Wish()
+                self._wake.set()
+            wish.waiting += 1
+            try:
+                while not wish.over.is_set():
+                    left_s = deadline - _LEFT_S - clock()
+                    if left_s <= 0:
+                        raise self._too_late(model, wish)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(min(left_s, _HEARTBEAT_S)):
+                            await wish.over.wait()
+                    if not wish.over.is_set():
+                        yield
+            finally:
+                wish.waiting -= 1
+                if not wish.waiting and self._wishes.get(model) is wish:
+                    del self._wishes[model]
+            if wish.error is not None:
+                raise wish.error
+        self._use(model)
+
+    def _too_late(self, model: str, wish: _Wish) -> UnavailableError:
+        return UnavailableError(
+            f"The model {model!r} was not loaded in time: {wish.reason}.",
+            retry_after_s=max(1, math.ceil(self._policy.min_loaded_s)),
+        )
+
+    def _takes_requests(self, model: str) -> bool:
+        return any(
+            replica.state is ReplicaState.READY and not replica.yielding
+            for replica in self._backends.replicas(model)
+        )
+
+    def _use(self, model: str) -> None:
+        now = asyncio.get_running_loop().time()
+        for place in self._places.values():
+            place.used_at[model] = now
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            try:
+                await self._look()
+            except Exception:  # noqa: BLE001 - without this task, nothing would ever be loaded again
+                _log.exception("looking after the loaded models failed")
+            # Never in step with other processes.
+            pause_s = _LOOK_EVERY_WHILE_WAITING_S if self._wishes else _LOOK_EVERY_S
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s * random.uniform(0.5, 1.5)):  # noqa: S311
+                    await self._wake.wait()
+            self._wake.clear()
+
+    async def _look(self) -> None:
+        """Read all repositories, then decide without a pause, so that no request comes in between."""
+        present = {backend.address: backend for backend in self._backends.present()}
+        self._places = {
+            address: self._places.get(address) or _Place(backend) for address, backend in present.items()
+        }
+        places = list(self._places.values())
+        await asyncio.gather(*map(self._read, places))
+        for place in places:
+            self._note(place)
+        for model, wish in list(self._wishes.items()):
+            self._grant(model, wish)
+        for place in places:
+            self._unload_needless(place)
+
+    async def _read(self, place: _Place) -> None:
+        try:
+            states = await place.backend.client.repository()
+        except TritonError:
+            states = {}
+        models = self._backends.models()
+        place.states = {model: state for model, state in states.items() if model in models}
+
+    def _note(self, place: _Place) -> None:
+        """Note what is new about the models of one Triton."""
+        now = asyncio.get_running_loop().time()
+        for model, load in place.loading.items():
+            if model in place.ready_since and place.states.get(model) in _TAKEN_AWAY:
+                load.cancel()  # it would wait for an answer in vain
+        ready = [model for model, state in place.states.items() if state is EntryState.READY]
+        place.ready_since = {model: place.ready_since.get(model, now) for model in ready}
+        for model in ready:
+            replica = place.backend.replicas.get(model)
+            if replica is not None and (replica.outstanding or replica.in_use_elsewhere):
+                place.used_at[model] = now
+        for model, replica in place.backend.replicas.items():
+            replica.yielding = model in place.unloading
+        place.leaving = len(place.unloading)
+        if self._room(place) <= 0:
+            place.room_from, place.made = None, 0
+        elif place.room_from is None:
+            place.room_from = now + random.uniform(*_CLAIM_S)  # noqa: S311
+
+    def _room(self, place: _Place) -> float:
+        limit = self._policy.max_loaded
+        return math.inf if limit is None else limit - len(place.held())
+
+    def _grant(self, model: str, wish: _Wish) -> None:
+        """Do what is next for a model that requests wait for."""
+        places = [place for place in self._places.values() if model in place.states]
+        if self._takes_requests(model):
+            self._end(model, None)
+        elif not places:
+            self._end(model, unable(self._backends.replicas(model)).to_gateway())
+        elif any(model in place.loading or place.states[model] is EntryState.LOADING for place in places):
+            wish.reason = "it is being loaded"
+        elif loaded := [place for place in places if self._is_loaded(model, place)]:
+            self._await_answer(model, loaded[0], wish)
+        else:
+            self._give_room(model, [place for place in places if not place.states[model].in_memory], wish)
+
+    def _is_loaded(self, model: str, place: _Place) -> bool:
+        return place.states[model] is EntryState.READY and model not in place.unloading
+
+    def _give_room(self, model: str, places: list[_Place], wish: _Wish) -> None:
+        """Load a model on one of `places`, or make room there."""
+        # All gateways prefer the same Triton, as long as that has room.
+        places.sort(key=lambda place: (self._room(place) <= 0, rank(model.encode(), place.backend.address)))
+        now = asyncio.get_running_loop().time()
+        for place in places:
+            if self._room(place) <= 0:
+                wish.reason = "models in use take all the room"
+                if self._free(place):
+                    return
+            elif self._policy.max_loaded is None or place.made or now >= (place.room_from or now):
+                place.made = max(0, place.made - 1)
+                place.loading[model] = self._begin(self._load(place, model))
+                wish.reason = "it is being loaded"
+                return
+            else:
+                return
+
+    def _await_answer(self, model: str, place: _Place, wish: _Wish) -> None:
+        """See to a model that Triton calls ready, and whose replica takes no requests yet."""
+        wish.reason = "it is loaded, but does not answer yet"
+        replica = place.backend.replicas.get(model)
+        now = asyncio.get_running_loop().time()
+        if replica is None:
+            return  # its contract is being read
+        if replica.state is ReplicaState.STUCK or now > place.ready_since.get(model, now) + _ANSWERS_WITHIN_S:
+            self._end(model, unable([replica]).to_gateway())
+        else:
+            replica.look_now()
+
+    def _free(self, place: _Place, *, at_once: bool = False) -> bool:
+        """Make room on a Triton for one model, or see that there will be; False: there is nothing to unload.
+
+        Args:
+            place: the Triton.
+            at_once: also unload what has not had its time.
+        """
+        if place.leaving:
+            place.leaving -= 1
+            return True
+        now = asyncio.get_running_loop().time()
+        enough_s = 0.0 if at_once else self._policy.min_loaded_s
+        found = [
+            model
+            for model, since in place.ready_since.items()
+            if now - since >= enough_s and not self._kept(place, model)
+        ]
+        idle = [model for model in found if self._idle(place, model)]
+        if idle:
+            self._unload(place, min(idle, key=lambda model: self._used(place, model)), UnloadReason.ROOM)
+            return True
+        if not found:
+            return False
+        first = min(found, key=lambda model: place.ready_since[model])
+        replica = place.backend.replicas.get(first)
+        if replica is not None and replica.outstanding:
+            replica.yielding = True
+        else:  # Triton lets end what other gateways have there.
+            self._unload(place, first, UnloadReason.ROOM)
+        return True
+
+    def _kept(self, place: _Place, model: str) -> bool:
+        """Tell whether a model cannot be unloaded to make room, or is made to already."""
+        replica = place.backend.replicas.get(model)
+        return (
+            model in self._policy.pinned
+            or model in place.unloading  # a loaded one without a known contract has no replica
+            or model in place.loading
+            or (replica is not None and replica.yielding)
+        )
+
+    def _idle(self, place: _Place, model: str) -> bool:
+        replica = place.backend.replicas.get(model)
+        return replica is None or not (replica.outstanding or replica.in_use_elsewhere)
+
+    def _used(self, place: _Place, model: str) -> float:
+        since = place.ready_since[model]
+        return max(since, place.used_at.get(model, since))
+
+    def _unload_needless(self, place: _Place) -> None:
+        """Unload what nobody uses for long, and what is one too many."""
+        now = asyncio.get_running_loop().time()
+        limit = self._policy.unload_idle_s
+        for model in place.ready_since if limit is not None else ():
+            unused = self._idle(place, model) and now - self._used(place, model) >= (limit or 0)
+            if unused and model not in self._wishes and not self._kept(place, model):
+                self._unload(place, model, UnloadReason.IDLE)
+        # By chance, since other gateways see the same.
+        if self._room(place) + len(place.unloading) < 0 and random.choice((True, False)):  # noqa: S311
+            self._free(place, at_once=True)
+
+    def _unload(self, place: _Place, model: str, reason: UnloadReason) -> None:
+        replica = place.backend.replicas.get(model)
+        if replica is not None:
+            replica.yielding = True
+        place.unloading.add(model)
+        self._begin(self._unload_on(place, model, reason))
+
+    def _begin(self, change: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return task
+
+    async def _load(self, place: _Place, model: str) -> None:
+        """Load a model if there still is room."""
+        address = place.backend.address
+        load: asyncio.Task[object] | None = None
+        try:
+            with _alone(address) as alone:
+                await self._read(place)
+                # The model itself is among what takes room.
+                if not alone or model not in place.states or self._room(place) < 0:
+                    return
+                load = asyncio.create_task(self._control.load(model, reload=False, upstream=address))
+                # Until others can see it.
+                while not (load.done() or place.states.get(model, EntryState.NEVER_LOADED).in_memory):
+                    await asyncio.wait({load}, timeout=_SEEN_EVERY_S)
+                    await self._read(place)
+            await load
+        except ConflictError:
+            pass  # somebody else is at it
+        except GatewayError as error:
+            await self._load_failed(place, model, error)
+        finally:
+            if load is not None:
+                load.cancel()
+            del place.loading[model]
+            self._wake.set()
+
+    async def _load_failed(self, place: _Place, model: str, error: GatewayError) -> None:
+        """End the wish with `error`, unless others took the room, or unloaded it again."""
+        extra = {"model": model, "upstream": place.backend.address, "detail": error.message}
+        _log.warning("model not loaded on demand", extra=extra)
+        await self._read(place)
+        limit = self._policy.max_loaded
+        crowded = limit is not None and len(place.held() - {model}) >= limit
+        if crowded or (isinstance(error, UnavailableError) and place.states.get(model) in _TAKEN_AWAY):
+            return
+        told = UnavailableError(
+            f"The model {model!r} could not be loaded; the gateway's log says why.",
+            retry_after_s=math.ceil(_FAILED_FOR_S),
+        )
+        self._failed[model] = asyncio.get_running_loop().time() + _FAILED_FOR_S, told
+        self._end(model, told)
+
+    async def _unload_on(self, place: _Place, model: str, reason: UnloadReason) -> None:
+        try:
+            await self._control.unload(model, upstream=place.backend.address, reason=reason)
+            place.made += reason is UnloadReason.ROOM
+        except GatewayError as error:
+            extra = {"model": model, "upstream": place.backend.address, "detail": error.message}
+            _log.warning("model not unloaded", extra=extra)
+        finally:
+            place.unloading.discard(model)
+            self._wake.set()
+
+    def _end(self, model: str, error: GatewayError | None) -> None:
+        """Let those that wait for `model` go on, or fail with `error`."""
+        wish = self._wishes.pop(model, None)
+        if wish is None:
+            return
+        if error is not None:
+            wish.error = UnavailableError(error.message, retry_after_s=error.retry_after_s)
+        wish.over.set()
+
+
+@contextlib.contextmanager
+def _alone(address: str) -> Iterator[bool]:
+    """Keep this user's other processes from beginning a load on the same Triton; False: one of them does."""
+    name = f"tritongate-{os.getuid()}-{rank(b'', address).hex()}.lock"
+    try:
+        file = os.open(Path(tempfile.gettempdir()) / name, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        yield True  # the index alone must do
+        return
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(file)

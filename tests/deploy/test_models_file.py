@@ -1,0 +1,27 @@
+"""The example of a models file is one, and says all that can be said."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gateway.settings import load_settings
+from gateway.settings.models import Defaults, Limits, ModelSettings
+
+EXAMPLE = Path(__file__).parents[2] / "deploy" / "models.yaml"
+
+
+def test_the_example_can_be_used(tmp_path: Path) -> None:
+    text = EXAMPLE.read_text(encoding="utf-8").replace("/models/Qwen2.5-7B-Instruct", str(tmp_path))
+    (tmp_path / "models.yaml").write_text(text, encoding="utf-8")
+    keys = [{"name": "support", "key": "k"}]
+    settings = load_settings({"models_file": str(tmp_path / "models.yaml"), "api_keys": keys})
+    assert list(settings.models) == ["chatglm3-6b", "qwen", "qwen-support"]
+    assert settings.model("qwen-support").entry == settings.model("qwen").entry
+
+
+def test_the_example_has_every_key() -> None:
+    models: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))["models"]
+    assert {key for model in models.values() for key in model} == set(ModelSettings.model_fields)
+    assert set(models["qwen-support"]["limits"]) == set(Limits.model_fields)
+    assert set(models["qwen-support"]["defaults"]) < set(Defaults.model_fields)

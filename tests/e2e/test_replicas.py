@@ -1,0 +1,131 @@
+"""`tritongate up --replicas 2`: one gateway, two Tritons, of which one dies, and no answer with it."""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from bench.resume import answers, bodies
+from tests.e2e.up_process import UpProcess, metric, wait_until
+from tests.processes import command_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+REPLICAS = 2
+CLIENTS = 64
+TOKENS = 120
+"""Of the shortest answer."""
+WITHIN_S = 100.0
+PATH = "/v1/chat/completions"
+ASK: dict[str, Any] = {
+    "model": "chatglm3-demo",
+    "messages": [{"role": "user", "content": "你好"}],
+    "ignore_eos": True,
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    """One of the Tritons."""
+
+    process: psutil.Process
+    metrics: str
+    region: str
+    """What the names of its shared-memory regions begin with."""
+
+    def gauge(self, name: str, **labels: str) -> float:
+        text = httpx.get(f"http://127.0.0.1:{self.metrics}/metrics", timeout=20).text
+        return metric(text, f"tritongate_engine_{name}", **labels)
+
+
+def servers(up: UpProcess) -> list[Server]:
+    found = [
+        (process, words) for process in up.tree() if (words := command_of(process))[:1] and is_server(words)
+    ]
+    return [
+        Server(
+            process,
+            flag(words, r"--metrics-port=(\d+)"),
+            flag(words, "--backend-config=python,shm-region-prefix-name=(.*)"),
+        )
+        for process, words in found
+    ]
+
+
+def is_server(words: list[str]) -> bool:
+    return words[0].endswith("bin/tritonserver")
+
+
+def flag(words: list[str], pattern: str) -> str:
+    (value,) = [found[1] for word in words if (found := re.fullmatch(pattern, word))]
+    return str(value)
+
+
+@pytest.fixture
+def up() -> Iterator[UpProcess]:
+    process = UpProcess(
+        "--replicas", str(REPLICAS), "--metrics-port", "0", "--device", "cpu", "--dtype", "float32"
+    )
+    try:
+        process.wait_ready()
+        wait_until(lambda: process.gauge("tritongate_upstream_healthy") == REPLICAS)
+        yield process
+    finally:
+        process.close()
+
+
+async def answered(client: httpx.AsyncClient, tokens: int) -> int:
+    answer = await client.post(PATH, json={**ASK, "max_tokens": tokens})
+    return int(answer.raise_for_status().json()["usage"]["completion_tokens"])
+
+
+async def test_one_of_two_dies_under_load_and_no_answer_with_it(up: UpProcess) -> None:
+    """Streamed and not, greedy and sampled, with choices, log-probabilities, a schema: as without it."""
+    both = servers(up)
+    assert len(both) == REPLICAS
+    doomed, other = both
+    requests = bodies(CLIENTS, TOKENS, ASK["model"])
+    async with (
+        asyncio.timeout(3 * WITHIN_S),
+        httpx.AsyncClient(base_url=up.base_url, timeout=WITHIN_S) as client,
+    ):
+        undisturbed = await answers(up.base_url, requests)
+        assert [answer.error for answer in undisturbed] == [None] * CLIENTS
+        assert up.gauge("tritongate_resumed_total") == 0
+
+        async def kill() -> None:
+            await asyncio.to_thread(wait_until, lambda: doomed.gauge("requests_running") > 0)
+            doomed.process.kill()
+
+        disturbed = await answers(up.base_url, requests, kill)
+        pairs = zip(undisturbed, disturbed, strict=True)
+        assert [before.differs(after) for before, after in pairs] == [None] * CLIENTS
+        assert up.gauge("tritongate_resumed_total") > 0
+        assert up.gauge("tritongate_requests_in_flight") == 0
+
+        await asyncio.to_thread(
+            wait_until, lambda: up.gauge("tritongate_upstream_healthy") == REPLICAS, WITHIN_S
+        )
+        back = [each for each in servers(up) if each.process != other.process]
+        assert [each.metrics for each in back] == [doomed.metrics]
+        assert other.process in [each.process for each in servers(up)]
+        await asyncio.gather(*(answered(client, 50) for _ in range(8)))
+        for each in (*back, other):
+            await asyncio.to_thread(
+                wait_until, lambda each=each: each.gauge("requests_total", finish_reason="length") >= 4
+            )
+    regions = [each.region for each in both]
+    assert all(region_files(region) for region in regions)
+    assert up.stop() == 0
+    assert not any(region_files(region) for region in regions)
+    assert "Replica" in up.output
+
+
+def region_files(prefix: str) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"{prefix}*"))  # noqa: S108 - where they are

@@ -1,0 +1,153 @@
+"""Own models whose conversations a chat template writes, by the official SDK."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tests.e2e.up_process import UpProcess
+from tests.template_checkpoint import CALL, REASONING, write_scripted, write_tokenizer
+from tests.triton_models.native_checkpoint import write_native
+
+pytestmark = pytest.mark.e2e
+
+SCRIPTED, RANDOM = "scripted", "glm-4-0414"
+QUESTION: list[Any] = [{"role": "user", "content": "How is the weather in 襄阳?"}]
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Tell the weather.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+ARGUMENTS = '{"city": "襄阳"}'
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("template")
+    write_scripted(folder / SCRIPTED)
+    write_native(folder / RANDOM, "glm4", max_position_embeddings=1024)
+    write_tokenizer(folder / RANDOM)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def up(folders: Path) -> Iterator[UpProcess]:
+    models = [argument for name in (SCRIPTED, RANDOM) for argument in ("--model", str(folders / name))]
+    with UpProcess(*models, "--device", "cpu") as process:
+        yield process.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def client(up: UpProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{up.base_url}/v1", api_key="-", max_retries=0) as made:
+        yield made
+
+
+def prompt_ids(folder: Path, **arguments: Any) -> list[int]:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    rendered = tokenizer.apply_chat_template(
+        QUESTION, add_generation_prompt=True, tokenize=False, **arguments
+    )
+    ids: list[int] = tokenizer.encode(rendered, add_special_tokens=False)
+    return ids
+
+
+def test_reasoning_and_calls_come_apart(client: openai.OpenAI, folders: Path) -> None:
+    answer = client.chat.completions.create(model=SCRIPTED, messages=QUESTION, tools=TOOLS, temperature=0)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.model_dump()["reasoning_content"] == REASONING
+    calls = [each.function for each in choice.message.tool_calls or ()]
+    assert [(each.name, each.arguments) for each in calls] == [("get_weather", ARGUMENTS)]
+    assert answer.usage.prompt_tokens == len(prompt_ids(folders / SCRIPTED, tools=TOOLS))
+    assert answer.usage.completion_tokens == 7
+
+
+def test_they_are_streamed(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model=SCRIPTED,
+            messages=QUESTION,
+            tools=TOOLS,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert "".join(each.model_dump().get("reasoning_content") or "" for each in deltas) == REASONING
+    calls = [call.function for each in deltas for call in each.tool_calls or ()]
+    assert [call.name for call in calls if call.name] == ["get_weather"]
+    assert "".join(call.arguments or "" for call in calls) == ARGUMENTS
+    assert not any(each.content for each in deltas)
+    assert next(chunk.choices[0].finish_reason for chunk in reversed(chunks) if chunk.choices) == "tool_calls"
+    assert chunks[-1].usage.completion_tokens == 7
+
+
+def test_without_tools_a_call_is_text(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=SCRIPTED, messages=QUESTION, temperature=0, logprobs=True, top_logprobs=1
+    )
+    choice = answer.choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.message.content == f"<tool_call>{CALL}</tool_call>"
+    assert "".join(each.token for each in choice.logprobs.content).startswith(choice.message.content)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"tools": TOOLS}, {"enable_thinking": False}])
+def test_prompts_are_those_of_transformers(up: UpProcess, folders: Path, arguments: dict[str, Any]) -> None:
+    body: dict[str, Any] = {"model": SCRIPTED, "messages": QUESTION}
+    switches = {name: value for name, value in arguments.items() if name != "tools"}
+    body |= {"chat_template_kwargs": switches} if switches else arguments
+    told = httpx.post(f"{up.base_url}/tokenize", json=body, timeout=60).raise_for_status().json()
+    assert told["tokens"] == prompt_ids(folders / SCRIPTED, **arguments)
+
+
+def test_reasoning_is_switched_off(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=SCRIPTED,
+        messages=QUESTION,
+        temperature=0,
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    message = answer.choices[0].message
+    assert not message.model_dump().get("reasoning_content")
+    assert message.content == f"<tool_call>{CALL}</tool_call>"
+
+
+def test_a_stop_string_and_a_limit_end_answers(client: openai.OpenAI) -> None:
+    stopped = client.chat.completions.create(model=SCRIPTED, messages=QUESTION, stop=["weather"])
+    assert stopped.choices[0].finish_reason == "stop"
+    limited = client.chat.completions.create(model=RANDOM, messages=QUESTION, temperature=0, max_tokens=5)
+    assert limited.choices[0].finish_reason in ("length", "stop")
+    assert limited.usage.completion_tokens <= 5
+
+
+def test_a_schema_is_held_to(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=RANDOM,
+        messages=QUESTION,
+        max_tokens=40,
+        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
+    )
+    assert answer.choices[0].message.content in ("yes", "no")
+
+
+def test_texts_are_continued(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=RANDOM, prompt="the weather", max_tokens=4, temperature=0)
+    assert answer.usage.prompt_tokens == 7
+    assert answer.choices[0].finish_reason in ("length", "stop")
+
+
+def test_a_required_call_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="cannot be made to call a tool"):
+        client.chat.completions.create(model=SCRIPTED, messages=QUESTION, tools=TOOLS, tool_choice="required")

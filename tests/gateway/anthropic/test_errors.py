@@ -1,0 +1,44 @@
+"""Every error of the gateway in Anthropic's form."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from gateway.anthropic.errors import is_of_messages, messages_error
+from gateway.errors import GatewayError, InvalidRequestError
+
+EXPECTED = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    502: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def kinds(base: type[GatewayError] = GatewayError) -> Iterator[type[GatewayError]]:
+    yield base
+    for each in base.__subclasses__():
+        yield from kinds(each)
+
+
+@pytest.mark.parametrize("kind", list(kinds()))
+def test_every_error_has_a_type(kind: type[GatewayError]) -> None:
+    error = messages_error(kind("No."), "r1")
+    assert error.error.type == EXPECTED.get(kind.status, "invalid_request_error")
+    assert (error.error.message, error.request_id) == ("No.", "r1")
+
+
+def test_the_message_names_the_field() -> None:
+    assert messages_error(InvalidRequestError("No.", param="a.b"), "").error.message == "a.b: No."
+    assert messages_error(InvalidRequestError("Not a.b.", param="a.b"), "").error.message == "Not a.b."
+
+
+def test_whose_errors_these_are() -> None:
+    assert all(map(is_of_messages, ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/batches")))
+    assert not any(map(is_of_messages, ("/v1/chat/completions", "/v1/messages2", "/")))

@@ -1,0 +1,204 @@
+"""Rendered by transformers, and by us: the same."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from gateway.chat.templates import ChatTemplate, TemplateError
+from gateway.core.request import Conversation, Image, Message, PastCall, Tool, ToolOffer
+from gateway.errors import InvalidRequestError
+
+TURNS = """{{ bos_token }}{% for message in messages %}
+    {%- if loop.first and message.role != 'system' %}{{ '<|system|>\\nBe kind.\\n' }}{% endif %}
+<|im_start|>{{ message['role'] }}
+{{ message.content | trim }}
+{%- for call in message.tool_calls %}
+<tool_call>{{ call.function.name | tojson }}: {{ call.function.arguments | tojson }}</tool_call>
+{%- endfor -%}
+<|im_end|>
+{% if loop.index > 40 %}{% break %}{% endif %}
+{% endfor %}
+{%- if tools %}{{ tools | tojson(indent=2) }}{% endif -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"""
+
+WEATHER = Tool(
+    name="weather", description="Wie ist das <Wetter>?", parameters={"type": "object", "properties": {}}
+)
+TALK = (
+    Message(role="system", content="你好 & <b>"),
+    Message(role="user", content="  Wie wird's?  "),
+    Message(
+        role="assistant", content="", calls=(PastCall(id="1", name="weather", arguments='{"city": "北京"}'),)
+    ),
+    Message(role="tool", content="sunny", answers="1"),
+)
+
+
+@pytest.fixture
+def theirs() -> Any:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<s>": 0}, unk_token="<s>")), bos_token="<s>"
+    )
+    tokenizer.chat_template = TURNS
+    return tokenizer
+
+
+@pytest.mark.parametrize("messages", [TALK, TALK[1:2], TALK[:2]])
+@pytest.mark.parametrize("tools", [(), (WEATHER,)])
+@pytest.mark.parametrize("switches", [{}, {"enable_thinking": False}])
+def test_it_says_what_transformers_says(
+    theirs: Any, messages: tuple[Message, ...], tools: tuple[Tool, ...], switches: dict[str, Any]
+) -> None:
+    documents = []
+    for message in messages:
+        document: dict[str, Any] = {"role": message.role, "content": message.content}
+        for call in message.calls:
+            function = {"name": call.name, "arguments": json.loads(call.arguments)}
+            document.setdefault("tool_calls", []).append(
+                {"type": "function", "id": call.id, "function": function}
+            )
+        documents.append(document)
+    offered = [
+        {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
+        }
+        for tool in tools
+    ]
+    expected = theirs.apply_chat_template(
+        documents, tools=offered or None, tokenize=False, add_generation_prompt=True, **switches
+    )
+    ours = ChatTemplate({"default": TURNS}, {"bos_token": "<s>"})
+    offer = ToolOffer(tools=tools) if tools else None
+    assert ours.render(Conversation(messages, offer, switches)) == expected
+
+
+def test_a_last_message_of_the_assistant_is_continued() -> None:
+    ours = ChatTemplate({"default": TURNS}, {})
+    talk = Conversation((Message(role="user", content="Sing"), Message(role="assistant", content="La la ")))
+    assert ours.render(talk).endswith("<|im_start|>assistant\nLa la")
+
+
+def test_a_last_message_that_the_template_hides_cannot_be_continued() -> None:
+    ours = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
+    talk = Conversation((Message(role="user", content="Sing"), Message(role="assistant", content="La")))
+    with pytest.raises(InvalidRequestError, match="does not show the last message"):
+        ours.render(talk)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('Only user and assistant roles!') }}",
+        "{{ messages[7].content.nothing }}",
+        "{{ 1 / 0 }}",
+        "{{ messages + 1 }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{% set _ = messages.append(1) %}",
+    ],
+)
+def test_what_a_template_refuses_or_may_not_do_is_the_clients_error(template: str) -> None:
+    with pytest.raises(InvalidRequestError, match="does not take this conversation") as caught:
+        ChatTemplate({"default": template}, {}).render(Conversation((Message(role="user", content="Hi"),)))
+    assert caught.value.param == "messages"
+
+
+def test_calls_that_are_no_json_stay_as_written() -> None:
+    talk = Conversation(
+        (Message(role="assistant", content="", calls=(PastCall(id="1", name="f", arguments="{broken"),)),)
+    )
+    template = ChatTemplate({"default": "{{ messages[0].tool_calls[0].function.arguments }}"}, {})
+    assert template.render(talk) == "{broken"
+
+
+def test_a_template_of_its_own_for_tools() -> None:
+    ours = ChatTemplate({"default": "plain", "tool_use": "with tools"}, {})
+    talk = (Message(role="user", content="Hi"),)
+    assert ours.render(Conversation(talk)) == "plain"
+    assert ours.render(Conversation(talk, ToolOffer(tools=(WEATHER,)))) == "with tools"
+    assert ours.render(Conversation(talk, ToolOffer(tools=(WEATHER,), choice="none"))) == "plain"
+
+
+def test_where_templates_are_found(tmp_path: Path) -> None:
+    with pytest.raises(TemplateError, match="no chat template"):
+        ChatTemplate.read(tmp_path)
+    config: dict[str, Any] = {"bos_token": {"content": "<s>"}, "chat_template": "{{ bos_token }}one"}
+    talk = Conversation((Message(role="user", content="Hi"),))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert ChatTemplate.read(tmp_path).render(talk) == "<s>one"
+    config["chat_template"] = [{"name": "default", "template": "two"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert ChatTemplate.read(tmp_path).render(talk) == "two"
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}three")
+    assert ChatTemplate.read(tmp_path).render(talk) == "<s>three"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "not a JSON object"),
+        ('{"chat_template": "{% if %}"}', "not valid Jinja"),
+        ('{"chat_template": [{"name": "rag", "template": ""}]}', "called 'default'"),
+    ],
+)
+def test_unusable_templates_say_why(tmp_path: Path, content: str, reason: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(TemplateError, match=reason):
+        ChatTemplate.read(tmp_path)
+
+
+def test_what_a_template_reads_is_known() -> None:
+    text = (
+        "{% for message in messages %}{{ message.content }}"
+        "{% if message['reasoning_content'] %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+        "{% endfor %}{% set own = 1 %}{{ own }}{{ reasoning_effort }}"
+    )
+    template = ChatTemplate({"default": text}, {})
+    assert template.reads == {"messages", "reasoning_content", "reasoning_effort"}
+    talk = (Message(role="assistant", content="Two.", reasoning="Hm."), Message(role="user", content="?"))
+    switches = {"reasoning_effort": "low"}
+    assert template.render(Conversation(talk, switches=switches)) == "Two.<think>Hm.</think>?1low"
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "bos_token"])
+def test_what_the_gateway_sets_is_no_switch(name: str) -> None:
+    talk = Conversation((Message(role="user", content="Hi"),), switches={name: "x"})
+    with pytest.raises(InvalidRequestError) as caught:
+        ChatTemplate({"default": "{{ " + name + " }}"}, {}).render(talk)
+    assert caught.value.param == f"chat_template_kwargs.{name}"
+
+
+LOOKING = Conversation(
+    (
+        Message(role="user", content="Hi"),
+        Message(role="user", content="A or B", images=(Image(data="", at=0), Image(data="", at=5))),
+    )
+)
+_PARTS = (
+    "{% for part in message.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{% if message.content is string %}{{ message.content }}{% else %}" + _PARTS + "{% endif %}",
+        _PARTS,  # as LLaVA's: of a text, it would write nothing
+    ],
+)
+def test_images_stand_where_the_message_has_them(content: str) -> None:
+    template = ChatTemplate({"default": "{% for message in messages %}" + content + "|{% endfor %}"}, {})
+    assert template.render(LOOKING) == "Hi|<image>A or <image>B|"
+
+
+def test_a_template_without_images_refuses_them() -> None:
+    template = ChatTemplate({"default": "{% for message in messages %}{{ message.content }}{% endfor %}"}, {})
+    with pytest.raises(InvalidRequestError, match="no images"):
+        template.render(LOOKING)

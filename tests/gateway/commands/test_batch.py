@@ -1,0 +1,175 @@
+import asyncio
+import fcntl
+import json
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from gateway.cli import main
+from gateway.core.events import Event
+from gateway.core.request import Generation
+from gateway.errors import UnavailableError
+from tests.gateway.fake_upstream import FakeUpstream, say
+from tests.gateway.serving import Served, on_socket, until
+
+TRITONGATE = Path(sys.executable).with_name("tritongate")
+CHAT = "/v1/chat/completions"
+
+
+def line(name: str, content: str = "hi", **body: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": content}]
+    return {
+        "custom_id": name,
+        "method": "POST",
+        "url": CHAT,
+        "body": {"model": "glm", "messages": messages, **body},
+    }
+
+
+def write(path: Path, *lines: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return path
+
+
+def read(path: Path) -> dict[str, Any]:
+    found = [json.loads(text) for text in path.read_text().splitlines()]
+    assert len({each["custom_id"] for each in found}) == len(found)
+    return {each["custom_id"]: each for each in found}
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["batch", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+async def ask(served: Served, *arguments: object) -> tuple[int, str]:
+    return await asyncio.to_thread(run, *arguments, "--url", served.http.base_url)
+
+
+def asked(upstream: FakeUpstream) -> list[str]:
+    return sorted(request.prompt.messages[-1].content for request in upstream.requests)
+
+
+async def test_each_line_has_its_answer_or_its_error(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", line("a"), line("b", temperature=9), line("c", model="absent"))
+    async with on_socket(FakeUpstream()) as served:
+        status, text = await ask(served, source, tmp_path / "out", "--at-once", 2)
+    assert (status, text.splitlines()[-1].partition(",")[0]) == (1, "3 of 3 done")
+    assert "2 failed" in text
+    found = read(tmp_path / "out")
+    assert found["a"]["error"] is None
+    assert found["a"]["response"]["body"]["choices"][0]["message"]["content"] == "Hello world"
+    assert found["a"]["response"]["request_id"]
+    assert (found["b"]["response"]["status_code"], found["c"]["response"]["status_code"]) == (400, 404)
+    assert found["b"]["response"]["body"]["error"]["param"] == "temperature"
+
+
+async def test_nothing_is_asked_twice(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in", *(line(name, name) for name in "abc")), tmp_path / "out"
+    upstream = FakeUpstream()
+    async with on_socket(upstream) as served:
+        assert (await ask(served, write(tmp_path / "first", line("a", "a")), out))[0] == 0
+        out.write_text(out.read_text() + '{"custom_id": "b", "respo')  # where a crash cut it off
+        assert (await ask(served, source, out))[0] == 0
+        assert asked(upstream) == ["a", "b", "c"]
+        assert (await ask(served, source, out))[0] == 0
+    assert asked(upstream) == ["a", "b", "c"]
+    assert read(out).keys() == {"a", "b", "c"}
+
+
+async def test_what_failed_is_asked_again_only_on_demand(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in", line("a", "a"), line("b", "b", temperature=9)), tmp_path / "out"
+    upstream = FakeUpstream()
+    async with on_socket(upstream) as served:
+        assert (await ask(served, source, out))[0] == 1
+        write(source, line("a", "a"), line("b", "b"))
+        assert (await ask(served, source, out))[0] == 1
+        assert (await ask(served, source, out, "--retry-failed"))[0] == 0
+    assert asked(upstream) == ["a", "b"]
+    assert {each["response"]["status_code"] for each in read(out).values()} == {200}
+
+
+async def test_what_passes_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.commands.batch._LONGEST_PAUSE_S", 0.01)
+    answers = iter([True, True, False])
+
+    def script(_: Generation) -> AsyncGenerator[Event, None]:
+        if next(answers):
+            raise UnavailableError("loading")
+        return say("yes")
+
+    async with on_socket(FakeUpstream(script)) as served:
+        assert (await ask(served, write(tmp_path / "in", line("a")), tmp_path / "out"))[0] == 0
+    (only,) = read(tmp_path / "out").values()
+    assert only["response"]["body"]["choices"][0]["message"]["content"] == "yes"
+
+
+def test_an_endpoint_that_is_away_fails_each_line(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", line("a"), line("b"))
+    status, _ = run(source, tmp_path / "out", "--url", "http://127.0.0.1:9", "--attempts", 1)
+    assert status == 1
+    found = read(tmp_path / "out")
+    assert found.keys() == {"a", "b"}
+    assert found["a"]["response"] is None
+    assert "cannot reach" in found["a"]["error"]["message"]
+
+
+def test_wrong_input_is_named_before_anything_is_asked(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", line("a"), line("a"), line("b", stream=True))
+    source.write_text(source.read_text() + "\n{\n[]\n" + json.dumps(line("c") | {"url": "/x"}) + "\n")
+    status, text = run(source, tmp_path / "out", "--url", "http://127.0.0.1:9")
+    assert status == 1
+    assert f"{source}:2: custom_id 'a' is that of line 1" in text
+    assert f"{source}:3: body.stream" in text
+    assert f"{source}:5: " in text
+    assert f"{source}:6: not a JSON object" in text
+    assert f"{source}:7: url" in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_output_is_left_alone(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in", line("a")), tmp_path / "out"
+    out.write_text("notes\n")
+    status, text = run(source, out, "--url", "http://127.0.0.1:9")
+    assert (status, out.read_text()) == (1, "notes\n")
+    assert "name another file" in text
+    write(out, {"custom_id": "z", "response": None, "error": {}})
+    assert "another input, such as 'z'" in run(source, out, "--url", "http://127.0.0.1:9")[1]
+    with out.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "another run" in run(source, out, "--url", "http://127.0.0.1:9")[1]
+
+
+async def test_ctrl_c_lets_finish_what_was_asked(tmp_path: Path) -> None:
+    names = [str(number) for number in range(9)]
+    source, out = write(tmp_path / "in", *(line(name, name) for name in names)), tmp_path / "out"
+    gate = asyncio.Event()
+    upstream = FakeUpstream()
+
+    async def script(_: Generation) -> AsyncGenerator[Event, None]:
+        await gate.wait()
+        async for event in say("yes"):
+            yield event
+
+    upstream.script = script
+    async with on_socket(upstream) as served:
+        process = await asyncio.create_subprocess_exec(
+            TRITONGATE, "batch", source, out, "--url", str(served.http.base_url), "--at-once", "2",
+            stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stderr is not None
+        await until(lambda: upstream.running == 2)
+        process.send_signal(2)
+        while b"stopping" not in await process.stderr.readline():
+            pass
+        gate.set()
+        text = (await process.communicate())[1].decode()
+        assert process.returncode == 130, text
+        assert "Traceback" not in text
+        assert len(read(out)) == len(asked(upstream)) == 2
+        assert (await ask(served, source, out))[0] == 0
+    assert asked(upstream) == names

@@ -1,0 +1,89 @@
+import asyncio
+import json
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from gateway.cli import main
+from gateway.commands.bench import Measured, plot, table
+from gateway.commands.load_rows import summarise
+from gateway.core.events import Event
+from gateway.core.request import Generation
+from tests.gateway.commands.test_load_rows import answer
+from tests.gateway.fake_upstream import FakeUpstream, say
+from tests.gateway.serving import on_socket, until
+
+TRITONGATE = Path(sys.executable).with_name("tritongate")
+
+
+def counted(request: Generation) -> AsyncGenerator[Event, None]:
+    return say(*["a"] * (request.max_tokens or 1), finish="length")
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["bench", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+async def test_each_pair_of_lengths_under_each_load(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    upstream = FakeUpstream(counted)
+    async with on_socket(upstream) as served:
+        grid = ["--prompt", "3,5", "--out", "2,4", "--clients", "1,2", "--rounds", "2", "--processes", "1"]
+        status, text = await asyncio.to_thread(run, served.http.base_url, *grid, "--json", file)
+    assert status == 0, text
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    found = [(row["clients"], row["requests"], row["output_tokens"]) for row in rows]
+    assert found == [(1, 2, 2), (2, 4, 2), (1, 2, 4), (2, 4, 4)] * 2
+    assert len(upstream.requests) == sum(row["requests"] for row in rows) + 4
+    assert {len(request.prompt.messages[0].content.split()) for request in upstream.requests} == {3, 5}
+    assert "row 8 of 8" in text
+    assert text.count("█") > 8
+    assert text.count("2 clients, 5 in, 4 out") == 2
+
+
+async def test_an_open_loop_and_an_endpoint_that_is_told_less() -> None:
+    upstream = FakeUpstream(counted)
+    async with on_socket(upstream) as served:
+        loop = ["--kind", "ids", "--prompt", "9", "--out", "3", "--rate", "20", "--seconds", "1"]
+        status, text = await asyncio.to_thread(run, served.http.base_url, *loop, "--no-ignore-eos")
+        refused = await asyncio.to_thread(run, served.http.base_url, "--model", "no", "--processes", "1")
+    assert (status, "20/s" in text) == (0, True)
+    assert not any(request.ignore_eos for request in upstream.requests)
+    assert len({request.prompt for request in upstream.requests}) == len(upstream.requests)
+    assert refused[0] == 1
+    assert "status 404" in refused[1]
+    assert run("--clients", "x")[0] == 2
+
+
+async def test_ctrl_c_shows_what_was_measured() -> None:
+    hang = asyncio.Event()
+
+    async def script(request: Generation) -> AsyncGenerator[Event, None]:
+        if request.max_tokens == 3:
+            await hang.wait()
+        async for event in counted(request):
+            yield event
+
+    upstream = FakeUpstream(script)
+    async with on_socket(upstream) as served:
+        process = await asyncio.create_subprocess_exec(
+            TRITONGATE, "bench", str(served.http.base_url), "--out", "2,3", "--clients", "1",
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        await until(lambda: any(request.max_tokens == 3 for request in upstream.requests))
+        process.send_signal(2)
+        out, errors = await process.communicate()
+    assert (process.returncode, b"Traceback" in errors) == (130, False), errors
+    assert b"1 client, 64 in, 2 out" in out
+
+
+def test_the_table_and_the_plot_are_aligned() -> None:
+    measured = [
+        Measured(5, 9, summarise([answer(0.0, 0.5, 1.0, tokens=2)], clients=clients, rate=0.0))
+        for clients in (1, 100)
+    ]
+    assert len({len(line) for line in table(measured).splitlines()}) == 1
+    assert len({line.index("█") for line in plot(measured).splitlines() if "client" in line}) == 1

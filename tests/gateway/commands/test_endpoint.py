@@ -1,0 +1,29 @@
+import asyncio
+
+import pytest
+
+from gateway.commands.endpoint import ClientError, events, fetch
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.serving import MESSAGES, on_socket
+
+CHAT = "/v1/chat/completions"
+
+
+def streamed(url: str, **body: object) -> str:
+    chunks = events(url, None, CHAT, {"model": "glm", "messages": MESSAGES, "stream": True, **body})
+    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+async def test_a_url_may_end_in_the_version(end: str) -> None:
+    async with on_socket(FakeUpstream()) as served:
+        url = str(served.http.base_url).rstrip("/") + end
+        listed = await asyncio.to_thread(fetch, url, None, "/v1/models")
+        assert [each["id"] for each in listed["data"]] == ["glm", "org/glm-2"]
+        assert await asyncio.to_thread(streamed, url) == "Hello world"
+
+
+async def test_a_refused_stream_is_an_error() -> None:
+    async with on_socket(FakeUpstream()) as served:
+        with pytest.raises(ClientError, match=r"temperature.*\(400\)"):
+            await asyncio.to_thread(streamed, str(served.http.base_url), temperature=9)

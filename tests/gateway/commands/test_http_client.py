@@ -1,0 +1,131 @@
+"""The client against a server that writes exactly what a test says, cut where it says."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from gateway.commands.http_client import Client, HttpError
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+EVENTS = (b"data: one\n\n", b": ping\n\ndata: two\n\n", b"data: thr", b"ee\n\n")
+STREAM = HEAD + b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in EVENTS) + b"0\r\n\r\n"
+WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 7\r\n\r\n{...}\r\n"
+
+
+@asynccontextmanager
+async def serving(answer: Callable[[], Sequence[bytes]]) -> AsyncIterator[tuple[Client, list[bytes]]]:
+    """Answer every request with these pieces; the second part lists the connections' first lines."""
+    requests: list[bytes] = []
+    handlers: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handlers.add(asyncio.current_task())
+        requests.append(b"connection")
+        while head := await reader.readline():
+            requests.append(head)
+            await reader.readuntil(b"\r\n\r\n{}")
+            for piece in answer():
+                writer.write(piece)
+                await asyncio.sleep(0)
+            if not answer():
+                break
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    client = Client(f"http://127.0.0.1:{port}")
+    try:
+        yield client, requests
+    finally:
+        client.close()
+        server.close()
+        await asyncio.wait(handlers)
+
+
+async def ask(client: Client, timeout_s: float = 20) -> tuple[list[bytes], bytes]:
+    events: list[bytes] = []
+    rest = await client.post("/x", b"{}", lambda _at, data: events.append(data), timeout_s=timeout_s)
+    return events, rest
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+async def test_a_stream_is_read_however_it_is_cut(size: int) -> None:
+    pieces = [STREAM[at : at + size] for at in range(0, len(STREAM), size)]
+    async with serving(lambda: pieces) as (client, requests):
+        for _ in range(2):
+            assert await ask(client) == ([b"one", b"two", b"three"], b"")
+    assert requests == [b"connection", *[b"POST /x HTTP/1.1\r\n"] * 2]
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+async def test_a_plain_answer_is_returned(size: int) -> None:
+    pieces = [WHOLE[at : at + size] for at in range(0, len(WHOLE), size)]
+    async with serving(lambda: pieces) as (client, _):
+        assert await ask(client) == ([], b"{...}\r\n")
+
+
+async def test_a_status_is_an_error_that_shows_the_body() -> None:
+    answer = b"HTTP/1.1 429 Too Many\r\ncontent-length: 4\r\n\r\nfull"
+    async with serving(lambda: [answer]) as (client, _):
+        with pytest.raises(HttpError, match="status 429: full"):
+            await ask(client)
+
+
+async def test_an_answer_cut_short_is_an_error() -> None:
+    async with serving(list) as (client, _):
+        with pytest.raises(HttpError, match="closed before"):
+            await ask(client)
+
+
+async def test_silence_is_an_error() -> None:
+    async with serving(lambda: [HEAD]) as (client, requests):
+        with pytest.raises(HttpError, match=r"within 0\.1 s"):
+            await ask(client, timeout_s=0.1)
+        with pytest.raises(HttpError, match=r"within 0\.1 s"):
+            await ask(client, timeout_s=0.1)
+    assert requests.count(b"connection") == 2
+
+
+async def test_nobody_there_is_an_error() -> None:
+    with pytest.raises(HttpError, match="cannot connect"):
+        await ask(Client("http://127.0.0.1:1"))
+    with pytest.raises(ValueError, match="no http://"):
+        Client("ftp://x")
+
+
+async def test_a_key_and_a_path_are_sent() -> None:
+    heads: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n{}"))
+        writer.write(WHOLE)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/behind/v1/", "sk-1")
+    await ask(client)
+    client.close()
+    server.close()
+    assert heads[0].startswith(b"POST /behind/x HTTP/1.1\r\n")
+    assert b"\r\nAuthorization: Bearer sk-1\r\n" in heads[0]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n",
+        b"HTTP/1.1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nnot a header\r\n\r\n",
+        HEAD + b"-5\r\n",
+        HEAD + b"length\r\n",
+    ],
+)
+async def test_what_is_no_answer_is_an_error_at_once(answer: bytes) -> None:
+    async with serving(lambda: [answer]) as (client, _):
+        with pytest.raises(HttpError, match="cannot be read"):
+            await ask(client)

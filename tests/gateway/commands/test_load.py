@@ -1,0 +1,83 @@
+"""Load on the gateway's own application over a fake upstream, from real processes."""
+
+import json
+import threading
+from collections.abc import AsyncGenerator, Iterator
+
+import pytest
+import uvicorn
+
+from gateway.app import create_app
+from gateway.commands.load import LoadPool, Workload, closed_loop, open_loop
+from gateway.core.events import Event
+from gateway.core.request import Generation, PlainText, TokenIds
+from gateway.server import base_url, bind
+from tests.gateway.fake_upstream import FakeUpstream, say
+from tests.gateway.serving import settings
+
+
+@pytest.fixture
+def upstream() -> FakeUpstream:
+    def script(request: Generation) -> AsyncGenerator[Event, None]:
+        return say(*"abc"[: request.max_tokens], finish="length")
+
+    return FakeUpstream(script)
+
+
+@pytest.fixture
+def url(upstream: FakeUpstream) -> Iterator[str]:
+    listener = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(create_app(settings(), upstream), log_level="error"))
+    serving = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    serving.start()
+    yield base_url(listener)
+    server.should_exit = True
+    serving.join()
+
+
+def test_a_closed_loop_asks_as_often_as_it_was_told(url: str, upstream: FakeUpstream) -> None:
+    workload = Workload(url=url, model="glm", ids=5, shared=2, out=3)
+    with LoadPool(2) as pool:
+        row = closed_loop(pool, workload, "row", clients=3, requests=8)
+        whole = closed_loop(
+            pool, Workload(url=url, model="glm", out=2, stream=False), "row", clients=1, requests=2
+        )
+    assert (row.clients, row.requests, row.failed, row.output_tokens, row.pieces) == (3, 8, 0, 3, 3)
+    assert (whole.requests, whole.failed, whole.output_tokens, whole.pieces) == (2, 0, 2, 1)
+    asked = upstream.requests[:8]
+    assert all(request.stream and request.ignore_eos and request.max_tokens == 3 for request in asked)
+    prompts = {request.prompt for request in asked}
+    assert len(prompts) == 8
+    assert {len(prompt.ids) for prompt in prompts if isinstance(prompt, TokenIds)} == {5}
+    assert len({prompt.ids[:2] for prompt in prompts if isinstance(prompt, TokenIds)}) == 1
+
+
+def test_an_open_loop_asks_whatever_becomes_of_it(url: str, upstream: FakeUpstream) -> None:
+    with LoadPool(1) as pool:
+        row = open_loop(pool, Workload(url=url, model="glm", out=1), "row", rate=40.0, seconds=1.0)
+        with pytest.raises(RuntimeError, match="status 404"):
+            open_loop(pool, Workload(url=url, model="none"), "row", rate=40.0, seconds=0.5)
+    assert row.rate == 40.0
+    assert row.requests == len(upstream.requests) > 10
+    assert row.failed == 0
+
+
+def test_a_name_always_asks_the_same() -> None:
+    workload = Workload(url="http://x", model="m", ids=9)
+    assert workload.body("a") == workload.body("a") != workload.body("b")
+    body = json.loads(workload.body("a"))
+    assert len(body["prompt"]) == 9
+    assert body["stream_options"] == {"include_usage": True}
+    assert workload.path == "/v1/completions"
+    assert Workload(url="http://x", model="m").path == "/v1/chat/completions"
+
+
+def test_prompts_may_be_words(url: str, upstream: FakeUpstream) -> None:
+    workload = Workload(url=url, model="glm", words=7, out=3)
+    with LoadPool(1) as pool:
+        closed_loop(pool, workload, "words", clients=2, requests=2)
+    prompts = [request.prompt for request in upstream.requests]
+    assert all(isinstance(prompt, PlainText) for prompt in prompts)
+    texts = {prompt.text for prompt in prompts if isinstance(prompt, PlainText)}
+    assert len(texts) == 2
+    assert {len(text.split()) for text in texts} == {7}

@@ -1,0 +1,59 @@
+import pytest
+
+from gateway.commands.load_answer import Answer
+from gateway.commands.load_rows import LoadRow, median_row, percentile, summarise, table
+
+
+def answer(sent: float, *pieces: float, tokens: int, error: str | None = None) -> Answer:
+    return Answer(
+        sent=sent, pieces=list(pieces), ended=pieces[-1], prompt_tokens=5, tokens=tokens, error=error
+    )
+
+
+def row(tokens_per_second: float) -> LoadRow:
+    done = answer(0.0, 1.0, 1.0 + 1 / tokens_per_second, tokens=2)
+    return summarise([done], clients=1, rate=0.0)
+
+
+def test_a_row_is_computed_from_the_answers() -> None:
+    answers = [
+        answer(10.0, 10.25, 10.26, 10.28, tokens=4),
+        answer(10.0, 11.0, 11.5, tokens=2),
+        answer(10.0, 12.0, tokens=0, error="full"),
+    ]
+    found = summarise(answers, clients=3, rate=0.0)
+    assert (found.clients, found.requests, found.failed, found.error) == (3, 3, 1, "full")
+    assert found.seconds == pytest.approx(1.5)
+    assert found.tokens_per_second == pytest.approx(6 / 1.5)
+    assert (found.ttft_p50, found.ttft_p99) == pytest.approx((250, 1000))
+    assert (found.per_token_p50, found.per_token_p99) == pytest.approx((10, 500))
+    assert (found.gap_p50, found.gap_p99) == pytest.approx((20, 500))
+    assert found.within == pytest.approx(1 / 3)
+    assert (found.prompt_tokens, found.output_tokens, found.pieces) == (5, 3, 2.5)
+
+
+def test_failures_alone_are_no_measurement() -> None:
+    with pytest.raises(RuntimeError, match=r"all 1 requests failed.*full"):
+        summarise([answer(0.0, 1.0, tokens=0, error="full")], clients=1, rate=0.0)
+
+
+def test_the_median_is_a_row_that_was_measured() -> None:
+    rows = [row(5.0), row(9.0), row(7.0)]
+    assert median_row(rows) is rows[2]
+    assert median_row(rows[:2]) is rows[0]
+
+
+@pytest.mark.parametrize(("percent", "expected"), [(50, 2), (51, 3), (99, 4), (1, 1), (100, 4)])
+def test_percentiles_are_values_that_occurred(percent: int, expected: float) -> None:
+    assert percentile([4, 2, 3, 1], percent) == expected
+
+
+def test_a_percentile_of_nothing_is_zero() -> None:
+    assert percentile([], 50) == 0
+
+
+def test_a_table_has_a_line_for_each_row() -> None:
+    lines = table(LoadRow, [row(5.0), row(9.0)], leave_out={"rate", "error"}).splitlines()
+    assert len(lines) == 4
+    assert "rate" not in lines[0]
+    assert len({line.count("|") for line in lines}) == 1

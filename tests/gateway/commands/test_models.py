@@ -1,0 +1,84 @@
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from gateway.cli import main
+from gateway.commands.models import models_of, prompt_of, show, table
+from gateway.errors import ModelNotFoundError
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.serving import on_socket, settings
+from tests.gateway.triton.fake_triton import FakeTriton
+
+ASK = [{"role": "user", "name": "ann", "content": "hi"}]
+NOWHERE = "127.0.0.1:1"
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    words = {token: id_ for id_, token in enumerate(map(chr, range(32, 127)))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = "{% for each in messages %}[{{ each.role }}]{{ each.content }}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    return str(tmp_path)
+
+
+async def test_every_name_has_a_row() -> None:
+    triton = FakeTriton()
+    await triton.start()
+    try:
+        given = {"glm": {"entry": "m", "aliases": ["a", "b"]}, "gone": {}}
+        rows = await models_of(settings(upstreams=[triton.address], models=given), timeout_s=10)
+    finally:
+        await triton.stop()
+    assert [line.split() for line in table(rows).splitlines()] == [
+        ["model", "aliases", "entry", "upstreams", "dialect", "state", "context"],
+        ["glm", "a,b", "m", triton.address, "chatglm", "ready", "512"],
+        ["gone", "-", "gone", triton.address, "-", "not_ready", "-"],
+    ]
+
+
+async def test_a_prompt_is_rendered_here_where_no_triton_is(tokenizer: str) -> None:
+    models: dict[str, Any] = {"q": {"tokenizer": tokenizer, "system": "Hm.", "aliases": ["r"]}}
+    tokens = await prompt_of(settings(upstreams=[NOWHERE], models=models), "r", ASK, timeout_s=0.2)
+    text = "[system]Hm.[user]hi"
+    assert show(tokens) == f"{text}\n\n{len(text)} tokens: {' '.join(str(ord(each) - 32) for each in text)}"
+    with pytest.raises(ModelNotFoundError):
+        await prompt_of(settings(upstreams=[NOWHERE], models=models), "s", ASK, timeout_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[", "the messages are not valid JSON"),
+        ("{", "The body is not valid JSON"),
+        ("3", "The body must be a JSON object"),
+        ('[{"role": "nobody"}]', "messages.0.role"),
+        (json.dumps(ASK), "the model"),
+    ],
+)
+def test_what_cannot_be_shown_is_said_in_one_line(text: str, told: str) -> None:
+    flags = ["--model", "q", "--models", "q", "--upstreams", NOWHERE, "--timeout-s", "0.2"]
+    done = CliRunner().invoke(main, ["prompt", *flags], input=text)
+    assert done.exit_code == 1
+    assert done.output.startswith("Error: ")
+    assert told.lower() in done.output.lower()
+    assert "Traceback" not in done.output
+
+
+async def test_a_running_gateway_is_asked() -> None:
+    upstream = FakeUpstream()
+    async with on_socket(upstream, models={"glm": {"aliases": ["gpt"]}, "org/glm-2": {}}) as served:
+        url = str(served.http.base_url)
+        done = await asyncio.to_thread(CliRunner().invoke, main, ["models", url])
+    assert [line.split() for line in done.output.splitlines()] == [
+        ["model", "aliases", "state", "context"],
+        ["glm", "gpt", "ready", "64"],
+        ["org/glm-2", "-", "ready", "64"],
+    ]

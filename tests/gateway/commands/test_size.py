@@ -1,0 +1,98 @@
+"""The gateway's arithmetic is the engine's, which it may not import."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from gateway.cli import main
+from gateway.commands import size as sizing
+from gateway.commands.size import (
+    GIB,
+    Shape,
+    SizingError,
+    read_shape,
+)
+from gateway.commands.size import (
+    fit as size,
+)
+from triton_models.checkpoint import load_model, read_config
+from triton_models.engine import capacity, graphs, settings
+from triton_models.options import OPTIONS
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+CHATGLM3_6B = Shape(
+    layers=28,
+    hidden=4096,
+    ffn=13696,
+    query_heads=32,
+    kv_heads=2,
+    head=128,
+    vocabulary=65024,
+    context=8192,
+    bias=True,
+)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["size", *arguments])
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize("name", ["chatglm2", "chatglm3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sizes_are_the_models_own(name: str, dtype: torch.dtype) -> None:
+    shape = read_shape(GOLDEN / name)
+    assert shape.weight_bytes(dtype.itemsize) == read_config(GOLDEN / name).nbytes(dtype)
+    model = load_model(GOLDEN / name, dtype, torch.device("cpu"))
+    assert shape.kv_bytes(dtype.itemsize) == model.kv_shape.bytes_per_token(dtype)
+
+
+def test_figures_are_the_engines_own() -> None:
+    assert settings.EngineSettings().block_size == sizing.BLOCK_TOKENS
+    assert sizing.GPU_SHARE == capacity.GPU_SHARE
+    gpu_defaults = {option.name: option.gpu for option in OPTIONS}
+    assert gpu_defaults["max_running"] == sizing.MAX_RUNNING
+    assert sizing.LOGITS_COPIES == capacity.LOGITS_COPIES
+    assert sizing.GRAPH_BYTES == capacity.GRAPH_BYTES
+    assert sizing.STEP_TOKENS == graphs.LARGEST_PROMPTS
+    decodes = graphs.decode_sizes(sizing.MAX_RUNNING)
+    prompts = graphs.prompt_sizes(sizing.STEP_TOKENS)
+    assert 2 * len(decodes) + len(prompts) == sizing.GRAPHS
+
+
+def test_chatglm3_on_24_gib() -> None:
+    found = size(CHATGLM3_6B, gpu_bytes=24 * GIB, item_bytes=2)
+    assert found.kv_token == 28_672
+    assert found.weights == pytest.approx(11.63 * GIB, rel=0.01)
+    assert found.weights + found.steps + found.kv_cache <= 24 * GIB
+    assert 150 < found.sequences(2048, 512) < 200
+    assert size(CHATGLM3_6B, gpu_bytes=80 * GIB, item_bytes=2).sequences(1024, 512) == 512
+    assert size(CHATGLM3_6B, gpu_bytes=12 * GIB, item_bytes=2).blocks == 0
+
+
+def test_the_command(tmp_path: Path) -> None:
+    status, text = run("--model", str(GOLDEN / "chatglm3"), "--gpu-memory", "24")
+    assert status == 0
+    assert "weights" in text
+    assert "sequences at once" in text
+    status, text = run("--model", str(GOLDEN / "chatglm3"), "--gpu-memory", "0.1")
+    assert (status, "does not fit" in text) == (1, True)
+    status, text = run("--model", str(tmp_path), "--gpu-memory", "24")
+    assert (status, "config.json: No such file" in text) == (1, True)
+
+
+@pytest.mark.parametrize("document", ["[]", "{", '{"num_layers": 2}', '{"num_layers": "2"}'])
+def test_what_is_no_checkpoint(tmp_path: Path, document: str) -> None:
+    (tmp_path / "config.json").write_text(document)
+    with pytest.raises(SizingError, match=r"config\.json: not "):
+        read_shape(tmp_path)
+
+
+def test_a_count_below_one(tmp_path: Path) -> None:
+    good = json.loads((GOLDEN / "chatglm3" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(good | {"num_layers": 0}))
+    with pytest.raises(SizingError, match="0 is no count"):
+        read_shape(tmp_path)

@@ -1,0 +1,192 @@
+import json
+import logging
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from gateway.core.events import Event
+from gateway.core.request import Generation
+from gateway.http.record import BODY_LIMIT_BYTES
+from gateway.telemetry.logs import configure_logging
+from gateway.telemetry.tracing import current_trace
+from tests.gateway.fake_upstream import FakeUpstream, say, say_choices
+from tests.gateway.serving import CHAT, MESSAGES, Served, in_process
+
+SECRET = "sk-very-secret"
+PROMPT = "tell nobody about the harbour"
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+HEADERS = {"authorization": f"Bearer {SECRET}", "traceparent": f"00-{TRACE_ID}-00f067aa0ba902b7-01"}
+KEYS = [{"name": "anna", "key": SECRET}]
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+async def ask(served: Served, **parameters: Any) -> Any:
+    body = {"model": "glm", "messages": [{"role": "user", "content": PROMPT}], **parameters}
+    return await served.http.post(CHAT, json=body, headers=HEADERS)
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    written = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    return [line for line in written if line["logger"] == "gateway.access"]
+
+
+async def called(_: Generation) -> AsyncIterator[Event]:
+    current_trace.get().calls.append(["triton-a:8001", "triton-b:8001"])
+    async for event in say("a", "b", finish="length"):
+        yield event
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_line_has_all_that_is_known(capsys: pytest.CaptureFixture[str], *, stream: bool) -> None:
+    configure_logging("info")
+    async with in_process(FakeUpstream(called), api_keys=KEYS) as served:
+        answer = await ask(served, stream=stream)
+    (line,) = lines(capsys)
+    times = {name: line.pop(name) for name in list(line) if name.endswith("_ms")}
+    assert set(times) == {"duration_ms", "queued_ms", "waited_ms", "first_token_ms", "generation_ms"}
+    assert 0 <= times["queued_ms"] <= times["first_token_ms"] <= times["duration_ms"]
+    assert 0 <= times["generation_ms"] <= times["duration_ms"] - times["first_token_ms"] + 0.002  # rounded
+    line.pop("time")
+    assert line == {
+        "level": "INFO",
+        "logger": "gateway.access",
+        "message": "request",
+        "request_id": answer.headers["x-request-id"],
+        "trace_id": TRACE_ID,
+        "method": "POST",
+        "route": CHAT,
+        "status": 200,
+        "key": "anna",
+        "model": "glm",
+        "stream": stream,
+        "prompt_tokens": 3,
+        "generated_tokens": 2,
+        "finish_reason": "length",
+        "upstream": "triton-b:8001",
+        "attempts": 2,
+    }
+
+
+async def test_a_tokenization_is_no_generation(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info")
+    async with in_process(FakeUpstream(), api_keys=KEYS) as served:
+        await served.http.post("/tokenize", json={"model": "glm", "prompt": "a"}, headers=HEADERS)
+    (line,) = lines(capsys)
+    assert line["model"] == "glm"
+    assert line.keys() >= {"queued_ms", "waited_ms"}
+    assert not line.keys() & {"stream", "prompt_tokens", "generated_tokens"}
+
+
+async def test_the_tritons_of_several_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    tried = {"one": ["a:1"], "two": ["b:1", "a:1", "c:1"], "three": ["a:1"], "four": ["b:1", "c:1"]}
+
+    async def say_tried(request: Generation) -> AsyncIterator[Event]:
+        current_trace.get().calls.append(tried[request.prompt.text])
+        async for event in say("a"):
+            yield event
+
+    configure_logging("info")
+    async with in_process(FakeUpstream(say_tried), api_keys=KEYS) as served:
+        body = {"model": "glm", "prompt": list(tried)}
+        await served.http.post("/v1/completions", json=body, headers=HEADERS)
+    (line,) = lines(capsys)
+    # Each Triton that answered once, in the order of the prompts; the most tries that any prompt needed.
+    assert (line["upstream"], line["attempts"]) == ("a:1,c:1", 3)
+
+
+async def test_the_reasons_of_several_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info")
+    async with in_process(FakeUpstream(say_choices), api_keys=KEYS) as served:
+        await ask(served, n=3)
+    (line,) = lines(capsys)
+    assert line["finish_reason"] == "stop,length"
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+async def test_neither_prompts_nor_answers_nor_keys_show(
+    capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    configure_logging("debug", form)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    upstream = FakeUpstream(lambda _: say("an", "swered"))
+    async with in_process(upstream, api_keys=KEYS) as served:
+        for stream in (False, True):
+            await ask(served, stream=stream)
+        await ask(served, temperature=99)
+        await ask(served, messages=PROMPT)
+        await ask(served, model=PROMPT)
+        wrong = {"authorization": f"Bearer {SECRET}-guess"}
+        await served.http.post(CHAT, json={"model": "glm", "messages": MESSAGES}, headers=wrong)
+        await served.http.post(CHAT, content=PROMPT, headers=HEADERS | {"content-type": "application/json"})
+    written = capsys.readouterr().err
+    assert written.count("gateway.access") == 7
+    assert not [text for text in (PROMPT, "harbour", "swered", SECRET) if text in written]
+
+
+async def test_bodies_show_where_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info")
+    async with in_process(FakeUpstream(), api_keys=KEYS, log_prompts=True) as served:
+        await ask(served)
+        await ask(served, user="x" * BODY_LIMIT_BYTES)
+        await served.http.get("/v1/models", headers=HEADERS)
+    first, second, third = lines(capsys)
+    assert json.loads(first["body"])["messages"][0]["content"] == PROMPT
+    assert len(second["body"]) == BODY_LIMIT_BYTES
+    assert "body" not in third
+    assert SECRET not in json.dumps([first, second, third])
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0, 0), (0.25, 20, 80), (1.0, 200, 200)])
+async def test_a_share_of_successes_and_every_failure(
+    capsys: pytest.CaptureFixture[str], share: float, least: int, most: int
+) -> None:
+    configure_logging("info")
+    async with in_process(FakeUpstream(), api_keys=KEYS, log_sample=share) as served:
+        for _ in range(200):
+            headers = HEADERS | {"x-request-id": "chosen"}  # decides nothing
+            await served.http.get("/v1/models", headers=headers)
+        for _ in range(5):
+            await ask(served, temperature=99)
+    written = lines(capsys)
+    assert least <= sum(line["status"] == 200 for line in written) <= most
+    assert sum(line["status"] == 400 for line in written) == 5
+
+
+async def test_text_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", "text")
+    logging.getLogger("any").warning("careful", extra={"upstream": "triton:8001"})
+    try:
+        int("why")
+    except ValueError:
+        logging.getLogger("any").exception("it failed")
+    first, second, *traceback = capsys.readouterr().err.splitlines()
+    assert first.endswith("WARNING any: careful upstream='triton:8001'")
+    assert second.endswith("ERROR any: it failed")
+    assert traceback[-1].startswith("ValueError: ")
+
+
+async def test_plain_lines_tell_of_failures_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("warning", "plain")
+    async with in_process(FakeUpstream(), log_format="plain") as served:
+        await ask(served)
+        await ask(served, temperature=9)
+        await ask(served, model="\x1b[2Jno")
+        await served.http.get("/nowhere")
+        await served.http.post("/v1/models")
+    first, second, third, fourth = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"400 POST {CHAT}: temperature: ")
+    assert second.startswith(f"404 POST {CHAT}: model: ")
+    assert "no" in second
+    assert "\x1b" not in second
+    assert third.startswith("404 GET ")
+    assert fourth.startswith("405 POST ")
+    assert PROMPT not in first + second

@@ -1,0 +1,95 @@
+import pytest
+
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.serving import CHAT, MESSAGES, in_process, on_socket
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "headers", "status"),
+    [
+        ("GET", "/nope", b"", {}, 404),
+        ("GET", "/nothing", b"", {}, 404),
+        ("GET", CHAT, b"", {}, 405),
+        ("DELETE", "/v1/models", b"", {}, 405),
+        ("OPTIONS", CHAT, b"", {}, 405),
+        ("POST", CHAT, b"{}", {}, 415),
+        ("POST", CHAT, b"{}", {"content-type": "text/plain"}, 415),
+        ("POST", CHAT, b"", JSON, 400),
+        ("POST", CHAT, b"{", JSON, 400),
+        ("POST", CHAT, b"[]", JSON, 400),
+        ("POST", CHAT, b'"x"', JSON, 400),
+        ("POST", CHAT, b"null", JSON, 400),
+        ("POST", CHAT, b'{"model": NaN}', JSON, 400),
+        ("POST", CHAT, b'{"model": "\xff"}', JSON, 400),
+        ("POST", CHAT, b'{"model": "\\ud800"}', JSON, 400),
+        ("POST", CHAT, b'{"a":' * 100_000, JSON, 400),
+        ("POST", CHAT, b"{}", {"content-type": "application/json; charset=utf-8"}, 400),
+    ],
+)
+async def test_one_shape_for_every_error(
+    method: str, path: str, content: bytes, headers: dict[str, str], status: int
+) -> None:
+    async with in_process(FakeUpstream()) as served:
+        answer = await served.http.request(method, path, content=content, headers=headers)
+        assert answer.status_code == status
+        assert set(answer.json()) == {"error"}
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert answer.headers["content-type"] == "application/json"
+        if status == 405:
+            assert answer.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", CHAT),
+        ("/completions", "/v1/completions"),
+        ("/responses", "/v1/responses"),
+        ("/models", "/v1/models"),
+        ("/models/glm", "/v1/models/glm"),
+        ("/v1/v1/chat/completions", CHAT),
+        ("/openai/v1/chat/completions", CHAT),
+        ("/v1/chat/completion", CHAT),
+        ("/v1/Chat/Completions", CHAT),
+        ("/chat/completion", CHAT),
+        ("/v1/tokenize", "/tokenize"),
+        ("/helth", "/health"),
+        ("/nothing/like/it", None),
+        ("/" + "a" * 5000, None),
+        ("/", None),
+    ],
+)
+async def test_a_near_miss_is_answered_with_what_was_meant(path: str, meant: str | None) -> None:
+    async with in_process(FakeUpstream(), chat_page=False) as served:
+        for answer in (await served.http.post(path, json={}), await served.http.get(path)):
+            assert answer.status_code == 404
+            said = f": did you mean {meant}?" if meant else "."
+            assert answer.json()["error"]["message"] == f"There is nothing at this path{said}"
+
+
+@pytest.mark.parametrize("path", ["/v1/models/", "//v1/models", "/v1//models", "/v1/models//"])
+async def test_needless_slashes_do_not_count(path: str) -> None:
+    async with on_socket(FakeUpstream()) as served:
+        answer = await served.http.get(str(served.http.base_url).rstrip("/") + path)
+        assert [model["id"] for model in answer.json()["data"]] == ["glm", "org/glm-2"]
+        assert served.metric("requests_total", route="/v1/models", model="unknown", status="200") == 1
+        post = await served.http.post(CHAT + "/", json={"model": "glm", "messages": MESSAGES})
+        assert post.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/models/glm", "/version", "/metrics", "/v2", "/openapi.json", "/docs"]
+)
+async def test_head_is_answered_as_get_without_a_body(path: str) -> None:
+    async with on_socket(FakeUpstream()) as served:
+        answer, whole = await served.http.head(path), await served.http.get(path)
+        assert answer.status_code == whole.status_code == 200
+        assert answer.content == b""
+        assert answer.headers["content-type"] == whole.headers["content-type"]
+        assert "transfer-encoding" not in answer.headers
+        # The connection goes on.
+        assert (await served.http.get("/version")).status_code == 200
+        assert (await served.http.head(CHAT)).status_code == 405
+        assert (await served.http.head("/nope")).status_code == 404

@@ -1,0 +1,106 @@
+import asyncio
+import json
+
+import pytest
+
+from gateway.http import protocol
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.serving import CHAT, MESSAGES, Served, on_socket
+
+
+async def record(served: Served, *pieces: bytes, pause_s: float = 0.0) -> tuple[bytes, bytes]:
+    """Send raw bytes; return the head and the body of all that comes back until the close."""
+    reader, writer = await asyncio.open_connection(served.http.base_url.host, served.http.base_url.port)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+        async with asyncio.timeout(20):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    except ConnectionError:
+        head, body = b"", b""
+    finally:
+        writer.close()
+    return head, body
+
+
+async def test_what_is_no_http_is_told_so_in_the_one_error_shape() -> None:
+    async with on_socket(FakeUpstream()) as served:
+        head, body = await record(served, b"\x16\x03\x01 what\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def test_endless_headers_are_refused() -> None:
+    line = b"X-Filler: " + b"x" * 1000 + b"\r\n"
+    async with on_socket(FakeUpstream()) as served:
+        head, body = await record(
+            served, b"GET /health HTTP/1.1\r\nHost: localhost\r\n", *[line] * 70, pause_s=0.001
+        )
+        assert head.startswith(b"HTTP/1.1 431 ")
+        assert set(json.loads(body)) == {"error"}
+        assert (await served.chat()).status_code == 200
+
+
+async def test_one_endless_header_is_refused_too() -> None:
+    async with on_socket(FakeUpstream()) as served:
+        pieces = [b"GET /health HTTP/1.1\r\nX-Filler: ", *[b"x" * 4000] * 20]
+        head, _ = await record(served, *pieces, pause_s=0.001)
+        assert head.startswith(b"HTTP/1.1 431 ")
+
+
+async def test_a_body_does_not_count_as_headers() -> None:
+    async with on_socket(FakeUpstream()) as served:
+        answer = await served.chat(user="u" * (2 * protocol.HEAD_LIMIT_BYTES))
+        assert answer.status_code == 200
+
+
+async def test_slow_headers_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.3)
+    async with on_socket(FakeUpstream()) as served:
+        head, _ = await record(served, b"GET /health HTTP/1.1\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        assert await record(served) == (b"", b""), "a connection that says nothing is closed without a word"
+
+
+async def test_a_later_request_on_the_connection_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.3)
+    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    async with on_socket(FakeUpstream()) as served:
+        head, body = await record(served, request, request, b"GET /hea", pause_s=0.5)
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert body.count(b"HTTP/1.1 200 ") == 1
+        assert b"HTTP/1.1 408 " in body
+
+
+async def test_http_1_0_gets_its_stream_without_chunks() -> None:
+    body = json.dumps({"model": "glm", "messages": MESSAGES, "stream": True}).encode()
+    head = f"POST {CHAT} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    async with on_socket(FakeUpstream()) as served:
+        # The connection's end is the body's.
+        answered, stream = await record(served, head.encode() + body)
+        assert answered.startswith(b"HTTP/1.1 200 ")
+        assert b"transfer-encoding" not in answered.lower()
+        events = stream.decode().split("\r\n\r\n" if b"\r\n" in stream else "\n\n")
+        assert events[-1] == ""
+        assert all(event.startswith("data: ") for event in events[:-1])
+        assert events[-2] == "data: [DONE]"
+        answered, whole = await record(served, b"GET /version HTTP/1.0\r\n\r\n")
+        assert f"content-length: {len(whole)}".encode() in answered.lower()
+        answered, nothing = await record(served, b"HEAD /version HTTP/1.0\r\n\r\n")
+        assert answered.startswith(b"HTTP/1.1 200 ")
+        assert nothing == b""
+
+
+async def test_tls_on_the_plain_port_is_named_in_the_log_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(protocol.BoundedHttpProtocol, "_tls_seen", False)
+    async with on_socket(FakeUpstream()) as served:
+        await record(served, b"\x00\x01 garbage\r\n\r\n")
+        assert "TLS" not in caplog.text
+        for _ in range(3):
+            await record(served, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(64)))
+        assert caplog.text.count("speaks TLS") == 1
+        assert (await served.chat()).status_code == 200

@@ -1,0 +1,159 @@
+"""The race itself, at the moments that a real socket cannot be brought to hit."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from time import perf_counter
+from typing import Any
+
+import pytest
+
+from gateway.app import create_app
+from gateway.core.events import Accepted
+from gateway.core.request import Generation, PlainText
+from gateway.errors import ClientGoneError, DeadlineError, UnavailableError
+from gateway.http.record import RequestRecord
+from gateway.http.run import RunningRequest
+from tests.gateway.fake_upstream import FakeUpstream, say, say_once_loaded
+from tests.gateway.serving import settings
+
+
+async def connected() -> Any:
+    """Stand in for the ASGI channel of a client that stays."""
+    await asyncio.sleep(60)
+
+
+class Setup:
+    def __init__(self, upstream: FakeUpstream, resources: AsyncExitStack) -> None:
+        self.upstream = upstream
+        self.gateway = create_app(settings(max_in_flight=1), upstream).state.gateway
+        self.record = RequestRecord(
+            request_id="r",
+            method="POST",
+            arrived=perf_counter(),
+            deadline=asyncio.get_running_loop().time() + 30,
+            metrics=self.gateway.metrics,
+            resources=resources,
+            model="glm",
+        )
+        self.running = RunningRequest(self.gateway, self.record)
+        self.generation = Generation(
+            request_id="r", model="glm", prompt=PlainText(""), deadline=self.record.deadline
+        )
+
+    async def start(self) -> Accepted:
+        accepted = await self.running.start([self.generation], connected)
+        assert accepted is not None
+        return accepted
+
+
+@pytest.fixture
+async def setup() -> AsyncIterator[Setup]:
+    resources = AsyncExitStack()
+    setup = Setup(FakeUpstream(lambda _: say("a", "b", gap_s=0.01)), resources)
+    yield setup
+    await resources.aclose()
+    assert setup.gateway.admission.in_flight == setup.gateway.admission.waiting == 0
+    assert setup.upstream.running == 0
+
+
+async def test_an_end_between_two_events_is_seen_at_the_next(setup: Setup) -> None:
+    await setup.start()
+    setup.running.end(ClientGoneError("gone"))
+    with pytest.raises(ClientGoneError):
+        await anext(setup.running)
+
+
+async def test_the_first_end_counts(setup: Setup) -> None:
+    await setup.start()
+    setup.running.end(DeadlineError("late"))
+    setup.running.end(ClientGoneError("gone"))
+    with pytest.raises(DeadlineError):
+        await anext(setup.running)
+    assert setup.record.outcome == 504
+
+
+async def test_an_end_after_the_last_event_changes_nothing(setup: Setup) -> None:
+    await setup.start()
+    assert len([event async for event in setup.running]) == 2
+    setup.running.end(ClientGoneError("gone"))
+    assert setup.record.error is None
+
+
+async def test_a_cancellation_from_outside_stays_one(setup: Setup) -> None:
+    setup.upstream.script = lambda _: say("a", gap_s=60)
+    await setup.start()
+    waiting = asyncio.create_task(anext(setup.running))
+    await asyncio.sleep(0.05)
+    setup.running.end(ClientGoneError("gone"))
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled()
+
+
+async def test_the_task_goes_on_after_an_end(setup: Setup) -> None:
+    setup.upstream.script = lambda _: say("a", gap_s=60)
+    await setup.start()
+    asyncio.get_running_loop().call_later(0.02, setup.running.end, UnavailableError("over"))
+    with pytest.raises(UnavailableError):
+        await anext(setup.running)
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+    await asyncio.sleep(0)
+
+
+async def test_an_end_while_waiting_for_admission(setup: Setup) -> None:
+    await setup.gateway.admission.acquire()
+    asyncio.get_running_loop().call_later(0.02, setup.running.end, ClientGoneError("gone"))
+    with pytest.raises(ClientGoneError):
+        await setup.start()
+    assert not setup.upstream.requests
+    setup.gateway.admission.release()
+
+
+async def test_a_permit_granted_in_the_turn_of_an_end_is_not_lost(setup: Setup) -> None:
+    await setup.gateway.admission.acquire()
+
+    def at_once() -> None:
+        setup.gateway.admission.release()
+        setup.running.end(ClientGoneError("gone"))
+
+    asyncio.get_running_loop().call_later(0.02, at_once)
+    with pytest.raises(ClientGoneError):
+        await setup.start()
+    assert not setup.upstream.requests
+
+
+async def test_none_starts_after_the_drain(setup: Setup) -> None:
+    setup.gateway.drain.end()
+    with pytest.raises(UnavailableError):
+        await setup.start()
+    assert not setup.upstream.requests
+
+
+def counted(setup: Setup) -> list[float]:
+    """Return how many requests wait, and how many are in flight."""
+    metrics = setup.gateway.metrics
+    return [gauge.labels("glm")._value.get() for gauge in (metrics.waiting, metrics.in_flight)]
+
+
+async def test_while_its_model_is_loaded_a_request_waits_in_the_metrics(setup: Setup) -> None:
+    loaded = asyncio.Event()
+    setup.upstream.script = lambda _: say_once_loaded(loaded)
+    asked = [setup.generation]
+    assert await setup.running.start(asked, connected, patience_s=0.0) is None
+    assert await setup.running.accepted(asked, patience_s=0.0) is None
+    assert counted(setup) == [1, 0]
+    loaded.set()
+    assert await setup.running.accepted(asked)
+    assert counted(setup) == [0, 1]
+    await setup.record.resources.aclose()
+    assert counted(setup) == [0, 0]
+
+
+async def test_a_request_that_waits_in_vain_leaves_the_metrics(setup: Setup) -> None:
+    setup.upstream.script = lambda _: say_once_loaded(asyncio.Event())
+    assert await setup.running.start([setup.generation], connected, patience_s=0.0) is None
+    await setup.record.resources.aclose()
+    assert counted(setup) == [0, 0]

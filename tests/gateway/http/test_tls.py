@@ -1,0 +1,115 @@
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from gateway.app import create_app
+from gateway.http.tls import Certificate
+from gateway.kserve.grpc import GrpcServer
+from gateway.server import base_url, bind, make_server
+from gateway.settings import follow
+from tests.gateway.certificates import Files, self_signed
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.serving import CHAT, MESSAGES, settings, until
+from tests.ports import free_ports
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "LOOK_EVERY_S", 0.01)
+
+
+@asynccontextmanager
+async def serving(files: Files) -> AsyncIterator[tuple[str, str]]:
+    """Serve by TLS; yield the URL, and the address for gRPC."""
+    upstream = FakeUpstream()
+    upstream.settings = settings(tls_cert=files.cert, tls_key=files.key)
+    app = create_app(upstream.settings, upstream)
+    certificate = Certificate(files.cert, files.key)
+    listener = bind("127.0.0.1", 0)
+    (port,) = free_ports(1)
+    server = make_server(app, files.cert, files.key)
+    grpc_server = GrpcServer(app.state.door, app.state.records, certificate)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    await server.up.wait()
+    await grpc_server.start(f"127.0.0.1:{port}")
+    assert server.config.ssl is not None
+    certificate.follow(server.config.ssl)
+    try:
+        yield base_url(listener, tls=True), f"127.0.0.1:{port}"
+    finally:
+        await grpc_server.stop(0)
+        server.should_exit = True
+        await task
+
+
+async def live(url: str, address: str, root: Files) -> tuple[bool, bool]:
+    """Whether whoever trusts `root` alone is answered over HTTP, and over gRPC."""
+    try:
+        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=root.cert)) as http:
+            answer = await http.post(url + CHAT, json={"model": "glm", "messages": MESSAGES})
+            by_http = answer.status_code == 200
+    except httpx.ConnectError:
+        by_http = False
+    async with grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(root.root())) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        try:
+            by_grpc = (await stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=20)).live
+        except grpc.aio.AioRpcError as error:
+            by_grpc = error.code() is not grpc.StatusCode.UNAVAILABLE
+    return by_http, by_grpc
+
+
+async def test_a_new_certificate_is_for_new_connections(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    served, first, second = (self_signed(tmp_path, name) for name in ("served", "first", "second"))
+    served.replace_by(first)
+    async with serving(served) as (url, address):
+        assert await live(url, address, first) == (True, True)
+        assert await live(url, address, second) == (False, False)
+        served.spoil()
+        await until_logged(caplog, "certificate refused")
+        assert await live(url, address, first) == (True, True)
+        served.replace_by(second)
+        await until_logged(caplog, "certificate applied")
+        assert await live(url, address, second) == (True, True)
+        assert await live(url, address, first) == (False, False)
+        async with httpx.AsyncClient() as plain:
+            with pytest.raises(httpx.TransportError):
+                await plain.get(url.replace("https", "http") + "/health")
+
+
+async def test_what_is_no_request_is_answered_by_tls_as_well(tmp_path: Path) -> None:
+    files = self_signed(tmp_path, "served")
+    async with serving(files) as (url, _):
+        host, port = url.removeprefix("https://").split(":")
+        context = ssl.create_default_context(cafile=files.cert)
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+        writer.write(b"GARBAGE\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+        writer.close()
+
+
+async def until_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    await until(lambda: text in caplog.text)
+
+
+def test_settings_that_cannot_be_used(tmp_path: Path) -> None:
+    one, other = (self_signed(tmp_path, name) for name in ("one", "other"))
+    broken: list[tuple[dict[str, Any], str]] = [
+        ({"tls_cert": one.cert}, "go together"),
+        ({"tls_cert": one.cert, "tls_key": other.key}, "no certificate with its key"),
+        ({"tls_cert": one.cert, "tls_key": "/nowhere"}, "No such file"),
+    ]
+    for values, fault in broken:
+        with pytest.raises(Exception, match=fault):
+            settings(**values)

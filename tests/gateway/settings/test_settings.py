@@ -1,0 +1,237 @@
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.settings import (
+    ConfigurationError,
+    Settings,
+    load_settings,
+    settings_table,
+    unknown_variables,
+    values,
+)
+from gateway.settings.values import ApiKey, is_loopback, revealed
+
+pytestmark = pytest.mark.usefixtures("clean_environment")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return tmp_path / "gateway.yaml"
+
+
+def test_flags_over_environment_over_file_over_defaults(
+    monkeypatch: pytest.MonkeyPatch, config: Path
+) -> None:
+    config.write_text("port: 1\nmax_waiting: 1\nmax_in_flight: 1\n")
+    monkeypatch.setenv("TRITONGATE_PORT", "2")
+    monkeypatch.setenv("TRITONGATE_MAX_WAITING", "2")
+    monkeypatch.setenv("TRITONGATE_CONFIG", str(config))
+    settings = load_settings({"port": "3"})
+    assert (settings.port, settings.max_waiting, settings.max_in_flight) == (3, 2, 1)
+    assert settings.max_body_bytes == 4 * 2**20
+
+
+@pytest.mark.parametrize("text", ["a:1,b:2", " a:1 , b:2,", '["a:1", "b:2"]'])
+def test_lists_in_the_environment(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("TRITONGATE_UPSTREAMS", text)
+    assert load_settings().upstreams == ("a:1", "b:2")
+
+
+def test_an_empty_variable_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONGATE_DEFAULT_MAX_TOKENS", "")
+    assert load_settings().default_max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "file", "expected"),
+    [
+        ({"port": "x"}, {}, "", ["port", "flag --port"]),
+        ({"port": "-1"}, {}, "", ["port", "flag --port"]),
+        ({}, {"PORT": "x"}, "", ["port", "environment variable TRITONGATE_PORT"]),
+        ({}, {"UPSTREAMS": "nowhere"}, "", ["upstreams.0", "TRITONGATE_UPSTREAMS"]),
+        ({}, {"UPSTREAMS": "dns:///nowhere"}, "", ["upstreams.0", "TRITONGATE_UPSTREAMS"]),
+        ({}, {"UPSTREAMS": "dns://9.9.9.9/triton:1"}, "", ["upstreams.0", "names a server to ask"]),
+        ({}, {"MODELS": '["a"'}, "", ["models", "TRITONGATE_MODELS"]),
+        (
+            {},
+            {"REPOSITORY_KEY": "s3cret"},
+            "",
+            ["repository_key: not KEY=VALUE", "TRITONGATE_REPOSITORY_KEY"],
+        ),
+        ({}, {}, "repository_key: Admin=s3cret", ["repository_key: not KEY=VALUE", "lower case"]),
+        ({}, {}, "repository_key: key-bin=s3cret", ["repository_key: not KEY=VALUE"]),
+        ({}, {}, "repository_key: key=s3cret\u4f60", ["repository_key: not KEY=VALUE"]),
+        ({}, {"API_KEYS": "s3cret"}, "", ["api_keys", "TRITONGATE_API_KEYS"]),
+        ({}, {"IDLE_TIMEOUT_S": "nan"}, "", ["idle_timeout_s"]),
+        ({}, {}, "max_in_flight: 0", ["max_in_flight", "gateway.yaml"]),
+        ({}, {}, "prot: 1", ["prot: unknown setting", "gateway.yaml"]),
+        ({}, {}, "api_keys: [{name: a, kee: s3cret}]", ["api_keys.0.kee: unknown key"]),
+        ({}, {}, "api_keys: [{name: a}]", ["api_keys.0", "exactly one of key and sha256"]),
+        ({}, {}, "api_keys: [{name: a, key: s3cret}, {name: a, key: b}]", ["same name"]),
+        ({}, {}, "- 1", ["gateway.yaml", "mapping"]),
+        ({}, {}, "port: 1\nkey: s3cret: [", ["gateway.yaml", "line 2"]),
+        ({"host": "0.0.0.0"}, {}, "", ["host", "api_keys", "allow_anonymous"]),  # noqa: S104
+    ],
+)
+def test_errors_name_field_and_source(  # noqa: PLR0917 - a table
+    monkeypatch: pytest.MonkeyPatch,
+    config: Path,
+    flags: dict[str, Any],
+    environment: dict[str, str],
+    file: str,
+    expected: list[str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv("TRITONGATE_" + name, value)
+    config.write_text(file)
+    with pytest.raises(ConfigurationError) as error:
+        load_settings(flags, config)
+    message = str(error.value)
+    assert not [text for text in expected if text not in message], message
+    assert "s3cret" not in message
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="No such file"):
+        load_settings(config=tmp_path / "absent.yaml")
+
+
+def test_a_misspelt_variable_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONGATE_MAX_INFLIGHT", "3")
+    monkeypatch.setenv("TRITONGATE_MAX_IN_FLIGHT", "3")
+    monkeypatch.setenv("TRITONGATE_KEY", "a client's")
+    assert unknown_variables() == ["TRITONGATE_MAX_INFLIGHT"]
+
+
+def test_defaults() -> None:
+    settings = load_settings()
+    assert (settings.host, settings.port) == ("127.0.0.1", 8080)
+    assert settings.upstreams == ("127.0.0.1:8001",)
+    assert settings.drain_s == 30
+
+
+def test_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONGATE_API_KEYS", '[{"name": "a", "key": "s3cret", "scopes": ["admin"]}]')
+    settings = load_settings()
+    assert settings.api_keys[0].name == "a"
+    assert "s3cret" not in repr(settings)
+
+
+def test_names_of_tritons_are_spelled_as_grpc_spells_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONGATE_UPSTREAMS", "dns:///triton:1,dns:triton:2,dns:3,10.0.0.1:4,dns:///[::1]:5")
+    assert load_settings().upstreams == (
+        "dns:///triton:1",
+        "dns:///triton:2",
+        "dns:3",  # a host of that name
+        "10.0.0.1:4",
+        "dns:///[::1]:5",
+    )
+
+
+def test_a_repository_key_is_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONGATE_REPOSITORY_KEY", "admin-key=s3cret=x")
+    settings = load_settings()
+    assert revealed(settings.repository_key) == "admin-key=s3cret=x"
+    assert "s3cret" not in repr(settings)
+    assert "s3cret" not in str(settings.model_dump())
+    assert revealed(load_settings({"repository_key": None}).repository_key) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        *((host, True) for host in ("127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost")),
+        *((host, False) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org")),  # noqa: S104
+    ],
+)
+def test_outside_needs_keys_or_a_decision(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+    if not loopback:
+        load_settings({"host": host, "allow_anonymous": True})
+        load_settings({"host": host, "api_keys": [ApiKey(name="a", key="k")]})
+
+
+def test_every_setting_has_a_default_and_help() -> None:
+    rows = list(settings_table())
+    assert [row.name for row in rows] == list(Settings.model_fields)
+    assert all(row.help for row in rows)
+    assert not any(field.is_required() for field in Settings.model_fields.values())
+    assert [row.name for row in rows if row.flag is None] == ["repository_key", "api_keys"]
+
+
+@pytest.mark.parametrize("value", ["collector:4318", "ftp://collector/v1/traces", "http://", "/v1/traces"])
+def test_an_endpoint_is_a_url(value: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"trace_endpoint: .*is not a URL"):
+        load_settings({"trace_endpoint": value})
+
+
+def test_traces_need_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'tritongate\[tracing\]'"):
+        load_settings({"trace_endpoint": "http://collector:4318/v1/traces"})
+
+
+@pytest.mark.parametrize("rule", [{"max_loaded_models": 2}, {"unload_idle_s": 9}, {"pinned_models": "m"}])
+def test_rules_of_loading_need_loading(rule: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError, match="need load_on_demand"):
+        load_settings(rule)
+    assert load_settings(rule | {"load_on_demand": True}).load_on_demand
+
+
+def test_a_port_serves_one_thing() -> None:
+    with pytest.raises(ConfigurationError, match="must differ"):
+        load_settings({"port": 8000, "kserve_http_port": 8000})
+    with pytest.raises(ConfigurationError, match="must differ"):
+        load_settings({"kserve_http_port": 8001, "kserve_grpc_port": 8001})
+    free = load_settings({"port": 0, "kserve_http_port": 0, "kserve_grpc_port": 0})
+    assert free.http_ports() == [0, 0]
+    assert load_settings({"port": 1}).http_ports() == [1]
+
+
+@pytest.mark.parametrize("value", ["tuned", "=m", "tuned=", "m=m", "tuned=a,tuned=b"])
+def test_adapters_are_names_with_their_models(value: str) -> None:
+    with pytest.raises(ConfigurationError, match="adapter"):
+        load_settings({"upstreams": "a:1", "adapters": value})
+    assert load_settings({"upstreams": "a:1", "adapters": "t=m,u=m"}).adapters == ("t=m", "u=m")
+
+
+@pytest.mark.parametrize("value", ["v2", "=batched", "m=", "m=v2", "batched,m=x"])
+def test_contracts_are_known_ones(value: str) -> None:
+    with pytest.raises(ConfigurationError, match="contract"):
+        load_settings({"contract": value})
+    assert load_settings({"contract": "batched, a/b=chatglm2"}).contract == ("batched", "a/b=chatglm2")
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers"), [(1, 1), (2, 1), (3, 1), (5, 1), (6, 2), (9, 3), (12, 4), (16, 4), (128, 4)]
+)
+def test_there_is_a_worker_for_every_three_cores(
+    cores: int, workers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(cores)))
+    monkeypatch.setattr(values, "_QUOTA", tmp_path / "absent")
+    assert load_settings().workers == load_settings({"workers": "auto"}).workers == workers
+    assert load_settings({"workers": "7"}).workers == 7
+
+
+@pytest.mark.parametrize(
+    ("quota", "workers"), [("max 100000", 4), ("600000 100000", 2), ("50000 100000", 1), ("?", 4)]
+)
+def test_cores_that_a_container_may_not_use_have_no_workers(
+    quota: str, workers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "cpu.max"
+    path.write_text(quota + "\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(64)))
+    monkeypatch.setattr(values, "_QUOTA", path)
+    assert load_settings().workers == workers
+
+
+@pytest.mark.parametrize("value", ["0", "65", "automatic", "2.5"])
+def test_a_number_of_workers_is_one(value: str) -> None:
+    with pytest.raises(ConfigurationError, match="workers"):
+        load_settings({"workers": value})

@@ -1,0 +1,31 @@
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from gateway.telemetry.logs import configure_logging, request_id
+
+
+@pytest.fixture
+def _restored() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.usefixtures("_restored")
+def test_lines_are_json_with_the_request_id(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info")
+    token = request_id.set("r1")
+    logging.getLogger("any").warning("提示 %s", "x", extra={"model": "m"})
+    logging.getLogger("any").debug("not told")
+    request_id.reset(token)
+    logging.getLogger("any").info("later")
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (first["level"], first["logger"], first["message"]) == ("WARNING", "any", "提示 x")
+    assert (first["request_id"], first["model"]) == ("r1", "m")
+    assert first["time"].endswith("+00:00")
+    assert "request_id" not in second

@@ -1,0 +1,107 @@
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.telemetry.metrics import BulkHistogram, Metrics
+from gateway.triton.backends import Outcome
+
+CONTRACT = {
+    "requests": {"route", "model", "status"},
+    "request_duration_seconds": {"route", "model"},
+    "time_to_first_token_seconds": {"model"},
+    "inter_token_latency_seconds": {"model"},
+    "overhead_seconds": {"model"},
+    "requests_in_flight": {"model"},
+    "requests_waiting": {"model"},
+    "requests_rejected": {"model", "reason"},
+    "client_cancels": {"model"},
+    "prompt_tokens": {"model"},
+    "generated_tokens": {"model"},
+    "choices": {"model", "finish_reason"},
+    "key_requests": {"key", "model", "status"},
+    "key_tokens": {"key", "model", "kind"},
+    "upstream_errors": {"model", "upstream", "code"},
+    "resumed": {"model"},
+    "upstream_healthy": {"model", "upstream"},
+    "upstream_lookups": {"upstream", "outcome"},
+    "model_loads": {"model", "upstream", "outcome"},
+    "model_load_seconds": {"model"},
+    "model_unloads": {"model", "upstream", "reason"},
+    "models_file_reloads": {"outcome"},
+    "keys_file_reloads": {"outcome"},
+}
+
+
+def test_names_and_labels_are_the_contract() -> None:
+    metrics = Metrics()
+    for value in vars(metrics).values():
+        if labels := getattr(value, "_labelnames", None):
+            value.labels(*labels)
+    metrics.inter_token_latency.labels("m").observe(0.1)
+    found = {
+        family.name.removeprefix("tritongate_"): set(family.samples[0].labels) - {"le"}
+        for family in text_string_to_metric_families(metrics.render().decode())
+        if family.name.startswith("tritongate_")
+    }
+    assert found == CONTRACT
+
+
+def test_what_upstreams_report() -> None:
+    metrics = Metrics()
+    metrics.upstream_error("m", "h:1", "silent")
+    metrics.upstream_health("m", "h:1", healthy=True)
+    text = metrics.render().decode()
+    assert 'tritongate_upstream_errors_total{code="silent",model="m",upstream="h:1"} 1.0' in text
+    assert 'tritongate_upstream_healthy{model="m",upstream="h:1"} 1.0' in text
+
+
+def test_looks_at_names_are_counted_by_what_came_of_them() -> None:
+    metrics = Metrics()
+    for outcome in Outcome:
+        assert metrics.registry.get_sample_value(
+            "tritongate_upstream_lookups_total", {"upstream": "dns:///h:1", "outcome": outcome.value}
+        ) == (None if outcome is Outcome.FOUND else 0)
+        metrics.upstream_lookup("dns:///h:1", outcome.value)
+    text = metrics.render().decode()
+    assert text.count('upstream="dns:///h:1"} 1.0') == len(Outcome)
+
+
+def test_nothing_is_left_of_an_upstream_that_left() -> None:
+    metrics = Metrics()
+    for upstream in ("h:1", "h:2"):
+        for model in ("m", "n"):
+            metrics.upstream_health(model, upstream, healthy=True)
+            metrics.upstream_error(model, upstream, "silent")
+            metrics.upstream_error(model, upstream, "internal")
+        metrics.model_loaded("m", upstream, 2.5, failed=False)
+        metrics.model_loaded("m", upstream, 1.0, failed=True)
+        metrics.model_unloaded("m", upstream, "idle")
+    assert metrics.registry.get_sample_value("tritongate_model_load_seconds_sum", {"model": "m"}) == 5
+    metrics.upstream_left("h:1")
+    text = metrics.render().decode()
+    assert 'upstream_healthy{model="m",upstream="h:1"}' not in text
+    assert text.count('upstream="h:1"') == 7  # errors and loads, until Prometheus has read them
+    metrics.upstream_forgotten("h:1")
+    text = metrics.render().decode()
+    assert 'upstream="h:1"' not in text
+    assert text.count('upstream="h:2"') == 9
+
+
+def test_apps_share_nothing() -> None:
+    one, other = Metrics(), Metrics()
+    one.client_cancels.labels("m").inc()
+    assert 'client_cancels_total{model="m"}' not in other.render().decode()
+
+
+def test_many_observations_at_once() -> None:
+    metrics = Metrics()
+    histogram = BulkHistogram("h", "help", label="model", buckets=(1, 2), registry=metrics.registry)
+    histogram.labels("m").observe(1.0, 3)
+    histogram.labels("m").observe(1.5)
+    histogram.labels("m").observe(9.0, 2)
+    sample = metrics.registry.get_sample_value
+    counts = [sample("h_bucket", {"model": "m", "le": le}) for le in ("1.0", "2.0", "+Inf")]
+    assert counts == [3, 4, 6]
+    assert sample("h_count", {"model": "m"}) == 6
+    assert sample("h_sum", {"model": "m"}) == 22.5
+    with pytest.raises(ValueError, match="Duplicated"):
+        BulkHistogram("h", "help", label="model", buckets=(1,), registry=metrics.registry)

@@ -1,0 +1,120 @@
+import asyncio
+import contextlib
+import re
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.telemetry import metrics as worker_metrics
+from gateway.telemetry.metrics import Metrics, Place, WorkerMetrics
+
+
+class Process:
+    """One of three, as it sees the others."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        self.metrics = Metrics()
+        place = Place(number=number, count=3, folder=folder, table=-1)
+        self.worker_metrics = WorkerMetrics(place, self.metrics)
+
+    async def samples(self, name: str) -> dict[str, float]:
+        """Return the values of the samples of that name, by worker."""
+        text = (await self.worker_metrics.render()).decode()
+        return {
+            sample.labels["worker"]: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name
+        }
+
+
+@pytest.fixture
+async def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Process]]:
+    monkeypatch.setattr(
+        worker_metrics, "_ANSWER_WITHIN_S", 60
+    )  # none of them hangs, however slow this machine is
+    async with AsyncExitStack() as stack:
+        processes = [Process(number, tmp_path) for number in range(3)]
+        for each in processes:
+            await each.worker_metrics.start()
+            stack.push_async_callback(each.worker_metrics.close)
+        yield processes
+
+
+async def test_whoever_is_asked_tells_the_metrics_of_all(processes: list[Process]) -> None:
+    for number, process in enumerate(processes):
+        process.metrics.generated_tokens.labels("m").inc(10**number)
+        process.metrics.time_to_first_token.labels("m").observe(number)
+    for process in processes:
+        assert await process.samples("tritongate_generated_tokens_total") == {"0": 1, "1": 10, "2": 100}
+        assert await process.samples("tritongate_time_to_first_token_seconds_sum") == {"0": 0, "1": 1, "2": 2}
+        assert await process.samples("tritongate_worker_up") == {"0": 1, "1": 1, "2": 1}
+
+
+async def test_one_that_is_gone_is_told_to_be_down_and_its_replacement_begins_anew(
+    processes: list[Process], tmp_path: Path
+) -> None:
+    processes[1].metrics.generated_tokens.labels("m").inc(7)
+    await processes[1].worker_metrics.close()
+    assert await processes[0].samples("tritongate_worker_up") == {"0": 1, "1": 0, "2": 1}
+    assert "1" not in await processes[0].samples("tritongate_generated_tokens_total")
+    replacement = Process(1, tmp_path)
+    await replacement.worker_metrics.start()
+    replacement.metrics.generated_tokens.labels("m").inc()
+    assert await processes[0].samples("tritongate_generated_tokens_total") == {"1": 1}
+    await replacement.worker_metrics.close()
+
+
+async def test_a_metric_of_several_processes_is_described_once(processes: list[Process]) -> None:
+    for process in processes:
+        process.metrics.inter_token_latency.labels("m").observe(0.01)
+    text = (await processes[2].worker_metrics.render()).decode()
+    names = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
+    assert len(names) == len(set(names))
+    alone = re.findall(r"^# TYPE (\S+)", processes[2].metrics.render().decode(), re.MULTILINE)
+    assert set(names) == {"tritongate_worker_up", *alone}
+
+
+async def test_one_that_hangs_is_told_to_be_down(
+    processes: list[Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_metrics, "_ANSWER_WITHIN_S", 0.2)
+    await processes[1].worker_metrics.close()
+    (tmp_path / "1").unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as stuck:
+        stuck.bind(str(tmp_path / "1"))
+        stuck.listen()
+        async with asyncio.timeout(60):
+            while (up := await processes[0].samples("tritongate_worker_up"))["2"] == 0:
+                assert up["1"] == 0
+        assert up == {"0": 1, "1": 0, "2": 1}
+
+
+async def test_one_that_asks_and_does_not_read_is_given_up(
+    processes: list[Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_metrics, "_ANSWER_WITHIN_S", 0.2)
+    size = 2**20
+    answered = worker_metrics.WorkerMetrics._answer  # when it is over cannot be seen from outside
+    over = asyncio.Event()
+
+    async def answer(*arguments: Any) -> None:
+        await answered(*arguments)
+        over.set()
+
+    monkeypatch.setattr(worker_metrics.WorkerMetrics, "_answer", answer)
+    replacement = Process(1, tmp_path)
+    replacement.metrics.generated_tokens.labels("m" * size).inc()
+    await replacement.worker_metrics.start()
+    reader, writer = await asyncio.open_unix_connection(tmp_path / "1", limit=1024)
+    async with asyncio.timeout(20):
+        await over.wait()
+        with contextlib.suppress(ConnectionError):
+            assert len(await reader.read()) < size
+    writer.close()
+    await replacement.worker_metrics.close()

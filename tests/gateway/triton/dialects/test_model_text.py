@@ -1,0 +1,176 @@
+"""What a model's tokenizer and template make of a prompt, and that a long one holds nobody up."""
+
+import asyncio
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.chat.marked import THINK
+from gateway.chat.styles import STYLES
+from gateway.chat.templates import ChatTemplate
+from gateway.core.events import Delta
+from gateway.core.request import Conversation, Generation, Image, Message, PlainText, Tool, ToolOffer
+from gateway.core.upstream import Tokenization
+from gateway.errors import InvalidRequestError
+from gateway.triton.dialects import trtllm, vllm
+from gateway.triton.dialects.base import ModelReport
+from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
+from gateway.triton.dialects.text_answer import News, TextAnswer
+from tests.e2e.foreign_server import write_tokenizer
+from tests.gateway.triton.dialects.test_text_answer import by_character
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+    "{% if enable_thinking %}<think>\n{% elif enable_thinking is defined %}<think></think>{% endif %}"
+)
+WEATHER = Tool(name="weather", description=None, parameters={})
+
+
+def model(template: str = TEMPLATE) -> ModelText:
+    return ModelText(ChatTemplate({"default": template}, {}), by_character(), STYLES["hermes"], thinks=True)
+
+
+def talk(text: str = "Hi", **changes: object) -> Conversation:
+    return replace(Conversation((Message(role="user", content=text),)), **changes)
+
+
+@pytest.mark.parametrize(("switch", "thinking"), [({}, False), ({"enable_thinking": True}, True)])
+def test_a_prompt_may_end_within_the_reasoning(switch: dict[str, bool], *, thinking: bool) -> None:
+    rendered = model().render(talk(switches=switch))
+    assert (rendered.thinks, rendered.thinking) == (True, thinking)
+    assert not model().render(talk(switches={"enable_thinking": False})).thinking
+    assert not model().render(PlainText("Hi" + THINK)).thinks
+
+
+def test_what_is_looked_for_in_the_answer() -> None:
+    offer = ToolOffer(tools=(WEATHER,))
+    assert model().render(talk(offer=offer)).tools == ("weather",)
+    assert model().render(talk(offer=replace(offer, choice="none"))).tools == ()
+    assert model().render(talk(), count=True) == RenderedPrompt("Hi", 2, thinks=True, converses=True)
+
+
+@pytest.mark.parametrize("special", [set(), {"<tool_call>"}, {"</think>"}, {"<pad>"}])
+async def test_special_tokens_that_mark_something_are_not_left_out(special: set[str]) -> None:
+    """As of Mistral's models: without them, nothing would tell a call from text."""
+    marked = replace(model(), special=frozenset(special))
+    prompt = talk(offer=ToolOffer(tools=(WEATHER,)))
+    assert marked.render(prompt).show_special == bool(special - {"<pad>"})
+    assert marked.render(talk()).show_special == (special == {"</think>"})
+    for contract, honours in ((vllm.CONTRACT, True), (trtllm.CONTRACT, False)):
+        prepare = contract.dialect(frozenset(), marked).prepare
+        assert prepare is not None
+        prepared = await prepare(generation(prompt), ModelReport())
+        assert prepared.show_special == (honours and bool(special - {"<pad>"}))
+
+
+class _Waiting(ModelText):
+    """Counts a long prompt only once that was allowed."""
+
+    allowed = threading.Event()
+
+    def count_prompt(self, text: str) -> int:
+        assert len(text) < 100_000 or self.allowed.wait(60)
+        return len(text)
+
+
+def generation(prompt: Conversation) -> Generation:
+    return Generation(request_id="r", model="m", prompt=prompt, deadline=0)
+
+
+async def test_a_long_prompt_holds_nobody_up() -> None:
+    """It is not ready before the others are, which it would be for ever if they waited for it."""
+    held = _Waiting(ChatTemplate({"default": TEMPLATE}, {}), by_character())
+    prepare = trtllm.CONTRACT.dialect(frozenset({"text_input", "max_tokens"}), held).prepare
+    assert prepare is not None
+    long: asyncio.Task[Any] = asyncio.create_task(prepare(generation(talk("x" * 1_000_000)), ModelReport()))
+    await asyncio.sleep(0)
+    for text in ("short", "y" * 50_000):
+        assert (await prepare(generation(talk(text)), ModelReport())).prompt == RenderedPrompt(
+            text, len(text), converses=True
+        )
+    assert not long.done()
+    _Waiting.allowed.set()
+    assert (await long).prompt == RenderedPrompt("x" * 1_000_000, 1_000_000, converses=True)
+
+
+async def test_a_prompt_is_rendered_once_and_counted_where_the_backend_does_not() -> None:
+    made: list[bool] = []
+
+    class Counting(ModelText):
+        def count_prompt(self, text: str) -> int:
+            made.append(True)
+            return len(text)
+
+    counting = Counting(ChatTemplate({"default": TEMPLATE}, {}), by_character())
+    for inputs, counts in (({"text_input", "max_tokens"}, 1), ({"return_num_input_tokens"}, 0)):
+        made.clear()
+        dialect = trtllm.CONTRACT.dialect(frozenset(inputs), counting)
+        assert dialect.prepare is not None
+        prepared = await dialect.prepare(generation(talk()), ModelReport())
+        dialect.request(prepared, ModelReport(), 1.0)
+        dialect.decoder(prepared, ModelReport())
+        assert len(made) == counts
+
+
+def test_the_report_tells_what_the_template_reads() -> None:
+    dialect = trtllm.CONTRACT.dialect(frozenset({"text_input", "max_tokens"}), model())
+    assert dialect.report.template_reads == {"messages", "enable_thinking"}
+
+
+async def test_only_a_model_with_an_input_for_images_gets_them() -> None:
+    written = "{{ '*' if part.type == 'image' else part.text }}"
+    seeing = model("{% for part in messages[0].content %}" + written + "{% endfor %}")
+    image = Image(data="eA==", at=1, field="f")
+    prompt = Conversation((Message(role="user", content="ab", images=(image,)),))
+    inputs = frozenset({"text_input", "sampling_parameters", "image"})
+    dialect = vllm.CONTRACT.dialect(inputs, seeing)
+    assert dialect.prepare is not None
+    prepared = await dialect.prepare(generation(prompt), ModelReport())
+    request = dialect.request(prepared, ModelReport(), 1.0)
+    given = {each.name: raw for each, raw in zip(request.inputs, request.raw_input_contents, strict=True)}
+    assert given["text_input"].endswith(b"a*b")
+    assert given["image"].endswith(b"eA==")
+    for contract, has in ((vllm.CONTRACT, inputs - {"image"}), (trtllm.CONTRACT, inputs)):
+        prepare = contract.dialect(has, seeing).prepare
+        assert prepare is not None
+        with pytest.raises(InvalidRequestError) as refused:
+            await prepare(generation(prompt), ModelReport())
+        assert refused.value.param == "f"
+    count = dialect.tokens
+    assert count is not None
+    asked = Tokenization(request_id="r", model="m", prompt=prompt, deadline=0.0)
+    with pytest.raises(InvalidRequestError) as refused:
+        count(asked)
+    assert refused.value.param == "f"
+
+
+def test_the_parameters_that_are_strings_are_known() -> None:
+    properties = {
+        "a": {"type": "string"},
+        "b": {"type": ["string", "null"]},
+        "c": {"type": "integer"},
+        "d": True,
+    }
+    tools = (replace(WEATHER, parameters={"properties": properties}), replace(WEATHER, name="time"))
+    assert model().render(talk(offer=ToolOffer(tools=tools))).strings == {"weather": {"a"}, "time": set()}
+
+
+def test_a_template_gives_away_how_reasoning_is_marked(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    template = tmp_path / "tokenizer" / "chat_template.jinja"
+    for closing, marks in (("</think>", ("<think>", "</think>")), ("[/THINK]", ("[THINK]", "[/THINK]"))):
+        template.write_text("{# " + closing + " #}{{ messages[0].content }}" + f"{{{{ '{marks[0]}' }}}}")
+        found = ModelText.read(tmp_path / "tokenizer")
+        assert (found.thinks, found.marks) == (True, marks)
+        rendered = found.render(talk())
+        assert rendered.thinking
+        generation = Generation(request_id="r", model="m", prompt=rendered, deadline=0)
+        reader = TextAnswer(generation, found, rendered, cut_stops=False)
+        events = reader.take(News(text=f"Hm.{closing}Two."))
+        (delta,) = [event for event in events if isinstance(event, Delta)]
+        assert (delta.reasoning, delta.text) == ("Hm.", "Two.")
+    template.write_text("{{ messages[0].content }}")
+    assert not ModelText.read(tmp_path / "tokenizer").thinks

@@ -1,0 +1,111 @@
+"""Our own contract with a tokenizer in the gateway: what is sent, and whose conversations it is for."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.core.request import (
+    Conversation,
+    Generation,
+    Grammar,
+    Message,
+    PlainText,
+    TokenIds,
+    Tool,
+    ToolOffer,
+)
+from gateway.errors import InvalidRequestError
+from gateway.triton.dialects import Dialects
+from gateway.triton.dialects.base import Dialect, ModelReport
+from gateway.triton.dialects.chatglm import CHATGLM
+from gateway.triton.dialects.model_text import RenderedPrompt
+from tests.template_checkpoint import write_tokenizer
+from wire import names
+from wire.request import Generation as WireGeneration
+from wire.request import decode_request
+from wire.strings import unpack_strings
+
+NO_FORMAT, OWN_FORMAT = ModelReport(), ModelReport(chat_format="chatglm3")
+TALK = Conversation(messages=(Message(role="user", content="the weather"),))
+
+
+@pytest.fixture(scope="module")
+def dialect(tmp_path_factory: pytest.TempPathFactory) -> Dialect:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return Dialects([f"m={folder}"]).choose("m", CHATGLM.inputs)
+
+
+def generation(prompt: Any = TALK, **changes: Any) -> Generation:
+    return Generation(request_id="r", model="m", prompt=prompt, deadline=100.0, **changes)
+
+
+async def sent(dialect: Dialect, request: Generation, report: ModelReport) -> WireGeneration:
+    assert dialect.prepare is not None
+    message = dialect.request(await dialect.prepare(request, report), report, 5.0)
+    inputs = {
+        tensor.name: unpack_strings(raw)[0]
+        for tensor, raw in zip(message.inputs, message.raw_input_contents, strict=True)
+    }
+    decoded = decode_request(inputs[names.SAMPLING])
+    assert isinstance(decoded, WireGeneration)
+    return decoded
+
+
+async def test_a_conversation_is_sent_as_ids(dialect: Dialect) -> None:
+    request = await sent(dialect, generation(), NO_FORMAT)
+    assert request.raw
+    assert request.prompt_token_ids is not None
+    assert dialect.tokens is not None
+
+
+async def test_a_model_with_a_format_of_its_own_is_sent_turns(dialect: Dialect) -> None:
+    request = await sent(dialect, generation(), OWN_FORMAT)
+    assert request.prompt_token_ids is None
+    assert not request.raw
+
+
+async def test_texts_and_ids_are_sent_as_ids(dialect: Dialect) -> None:
+    text = await sent(dialect, generation(PlainText(text="the")), NO_FORMAT)
+    ids = await sent(dialect, generation(TokenIds(ids=(3, 4))), NO_FORMAT)
+    assert text.prompt_token_ids == [257]
+    assert ids.prompt_token_ids == [3, 4]
+
+
+async def test_what_cannot_be_enforced_is_refused(dialect: Dialect) -> None:
+    offer = ToolOffer(
+        tools=(Tool(name="now", description=None, parameters={}, strict=True),),
+        choice="auto",
+        field="tools",
+        choice_field="tool_choice",
+    )
+    with pytest.raises(InvalidRequestError, match="no tool is strict"):
+        await sent(dialect, generation(replace(TALK, offer=offer)), NO_FORMAT)
+
+
+async def test_reasoning_and_a_grammar_exclude_each_other(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}</think><think>\n")
+    dialect = Dialects([f"m={tmp_path}"]).choose("m", CHATGLM.inputs)
+    assert (await sent(dialect, generation(), NO_FORMAT)).raw
+    with pytest.raises(InvalidRequestError, match="begins with reasoning"):
+        await sent(
+            dialect, generation(grammar=Grammar(kind="json_object", field="response_format")), NO_FORMAT
+        )
+
+
+def test_without_a_tokenizer_a_conversation_is_refused_by_what_to_set() -> None:
+    dialect = Dialects().choose("m", CHATGLM.inputs)
+    assert dialect is CHATGLM
+    with pytest.raises(InvalidRequestError, match="set `tokenizers`"):
+        dialect.request(generation(), NO_FORMAT, 5.0)
+
+
+async def test_only_answers_to_conversations_are_read(dialect: Dialect) -> None:
+    assert dialect.prepare is not None
+    for prompt, converses in ((TALK, True), (PlainText(text="the"), False)):
+        prepared = (await dialect.prepare(generation(prompt), NO_FORMAT)).prompt
+        assert isinstance(prepared, RenderedPrompt)
+        assert prepared.converses == converses

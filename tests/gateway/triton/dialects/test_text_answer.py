@@ -1,0 +1,153 @@
+"""Answers of text backends as events: reasoning, calls and text apart, and what is counted."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from gateway.chat.styles import STYLES
+from gateway.chat.vocabulary import Vocabulary
+from gateway.core.events import CallPart, Delta, Event, Reasoning, TokenLogprob, joined_pieces
+from gateway.core.request import Generation
+from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
+from gateway.triton.dialects.text_answer import Growth, News, TextAnswer
+
+THOUGHT = "<think>Hm.</think>"
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Berlin"}}</tool_call>'
+BERLIN = CallPart("weather", '{"city": "Berlin"}')
+
+
+def by_character() -> Vocabulary:
+    words = {token: id_ for id_, token in enumerate([*map(chr, range(32, 127)), "\n"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return Vocabulary(tokenizer)
+
+
+MODEL = ModelText(vocabulary=by_character(), style=STYLES["hermes"], thinks=True)
+
+
+def answer(*, thinking: bool = False, cut_stops: bool = True, **changes: Any) -> TextAnswer:
+    prompt = RenderedPrompt("Hi", 2, tools=("weather",), thinks=True, thinking=thinking)
+    generation = Generation(request_id="r", model="m", prompt=prompt, deadline=0, **changes)
+    return TextAnswer(generation, MODEL, prompt, cut_stops=cut_stops)
+
+
+def deltas(events: Sequence[Event]) -> list[Delta]:
+    return [event for event in events if isinstance(event, Delta)]
+
+
+def read(text: str, cuts: Sequence[int] = (), *, finish: str | None = None, **changes: Any) -> list[Delta]:
+    reader = answer(**changes)
+    events: list[Event] = []
+    for begin, end in pairwise([0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]):
+        events += reader.take(News(text=text[begin:end], finish=finish if end == len(text) else None))
+    return deltas([*events, *reader.end()])
+
+
+@given(
+    text=st.lists(st.sampled_from([THOUGHT, CALL, "END", "<think>", "E", " ", "x"]), max_size=8).map("".join),
+    cuts=st.lists(st.integers(0, 400), max_size=12),
+)
+def test_an_answer_does_not_depend_on_how_it_came(text: str, cuts: list[int]) -> None:
+    def whole(found: list[Delta]) -> Any:
+        last = found[-1]
+        pieces = joined_pieces(piece for delta in found for piece in delta.pieces)
+        assert last.usage is not None
+        return pieces, last.finish_reason, last.stop_reason, last.usage.reasoning_tokens
+
+    assert whole(read(text, cuts, stop=["END"])) == whole(read(text, stop=["END"]))
+
+
+def test_reasoning_is_counted_without_its_marks() -> None:
+    first, last = read(THOUGHT + "Two.")
+    assert first.pieces == (Reasoning("Hm."), "Two.")
+    assert (first.text, first.reasoning) == ("Two.", "Hm.")
+    assert last.usage is not None
+    assert (last.usage.reasoning_tokens, last.usage.completion_tokens) == (3, len(THOUGHT + "Two."))
+    assert first.tokens + last.tokens == last.usage.completion_tokens
+
+
+@pytest.mark.parametrize("text", ["<think></think>Two.", "<think>\n\n</think>\n\nTwo.", "Two."])
+def test_there_may_be_no_reasoning(text: str) -> None:
+    assert joined_pieces(piece for delta in read(text) for piece in delta.pieces) == ("Two.",)
+
+
+def test_reasoning_that_the_limit_ends() -> None:
+    first, last = read("Hm, hm", thinking=True, finish="length")
+    assert (first.pieces, last.finish_reason) == ((Reasoning("Hm, hm"),), "length")
+    assert last.usage is not None
+    assert last.usage.reasoning_tokens == 6
+
+
+def test_a_call_behind_reasoning() -> None:
+    first, last = read(THOUGHT + "\n\n" + CALL)
+    assert (first.pieces, last.finish_reason) == ((Reasoning("Hm."), BERLIN), "tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "reason"),
+    [
+        (CALL, "length", "length"),
+        (CALL[:-20], "length", "length"),
+        (CALL[:-20], "stop", "stop"),
+        (CALL, "stop", "tool_calls"),
+    ],
+)
+def test_only_whole_calls_are_a_reason_to_finish(text: str, finish: str, reason: str) -> None:
+    assert read(text, finish=finish)[-1].finish_reason == reason
+
+
+def test_a_stop_string_within_a_call_cuts_it() -> None:
+    *_, last = found = read(CALL, stop=["Berl"])
+    assert joined_pieces(piece for delta in found for piece in delta.pieces) == (
+        CallPart("weather", '{"city": "'),
+    )
+    assert (last.finish_reason, last.stop_reason) == ("stop", "Berl")
+
+
+def logprobs(tokens: Sequence[str]) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(id=7, token=each, utf8=each.encode(), logprob=-1.0, top=()) for each in tokens)
+
+
+@pytest.mark.parametrize("by", [1, 3, 1000])
+def test_log_probabilities_are_those_of_the_text(by: int) -> None:
+    tokens = ["<think>", "Hm", ".", "</think>", "Let", " me", " look.", *CALL, " Done", "."]
+    reader = answer(logprobs=0, cut_stops=False)
+    events: list[Event] = []
+    for at in range(0, len(tokens), by):
+        some = tokens[at : at + by]
+        events += reader.take(News(text="".join(some), tokens=len(some), logprobs=logprobs(some)))
+    listed = [each.token for delta in deltas([*events, *reader.end()]) for each in delta.logprobs or ()]
+    assert listed == ["Let", " me", " look.", " Done", "."]
+
+
+def test_without_a_request_for_them_there_are_none() -> None:
+    assert all(delta.logprobs is None for delta in read("Two."))
+
+
+@pytest.mark.parametrize("texts", [["a", "ab", "abc"], ["a", "b", "c"], ["abc"], ["", "abc"]])
+def test_text_so_far_and_deltas_are_told_apart(texts: list[str]) -> None:
+    growth = Growth()
+    assert "".join([*map(growth.push, texts), growth.end()]) == "abc"
+
+
+@pytest.mark.parametrize("limit", [None, 5])
+def test_an_answer_ends_with_its_only_call(limit: int | None) -> None:
+    prompt = RenderedPrompt("Hi", 2, tools=("weather",), single=True)
+    generation = Generation(request_id="r", model="m", prompt=prompt, deadline=0, max_tokens=limit)
+    reader = TextAnswer(generation, MODEL, prompt, cut_stops=False)
+    events = reader.take(News(text=CALL[:40]))
+    assert not reader.over
+    events += reader.take(News(text=CALL[40:] + CALL, finish="length"))
+    assert reader.over
+    found = deltas([*events, *reader.end()])
+    assert joined_pieces(piece for delta in found for piece in delta.pieces) == (BERLIN,)
+    assert found[-1].finish_reason == "tool_calls"
+    assert found[-1].usage is not None
+    assert found[-1].usage.completion_tokens == 2 * len(CALL)  # those that were generated

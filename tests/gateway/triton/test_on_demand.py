@@ -1,0 +1,311 @@
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from gateway.core.batch import together
+from gateway.core.events import Accepted, Delta, Event, Heartbeat
+from gateway.core.request import PlainText
+from gateway.core.upstream import Tokenization
+from gateway.errors import GatewayError, UnavailableError
+from gateway.triton.on_demand import OnDemandPolicy
+from gateway.triton.replicas import ReplicaState
+from tests.gateway.triton.fake_triton import FakeModel, FakeTriton, accepted, finished, generation, until
+
+IN_MEMORY = {"LOADING", "READY", "UNLOADING"}
+
+
+def unloaded(triton: FakeTriton, *names: str) -> None:
+    """Put models on the Triton's disk, and nothing into its memory."""
+    triton.models.clear()
+    triton.models.update({name: FakeModel(state="") for name in names})
+
+
+def in_memory(triton: FakeTriton) -> set[str]:
+    return {name for name, model in triton.models.items() if model.state in IN_MEMORY}
+
+
+@pytest.fixture
+def demand(serve: Any) -> Any:
+    """Starts a pool that loads the models of a Triton on demand."""
+
+    async def start(triton: FakeTriton, *more: FakeTriton, models: Any = None, **policy: Any) -> Any:
+        rules = OnDemandPolicy(**{"min_loaded_s": 0.05} | policy)
+        names = list(triton.models) if models is None else models
+        return await serve(triton, *more, models=names, ready=False, on_demand=rules)
+
+    return start
+
+
+async def ask(pool: Any, model: str, **changes: Any) -> list[Event]:
+    return [event async for event in pool.generate(generation(model=model, **changes))]
+
+
+async def said(pool: Any, model: str, **changes: Any) -> str:
+    events = await ask(pool, model, **changes)
+    return "".join(event.text for event in events if isinstance(event, Delta))
+
+
+async def test_a_request_loads_its_model_once_for_all_that_wait(
+    triton: FakeTriton, demand: Any, observer: Any
+) -> None:
+    unloaded(triton, "a", "b")
+    pool = await demand(triton)
+    assert await asyncio.gather(*(said(pool, "a") for _ in range(20))) == ["Hello"] * 20
+    assert triton.orders == ["load a"]
+    assert observer.loads == ["a"]
+    assert [(card.id, card.ready, card.unloaded) for card in pool.models()] == [
+        ("a", True, False),
+        ("b", False, True),
+    ]
+
+
+async def test_counting_tokens_loads_it_too(triton: FakeTriton, demand: Any) -> None:
+    unloaded(triton, "a")
+    pool = await demand(triton)
+    deadline = generation().deadline
+    counted = Tokenization(request_id="r", model="a", prompt=PlainText("hi"), deadline=deadline)
+    assert (await pool.tokenize(counted)).ids == [0, 5]
+
+
+async def test_what_is_found_on_disk_is_served(triton: FakeTriton, demand: Any) -> None:
+    unloaded(triton, "a", "b")
+    pool = await demand(triton, models=[])
+    await until(lambda: len(pool.models()) == 2)
+    assert await said(pool, "b") == "Hello"
+    assert triton.orders == ["load b"]
+
+
+async def test_heartbeats_come_while_it_loads(triton: FakeTriton, demand: Any) -> None:
+    unloaded(triton, "a", "b")
+
+    async def slow(context: Any) -> None:
+        await asyncio.sleep(2.5)
+
+    triton.models["a"].load = slow
+    pool = await demand(triton)
+    events = await ask(pool, "a")
+    kinds = [type(event) for event in events]
+    assert kinds[: kinds.index(Accepted)] == [Heartbeat] * kinds.index(Accepted)
+    assert kinds.index(Accepted) >= 2
+    # Also of two prompts, whose acceptances wait for each other.
+    triton.models["b"].load = slow
+    both = [event async for event in together(pool.generate, [generation(model="b")] * 2)]
+    assert isinstance(both[0], Heartbeat)
+    assert sum(isinstance(event, Accepted) for event in both) == 1
+
+
+async def test_the_model_used_least_recently_makes_room(
+    triton: FakeTriton, demand: Any, observer: Any
+) -> None:
+    unloaded(triton, "a", "b", "c")
+    pool = await demand(triton, max_loaded=2)
+    for model in ("a", "b", "a", "c"):
+        assert await said(pool, model) == "Hello"
+    assert triton.orders == ["load a", "load b", "unload b", "load c"]
+    assert observer.unloads == [("b", "room")]
+
+
+async def test_pinned_models_stay(triton: FakeTriton, demand: Any) -> None:
+    unloaded(triton, "a", "b", "c")
+    pool = await demand(triton, max_loaded=2, pinned=["a"])
+    for model in ("a", "b", "c"):
+        await said(pool, model)
+    assert in_memory(triton) == {"a", "c"}
+
+
+async def test_what_gets_no_room_in_time_is_refused_with_the_reason(triton: FakeTriton, demand: Any) -> None:
+    unloaded(triton, "a", "b")
+    pool = await demand(triton, max_loaded=1, pinned=["a"])
+    await said(pool, "a")
+    soon = asyncio.get_running_loop().time() + 2
+    with pytest.raises(UnavailableError, match="models in use take all the room") as raised:
+        await ask(pool, "b", deadline=soon)
+    assert raised.value.retry_after_s
+    assert asyncio.get_running_loop().time() < soon
+    assert triton.orders == ["load a"]
+
+
+async def test_a_model_in_use_makes_room_when_its_requests_have_ended(
+    triton: FakeTriton, demand: Any
+) -> None:
+    unloaded(triton, "a", "b")
+    release = asyncio.Event()
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield accepted()
+        await release.wait()
+        yield finished("done", 1)
+
+    triton.models["a"].answer = answer
+    pool = await demand(triton, max_loaded=1)
+    running = asyncio.create_task(said(pool, "a"))
+    await until(lambda: bool(triton.requests))
+    other = asyncio.create_task(said(pool, "b"))
+    (replica,) = [each for each in pool.replicas() if each.model == "a"]
+    await until(lambda: replica.yielding)
+    later = asyncio.create_task(said(pool, "a"))  # waits for its turn behind the other
+    await asyncio.sleep(0.5)
+    assert len(triton.requests) == 1
+    assert in_memory(triton) == {"a"}
+    release.set()
+    assert list(await asyncio.gather(running, other, later)) == ["done", "Hello", "done"]
+    assert triton.orders == ["load a", "unload a", "load b", "unload b", "load a"]
+
+
+async def test_a_model_goes_on_when_nobody_waits_for_its_room_any_more(
+    triton: FakeTriton, demand: Any
+) -> None:
+    unloaded(triton, "a", "b")
+    pool = await demand(triton, max_loaded=1)
+    await said(pool, "a")
+    (replica,) = [each for each in pool.replicas() if each.model == "a"]
+    with replica.in_use():
+        other = asyncio.create_task(said(pool, "b"))
+        await until(lambda: replica.yielding)
+        other.cancel()
+        assert await said(pool, "a") == "Hello"
+    assert triton.orders == ["load a"]
+
+
+async def test_a_model_just_loaded_stays_its_time(triton: FakeTriton, demand: Any) -> None:
+    unloaded(triton, "a", "b")
+    pool = await demand(triton, max_loaded=1, min_loaded_s=1.5)
+    await said(pool, "a")
+    ready = asyncio.get_running_loop().time()
+    await said(pool, "b")
+    assert asyncio.get_running_loop().time() - ready > 1.0
+
+
+async def test_an_idle_model_is_unloaded_and_comes_back(
+    triton: FakeTriton, demand: Any, observer: Any
+) -> None:
+    unloaded(triton, "a", "b")
+    pool = await demand(triton, unload_idle_s=0.3, pinned=["b"])
+    await asyncio.gather(said(pool, "a"), said(pool, "b"))
+    await until(lambda: in_memory(triton) == {"b"})
+    await until(lambda: observer.unloads == [("a", "idle")])
+    assert await said(pool, "a") == "Hello"
+
+
+async def test_an_unload_by_hand_lasts_until_the_next_request(
+    triton: FakeTriton, demand: Any, observer: Any
+) -> None:
+    unloaded(triton, "a")
+    pool = await demand(triton)
+    await said(pool, "a")
+    await pool.unload("a", upstream=None)
+    assert pool.model("a").unloaded
+    assert await said(pool, "a") == "Hello"
+    assert triton.orders == ["load a", "unload a", "load a"]
+    assert observer.unloads == [("a", "admin")]
+
+
+async def test_a_model_that_cannot_be_loaded_is_refused_and_not_tried_by_each_request(
+    triton: FakeTriton, demand: Any
+) -> None:
+    unloaded(triton, "a")
+
+    async def fail(context: Any) -> None:
+        await context.abort(grpc.StatusCode.INTERNAL, "failed to load 'a': /secret")
+
+    triton.models["a"].load = fail
+    pool = await demand(triton)
+    for _ in range(3):
+        with pytest.raises(UnavailableError, match="could not be loaded") as raised:
+            await ask(pool, "a")
+        assert raised.value.retry_after_s
+        assert "secret" not in raised.value.message
+    assert triton.orders == ["load a"]
+
+
+async def test_a_triton_that_is_down_is_a_503_at_once(triton: FakeTriton, demand: Any) -> None:
+    unloaded(triton, "a")
+    await triton.stop()
+    pool = await demand(triton)
+    with pytest.raises(UnavailableError):
+        await ask(pool, "a")
+
+
+async def test_what_is_too_much_is_unloaded(triton: FakeTriton, demand: Any) -> None:
+    unloaded(triton, *"abcd")
+    for model in triton.models.values():
+        model.state = "READY"
+    await demand(triton, max_loaded=2, min_loaded_s=60)
+    await until(lambda: len(in_memory(triton)) == 2)
+    await asyncio.sleep(1.5)
+    assert len(triton.orders) == 2
+
+
+async def test_room_elsewhere_is_used_first(tritons: Any, demand: Any) -> None:
+    first, second = await tritons(), await tritons()
+    for each in (first, second):
+        unloaded(each, *"ab")
+    pool = await demand(first, second, max_loaded=1, min_loaded_s=60)
+    await said(pool, "a")
+    await said(pool, "b")
+    assert in_memory(first) | in_memory(second) == {"a", "b"}
+    assert len(first.orders + second.orders) == 2
+
+
+async def test_another_gateways_unload_costs_a_load_and_no_request(
+    triton: FakeTriton, serve: Any, demand: Any
+) -> None:
+    unloaded(triton, "a", "b")
+    pool = await demand(triton, max_loaded=1)
+    await said(pool, "a")
+    # As Triton is when the other gateway has just taken the place, before a probe can see it.
+    triton.models["a"].state, triton.models["a"].reason = "UNAVAILABLE", "unloaded"
+    (replica,) = [each for each in pool.replicas() if each.model == "a"]
+    assert replica.state is ReplicaState.READY
+    assert await said(pool, "a") == "Hello"
+    assert triton.orders == ["load a", "load a"]
+
+
+async def test_gateways_that_share_a_triton_answer_everybody(triton: FakeTriton, demand: Any) -> None:
+    """Three gateways, eight models, room for two: loads are bounded, and nobody is forgotten."""
+    names = [f"m{number}" for number in range(8)]
+    unloaded(triton, *names)
+
+    async def load(context: Any) -> None:
+        await asyncio.sleep(0.05)
+
+    for model in triton.models.values():
+        model.load = load
+    pools = [await demand(triton, max_loaded=2) for _ in range(3)]
+    most = 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, len(in_memory(triton)))
+            await asyncio.sleep(0.002)
+
+    watching = asyncio.create_task(watch())
+    refused: list[str] = []
+
+    async def client(number: int) -> None:
+        for turn in range(3):
+            try:
+                assert await said(pools[number % 3], names[(number + turn) % 8]) == "Hello"
+            except UnavailableError as error:
+                refused.append(error.message)
+
+    await asyncio.gather(*(client(number) for number in range(48)))
+    watching.cancel()
+    assert refused == []
+    # A request may come when its model has just gone: each has at most one load of its own.
+    assert len([order for order in triton.orders if order.startswith("load")]) <= 144
+    assert most <= 2
+    await until(lambda: len(in_memory(triton)) <= 2)
+
+
+async def test_errors_of_the_request_itself_stay_what_they_are(triton: FakeTriton, demand: Any) -> None:
+    unloaded(triton, "a")
+    pool = await demand(triton)
+    with pytest.raises(GatewayError) as raised:
+        await ask(pool, "other")
+    assert raised.value.status == 404
+    assert triton.orders == []

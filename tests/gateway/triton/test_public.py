@@ -1,0 +1,191 @@
+"""Public names over pools: what is set for a name, and what becomes of pools when the names change."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from gateway.app import triton_upstream
+from gateway.core.events import Delta
+from gateway.core.request import Conversation, Message, PlainText, Turns
+from gateway.core.upstream import Tokenization
+from gateway.errors import InvalidRequestError, ModelNotFoundError
+from gateway.settings import Settings
+from gateway.telemetry.metrics import Metrics
+from gateway.triton.pool import TritonUpstream
+from gateway.triton.public import PublicModels
+from tests.gateway.triton.fake_triton import FakeModel, FakeTriton, generation, inputs_of, refusing, until
+from wire.history import Turn, decode_history
+from wire.request import Generation as Sent
+from wire.request import decode_request
+
+
+class Serving:
+    def __init__(self, triton: FakeTriton, models: Any) -> None:
+        self.triton = triton
+        self.metrics = Metrics()
+        self.upstream = triton_upstream(self.settings(models), self.metrics)
+
+    def settings(self, models: Any, **more: Any) -> Settings:
+        return Settings(**{"upstreams": [self.triton.address], "models": models} | more)
+
+    async def apply(self, models: Any, **more: Any) -> None:
+        await self.upstream.apply(self.settings(models, **more))
+
+    def healthy(self) -> dict[str, float]:
+        (family,) = self.metrics.upstream_healthy.collect()
+        return {sample.labels["model"]: sample.value for sample in family.samples}
+
+    async def ready(self) -> None:
+        await until(lambda: all(card.ready for card in self.upstream.models()))
+
+    async def sent(self, **changes: Any) -> tuple[str, Any, list[Turn]]:
+        """Have a generation answered; return the entry, parameters and history that Triton got."""
+        self.triton.requests.clear()
+        await text_of(self.upstream, generation(**changes))
+        (request,) = self.triton.requests
+        inputs = inputs_of(request)
+        asked = decode_request(inputs["sampling"])
+        assert isinstance(asked, Sent)
+        return request.model_name, asked, list(decode_history(inputs["history"]))
+
+
+async def text_of(upstream: PublicModels, request: Any) -> str:
+    async with aclosing(upstream.generate(request)) as events:
+        return "".join([event.text async for event in events if isinstance(event, Delta)])
+
+
+@pytest.fixture
+async def serving(triton: FakeTriton) -> AsyncIterator[Serving]:
+    triton.models["n"] = FakeModel()
+    given = {
+        "brief": {
+            "entry": "m",
+            "aliases": ["short"],
+            "system": "Be brief.",
+            "stop": ["###"],
+            "defaults": {"max_tokens": 7},
+            "limits": {"max_tokens": 20},
+        },
+        "m": {"limits": {"max_tokens": 20}},
+    }
+    serving = Serving(triton, given)
+    await serving.upstream.start()
+    await serving.ready()
+    yield serving
+    await serving.upstream.close()
+
+
+async def test_what_is_set_for_a_name_reaches_its_entry(serving: Serving) -> None:
+    entry, sampling, history = await serving.sent(model="short", stop=["x", "###"])
+    assert (entry, sampling.stop, sampling.max_tokens) == ("m", ["x", "###"], 7)
+    assert history == [Turn("system", "Be brief.")]
+    entry, sampling, history = await serving.sent(model="m")
+    assert (entry, sampling.stop, sampling.max_tokens, history) == ("m", [], 20, [])
+    assert (await serving.sent(model="brief", max_tokens=9))[1].max_tokens == 9
+    own = Conversation((Message(role="system", content="Mine."), Message(role="user", content="hi")))
+    assert (await serving.sent(model="brief", prompt=own))[2] == [Turn("system", "Mine.")]
+    legacy = Turns((Turn("user", "q"), Turn("assistant", "a")), "hi")
+    _, sampling, history = await serving.sent(model="brief", prompt=legacy, max_total_tokens=99)
+    assert (history[0], sampling.max_tokens) == (Turn("system", "Be brief."), 20)
+    assert (await serving.sent(model="brief", prompt=PlainText("hi")))[2] == []
+
+
+async def test_a_prompt_is_counted_as_it_is_sent(serving: Serving) -> None:
+    prompt = Conversation((Message(role="user", content="hi"),))
+    deadline = asyncio.get_running_loop().time() + 30
+    await serving.upstream.tokenize(
+        Tokenization(request_id="r", model="brief", prompt=prompt, deadline=deadline)
+    )
+    history = inputs_of(serving.triton.requests[-1])["history"]
+    assert decode_history(history) == [Turn("system", "Be brief.")]
+
+
+async def test_more_stop_strings_than_there_may_be_are_refused(serving: Serving) -> None:
+    with pytest.raises(InvalidRequestError, match="there are 17 stop strings") as caught:
+        await text_of(serving.upstream, generation(model="brief", stop=[str(n) for n in range(16)]))
+    assert caught.value.param == "stop"
+
+
+async def test_only_names_and_aliases_are_found(serving: Serving) -> None:
+    assert [card.id for card in serving.upstream.models()] == ["brief", "m"]
+    assert serving.upstream.model("short").id == "brief"
+    with pytest.raises(ModelNotFoundError):
+        serving.upstream.model("n")
+    with pytest.raises(ModelNotFoundError):
+        serving.upstream.generate(generation(model="n"))
+
+
+async def test_health_and_errors_are_told_by_public_names(serving: Serving) -> None:
+    assert serving.healthy() == {"brief": 1, "m": 1}
+    serving.triton.model.answer = refusing("the model is broken")
+    with pytest.raises(Exception, match=r"."):
+        await text_of(serving.upstream, generation(model="short"))
+    (family,) = serving.metrics.upstream_errors.collect()
+    assert {sample.labels["model"] for sample in family.samples} == {"brief"}
+
+
+async def test_a_pool_that_would_be_the_same_stays(serving: Serving) -> None:
+    (before,) = {replica for _, replica in serving.upstream.replicas()}
+    await serving.apply({"other": {"entry": "m", "system": "New."}})
+    assert serving.upstream.replicas() == [("other", before)]
+    assert serving.healthy() == {"other": 1}
+    await serving.apply({"other": {"entry": "n"}})
+    assert serving.healthy() == {"other": 1}  # it had met its Triton before
+    assert serving.upstream.model("other").ready
+
+
+async def test_adapters_follow_the_models(serving: Serving) -> None:
+    assert serving.upstream.adapters() == {}
+    await serving.apply({"other": {"entry": "m", "adapters": ["tuned"]}}, adapters=["old=other"])
+    assert serving.upstream.adapters() == {"tuned": "other", "old": "other"}
+    await serving.apply({"other": {"entry": "m"}})
+    assert serving.upstream.adapters() == {}
+
+
+async def test_a_request_ends_on_the_pool_it_began_on(
+    serving: Serving, tritons: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, closed, close = asyncio.Event(), [], TritonUpstream.close
+
+    async def closing(pool: TritonUpstream) -> None:
+        closed.append(pool)
+        await close(pool)
+
+    monkeypatch.setattr(TritonUpstream, "close", closing)
+    whole = serving.triton.model.answer
+
+    async def slowly(request: Any, context: Any) -> AsyncIterator[Any]:
+        async for response in whole(request, context):
+            yield response
+            await go_on.wait()
+
+    serving.triton.model.answer = slowly
+    old = next(replica for _, replica in serving.upstream.replicas())
+    running = asyncio.create_task(text_of(serving.upstream, generation(model="brief")))
+    await until(lambda: bool(old.outstanding))
+    second = await tritons()
+    await serving.apply({"brief": {"entry": "m", "upstreams": [second.address]}})
+    assert await text_of(serving.upstream, generation(model="brief")) == "Hello"
+    assert second.requests
+    assert not running.done()
+    assert not closed
+    assert old.client not in [replica.client for _, replica in serving.upstream.replicas()]
+    go_on.set()
+    assert await running == "Hello"
+    await until(lambda: bool(closed))
+
+
+async def test_what_is_found_is_served_where_nothing_is_named(triton: FakeTriton) -> None:
+    serving = Serving(triton, ())
+    await serving.upstream.start()
+    try:
+        await until(lambda: bool(serving.upstream.models()))
+        await serving.ready()
+        assert await text_of(serving.upstream, generation()) == "Hello"
+        assert serving.upstream.model("m").settings.entry == "m"
+        assert serving.healthy() == {"m": 1}
+    finally:
+        await serving.upstream.close()

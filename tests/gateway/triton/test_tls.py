@@ -1,0 +1,125 @@
+"""TLS to Tritons: who is believed, and certificates that change."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from gateway.settings import load_settings
+from gateway.settings.certificates import TlsFiles
+from gateway.triton import client as clients
+from gateway.triton.backends import client_tls
+from gateway.triton.client import Client, Tls
+from gateway.triton.errors import TritonError
+from tests.gateway.certificates import Files, self_signed
+from tests.gateway.triton.fake_triton import FakeTriton
+
+
+@asynccontextmanager
+async def speaking_tls(server: Files, client_root: Files | None = None) -> AsyncIterator[FakeTriton]:
+    root = None if client_root is None else client_root.root()
+    triton = FakeTriton()
+    triton.credentials = grpc.ssl_server_credentials([server.texts()], root, root is not None)
+    await triton.start()
+    try:
+        yield triton
+    finally:
+        await triton.stop()
+
+
+async def reached(triton: FakeTriton, tls: Tls | None) -> bool:
+    client = Client(triton.address, tls=tls)
+    try:
+        return await client.live()
+    except TritonError:
+        return False
+    finally:
+        await client.close()
+
+
+async def test_a_server_must_be_who_it_was_asked_for(tmp_path: Path) -> None:
+    server = self_signed(tmp_path, "server", "DNS:triton.internal")
+    other = self_signed(tmp_path, "other")
+    async with speaking_tls(server) as triton:
+        files = TlsFiles(server.cert)
+        assert await reached(triton, Tls(files, "triton.internal"))
+        assert not await reached(triton, Tls(files, "another.internal"))
+        assert not await reached(triton, Tls(files))  # its address is not in the certificate
+        assert not await reached(triton, Tls(TlsFiles(other.cert), "triton.internal"))
+        assert not await reached(triton, None)
+
+
+async def test_a_pool_asks_addresses_of_a_name_for_that_name(tmp_path: Path, serve: Any) -> None:
+    server = self_signed(tmp_path, "server", "DNS:triton.internal")
+    settings = load_settings(
+        {"upstreams": "dns:///triton.internal:1", "upstream_ca": f"dns:triton.internal:1={server.cert}"}
+    )
+    assert client_tls("dns:///triton.internal:1", settings.tls_of) == Tls(
+        TlsFiles(server.cert), "triton.internal"
+    )
+    assert client_tls("triton.internal:1", settings.tls_of) is None
+    async with speaking_tls(server) as triton:
+
+        async def resolve(host: str, port: int) -> list[str]:
+            return [triton.address]
+
+        name = "dns:///triton.internal:1"
+        await serve(names=[name], resolve=resolve, tls_of=settings.tls_of)
+
+
+async def test_a_changed_certificate_is_shown_to_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(clients, "_CERTIFICATES_S", 0.0)
+    server, known, unknown = (self_signed(tmp_path, name) for name in ("server", "known", "unknown"))
+    shown = self_signed(tmp_path, "shown")
+    shown.replace_by(unknown)
+    async with speaking_tls(server, known) as triton:
+        assert not await reached(triton, Tls(TlsFiles(server.cert)))
+        client = Client(triton.address, tls=Tls(TlsFiles(server.cert, shown.cert, shown.key)))
+
+        async def live() -> bool:
+            try:
+                return await client.live()
+            except TritonError:
+                return False
+
+        assert not await live()
+        shown.replace_by(known)
+        assert await live()
+        shown.spoil()
+        assert await live()  # by the connection that there is
+        assert "cannot be used" in caplog.text
+        shown.replace_by(unknown)
+        assert not await live()
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        ({"upstream_cert": "{cert}", "upstream_key": "{key}"}, "upstream_ca is needed"),
+        ({"upstream_ca": "{cert}", "upstream_cert": "{cert}"}, "go together"),
+        ({"upstream_ca": "{key}"}, "holds no certificates"),
+        ({"upstream_ca": "/nowhere.pem"}, "of a file that exists"),
+        ({"repository_key": "key=value"}, "repository_key: it would go to triton:8001 in clear text"),
+        ({"repository_key": "key=value", "upstreams": "127.0.0.1:1,dns:localhost:2"}, None),
+        ({"repository_key": "key=value", "plain_repository_key": True}, None),
+        ({"repository_key": "key=value", "upstream_ca": "triton:8001={cert}"}, None),
+    ],
+)
+def test_what_settings_must_say(tmp_path: Path, values: dict[str, Any], fault: str | None) -> None:
+    files = self_signed(tmp_path, "one")
+    values = {
+        name: value.format(cert=files.cert, key=files.key) if isinstance(value, str) else value
+        for name, value in values.items()
+    }
+    values = {"upstreams": "triton:8001"} | values
+    if fault is None:
+        load_settings(values)
+        return
+    with pytest.raises(Exception, match=fault):
+        load_settings(values)

@@ -1,0 +1,104 @@
+"""Without a mouse, and for screen readers."""
+
+from importlib.resources import files
+
+import pytest
+from playwright.async_api import Page, expect
+
+from tests.gateway.fake_upstream import say, say_and_hang
+from tests.page.conftest import Opened, answered, ask
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+AXE = (files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
+DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+ANSWER = (
+    "# Title\n\n[link](https://example.org) and `code`\n\n```python\n"
+    + "x" * 300
+    + "\n```\n\n| a | b |\n| - | - |\n| 1 | 2 |\n"
+)
+
+
+async def violations(page: Page) -> list[str]:
+    found = await page.evaluate("async () => (await axe.run()).violations")
+    return [f"{each['id']}: {node['html']}" for each in found for node in each["nodes"]]
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize(("scheme", "locale"), [("light", "zh-CN"), ("dark", "en-GB")])
+async def test_axe_finds_nothing(opened: Opened, size: dict[str, int], scheme: str, locale: str) -> None:
+    options = {"viewport": size, "color_scheme": scheme, "locale": locale}
+    async with opened(lambda _: say(ANSWER), options=options) as (page, _):
+        await page.evaluate(AXE)
+        assert await violations(page) == []
+        await ask(page)
+        await answered(page)
+        assert await violations(page) == []
+        assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+        await page.click("#open-settings")
+        assert await violations(page) == []
+        await page.keyboard.press("Escape")
+        await page.evaluate("location.hash = '#load'")
+        await expect(page.locator("#models tr")).to_have_count(2)
+        assert await violations(page) == []
+        if size is PHONE:
+            await page.click("#menu")
+            assert await violations(page) == []
+
+
+async def tab_to(page: Page, selector: str, key: str = "Tab") -> None:
+    for _ in range(40):
+        if await page.evaluate("selector => document.activeElement.matches(selector)", selector):
+            return
+        await page.keyboard.press(key)
+    raise AssertionError(f"no way to {selector}")
+
+
+async def test_everything_by_keyboard(opened: Opened) -> None:
+    async with opened(lambda request: say("Well") if request.max_tokens == 5 else say_and_hang("Long")) as (
+        page,
+        served,
+    ):
+        keyboard = page.keyboard
+        await expect(page.locator("#question")).to_be_focused()
+        await keyboard.type("first line")
+        await keyboard.press("Shift+Enter")
+        await keyboard.type("second")
+        await keyboard.press("Enter")
+        await expect(page.locator(".said")).to_have_text("first line\nsecond")
+        await expect(page.locator(".prose")).to_have_text("Long")
+        await keyboard.press("Escape")
+        await answered(page)
+        await served.until_idle()
+        await tab_to(page, "#open-settings", "Shift+Tab")
+        await keyboard.press("Enter")
+        await tab_to(page, "#max_tokens")
+        await keyboard.type("5")
+        await keyboard.press("Enter")
+        await expect(page.locator("#settings")).to_be_hidden()
+        await tab_to(page, ".answer .under button:last-of-type")
+        await keyboard.press("Enter")
+        await expect(page.locator(".prose")).to_have_text("Well")
+        await keyboard.press("Control+k")
+        await expect(page.locator("#search")).to_be_focused()
+        await keyboard.type("nowhere")
+        await expect(page.locator("#none")).to_have_text("Nothing found.")
+        await keyboard.press("Control+a")
+        await keyboard.type("line")
+        await keyboard.press("ArrowDown")
+        await keyboard.press("Enter")
+        await expect(page.locator("#question")).to_be_focused()
+        await tab_to(page, ".tabs a[href='#load']", "Shift+Tab")
+        await keyboard.press("Enter")
+        await expect(page.locator("#load-view")).to_be_visible()
+
+
+async def test_enter_of_an_input_method_does_not_send(opened: Opened) -> None:
+    async with opened() as (page, served):
+        await page.fill("#question", "ni hao")
+        pressed = (
+            "new KeyboardEvent('keydown', {key: 'Enter', isComposing: true, bubbles: true, cancelable: true})"
+        )
+        await page.evaluate(f"document.getElementById('question').dispatchEvent({pressed})")
+        await expect(page.locator("#question")).to_have_value("ni hao")
+        assert served.upstream.requests == []

@@ -1,0 +1,146 @@
+"""How answers look, and that what a model writes is text, whatever it writes."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+
+import pytest
+from playwright.async_api import Browser, Error, expect
+
+from gateway.core.events import Accepted, CallPart, Delta, Event, Piece, Reasoning, Usage
+from gateway.core.request import Conversation, Generation
+from tests.gateway.fake_upstream import FakeUpstream, say
+from tests.gateway.serving import on_socket
+from tests.page.conftest import Opened, answered, ask
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+HOSTILE = """
+<script>window.broken = 1</script><img src=x onerror="window.broken = 2">
+<svg onload="window.broken = 3"></svg>
+<iframe srcdoc="<script>parent.broken = 4</script>"></iframe><style>body { display: none }</style>
+
+[run](javascript:window.broken=5) [data](data:text/html,<script>opener.broken=6</script>) [v](vbscript:x)
+[tab](java&#9;script:window.broken=7) [fine](https://example.org/"onmouseover="window.broken=8)
+![shot](https://tracker.example/pixel.png) <a href="javascript:window.broken=9">raw</a>
+
+```"><script>window.broken=10</script>
+</code></pre><script>window.broken = 11</script>
+```
+
+<form action="https://tracker.example"><input name=a><button>x</button></form>
+"""
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+async def pieces(*given: Piece, finish: str = "stop") -> AsyncGenerator[Event, None]:
+    yield Accepted(prompt_tokens=1)
+    for piece in given:
+        yield Delta(pieces=(piece,), tokens=1)
+    usage = Usage(prompt_tokens=1, completion_tokens=len(given))
+    yield Delta(pieces=(), tokens=0, finish_reason=finish, usage=usage)
+
+
+async def test_hostile_answers_stay_inert(opened: Opened) -> None:
+    async with opened(lambda _: pieces(Reasoning(HOSTILE), HOSTILE)) as (page, _):
+        outside: list[str] = []
+        page.on("request", lambda request: outside.append(request.url))
+        await ask(page, HOSTILE)
+        await answered(page)
+        await page.locator(".thoughts summary").click()
+        outside.clear()
+        for link in await page.locator(".answer a").all():
+            address = await link.get_attribute("href")
+            assert address is None or address.startswith("https://"), address
+            assert await link.get_attribute("rel") == "noopener noreferrer nofollow"
+            await link.hover()
+        await asyncio.sleep(0.3)
+        assert await page.evaluate("window.broken") is None
+        assert outside == []
+        made = "#log :is(script, img, iframe, style, form:not(.editing), input, object, svg)"
+        assert await page.locator(made).count() == 0
+        assert (
+            await page.evaluate(
+                "[...document.querySelectorAll('#log *')].flatMap(e => e.getAttributeNames())"
+                ".filter(name => name.startsWith('on') || name === 'style')"
+            )
+            == []
+        )
+        assert "window.broken = 1" in await page.locator(".said").inner_text()
+
+
+async def test_the_policy_stops_what_would_come_past_the_cleaning(browser: Browser) -> None:
+    async with on_socket(FakeUpstream()) as served:
+        page = await browser.new_page()
+        await page.goto(str(served.http.base_url))
+        for attempt in ("innerHTML = '<b>x</b>'", "insertAdjacentHTML('beforeend', '<b>x</b>')"):
+            with pytest.raises(Error, match="TrustedHTML"):
+                await page.evaluate(f"document.body.{attempt}")
+        await page.evaluate("document.body.append(document.createElement('a'))")
+        await page.evaluate("document.body.lastChild.setAttribute('href', 'javascript:window.broken=1')")
+        await page.evaluate("document.body.lastChild.click()")
+        await page.wait_for_timeout(200)
+        assert await page.evaluate("window.broken") is None
+        await page.close()
+
+
+async def test_markdown_code_and_tables(opened: Opened) -> None:
+    text = "# Title\n\nsome **bold**\n\n```python\nprint(1)\n```\n\n| a | b |\n| - | -: |\n| 1 | 2 |\n"
+    async with opened(lambda _: say(*text)) as (page, _):
+        await ask(page)
+        await answered(page)
+        answer = page.locator(".answer")
+        assert await answer.locator("h3").inner_text() == "Title"
+        assert await answer.locator("strong").inner_text() == "bold"
+        assert await answer.locator("pre code.language-python").inner_text() == "print(1)\n"
+        assert await answer.locator("td.right").inner_text() == "2"
+        await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        await answer.locator(".block button").click()
+        await expect(answer.locator(".block button")).to_have_text("Copied")
+        assert await page.evaluate("navigator.clipboard.readText()") == "print(1)\n"
+        stats = await answer.locator(".stats").inner_text()
+        assert stats.startswith(f"{len(text)} tokens · first after ")
+        assert stats.endswith(" tokens/s")
+
+
+async def test_reasoning_is_folded(opened: Opened) -> None:
+    async with opened(lambda _: pieces(Reasoning("because"), "so")) as (page, _):
+        await ask(page)
+        await answered(page)
+        thoughts = page.locator(".thoughts")
+        await expect(thoughts.locator(".prose")).to_be_hidden()
+        await thoughts.locator("summary").click()
+        await expect(thoughts.locator(".prose")).to_have_text("because")
+
+
+async def test_calls_are_shown_and_their_results_go_back(opened: Opened) -> None:
+    seen: list[Generation] = []
+
+    def script(request: Generation) -> AsyncGenerator[Event, None]:
+        seen.append(request)
+        if len(seen) > 1:
+            return say("It rains.")
+        call = (CallPart("weather", '{"city":'), CallPart(None, '"Oslo"}'))
+        return pieces(*call, CallPart("weather", '{"city":"Rome"}'), finish="tool_calls")
+
+    async with opened(script) as (page, _):
+        await page.click("#open-settings")
+        await page.fill("#tools", json.dumps(TOOLS))
+        await page.fill("#system", "Be brief.")
+        await page.fill("#temperature", "0.5")
+        await page.fill("#max_tokens", "9")
+        await page.click("#settings .main")
+        await ask(page, "Weather?")
+        await answered(page)
+        assert await page.locator(".call .name").all_inner_texts() == ["weather", "weather"]
+        assert '"city": "Oslo"' in await page.locator(".call pre").first.inner_text()
+        await page.keyboard.type("rain")  # the form has the focus
+        await page.locator(".results textarea").last.fill("sun")
+        await page.locator(".results .main").click()
+        assert "It rains." in await answered(page, 2)
+        assert await page.locator(".results").count() == 0
+        asked = seen[1].prompt
+        assert isinstance(asked, Conversation)
+        assert [message.content for message in asked.messages if message.role == "tool"] == ["rain", "sun"]
+        assert asked.messages[0].content == "Be brief."
+        assert (seen[1].temperature, seen[1].max_tokens) == (0.5, 9)

@@ -1,0 +1,111 @@
+"""Many conversations, kept in the browser."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+from playwright.async_api import Download, expect
+
+from gateway.core.events import Event
+from gateway.core.request import Conversation, Generation
+from tests.gateway.fake_upstream import say, say_and_hang
+from tests.gateway.serving import until
+from tests.page.conftest import Opened, answered, ask
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+def echo(request: Generation) -> AsyncGenerator[Event, None]:
+    assert isinstance(request.prompt, Conversation)
+    return say("You said: ", request.prompt.messages[-1].content)
+
+
+async def text_of(file: Download) -> str:
+    return await asyncio.to_thread(Path(await file.path()).read_text, encoding="utf-8")
+
+
+async def test_they_are_kept_found_renamed_exported_and_deleted(opened: Opened) -> None:
+    async with opened(echo) as (page, _):
+        for text in ("apples", "pears"):
+            await page.click("#new")
+            await ask(page, text)
+            assert f"You said: {text}" in await answered(page)
+        await page.reload()
+        links = page.locator("#list a")
+        await expect(links).to_have_text(["pears", "apples"])
+        await page.fill("#search", "said: APPLES")
+        await expect(links).to_have_text(["apples"])
+        await links.click()
+        await expect(page.locator(".answer .prose")).to_have_text("You said: apples")
+        await page.fill("#title", "Fruit/1")
+        await page.press("#title", "Enter")
+        await expect(links).to_have_text(["Fruit/1"])
+        async with page.expect_download() as download:
+            await page.click("#export")
+        file = await download.value
+        assert file.suggested_filename == "Fruit 1.md"
+        assert "## glm\n\nYou said: apples" in await text_of(file)
+        await page.click("#open-settings")
+        async with page.expect_download() as download:
+            await page.click("#export-all")
+        kept = json.loads(await text_of(await download.value))
+        assert sorted(each["title"] for each in kept) == ["Fruit/1", "pears"]
+        await page.click("#settings .main")
+        await page.click("#delete")
+        await page.fill("#search", "")
+        await expect(links).to_have_text(["pears"])
+        await page.get_by_role("button", name="Undo").click()
+        await expect(links).to_have_text(["Fruit/1", "pears"])
+        await page.click("#delete")
+        await expect(links).to_have_text(["pears"])
+        await page.reload()
+        await expect(links).to_have_text(["pears"])
+
+
+async def test_editing_and_retrying(opened: Opened) -> None:
+    async with opened(echo) as (page, served):
+        await ask(page, "one")
+        await answered(page)
+        await ask(page, "two")
+        await answered(page, 2)
+        await page.get_by_role("button", name="Retry").last.click()
+        await until(lambda: len(served.upstream.requests) == 3)
+        assert "You said: two" in await answered(page, 2)
+        assert served.upstream.requests[2].prompt == served.upstream.requests[1].prompt
+        await page.get_by_role("button", name="Edit").first.click()
+        await page.keyboard.press("End")
+        await page.keyboard.type(" more")
+        await page.keyboard.press("Enter")
+        await expect(page.locator(".prose")).to_have_text(["You said: one more"])
+        await page.get_by_role("button", name="Undo").click()
+        await expect(page.locator(".prose")).to_have_text(["You said: one", "You said: two"])
+
+
+async def test_an_answer_goes_on_while_another_conversation_is_open(opened: Opened) -> None:
+    async with opened(lambda _: say_and_hang("Thinking about it")) as (page, served):
+        await ask(page, "first")
+        await expect(page.locator(".prose")).to_have_text("Thinking about it")
+        await page.click("#new")
+        await expect(page.locator("#send")).to_be_visible()
+        assert served.upstream.running == 1
+        await page.get_by_role("link", name="first").click()
+        await page.click("#stop")
+        assert "Stopped" in await answered(page)
+        await served.until_idle()
+        assert served.upstream.cancelled == 1
+
+
+async def test_a_choice_of_model_and_language_is_remembered(opened: Opened) -> None:
+    async with opened(echo, options={"locale": "zh-CN"}) as (page, served):
+        await expect(page.locator("#question")).to_have_attribute("placeholder", "输入你的问题")
+        await page.select_option("#model", "org/glm-2")
+        await page.get_by_role("button", name="English").click()
+        await page.get_by_role("button", name="Theme").click()
+        await page.reload()
+        await expect(page.locator("#question")).to_have_attribute("placeholder", "Ask something")
+        assert await page.evaluate("document.documentElement.dataset.theme") == "light"
+        await ask(page)
+        await answered(page)
+        assert served.upstream.requests[0].model == "org/glm-2"

@@ -1,0 +1,115 @@
+"""What went wrong is said in words, and what had arrived stays."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from playwright.async_api import Browser, expect
+
+from gateway.errors import ContextLengthError, GatewayError, RateLimitError, UnavailableError
+from tests.gateway.fake_upstream import FakeUpstream, say, say_and_hang
+from tests.gateway.serving import on_socket
+from tests.page.conftest import Opened, answered, ask, opened_at
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+class Wire:
+    """A connection between browser and gateway that can be cut."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_gateway, to_gateway = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers += [writer, to_gateway]
+        await asyncio.gather(_copy(reader, to_gateway), _copy(from_gateway, writer))
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while data := await reader.read(65536):
+            writer.write(data)
+    except ConnectionError:
+        pass
+    finally:
+        writer.close()
+
+
+@asynccontextmanager
+async def wired(port: int) -> AsyncIterator[tuple[str, Wire, asyncio.Server]]:
+    wire = Wire(port)
+    server = await asyncio.start_server(wire.serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", wire, server
+    finally:
+        server.close()
+        wire.cut()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            RateLimitError("The queue is full.", retry_after_s=7),
+            "Too many requests right now. Try again in 7 s.",
+        ),
+        (RateLimitError("The queue is full."), "Too many requests right now. Try again in a moment."),
+        (ContextLengthError("65 tokens are too many."), "longer than the model can read"),
+        (UnavailableError("Not ready: glm."), "No model can answer right now"),
+    ],
+)
+async def test_a_refusal_in_words(opened: Opened, error: GatewayError, words: str) -> None:
+    attempts: list[int] = []
+
+    async def script(_: object) -> AsyncIterator[object]:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise error
+        async for event in say("Now it works."):
+            yield event
+
+    async with opened(script) as (page, _):
+        await ask(page)
+        shown = await answered(page)
+        assert words in shown
+        assert error.message in shown
+        await page.get_by_role("button", name="Retry").click()
+        await expect(page.locator(".answer .prose")).to_have_text("Now it works.")
+        await expect(page.locator("#log .error")).to_have_count(0)
+
+
+async def test_a_key_is_asked_for_and_stays_in_the_browser(opened: Opened) -> None:
+    keys = [{"name": "a", "key": "secret"}]
+    async with opened(api_keys=keys) as (page, _):
+        await ask(page)
+        await expect(page.locator(".answer .error")).to_contain_text("This gateway wants an API key")
+        await expect(page.locator("#key")).to_be_focused()
+        await page.fill("#key", "secret")
+        await page.click("#settings .main")
+        await page.get_by_role("button", name="Retry").click()
+        await expect(page.locator(".answer .prose")).to_have_text("Hello world")
+        assert await page.evaluate("[document.cookie, localStorage.getItem('key')]") == ["", "secret"]
+
+
+async def test_a_lost_connection_in_words(browser: Browser) -> None:
+    fake = FakeUpstream(lambda _: say_and_hang("The first half"))
+    async with on_socket(fake) as served, wired(served.http.base_url.port or 0) as (url, wire, server):
+        async with opened_at(browser, url + "/") as page:
+            await ask(page)
+            await expect(page.locator(".answer .prose")).to_have_text("The first half")
+            wire.cut()
+            shown = await answered(page)
+            assert "The first half" in shown
+            assert "The connection was lost in the middle of the answer." in shown
+            server.close()
+            wire.cut()
+            await page.get_by_role("button", name="Retry").click()
+            await expect(page.locator("#log .error")).to_contain_text("The gateway cannot be reached.")
+        await served.until_idle()

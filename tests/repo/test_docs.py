@@ -1,0 +1,107 @@
+"""The documents hold: the site builds and asks no other host, links lead somewhere, tables are the code's."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prometheus_client.metrics import MetricWrapperBase
+
+from gateway.telemetry.metrics import BulkHistogram, Metrics
+from tests.repo.test_architecture import leads_somewhere
+from triton_models.serving import report
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+FRONT = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
+ENGLISH_ONLY = "internals-"
+"""Pages for who works on the code, like ARCHITECTURE.md."""
+
+
+@pytest.mark.parametrize("page", [*PAGES, *FRONT], ids=lambda page: page.name)
+def test_every_link_leads_to_a_heading(page: Path) -> None:
+    links = re.findall(r"\]\((?![a-z]+:)([^)#\s]*)#?([^)]*)\)", page.read_text(encoding="utf-8"))
+    assert {
+        link for link in links if not leads_somewhere(page.parent / link[0] if link[0] else page, link[1])
+    } == set()
+
+
+def test_every_page_is_in_both_languages() -> None:
+    chinese = {page.name.replace(".zh.md", ".md") for page in PAGES if page.name.endswith(".zh.md")}
+    english = {page.name for page in PAGES if not page.name.endswith(".zh.md")}
+    assert {page for page in english if not page.startswith(ENGLISH_ONLY)} == chinese
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.zh.md")), ids=lambda page: page.name)
+def test_both_languages_have_the_same_outline_and_commands(page: Path) -> None:
+    english = page.with_name(page.name.replace(".zh.md", ".md"))
+    chinese_shape, english_shape = (shape(each.read_text(encoding="utf-8")) for each in (page, english))
+    assert chinese_shape == english_shape
+
+
+def shape(text: str) -> list[str]:
+    """Return the levels of the headings and the languages of the blocks, in their order."""
+    return re.findall(r"(?m)^(#{1,4}(?= \S)|```\w*)", text)
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh.md"])
+def test_the_readme_is_short(readme: str) -> None:
+    assert len((ROOT / readme).read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_the_architecture_is_short() -> None:
+    assert len((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()) <= 300
+
+
+def metrics_as_documented() -> str:
+    """Return the tables of the gateway's and of the engine's metrics, made from the code."""
+    rows = ["| metric | kind | labels | |", "| --- | --- | --- | --- |"]
+    for metric in vars(Metrics()).values():
+        if isinstance(metric, BulkHistogram):
+            bulk = next(iter(metric.collect()))
+            rows.append(f"| `{bulk.name}` | histogram | `model` | {bulk.documentation} |")
+        if isinstance(metric, MetricWrapperBase):
+            family = next(iter(metric.describe()))
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            labels = " ".join(f"`{label}`" for label in metric._labelnames)
+            rows.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
+    engine = [
+        *((name, "counter", text) for name, text in report._COUNTERS.items()),
+        ("requests_total", "counter", "Requests ended, by reason (label `finish_reason`)"),
+        *((name, "gauge", text) for name, text in report._GAUGES.items()),
+        *((name, "histogram", text) for name, (text, _) in report._HISTOGRAMS.items()),
+    ]
+    rows += ["", "| metric of the engine | kind | |", "| --- | --- | --- |"]
+    rows += [f"| `{report.PREFIX}{name}` | {kind} | {text} |" for name, kind, text in engine]
+    return "\n".join(rows)
+
+
+@pytest.mark.parametrize("page", ["metrics.md", "metrics.zh.md"])
+def test_the_metrics_tables_are_the_metrics(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert text.split("<!-- metrics -->\n")[1].split("\n<!-- /metrics -->")[0] == metrics_as_documented()
+
+
+def test_the_site_builds_and_asks_no_other_host(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert {"index.html", "settings.html"} <= {page.name for page in pages}
+    assert (tmp_path / "zh" / "settings.html").exists()
+    asked = {
+        address
+        for page in pages
+        for tag in re.findall(r"<(?:script|img|link|iframe|source)\b[^>]*>", page.read_text(encoding="utf-8"))
+        for address in re.findall(r'(?:src|href)="?((?:https?:)?//[^"\s>]+)', tag)
+    }
+    assert asked == set()

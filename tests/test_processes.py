@@ -1,0 +1,36 @@
+import os
+import subprocess
+import sys
+
+import psutil
+
+from tests.processes import alive, children_of, wait_ended
+
+WITH_CHILD = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+
+
+def test_a_zombie_has_ended() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = psutil.Process(child.pid)
+    try:
+        assert alive(child.pid)
+        assert alive(process)
+        assert process in children_of(os.getpid())
+        assert wait_ended([child.pid], 0) == [child.pid]
+    finally:
+        child.kill()
+    assert not wait_ended([child.pid, process], 20)  # nobody has reaped it
+    assert psutil.pid_exists(child.pid)
+    assert process not in children_of(os.getpid())
+    child.communicate()
+    assert not alive(child.pid)
+    assert not children_of(child.pid)
+
+
+def test_children_are_those_at_any_depth() -> None:
+    with subprocess.Popen([sys.executable, "-c", WITH_CHILD], stdin=subprocess.PIPE) as parent:
+        while not (below := children_of(parent.pid)):
+            assert parent.poll() is None
+        assert {process.pid for process in below} <= {process.pid for process in children_of(os.getpid())}
+        parent.communicate(b"\n")
+    assert not wait_ended(below, 20)

@@ -1,0 +1,90 @@
+"""Every family against transformers' own implementation of it: prompts in chunks, and decodes over blocks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.triton_models.engine.fake_model import ids, request, run
+from tests.triton_models.engine.models.whole_pass import whole_passes
+from tests.triton_models.native_checkpoint import write_native
+from triton_models.checkpoint import load_model
+from triton_models.engine.engine import Engine
+from triton_models.engine.sampling import SamplingParams
+from triton_models.engine.settings import EngineSettings
+
+CPU = torch.device("cpu")
+PROMPT = [3, 300, 17, 99, 250, 41, 41, 8, 160, 5, 77]
+ANSWER = 24
+
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 500.0,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 1000.0,
+}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("glm", {}),
+    ("glm", {"attention_bias": False, "num_key_value_heads": 4, "head_dim": 32}),
+    ("glm4", {"attention_bias": True}),
+    ("glm4", {"attention_bias": False}),
+    ("llama", {}),
+    ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    ("llama", {"rope_parameters": LINEAR, "num_key_value_heads": 4, "attention_bias": True}),
+    ("mistral", {"head_dim": 32}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen2", {"rope_parameters": YARN}),
+    ("qwen2", {"rope_parameters": YARN | {"truncate": False, "beta_fast": 8.0, "attention_factor": 1.2}}),
+    ("qwen3", {}),
+    ("qwen3", {"head_dim": 32, "attention_bias": True, "tie_word_embeddings": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_logits_are_transformers(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    reference = write_native(tmp_path, family, **changes)
+    model = load_model(tmp_path, torch.float32, CPU)
+    tokens = [(7 * number) % 320 for number in range(100)]
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(whole_passes(model, tokens), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+@pytest.mark.parametrize("budget", [16, 500])
+def test_greedy_answers_are_transformers(
+    tmp_path: Path, family: str, changes: dict[str, Any], budget: int
+) -> None:
+    reference = write_native(tmp_path, family, **changes)
+    prompts = [PROMPT, PROMPT[:4] * 9]
+    settings = EngineSettings(block_size=4, max_running=4, max_batched_tokens=budget)
+    engine = Engine(load_model(tmp_path, torch.float32, CPU), settings)
+    for number, prompt in enumerate(prompts):
+        engine.add(request(f"{number}", prompt, SamplingParams(temperature=0.0, max_tokens=ANSWER)))
+    answers = run(engine)
+    for number, prompt in enumerate(prompts):
+        sequence = torch.tensor([prompt + ids(answers[f"{number}"])])
+        with torch.inference_mode():
+            greedy = reference(sequence).logits[0, len(prompt) - 1 : -1].argmax(-1)
+        assert ids(answers[f"{number}"]) == greedy.tolist()
+
+
+def test_the_order_of_pairs_matters(tmp_path: Path) -> None:
+    """The references above are such that queries and keys in the wrong order would fail."""
+    reference = write_native(tmp_path, "llama")
+    model = load_model(tmp_path, torch.float32, CPU)
+    rows = model.layers[0].qkv.weight
+    rows[:16] = rows[:16].view(8, 2, -1).transpose(0, 1).reshape(16, -1)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([PROMPT])).logits[0]
+    assert (whole_passes(model, PROMPT) - expected).abs().max() > 1e-2

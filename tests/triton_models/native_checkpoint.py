@@ -1,0 +1,59 @@
+"""Tiny checkpoints of transformers' own classes, with random weights, as transformers writes them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+_CLASSES = {
+    "glm": (GlmConfig, GlmForCausalLM),
+    "glm4": (Glm4Config, Glm4ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write_native(
+    directory: Path, family: str, *, max_shard_size: str = "1GB", **changes: Any
+) -> PreTrainedModel:
+    """Write a checkpoint of a family into `directory`, and return the model that it is of."""
+    torch.manual_seed(5)
+    config_class, model_class = _CLASSES[family]
+    config = config_class(**_SHAPE | {"sliding_window": None} | changes)
+    model = model_class._from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            # So large that every part matters, and norms and biases are not the ones of a new model.
+            tensor.normal_(1.0 if "norm" in name else 0.0, 0.15)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return model.eval()

@@ -1,0 +1,123 @@
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.triton_models.serving.conftest import GOLDEN, Served, parameters
+from tests.triton_models.serving.fakes import FakePbUtils
+from triton_models.engine.settings import EngineSettings
+from triton_models.errors import CheckpointError, SettingsError
+from triton_models.options import OPTIONS
+from triton_models.serving import build
+from triton_models.serving.build import build_service, choose_dtype, engine_settings
+from triton_models.serving.chat_text import load_text
+from triton_models.serving.service import HEARTBEAT_S
+
+
+def test_the_cpu_computes_in_float32_unless_asked() -> None:
+    assert choose_dtype("auto", torch.device("cpu"))[0] is torch.float32
+    assert choose_dtype("bfloat16", torch.device("cpu"))[0] is torch.bfloat16
+
+
+def test_quantised_weights_are_multiplied_in_bfloat16_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(build, "why_not_quantised", lambda _quantization: None)
+    assert choose_dtype("auto", cpu, "int8")[0] is torch.bfloat16
+    with pytest.raises(SettingsError, match="int8 on a CPU needs dtype auto or bfloat16"):
+        choose_dtype("float32", cpu, "int8")
+    monkeypatch.setattr(build, "why_not_quantised", lambda _quantization: "too old")
+    with pytest.raises(SettingsError, match=r"int4 is not fast on this CPU \(too old\)"):
+        choose_dtype("auto", cpu, "int4")
+
+
+def test_fp8_is_for_gpus_that_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match=r"fp8 needs a GPU of compute capability 8.9 .*, not cpu"):
+        choose_dtype("auto", torch.device("cpu"), "fp8")
+    gpu = torch.device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 6))
+    with pytest.raises(SettingsError, match="not cuda:0"):
+        choose_dtype("auto", gpu, "fp8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    assert choose_dtype("auto", gpu, "fp8")[0] is torch.bfloat16
+    with pytest.raises(SettingsError, match="fp8 needs dtype auto or bfloat16"):
+        choose_dtype("float16", gpu, "fp8")
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_quantised_model_is_served(
+    quantization: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "why_not_quantised", lambda _quantization: None)
+    with caplog.at_level(logging.INFO):
+        built = build_service(parameters(quantization=quantization, kv_memory_gib=0.01), FakePbUtils())
+    assert f"glm: weights in {quantization} take 0.00 GiB of cpu" in caplog.text
+    built.start()
+    try:
+        assert Served(built).ask(max_tokens=3).wait().refusal is None
+    finally:
+        built.close()
+
+
+def test_a_checkpoint_that_is_quantised_already_needs_no_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(GOLDEN / name, tmp_path)
+    config = json.loads((GOLDEN / "config.json").read_text(encoding="utf-8")) | {"quantization_bit": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = load_file(GOLDEN / "model.safetensors")
+    ends = ("query_key_value.weight", "dense.weight", "h_to_4h.weight", "4h_to_h.weight")
+    for name in [each for each in tensors if each.endswith(ends)]:
+        scales = tensors[name].abs().amax(dim=1) / 127
+        tensors[f"{name}_scale"] = scales.half()
+        tensors[name] = (tensors[name] / scales[:, None]).round().to(torch.int8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    monkeypatch.setattr(build, "why_not_quantised", lambda _quantization: None)
+    with caplog.at_level(logging.INFO):
+        built = build_service(parameters(tmp_path, kv_memory_gib=0.01), FakePbUtils())
+    assert "glm: weights in int8 take 0.00 GiB of cpu" in caplog.text
+    built.start()
+    try:
+        assert Served(built).ask(max_tokens=3).wait().refusal is None
+    finally:
+        built.close()
+    with pytest.raises(CheckpointError, match="int8 already"):
+        build_service(parameters(tmp_path, quantization="int4"), FakePbUtils())
+
+
+def test_a_tokenizer_of_another_model_is_noticed(tmp_path: Path) -> None:
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(GOLDEN / name, tmp_path)
+    config = json.loads((GOLDEN / "config.json").read_text(encoding="utf-8")) | {"padded_vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = load_file(GOLDEN / "model.safetensors")
+    for name in ("transformer.embedding.word_embeddings.weight", "transformer.output_layer.weight"):
+        tensors[name] = tensors[name][:1000].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="belong together"):
+        build_service(parameters(tmp_path), FakePbUtils())
+
+
+def test_the_format_can_be_given_where_the_files_do_not_say(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.model"):
+        shutil.copy(GOLDEN / name, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="format"):
+        load_text(parameters(tmp_path))
+    assert load_text(parameters(tmp_path, format="chatglm2")).format.name == "chatglm2"
+
+
+def test_a_gpu_gets_larger_steps_unless_asked() -> None:
+    on_gpu = engine_settings(parameters(max_running=7), torch.device("cuda:0"))
+    assert (on_gpu.max_running, on_gpu.max_batched_tokens) == (7, 1024)
+    assert (on_gpu.burst_tokens, on_gpu.burst_steps) == (4096, 4)
+    assert engine_settings(parameters(max_running=7), torch.device("cpu")) == EngineSettings(max_running=7)
+
+
+def test_the_default_that_is_said_is_the_one_that_applies() -> None:
+    (option,) = (option for option in OPTIONS if option.name == "heartbeat_s")
+    assert float(option.default) == HEARTBEAT_S

@@ -1,0 +1,166 @@
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2 as pb
+
+from triton_models import build
+from triton_models.build import TRITON, main
+from triton_models.errors import EnvironmentPackError
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    return result.exit_code, result.output
+
+
+def parameters(out: Path, name: str) -> dict[str, str]:
+    config = text_format.Parse((out / "repository" / name / "config.pbtxt").read_text(), pb.ModelConfig())
+    return {key: value.string_value for key, value in config.parameters.items()}
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What would have been packed."""
+    calls: list[Any] = []
+
+    def pack(out: Path, **how: Any) -> str:
+        calls.append(how)
+        out.write_text("packages")
+        return "packed"
+
+    monkeypatch.setattr(build, "pack", pack)
+    return calls
+
+
+def test_everything_is_in_the_repository(tmp_path: Path, packed: list[Any]) -> None:
+    limits = ("--constraint", ROOT / "constraints.txt")
+    out = tmp_path / "new" / "out"
+    status, said = run(
+        "--model", f"glm={GOLDEN}/chatglm3", "--out", out, "--python", "/py", *limits, "--max-running", 7
+    )
+    assert (status, packed) == (0, [{"python": "/py", "constraints": (ROOT / "constraints.txt",)}])
+    assert f"docker build {out}" in said
+    assert parameters(out, "glm") == {
+        "checkpoint": "checkpoint",
+        "EXECUTION_ENV_PATH": "$$TRITON_MODEL_DIRECTORY/environment.tar.gz",
+        "max_running": "7",
+    }
+    entry = out / "repository" / "glm"
+    assert (entry / "environment.tar.gz").read_text() == "packages"
+    assert {path.name for path in (entry / "warmup").iterdir()} == {"prompt", "history", "sampling"}
+    for path in (GOLDEN / "chatglm3").iterdir():
+        assert (entry / "checkpoint" / path.name).read_bytes() == path.read_bytes()
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    assert (out.stat().st_mode & 0o755) == 0o755
+
+
+def test_a_checkpoint_may_be_linked_and_packages_be_there_already(tmp_path: Path, packed: list[Any]) -> None:
+    archive = tmp_path / "before.tar.gz"
+    archive.write_text("packages from before")
+    model = ("--model", GOLDEN / "chatglm3", "--name", "other", "--out", tmp_path / "out")
+    assert run(*model, "--link", "--archive", archive)[0] == 0
+    entry = tmp_path / "out" / "repository" / "other"
+    assert (entry / "checkpoint").readlink() == GOLDEN / "chatglm3"
+    assert (entry / "environment.tar.gz").read_text() == archive.read_text()
+    assert packed == []
+    assert f"--volume {GOLDEN}/chatglm3:{GOLDEN}/chatglm3:ro IMAGE" in (
+        tmp_path / "out" / "Dockerfile"
+    ).read_text(encoding="utf-8")
+
+
+def test_without_packages_there_is_no_image(tmp_path: Path, packed: list[Any]) -> None:
+    (tmp_path / "out").mkdir()
+    assert run("--model", GOLDEN / "chatglm3", "--out", tmp_path / "out", "--no-environment")[0] == 0
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["repository"]
+    assert packed == []
+    assert "EXECUTION_ENV_PATH" not in parameters(tmp_path / "out", "chatglm3")
+
+
+def test_the_dockerfile(tmp_path: Path, packed: list[Any]) -> None:
+    assert run("--model", GOLDEN / "chatglm3", "--out", tmp_path / "out", "--python", "p")[0] == 0
+    path = tmp_path / "out" / "Dockerfile"
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run(
+        [hadolint, "--config", ROOT / ".hadolint.yaml", path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = path.read_text(encoding="utf-8")
+    assert f"ARG TRITON={TRITON}\n" in (ROOT / "deploy/docker/triton.Dockerfile").read_text(encoding="utf-8")
+    assert f"ARG TRITON={TRITON}\n" in text
+    (entrypoint,) = re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)
+    words = shlex.split(entrypoint.strip("[]").replace('", "', '" "'))
+    # What the shell makes of it: an error without the key, the flags with it.
+    program = words[2].replace("exec tritonserver", "echo")
+    shown = [
+        subprocess.run(
+            [*words[:2], program, words[3], "--log-verbose=1"],
+            env=key,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for key in ({}, {"TRITONGATE_REPOSITORY_KEY": "k=v"})
+    ]
+    assert shown[0].returncode != 0
+    assert "TRITONGATE_REPOSITORY_KEY: is not set" in shown[0].stderr
+    flags = shown[1].stdout.split()
+    assert flags[0] == "--model-repository=/models"
+    assert flags[-2].endswith(":k=v")
+    assert flags[-1] == "--log-verbose=1"
+
+
+def test_the_images_python_is_looked_for(
+    tmp_path: Path, packed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_IMAGES_PYTHON", "python3.99")
+    status, said = run("--model", GOLDEN / "chatglm3", "--out", tmp_path / "out")
+    assert (status, "python3.99, which NVIDIA's images have, is not on PATH" in said) == (2, True)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    assert run("--model", GOLDEN / "chatglm3", "--out", tmp_path / "out")[0] == 0
+    assert packed[0]["python"] == "/bin/python3.99"
+
+
+def test_what_cannot_be_built_is_refused_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, weightless, unknown = tmp_path / "full", tmp_path / "weightless", tmp_path / "unknown"
+    for folder in (full, weightless, unknown):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    (unknown / "model.safetensors").touch()
+    out = ("--out", tmp_path / "out", "--no-environment")
+    golden = ("--model", GOLDEN / "chatglm3")
+    for arguments, words in (
+        ((*golden, "--out", full), "full is not empty"),
+        (("--model", tmp_path / "absent", *out), "absent is not a directory"),
+        (("--model", tmp_path, *out), "has no config.json, so it is no checkpoint"),
+        (("--model", weightless, *out), "has no weights"),
+        (("--model", unknown, *out), "unknown"),
+        ((*golden, *out, "--name", "a/b"), "cannot be a model's name"),
+        ((*golden, *out, "--device", "auto"), "is not a device: cpu or cuda:N"),
+        ((*golden, *out, "--max-running", "0"), "max_running must be at least 1"),
+        ((*golden, *out, "--archive", full / "config.json"), "it excludes"),
+    ):
+        status, said = run(*arguments)
+        assert status != 0
+        assert words in said
+        assert "Traceback" not in said
+    monkeypatch.setattr(build, "pack", _fails)
+    status, said = run(*golden, "--out", tmp_path / "out", "--python", "p")
+    assert (status, "Error: no pip" in said) == (1, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "unknown", "weightless"]
+
+
+def _fails(*_: object, **__: object) -> str:
+    raise EnvironmentPackError("no pip")

@@ -1,0 +1,80 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triton_models.errors import EntryError
+from triton_models.vllm.options import Options, read_options
+
+
+def read(
+    folder: Path, engine: Any, *, kind: str = "MODEL", adapters: Any = None, **parameters: str
+) -> Options:
+    (folder / "1").mkdir(exist_ok=True)
+    (folder / "1" / "model.json").write_text(engine if isinstance(engine, str) else json.dumps(engine))
+    if adapters is not None:
+        (folder / "1" / "multi_lora.json").write_text(json.dumps(adapters))
+    config = {"parameters": {name: {"string_value": value} for name, value in parameters.items()}}
+    return read_options(
+        {
+            "model_config": json.dumps(config),
+            "model_repository": str(folder),
+            "model_version": "1",
+            "model_name": "llama",
+            "model_instance_kind": kind,
+            "model_instance_device_id": "3",
+        }
+    )
+
+
+def test_truth_may_be_written_as_text(tmp_path: Path) -> None:
+    options = read(tmp_path, {"model": "x", "enforce_eager": "true", "enable_prefix_caching": "False"})
+    assert options.engine == {"model": "x", "enforce_eager": True, "enable_prefix_caching": False}
+    assert (options.devices, options.adapters, options.health_check, options.metrics) == (
+        None,
+        {},
+        False,
+        False,
+    )
+
+
+def test_adapters_are_read_where_they_are_enabled(tmp_path: Path) -> None:
+    with pytest.raises(EntryError, match=r"multi_lora\.json"):
+        read(tmp_path, {"enable_lora": "true"})
+    assert read(tmp_path, {"enable_lora": True}, adapters={"a": "/a"}).adapters == {"a": "/a"}
+    assert read(tmp_path, {"enable_lora": "false"}).adapters == {}
+
+
+def test_an_instance_of_one_gpu_sees_the_one_that_triton_chose(tmp_path: Path) -> None:
+    assert read(tmp_path, {}, kind="GPU").devices == "3"
+    with pytest.raises(EntryError, match="KIND_MODEL"):
+        read(tmp_path, {"tensor_parallel_size": 2}, kind="GPU")
+    with pytest.raises(EntryError, match="KIND_MODEL"):
+        read(tmp_path, {}, kind="GPU", GPU_DEVICE_IDS="0")
+
+
+def test_an_instance_of_several_gpus_may_name_them(tmp_path: Path) -> None:
+    assert read(tmp_path, {"tensor_parallel_size": 2}, GPU_DEVICE_IDS="2, 3").devices == "2,3"
+
+
+def test_metrics_need_vllms_own(tmp_path: Path) -> None:
+    switches = {"REPORT_CUSTOM_METRICS": "True", "ENABLE_VLLM_HEALTH_CHECK": "true"}
+    options = read(tmp_path, {}, **switches)
+    assert options.metrics
+    assert options.health_check
+    assert not read(tmp_path, {"disable_log_stats": True}, **switches).metrics
+
+
+@pytest.mark.parametrize("document", ["{", "[]"])
+def test_a_file_that_is_no_object_is_named(tmp_path: Path, document: str) -> None:
+    with pytest.raises(EntryError, match=r"model\.json: not"):
+        read(tmp_path, document)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    read(tmp_path, {})
+    (tmp_path / "1" / "model.json").unlink()
+    arguments = {"model_config": "{}", "model_repository": str(tmp_path), "model_version": "1"}
+    with pytest.raises(EntryError, match=r"model\.json: No such file"):
+        read_options(arguments)

@@ -1,0 +1,214 @@
+"""`tritongate build`: a model repository that needs nothing but a stock Triton, and a Dockerfile for it.
+
+    OUT/Dockerfile                          NVIDIA's Triton with the repository
+    OUT/repository/NAME/config.pbtxt        the entry (entries.py), with 1/model.py and warmup/
+    OUT/repository/NAME/checkpoint          the checkpoint's files, or a link to its directory
+    OUT/repository/NAME/environment.tar.gz  the engine's Python packages (environment.py)
+
+The repository may be moved: whatever the entry names is in its own folder.
+"""
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from triton_models.directory import detect_format
+from triton_models.embedded.errors import SetupError
+from triton_models.embedded.models import model_flags, private_arguments, read_model_argument
+from triton_models.entries import ModelEntry, write_entry
+from triton_models.environment import SUFFIX, pack
+from triton_models.errors import CheckpointError, EnvironmentPackError
+from triton_models.options import Value
+
+TRITON = "26.07-py3"
+"""The tag of NVIDIA's image, as in deploy/docker/triton.Dockerfile."""
+_IMAGES_PYTHON = "python3.12"
+"""Of NVIDIA's images since 24.11."""
+_ARCHIVE = f"environment{SUFFIX}"
+_WEIGHTS = ("*.safetensors", "*.bin")
+
+_DOCKERFILE = """\
+# Written by `tritongate build`: NVIDIA's Triton, the model {name}, and packages for the image's Python.
+# Private, as every Triton behind the gateway: it has no HTTP server, and wants a key for everything but
+# health, metadata, configurations and inference: KEY=VALUE, which is the gateway's setting repository_key.
+# docker run --gpus all --shm-size 1g --env TRITONGATE_REPOSITORY_KEY{volume} IMAGE
+ARG TRITON={triton}
+FROM nvcr.io/nvidia/tritonserver:${{TRITON}}
+# The engine's kernels are compiled where they run: torch's compiler builds its launchers with gcc.
+RUN apt-get update \\
+    && apt-get install --yes --no-install-recommends gcc libc6-dev python3-dev \\
+    && rm -rf /var/lib/apt/lists/*
+COPY repository /models
+ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+USER 1000:1000
+EXPOSE 8001 8002
+ENTRYPOINT ["/bin/sh", "-c", "exec {command} \\"$@\\"", "tritonserver"]
+"""
+_KEY = "${TRITONGATE_REPOSITORY_KEY:?is not set}"
+
+
+def write_repository(
+    out: Path, *, model: ModelEntry, checkpoint: Path, link: bool, environment: Path | None
+) -> None:
+    """Write the entry and what it names.
+
+    Args:
+        out: the repository.
+        model: the entry; its `checkpoint` and `environment` are those that are written here.
+        checkpoint: the directory that is copied, without hidden files.
+        link: make a symbolic link to it instead.
+        environment: moved into the entry; None: it has none.
+
+    Raises:
+        OSError: something cannot be read or written.
+    """
+    write_entry(out, model=model)
+    entry = out / model.name
+    if link:
+        (entry / model.checkpoint).symlink_to(checkpoint)
+    else:
+        shutil.copytree(checkpoint, entry / model.checkpoint, ignore=shutil.ignore_patterns(".*"))
+    if environment is not None:
+        shutil.move(environment, entry / _ARCHIVE)
+
+
+def dockerfile(name: str, *, triton: str, linked: Path | None) -> str:
+    """Return the Dockerfile for a repository with this model; `linked` is a directory outside of it."""
+    volume = "" if linked is None else f" --volume {linked}:{linked}:ro"
+    arguments = ["--model-repository=/models", "--disable-auto-complete-config", *private_arguments(_KEY)]
+    command = " ".join(["tritonserver", *arguments])
+    return _DOCKERFILE.format(name=name, triton=triton, volume=volume, command=command)
+
+
+def check_checkpoint(directory: Path, *, chat_format: str | None) -> None:
+    """Hold that a directory has what the engine will look for.
+
+    Raises:
+        CheckpointError: no weights, or neither the files nor `chat_format` tell the chat format.
+    """
+    if not any(any(directory.glob(pattern)) for pattern in _WEIGHTS):
+        raise CheckpointError(f"{directory} has no weights: neither {' nor '.join(_WEIGHTS)}")
+    if chat_format is None:
+        detect_format(directory)
+
+
+def _images_python() -> str:
+    """Return a Python of the version that NVIDIA's images have."""
+    own = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    found = sys.executable if own == _IMAGES_PYTHON else shutil.which(_IMAGES_PYTHON)
+    if found is None:
+        raise click.UsageError(
+            f"{_IMAGES_PYTHON}, which NVIDIA's images have, is not on PATH: name the Python of your Triton's"
+            " stub with --python, an archive with --archive, or leave the packages out with --no-environment"
+        )
+    return found
+
+
+@click.command(context_settings={"max_content_width": 110})
+@click.option("--model", required=True, metavar="[NAME=]DIR", help="checkpoint directory, as published")
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="a new or empty folder",
+)
+@click.option("--name", help="of the model  [default: the directory's name]")
+@click.option("--device", default="cuda:0", show_default=True, metavar="cpu|cuda:N")
+@click.option("--link", is_flag=True, help="link the checkpoint instead of copying it")
+@click.option("--triton", default=TRITON, show_default=True, help="tag of NVIDIA's image, for the Dockerfile")
+@click.option(
+    "--python",
+    show_default=_IMAGES_PYTHON,
+    help="with pip, of the minor version of Triton's stub: whose packages are packed",
+)
+@click.option(
+    "--constraint",
+    "constraints",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="a constraints file for pip; repeatable",
+)
+@click.option(
+    "--environment/--no-environment",
+    "packed",
+    default=True,
+    help="pack the engine's Python packages, or leave them to the Triton's own Python",
+)
+@click.option(
+    "--archive",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help=f"an {_ARCHIVE} that was packed before",
+)
+@model_flags
+def main(
+    *,
+    model: str,
+    out: Path,
+    name: str | None,
+    device: str,
+    link: bool,
+    triton: str,
+    python: str | None,
+    constraints: tuple[Path, ...],
+    packed: bool,
+    archive: Path | None,
+    **options: Value | None,
+) -> None:
+    """Write a model repository that needs nothing but a stock Triton, and a Dockerfile for it."""
+    if out.exists() and any(out.iterdir()):
+        raise click.UsageError(f"--out {out} is not empty")
+    if archive is not None and (python or constraints or not packed):
+        raise click.UsageError(
+            "--archive is used as it is: it excludes --python, --constraint, --no-environment"
+        )
+    try:
+        folder_name, checkpoint = read_model_argument(model)
+        check_checkpoint(
+            checkpoint, chat_format=None if options["format"] is None else str(options["format"])
+        )
+        entry = ModelEntry(
+            name=name or folder_name,
+            checkpoint="checkpoint",
+            device=device,
+            environment=f"$$TRITON_MODEL_DIRECTORY/{_ARCHIVE}" if packed else None,
+            options=options,
+        )
+    except (SetupError, CheckpointError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    if packed and archive is None and python is None:
+        python = _images_python()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed into place, so that what failed leaves nothing behind.
+        with tempfile.TemporaryDirectory(prefix=".build-", dir=out.parent) as folder:
+            built, environment = Path(folder) / "built", Path(folder) / _ARCHIVE
+            if archive is not None:
+                shutil.copy(archive, environment)
+            elif python is not None:
+                summary = pack(environment, python=python, constraints=constraints)
+                click.echo(summary.replace(f"{folder}/", ""), err=True)
+            write_repository(
+                built / "repository",
+                model=entry,
+                checkpoint=checkpoint,
+                link=link,
+                environment=environment if packed else None,
+            )
+            if packed:
+                text = dockerfile(entry.name, triton=triton, linked=checkpoint if link else None)
+                (built / "Dockerfile").write_text(text, encoding="utf-8")
+            built.rename(out)
+    except (EnvironmentPackError, OSError) as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(
+        f"{out}/repository holds the model {entry.name}: tritonserver --model-repository={out}/repository"
+    )
+    if packed:
+        click.echo(f"docker build {out}")
+
+
+if __name__ == "__main__":
+    main(prog_name="tritongate build")

@@ -1,0 +1,142 @@
+"""How a model's service is built: from its entry, to an engine with the weights, before it takes requests."""
+
+import gc
+import logging
+import sys
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from triton_models.checkpoint import load_model, matrix_forms, progress_bar, read_quantization
+from triton_models.engine.capacity import GIB
+from triton_models.engine.engine import Engine
+from triton_models.engine.quantised import FP8_CAPABILITY, why_not_quantised
+from triton_models.engine.settings import EngineSettings
+from triton_models.engine.warm_up import warm_up
+from triton_models.errors import CheckpointError, EntryError, SettingsError
+from triton_models.options import OPTIONS, EntryParameters
+from triton_models.serving.chat_text import load_text
+from triton_models.serving.report import EngineMetrics
+from triton_models.serving.service import HEARTBEAT_S, Service
+
+if TYPE_CHECKING:
+    from triton_models.serving.spans import ModelSpans
+
+log = logging.getLogger(__name__)
+
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_SWITCH_S: Final = 0.0005
+"""Seconds after which a running thread must offer the interpreter lock to others; set only with a GPU."""
+
+
+def build_service(parameters: EntryParameters, pb_utils: Any) -> Service:
+    """Load the checkpoint and build the engine; nothing runs yet.
+
+    Raises:
+        ModelError: the checkpoint cannot be served as configured.
+    """
+    # Text first: it takes milliseconds, and so fails before gigabytes are read.
+    text = load_text(parameters)
+    options = parameters.options
+    spans = make_spans(parameters)
+    device = torch.device(parameters.device)
+    stored, quantization = read_quantization(parameters.checkpoint, options.get("quantization"))
+    dtype, reason = choose_dtype(options.get("dtype", "auto"), device, quantization)
+    log.info("%s: %s on %s: %s", parameters.model, dtype, device, reason)
+    with progress_bar(parameters.model) as progress:
+        model = load_model(parameters.checkpoint, dtype, device, progress, quantization=quantization)
+    taken = model.config.nbytes(dtype, *matrix_forms(stored, quantization)) / GIB
+    log.info("%s: weights in %s take %.2f GiB of %s", parameters.model, quantization or dtype, taken, device)
+    if text.tokenizer.size > model.vocab_size:
+        raise CheckpointError(
+            f"{parameters.checkpoint}: the tokenizer has {text.tokenizer.size} ids and the weights have"
+            f" {model.vocab_size}: they do not belong together"
+        )
+    vocabulary = model.vocab_size
+    metrics = EngineMetrics(parameters.model, parameters.version, pb_utils)
+    engine = Engine(model, engine_settings(parameters, device))
+    if device.type == "cuda":
+        # Kernels are compiled and libraries loaded at their first use, which must not be a client's request.
+        warm_up(engine)
+        # A full garbage collection that visits torch's objects, which live forever, takes over 100 ms.
+        gc.collect()
+        gc.freeze()
+        # Nearly every torch call releases the interpreter lock. While another thread reads the requests of a
+        # burst, the engine's thread gets the lock back only after this interval: 5 ms by default, and a step
+        # takes 4 ms.
+        sys.setswitchinterval(_SWITCH_S)
+    return Service(
+        engine,
+        text,
+        metrics,
+        vocabulary=vocabulary,
+        heartbeat_s=options.get("heartbeat_s", HEARTBEAT_S),
+        spans=spans,
+    )
+
+
+def make_spans(parameters: EntryParameters) -> "ModelSpans | None":
+    """Return the sender of the model's own spans; None if the entry does not ask for them.
+
+    Raises:
+        EntryError: the extra `tracing` is not installed.
+    """
+    endpoint = parameters.options.get("trace_endpoint")
+    if endpoint is None:
+        return None
+    try:
+        from triton_models.serving.spans import ModelSpans  # noqa: PLC0415 - needs an extra
+    except ModuleNotFoundError as error:
+        raise EntryError("trace_endpoint needs the extra `tracing`") from error
+    return ModelSpans(endpoint, parameters.model, parameters.version)
+
+
+def engine_settings(parameters: EntryParameters, device: torch.device) -> EngineSettings:
+    """Return the engine's settings: the entry's where it has them, else defaults that suit the device.
+
+    Raises:
+        SettingsError: values that contradict each other.
+    """
+    known = {field.name for field in fields(EngineSettings)}
+    values: dict[str, Any] = {}
+    for option in OPTIONS:
+        if option.name in known:
+            default = option.gpu if device.type == "cuda" else None
+            value = parameters.options.get(option.name, default)
+            if value is not None:
+                values[option.name] = value
+    return EngineSettings(**values)
+
+
+def choose_dtype(
+    wanted: str, device: torch.device, quantization: str | None = None
+) -> tuple[torch.dtype, str]:
+    """Return the dtype of the KV cache and of weights that are not quantised, and why.
+
+    Raises:
+        SettingsError: the weights are to be quantised in a way that the device is not made for, or that would
+            not be faster than float32 on this CPU.
+    """
+    if quantization == "fp8":
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+            raise SettingsError(
+                f"quantization fp8 needs a GPU of compute capability 8.9 or later (Ada, Hopper), not {device}"
+            )
+        if wanted not in ("auto", "bfloat16"):
+            raise SettingsError("quantization fp8 needs dtype auto or bfloat16")
+        return torch.bfloat16, "as the GPU's products with fp8 weights need"
+    if quantization is not None and device.type == "cpu":
+        if wanted not in ("auto", "bfloat16"):
+            raise SettingsError(f"quantization {quantization} on a CPU needs dtype auto or bfloat16")
+        if (obstacle := why_not_quantised(quantization)) is not None:
+            raise SettingsError(f"quantization {quantization} is not fast on this CPU ({obstacle})")
+        return torch.bfloat16, f"as the CPU's products with {quantization} weights need"
+    if wanted != "auto":
+        return _DTYPES[wanted], "as set"
+    if device.type == "cpu":
+        return torch.float32, "few CPUs compute faster in 16 bits"
+    if torch.cuda.is_bf16_supported():
+        return torch.bfloat16, "half the memory, and the range of float32"
+    return torch.float16, "half the memory; this GPU has no bfloat16"

@@ -1,0 +1,37 @@
+"""Models whose conversations a chat template writes: the gateway renders it, and sends token ids."""
+
+from collections.abc import Sequence
+
+from triton_models.errors import TextError
+from triton_models.text.formats.base import ChatFormat
+from triton_models.text.json_tokenizer import JsonTokenizer
+from triton_models.text.tokenizers import Tokenizer
+from wire.history import Turn
+
+
+class TemplateFormat(ChatFormat):
+    """Text and token ids only: a checkpoint's template is a program, which does not run beside its weights.
+
+    Args:
+        tokenizer: names the ids that end an answer, and those that begin every text.
+    """
+
+    name = "template"
+
+    def __init__(self, tokenizer: Tokenizer, _template: str | None = None) -> None:
+        if not isinstance(tokenizer, JsonTokenizer):
+            raise TextError("the format 'template' needs a tokenizer.json")
+        super().__init__(tokenizer, (), stop_ids=frozenset(tokenizer.end_ids))
+        self._prefix = tokenizer.begin_ids
+
+    def render_turns(  # noqa: D102 - inherited
+        self,
+        turns: Sequence[Turn],  # noqa: ARG002 - inherited
+        *,
+        add_generation_prompt: bool = True,  # noqa: ARG002 - inherited
+        answer_metadata: str | None = None,  # noqa: ARG002 - inherited
+    ) -> list[int]:
+        raise TextError(
+            "this model's conversations are written by its chat template: send them to the gateway, whose"
+            " setting `tokenizers` names the checkpoint's folder"
+        )

@@ -1,0 +1,130 @@
+"""Tokenizers in `tokenizer.json`, the form of Hugging Face's tokenizers: those of families beside ChatGLM's.
+
+A vocabulary is either of bytes, each written as a printable character (GPT-2's way), or of SentencePiece's
+strings, with bytes for what they do not hold.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import tokenizers
+
+from triton_models.directory import read_optional_json
+from triton_models.errors import CheckpointError, TextError
+from triton_models.text.tokenizers import Tokenizer, parts, utf8_decoder
+
+TOKENIZER_JSON: Final = "tokenizer.json"
+
+_SPACE: Final = "\N{LOWER ONE EIGHTH BLOCK}"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_PRINTABLE: Final = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+"""Bytes that GPT-2's vocabulary writes as the character of the same number; the others follow 0xFF."""
+
+
+class JsonTokenizer(Tokenizer):
+    """A tokenizer read from `tokenizer.json`.
+
+    Attributes:
+        end_ids: every id that the checkpoint says ends an answer.
+        begin_ids: the ids with which every text begins.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Read the tokenizer, and from the configurations beside it what ends an answer.
+
+        Raises:
+            CheckpointError: a file is missing or broken, the vocabulary is of another kind, or nothing is
+                said to end an answer.
+        """
+        file = directory / TOKENIZER_JSON
+        try:
+            document = file.read_text(encoding="utf-8")
+            self._tokenizer = tokenizers.Tokenizer.from_str(document)
+        except Exception as error:  # the library raises nothing more exact
+            raise CheckpointError(f"{file}: cannot be read: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {token_id: token.content for token_id, token in added.items() if token.special}
+        self.end_ids = _end_ids(directory, self._tokenizer)
+        if not self.end_ids:
+            raise CheckpointError(f"{directory}: neither generation_config.json nor others name an eos token")
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        pieces: list[str | bytes] = [""] * (1 + max(vocabulary.values(), default=0))
+        read = _reader(file, json.loads(document))
+        for token, token_id in vocabulary.items():
+            if token_id not in special and token_id not in self.end_ids:
+                pieces[token_id] = token.encode() if token_id in added else read(token)
+        names = {token_id: token for token, token_id in vocabulary.items() if not pieces[token_id]}
+        super().__init__(pieces, (), self.end_ids[0], names)
+        self.special_ids = MappingProxyType({name: token_id for token_id, name in special.items()})
+        beginning = self._tokenizer.encode("", add_special_tokens=True).ids
+        self.begin_ids = [token_id for token_id in beginning if token_id not in self.end_ids]
+        # No text of a user's is ever a special token.
+        self._tokenizer.encode_special_tokens = True
+
+    def encode(self, text: str) -> list[int]:  # noqa: D102 - inherited
+        try:
+            return [
+                token_id
+                for part in parts(text)
+                for token_id in self._tokenizer.encode(part, add_special_tokens=False).ids
+            ]
+        except (TypeError, UnicodeError):
+            raise TextError("the text holds a lone surrogate, which is not valid Unicode") from None
+
+    def decode(self, ids: Iterable[int]) -> str:  # noqa: D102 - inherited
+        utf8, text = utf8_decoder(), []
+        for token_id in ids:
+            piece = self.piece(token_id)
+            if isinstance(piece, bytes):
+                text.append(utf8.decode(piece))
+            else:
+                text.append(utf8.decode(b"", final=True))
+                text.append(piece.removeprefix(" ") if not any(text) else piece)
+        return "".join(text) + utf8.decode(b"", final=True)
+
+
+def _reader(file: Path, document: dict[str, Any]) -> Callable[[str], str | bytes]:
+    """Return what reads one of the vocabulary's tokens: its bytes or text.
+
+    Raises:
+        CheckpointError: the vocabulary is of another kind.
+    """
+    decoder = document.get("decoder") or {}
+    kinds = {each.get("type") for each in (decoder, *decoder.get("decoders", ()))}
+    if "ByteLevel" in kinds:
+        others = (byte for byte in range(256) if byte not in _PRINTABLE)
+        bytes_of = {chr(byte): byte for byte in _PRINTABLE}
+        bytes_of |= {chr(256 + number): byte for number, byte in enumerate(others)}
+
+        def read_bytes(token: str) -> bytes:
+            if all(character in bytes_of for character in token):
+                return bytes(bytes_of[character] for character in token)
+            return token.encode()
+
+        return read_bytes
+    if kinds & {"Metaspace", "ByteFallback"}:
+
+        def read_piece(token: str) -> str | bytes:
+            byte = _BYTE.fullmatch(token)
+            return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ")
+
+        return read_piece
+    raise CheckpointError(f"{file}: a vocabulary neither of bytes nor of SentencePiece's strings")
+
+
+def _end_ids(directory: Path, tokenizer: tokenizers.Tokenizer) -> list[int]:
+    """Return the ids that end an answer, each once: first the tokenizer's own."""
+    named = read_optional_json(directory / "tokenizer_config.json").get("eos_token")
+    name = named.get("content") if isinstance(named, dict) else named
+    found = [tokenizer.token_to_id(name)] if isinstance(name, str) else []
+    ids = read_optional_json(directory / "generation_config.json").get("eos_token_id")
+    if ids is None:
+        ids = read_optional_json(directory / "config.json").get("eos_token_id")
+    found += ids if isinstance(ids, list) else [ids]
+    return list(dict.fromkeys(each for each in found if isinstance(each, int)))

@@ -1,0 +1,332 @@
+"""Requests on their way through the engine: one event loop for vLLM, and one thread that talks to Triton.
+
+A request is a task of the loop. It waits while a response of it is being sent, and what the engine yields
+meanwhile becomes one response (vLLM joins it). So responses are as fine as Triton can take them, and never
+pile up. The sender thread alone sends, and asks Triton in between which clients have left.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import enum
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from triton_models.errors import EngineStoppedError, InvalidRequestError
+from triton_models.vllm.tensors import (
+    EmbeddingRequest,
+    Progress,
+    TextRequest,
+    Values,
+    embedding_outputs,
+    read_request,
+)
+from wire.refusal import RefusalCode, refusal_text
+
+log = logging.getLogger(__name__)
+
+POLL_PERIOD_S: Final = 0.2
+"""How often Triton is asked about each open request, which takes some 50 microseconds."""
+
+_DTYPES: Final = {
+    "cumulative_logprob": np.float32,
+    "num_input_tokens": np.uint32,
+    "num_output_tokens": np.uint32,
+}
+"""Of the outputs that are not strings."""
+
+_STATUSES: Final = {
+    RefusalCode.INVALID_REQUEST: "INVALID_ARG",
+    RefusalCode.CANCELLED: "CANCELLED",
+    RefusalCode.INTERNAL: "INTERNAL",
+}
+"""Triton's status for each code; of the others, UNAVAILABLE."""
+
+Outputs = dict[str, list[Any]]
+Refusal = tuple[RefusalCode, str]
+
+
+class Engine(Protocol):
+    """What is needed of `engine.Engine`, whose methods say more."""
+
+    @property
+    def dead(self) -> bool:
+        """Whether it answers nothing any more."""
+        ...
+
+    def generate(self, request: TextRequest) -> AsyncGenerator[tuple[Any, int], None]:
+        """Yield outputs and the number of choices."""
+        ...
+
+    async def embed(self, request: EmbeddingRequest) -> tuple[list[float], int]:
+        """Return an embedding and the number of the prompt's tokens."""
+        ...
+
+    def close(self) -> None:
+        """End it."""
+        ...
+
+
+class Ending(enum.Enum):
+    """Why a task is cancelled."""
+
+    CLIENT_LEFT = RefusalCode.CANCELLED, "the request was cancelled"
+    UNLOADED = RefusalCode.SHUTTING_DOWN, "the model is being unloaded"
+    UNSENT = RefusalCode.INTERNAL, "a response could not be sent"
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """An open request.
+
+    Attributes:
+        sender: Triton's response sender. The request itself would keep its inputs in shared memory.
+        task: what answers it.
+        ending: why it is being ended early.
+        closed: whether the final response was sent: Triton must not be asked about it after that. Only the
+            sender thread uses it.
+    """
+
+    sender: Any
+    task: "asyncio.Task[None] | None" = None
+    ending: Ending | None = None
+    closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request as `execute` read it: the values of its tensors, and its own parameters, a JSON object."""
+
+    call: Call
+    values: Values | None
+    """None: they could not be read."""
+    parameters: str = ""
+
+
+@dataclass(slots=True)
+class _Posted:
+    call: Call
+    outputs: Outputs | Refusal
+    final: bool
+    sent: asyncio.Future[None] = field(repr=False)
+
+
+class Service:
+    """Answers requests until it is closed.
+
+    Args:
+        start: starts the engine, on the thread of its event loop.
+        pb_utils: Triton's module.
+        died: called once, when a request found the engine dead.
+    """
+
+    def __init__(self, start: Callable[[], Engine], pb_utils: Any, died: Callable[[], object]) -> None:
+        self._pb_utils = pb_utils
+        self._died = died
+        self._told_death = False
+        self._posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
+        self._open: set[Call] = set()
+        """Of the loop's thread."""
+        self._loop = _new_loop()
+        self._threads = [
+            threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True),
+            threading.Thread(target=self._send_all, name="sender", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        try:
+            self._engine = self.run(_called(start))
+        except BaseException:
+            self._stop()
+            raise
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine on the loop, and wait for its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def submit(self, arrivals: Sequence[Arrival]) -> None:
+        """Answer requests. Never waits."""
+        self._loop.call_soon_threadsafe(self._begin, arrivals)
+
+    def close(self) -> None:
+        """Answer every open request, end the engine and the threads."""
+        self.run(self._end_all())
+        self.run(_called(self._engine.close))
+        self._stop()
+
+    def _stop(self) -> None:
+        self._posted.put(None)
+        self._threads[1].join()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._threads[0].join()
+        self._loop.close()
+
+    async def _end_all(self) -> None:
+        await asyncio.sleep(0)  # a task that has not begun yet would be cancelled without its answer
+        calls = list(self._open)
+        for call in calls:
+            self._cancel(call, Ending.UNLOADED)
+        await asyncio.gather(*(call.task for call in calls if call.task), return_exceptions=True)
+
+    def _begin(self, arrivals: Sequence[Arrival]) -> None:
+        for arrival in arrivals:
+            call = arrival.call
+            self._open.add(call)
+            call.task = self._loop.create_task(self._serve(arrival))
+
+    def _cancel(self, call: Call, ending: Ending) -> None:
+        if call.ending is None and call.task is not None:
+            call.ending = ending
+            call.task.cancel()
+
+    async def _serve(self, arrival: Arrival) -> None:
+        """Answer one request. Whatever fails in it is its own."""
+        call = arrival.call
+        try:
+            try:
+                await self._answer(arrival)
+            except asyncio.CancelledError:
+                await self._send(call, (call.ending or Ending.UNLOADED).value, final=True)
+            except Exception as error:  # noqa: BLE001 - the client is told; `_refusal` logs what is not its own
+                await self._send(call, self._refusal(error), final=True)
+        finally:
+            self._open.discard(call)
+
+    async def _answer(self, arrival: Arrival) -> None:
+        if arrival.values is None:
+            raise InvalidRequestError("the input tensors cannot be read")
+        if empty := [name for name, values in arrival.values.items() if not values and name != "image"]:
+            raise InvalidRequestError(f"{empty[0]} is empty")
+        request = read_request(arrival.values, arrival.parameters)
+        if isinstance(request, EmbeddingRequest):
+            values, count = await self._engine.embed(request)
+            await self._send(arrival.call, embedding_outputs(request, values, count), final=True)
+            return
+        progress: Progress | None = None
+        finished = False
+        async with contextlib.aclosing(self._engine.generate(request)) as outputs:
+            async for output, choices in outputs:
+                progress = progress or Progress(request, choices)
+                if any(choice.finish_reason == "error" for choice in output.outputs):
+                    raise RuntimeError("the engine failed in this request")
+                finished = bool(output.finished)
+                await self._send(arrival.call, progress.outputs(output), final=finished)
+        if not finished:
+            raise RuntimeError("the engine ended an answer without saying so")
+
+    def _refusal(self, error: Exception) -> Refusal:
+        if isinstance(error, InvalidRequestError):
+            return RefusalCode.INVALID_REQUEST, str(error)
+        if isinstance(error, EngineStoppedError) or self._engine.dead:
+            if not self._told_death:
+                self._told_death = True
+                log.error("the engine has died", exc_info=error)
+                self._died()
+            return RefusalCode.UNAVAILABLE, "vLLM's engine has died"
+        log.error("a request failed", exc_info=error)
+        return RefusalCode.INTERNAL, "the request failed"
+
+    async def _send(self, call: Call, outputs: Outputs | Refusal, *, final: bool) -> None:
+        """Have a response sent, and wait until it is."""
+        posted = _Posted(call, outputs, final, self._loop.create_future())
+        self._posted.put(posted)
+        await posted.sent
+
+    # What follows runs on the sender thread.
+
+    def _send_all(self) -> None:
+        next_poll = time.monotonic() + POLL_PERIOD_S
+        while True:
+            batch: list[_Posted] = []
+            with contextlib.suppress(queue.Empty):
+                item = self._posted.get(timeout=max(0.0, next_poll - time.monotonic()))
+                while item is not None:
+                    batch.append(item)
+                    item = self._posted.get_nowait()
+                if not batch or item is None:
+                    self._send_batch(batch)
+                    return
+            self._send_batch(batch)
+            if time.monotonic() >= next_poll:
+                self._poll()
+                next_poll = time.monotonic() + POLL_PERIOD_S
+
+    def _send_batch(self, batch: list[_Posted]) -> None:
+        failed = []
+        for posted in batch:
+            call = posted.call
+            if call.closed:
+                continue
+            try:
+                self._respond(posted)
+            except Exception:
+                # Confined to one call: the thread serves the others too.
+                log.exception("a response could not be sent")
+                failed.append(call)
+        if batch:
+            self._loop.call_soon_threadsafe(self._release, batch, failed)
+
+    def _respond(self, posted: _Posted) -> None:
+        utils, call = self._pb_utils, posted.call
+        if isinstance(posted.outputs, tuple):
+            code, message = posted.outputs
+            kind = utils.TritonError
+            error = kind(refusal_text(code, message), getattr(kind, _STATUSES.get(code, "UNAVAILABLE")))
+            response = utils.InferenceResponse(error=error)
+        else:
+            response = utils.InferenceResponse(
+                output_tensors=[
+                    utils.Tensor(name, np.array(values, dtype=_DTYPES.get(name, np.object_)))
+                    for name, values in posted.outputs.items()
+                ]
+            )
+        call.closed = posted.final
+        call.sender.send(response, flags=utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if posted.final else 0)
+
+    def _poll(self) -> None:
+        """Ask Triton which clients have left."""
+        future: concurrent.futures.Future[list[Call]] = concurrent.futures.Future()
+        self._loop.call_soon_threadsafe(lambda: future.set_result(list(self._open)))
+        try:
+            calls = future.result(timeout=POLL_PERIOD_S)
+        except TimeoutError:
+            return  # the loop is busy: again in a while
+        for call in calls:
+            if call.closed or call.ending is not None:
+                continue
+            try:
+                left = call.sender.is_cancelled()
+            except Exception:
+                log.exception("whether a client has left cannot be told")
+                left = True
+            if left:
+                self._loop.call_soon_threadsafe(self._cancel, call, Ending.CLIENT_LEFT)
+
+    # And this on the loop's.
+
+    def _release(self, batch: list[_Posted], failed: list[Call]) -> None:
+        for posted in batch:
+            if not posted.sent.done():
+                posted.sent.set_result(None)
+        for call in failed:
+            self._cancel(call, Ending.UNSENT)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """Return what vLLM's own server runs on, where it is installed."""
+    try:
+        import uvloop  # noqa: PLC0415 - an option
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+async def _called(function: Callable[[], Any]) -> Any:
+    return function()
