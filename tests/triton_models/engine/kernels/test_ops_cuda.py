@@ -34,6 +34,14 @@ from triton_models.engine.slots import SlotTable
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 SMALL = EngineSettings(max_running=4, max_batched_tokens=40, kv_blocks=24)
+SHAPE = {
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "num_attention_heads": 8,
+    "intermediate_size": 128,
+}
+"""Of a checkpoint whose products the compiler's interpreter computes in seconds; one group of int4 each."""
 
 
 @pytest.fixture
@@ -72,8 +80,7 @@ def test_other_families_answer_as_in_plain_torch(
     kernels: Backend, device: torch.device, tmp_path: Path, family: str, changes: dict[str, Any]
 ) -> None:
     """With what ChatGLM has not: norms of outputs and of heads, biases, a tied head."""
-    shape = {"num_hidden_layers": 2, "vocab_size": 128, "hidden_size": 128, "num_attention_heads": 8}
-    write_native(tmp_path, family, **shape, intermediate_size=128, **changes)
+    write_native(tmp_path, family, **SHAPE, **changes)
     model = load_model(tmp_path, torch.float32, device)
     answers = []
     for backend in (PLAIN, kernels):
@@ -86,10 +93,15 @@ def test_other_families_answer_as_in_plain_torch(
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantised_answers_are_the_plain_ones(
-    kernels: Backend, device: torch.device, monkeypatch: pytest.MonkeyPatch, quantization: str
+    kernels: Backend,
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quantization: str,
 ) -> None:
     """By our kernel, and with more rows than it takes."""
-    model = load_model(GOLDEN / "chatglm3", torch.float32, device, quantization=quantization)
+    write_native(tmp_path, "qwen2", **(SHAPE | {"num_hidden_layers": 1}))
+    model = load_model(tmp_path, torch.float32, device, quantization=quantization)
     answers = []
     for backend, rows in ((PLAIN, 0), (kernels, 256), (kernels, 2)):
         monkeypatch.setattr(ops_cuda, "QUANTISED_ROWS", dict.fromkeys((Int8Linear, Int4Linear), rows))
