@@ -33,6 +33,8 @@ _LOOK_EVERY_S = 0.05
 handler, which runs on that thread, would wait as long."""
 _SIGNALLED = 128
 _AUTO = "auto"
+_KEYS_VARIABLE = "TRITONGATE_API_KEYS"
+"""Clients' keys are the gateway's alone."""
 METRICS_PORT: Final = 8002
 
 
@@ -237,9 +239,10 @@ class EmbeddedTriton:
         if self.live is not None:  # where the gateway looks for it
             for name, address in (("grpc", self.live.grpc), ("metrics", self.live.metrics)):
                 ports += [f"--{name}-port", address.rpartition(":")[2]]
+        inherited = {name: value for name, value in os.environ.items() if name != _KEYS_VARIABLE}
         return subprocess.Popen(  # noqa: S603 - our own command
             [*self._replica.command, *ports],
-            env=os.environ | self._replica.environment,
+            env={**inherited, **self._replica.environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

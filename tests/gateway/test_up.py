@@ -287,6 +287,14 @@ def test_other_output_of_the_child_is_shown() -> None:
     assert out.getvalue().startswith("what is this\n")
 
 
+def test_the_child_is_not_told_the_keys_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONGATE_API_KEYS", '[{"name": "a", "key": "s3cret"}]')
+    tells = "import os; print('s3cret' in str(os.environ), os.environ['WHICH'], 'PATH' in os.environ)"
+    out = io.StringIO()
+    run_up([child(f"{tells}; begin(); {UNTIL_EOF}", "own")], lambda *_: 0, out)
+    assert out.getvalue().startswith("own: False own True\n")
+
+
 def _must_not_serve(*_: object) -> int:
     raise AssertionError
 
