@@ -31,6 +31,7 @@ from gateway.settings import (
     unknown_variables,
 )
 from gateway.settings.models import ModelSettings
+from gateway.settings.values import Scope
 from gateway.up import METRICS_PORT, plan_replicas, run_up
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ _ELSEWHERE = {
 }
 """In which module of `gateway.commands` each command is."""
 _UP_DRAIN_S = 5.0
+_UP_KEY_NAME = "api-key"
+"""What logs and metrics call the key of `up --api-key`."""
 _UP_PORTS = {"kserve_http_port": 8000, "kserve_grpc_port": 8001}
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _QUANTISATIONS = ("int8", "fp8", "int4")
@@ -172,8 +175,14 @@ def main(context: click.Context) -> None:
 @click.option(
     "--kv-memory-gib", type=click.FloatRange(0, min_open=True), help="memory of an engine's KV cache"
 )
+@click.option(
+    "--api-key",
+    metavar="KEY",
+    help="the one key of clients, with all scopes; other users of this machine can read it on the command "
+    "line, but not in the variable TRITONGATE_API_KEYS or a --keys-file",
+)
 @settings_options(without=frozenset({"upstreams", "resolve_interval_s", "models", "warn_of_faults"}))
-def up(*, config: Path | None, **values: Any) -> None:
+def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
     """Start a Triton on this machine, or several, and serve its models.
 
     Ctrl-C gives running requests at most 5 s to finish; a second one ends at once. Triton itself is private:
@@ -184,6 +193,10 @@ def up(*, config: Path | None, **values: Any) -> None:
 
     flags = {name: value for name, value in values.items() if name in Settings.model_fields}
     options = {name: value for name, value in values.items() if name not in flags}
+    if api_key is not None:
+        if not api_key:
+            raise _Misconfigured("--api-key: the key is empty")
+        flags["api_keys"] = [{"name": _UP_KEY_NAME, "key": api_key, "scopes": [*Scope]}]
     settings = _load(config, flags)
     chosen = {"log_level", "log_format"} & settings.model_fields_set
     quiet = {} if chosen else {"log_level": "warning", "log_format": "plain"}

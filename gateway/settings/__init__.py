@@ -169,7 +169,7 @@ class Settings(BaseSettings):
         max_length=KEYS_LIMIT,
         description="clients' keys: a list of {name, key or sha256, scopes: [inference, admin, metrics], "
         "models, max_in_flight, requests_per_minute, tokens_per_minute, tokens_per_day}; no flag, "
-        "since a command line is visible to every process",
+        "since a command line is visible to every process, but `up` has --api-key for a single one",
         json_schema_extra={"flag": False},
     )
     keys_file: str | None = Field(

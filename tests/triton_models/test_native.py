@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.triton_models.native_checkpoint import write_native
+from triton_models import native
 from triton_models.checkpoint import load_model, read_shape
+from triton_models.directory import NATIVE_TYPES
 from triton_models.engine.linear import Linear
 from triton_models.engine.models.decoder import Decoder, DecoderConfig
 from triton_models.engine.quantised import QUANTISATIONS
@@ -34,6 +36,10 @@ def load(directory: Path, dtype: torch.dtype = torch.float32, quantization: str 
     model = load_model(directory, dtype, CPU, quantization=quantization)
     assert isinstance(model, Decoder)
     return model
+
+
+def test_the_families_are_known_without_torch() -> None:
+    assert set(NATIVE_TYPES) == set(native._FAMILIES)
 
 
 @pytest.mark.parametrize(
