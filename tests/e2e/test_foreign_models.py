@@ -47,8 +47,8 @@ def tokens_of(text: str) -> list[str]:
 
 
 def counted(model: str, text: str) -> int:
-    """The played vLLM counts its own tokens; those of the others are counted by the tokenizer's."""
-    return len(tokens_of(text)) if model == "vllm" else len(text)
+    """Some played models count their own tokens; those of the others are counted by the tokenizer's."""
+    return len(tokens_of(text)) if model in ("vllm", "ensemble") else len(text)
 
 
 async def test_an_answer_that_does_not_stream(sdk: openai.AsyncOpenAI, model: str) -> None:

@@ -236,7 +236,7 @@ def test_what_the_gateway_sets_is_no_switch(name: str) -> None:
 LOOKING = Conversation(
     (
         Message(role="user", content="Hi"),
-        Message(role="user", content="A or B", images=(Image(data="", at=0), Image(data="", at=5))),
+        Message(role="user", content="A or B", images=(Image(url="", at=0), Image(url="", at=5))),
     )
 )
 _PARTS = (
