@@ -326,7 +326,7 @@ class OnDemand:
         Args:
             place: the Triton.
             planned: more than its policy allows.
-            at_once: also what has not had its time may go.
+            at_once: also what has not had its time may go, and what is not enough.
 
         Returns:
             The idle ones first, of which the one used least recently; none: not enough may go.
@@ -348,7 +348,7 @@ class OnDemand:
             if self._allows_without(planned, leaving):
                 break
         else:
-            return []
+            return leaving if at_once else []
         for model in leaving[-2::-1]:  # a later one may have made enough room by itself
             if self._allows_without(planned, rest := [each for each in leaving if each != model]):
                 leaving = rest

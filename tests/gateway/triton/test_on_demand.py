@@ -155,6 +155,14 @@ async def test_what_takes_too_much_memory_is_unloaded(triton: FakeTriton, demand
     assert len(triton.orders) == 2
 
 
+async def test_pinned_models_alone_may_be_too_many(triton: FakeTriton, demand: Any) -> None:
+    unloaded(triton, *"abc")
+    for model in triton.models.values():
+        model.state = "READY"
+    await demand(triton, max_loaded=1, pinned=["a", "b"], min_loaded_s=60)
+    await until(lambda: in_memory(triton) == {"a", "b"})
+
+
 async def test_pinned_models_stay(triton: FakeTriton, demand: Any) -> None:
     unloaded(triton, "a", "b", "c")
     pool = await demand(triton, max_loaded=2, pinned=["a"])
