@@ -97,8 +97,9 @@ class TritonPythonModel:
             raise LookupError(f"LoRA {adapter} is not supported, we currently support ['tuned']")
         tokens = tokens_of(f"{adapter}: " + "".join(tokens)) if adapter else tokens
         stream = given.get("stream", [False])[0]
-        limit = parameters.get("max_tokens", 16)
-        taken = tokens if limit is None else tokens[:limit]
+        taken = tokens[: int(parameters.get("max_tokens", 16))]
+        if parameters["top_k"] == 0:
+            raise RuntimeError("top_k must be -1 (disable), or at least 1, got 0.")
         text, reason = "".join(taken), "length" if len(taken) < len(tokens) else "stop"
         for stop in parameters.get("stop", []):
             if stop in text:

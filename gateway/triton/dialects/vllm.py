@@ -23,12 +23,19 @@ from gateway.triton.dialects.text_answer import Growth, News, TextAnswer, TextDe
 from gateway.triton.errors import MESSAGE_LIMIT, Fault, TritonError
 
 _SAME: Final = (
-    "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "allowed_token_ids", "bad_words",
-    "logprobs",
+    "n", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed", "stop", "stop_token_ids", "ignore_eos", "allowed_token_ids", "logprobs",
 )  # fmt: skip
 """Parameters that vLLM's SamplingParams call the same."""
-_SUPPORTED: Final = (*_SAME, "max_tokens", "logit_bias", "include_stop", "show_special", "priority")
+_LATER: Final = ("min_tokens", "bad_words")
+"""Those of them that not all releases have: sent where they change something."""
+_SUPPORTED: Final = (
+    *_SAME, *_LATER, "max_tokens", "top_k", "logit_bias", "include_stop", "show_special", "priority",
+)  # fmt: skip
+_WHOLE_CONTEXT: Final = 2**31 - 1
+"""As `max_tokens`: the context alone limits, and vLLM sees to that. The backend cannot read null."""
+_EVERY_TOKEN: Final = -1
+"""As `top_k`: in all releases, of which older ones refuse 0."""
 _REPORTS: Final = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
 _GRAMMARS: Final = {"json_schema": "json", "regex": "regex", "choice": "choice", "lark": "grammar"}
 """Fields of vLLM's StructuredOutputsParams by the kinds of grammars."""
@@ -61,7 +68,10 @@ def _write(
 def _parameters(generation: Generation) -> dict[str, Any]:
     """Return vLLM's sampling parameters; those at our defaults too, since vLLM's may be the model's own."""
     parameters = {name: getattr(generation, name) for name in _SAME}
-    parameters["max_tokens"] = generation.max_tokens  # None: the rest of the context
+    limit, top_k = generation.max_tokens, generation.top_k
+    parameters["max_tokens"] = _WHOLE_CONTEXT if limit is None else limit
+    parameters["top_k"] = top_k or _EVERY_TOKEN
+    parameters |= {name: value for name in _LATER if (value := getattr(generation, name))}
     parameters["include_stop_str_in_output"] = generation.include_stop
     parameters["skip_special_tokens"] = not generation.show_special
     parameters["lora_name"] = generation.adapter
@@ -69,7 +79,7 @@ def _parameters(generation: Generation) -> dict[str, Any]:
         parameters["logit_bias"] = {str(id_): bias for id_, bias in generation.logit_bias.items()}
     if generation.grammar is not None:
         parameters["structured_outputs"] = json.dumps(_structured(generation.grammar))
-    return {name: value for name, value in parameters.items() if value is not None or name == "max_tokens"}
+    return {name: value for name, value in parameters.items() if value is not None}
 
 
 def _structured(grammar: Grammar) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What models of older and newer releases of one backend take and tell."""
 
 import asyncio
+import json
 import struct
 from collections.abc import Collection
 from typing import Any
@@ -87,6 +88,22 @@ def test_an_older_vllm_does_not_repeat_the_prompt(texts: list[str], *, stream: b
     assert last.usage is not None
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (len(PROMPT), len("It is two."))
     assert last.finish_reason == "stop"
+
+
+def test_any_vllm_reads_the_parameters_of_a_plain_request() -> None:
+    """None may be null, older releases refuse 0 as `top_k`, and do not know of all parameters."""
+    dialect = vllm.CONTRACT.dialect(VLLM, NOT_COUNTING)
+
+    def sent(**changes: Any) -> Any:
+        asked = given(dialect.request(prepared(dialect, **changes), ModelReport(), 1.0))
+        return json.loads(asked["sampling_parameters"][0])
+
+    plain = sent()
+    assert (plain["max_tokens"], plain["top_k"]) == (2**31 - 1, -1)
+    assert None not in plain.values()
+    assert not plain.keys() & {"min_tokens", "bad_words", "logit_bias"}
+    chosen = {"max_tokens": 5, "top_k": 4, "min_tokens": 2, "bad_words": ["x"]}
+    assert sent(**chosen).items() >= chosen.items()
 
 
 def test_an_older_vllm_tells_neither_lengths_nor_reasons() -> None:
