@@ -124,7 +124,7 @@ class _Commands(click.Group):
 @click.version_option(version(), prog_name="tritongate", message="%(prog)s %(version)s")
 @click.pass_context
 def main(context: click.Context) -> None:
-    """OpenAI-compatible gateway for ChatGLM on NVIDIA Triton."""
+    """OpenAI-compatible gateway for language models on NVIDIA Triton."""
     # The command is imported and has ends of its own. Those that serve import more, and see to it themselves.
     serves = context.invoked_subcommand in {"up", "serve"}
     if not serves and signal.getsignal(signal.SIGINT) is stop_at_once:

@@ -38,7 +38,7 @@ class SizingError(click.ClickException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The numbers of a ChatGLM2, ChatGLM3 or GLM-4 checkpoint that decide how large it is."""
+    """The numbers of a checkpoint that decide how large it is."""
 
     layers: int
     hidden: int
@@ -124,7 +124,7 @@ def read_shape(directory: Path) -> Shape:
             bias=bool(document["add_qkv_bias"]),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise SizingError(f"{path}: not a ChatGLM2, ChatGLM3 or GLM-4 checkpoint ({error})") from error
+        raise SizingError(f"{path}: not a checkpoint of a family that can be sized ({error})") from error
 
 
 def _count(value: Any) -> int:
