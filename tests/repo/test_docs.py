@@ -16,7 +16,9 @@ from triton_models.serving import report
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-FRONT = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
+FRONT = [
+    ROOT / name for name in ("README.md", "README.zh.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md")
+]
 ENGLISH_ONLY = "internals-"
 """Pages for who works on the code, like ARCHITECTURE.md."""
 
