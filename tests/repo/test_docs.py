@@ -17,7 +17,15 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 FRONT = [
-    ROOT / name for name in ("README.md", "README.zh.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md")
+    ROOT / name
+    for name in (
+        "README.md",
+        "README.zh.md",
+        "CHANGELOG.md",
+        "SECURITY.md",
+        "examples/README.md",
+        "tests/golden/README.md",
+    )
 ]
 ENGLISH_ONLY = "internals-"
 """Pages for who works on the code, like ARCHITECTURE.md."""
