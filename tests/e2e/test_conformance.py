@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.foreign_server import Foreign
+from gateway.triton.dialects import _FOREIGN, DIALECTS
+from tests.e2e.foreign_server import INPUTS, Foreign
 from tests.e2e.up_process import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -420,6 +421,13 @@ def outcomes(foreign: Foreign) -> dict[tuple[str, str], str | Exception]:
         return found
 
     return asyncio.run(run())
+
+
+def test_every_dialect_is_asked() -> None:
+    names = [{name for name, _, _ in INPUTS[model]} for model in MODELS if model in INPUTS]
+    contracts = _FOREIGN.items()
+    played = {next(name for name, contract in contracts if contract.inputs <= inputs) for inputs in names}
+    assert {"chatglm", *played} == set(DIALECTS)
 
 
 @pytest.mark.parametrize("asked", ROWS, ids=lambda each: each.english)
