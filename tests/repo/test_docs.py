@@ -24,6 +24,7 @@ FRONT = [
         "README.zh.md",
         "CHANGELOG.md",
         "SECURITY.md",
+        "CONTRIBUTING.md",
         "examples/README.md",
         "tests/golden/README.md",
     )
