@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.foreign_server import Foreign
+from gateway.triton.dialects import _FOREIGN, DIALECTS
+from tests.e2e.foreign_server import INPUTS, Foreign
 from tests.e2e.up_process import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -428,6 +429,13 @@ def outcomes(foreign: Foreign) -> dict[tuple[str, str], str | Exception]:
     return asyncio.run(run())
 
 
+def test_every_dialect_is_asked() -> None:
+    names = [{name for name, _, _ in INPUTS[model]} for model in MODELS if model in INPUTS]
+    contracts = _FOREIGN.items()
+    played = {next(name for name, contract in contracts if contract.inputs <= inputs) for inputs in names}
+    assert {"chatglm", *played} == set(DIALECTS)
+
+
 @pytest.mark.parametrize("asked", ROWS, ids=lambda each: each.english)
 def test_it_works_or_is_refused_by_name(outcomes: dict[tuple[str, str], str | Exception], asked: Row) -> None:
     cells = {model: outcomes[asked.english, model] for model in MODELS}
@@ -439,6 +447,7 @@ def test_it_works_or_is_refused_by_name(outcomes: dict[tuple[str, str], str | Ex
 def test_the_table_in_the_documentation_is_what_was_seen(
     outcomes: dict[tuple[str, str], str | Exception], language: str
 ) -> None:
+    assert not any(isinstance(cell, Exception) for cell in outcomes.values())  # before it is written
     file = DOCS / {"english": "dialects.md", "chinese": "dialects.zh.md"}[language]
     rows = [["", *MODELS.values()], ["---"] * (len(MODELS) + 1)]
     rows += [
