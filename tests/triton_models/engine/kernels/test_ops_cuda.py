@@ -160,6 +160,18 @@ def test_the_profile_run_leaves_no_trace_in_answers(
     assert cached == [24]
 
 
+def test_the_largest_step_without_graphs_runs_in_one_block(
+    kernels: Backend, device: torch.device, tmp_path: Path
+) -> None:
+    """A step is longer than a sequence may be, so it is of two."""
+    write_native(tmp_path, "qwen2", **(SHAPE | {"num_hidden_layers": 1}))
+    model = load_model(tmp_path, torch.float32, device)
+    made = Runner(model, replace(kernels, graphs=False), SMALL, context=32)
+    made._cache.keys[:, 1] = 7
+    assert made.run_largest() == 0
+    assert (made._cache.keys[:, 1] == 7).all()
+
+
 def test_the_largest_steps_run_in_one_block_and_leave_nothing(kernels: Backend, device: torch.device) -> None:
     model = load_model(GOLDEN / "chatglm3", torch.float32, device)
     made = Runner(model, kernels, SMALL, context=64)
