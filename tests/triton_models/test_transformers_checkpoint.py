@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,22 @@ def test_only_tensors_are_unpickled(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_layers_that_mix_tokens_besides_are_refused(tmp_path: Path) -> None:
-    """As convolutions do, and hardly any configuration says."""
+@pytest.mark.parametrize(
+    ("part", "changed"),
+    [
+        ("layers.1.mlp", lambda output: output + output.roll(1, dims=1)),  # as convolutions do
+        ("rotary_emb", lambda output: [each.sort(dim=1).values for each in output]),  # of the row's place
+    ],
+)
+def test_rows_that_depend_on_others_are_refused(
+    tmp_path: Path, part: str, changed: Callable[[Any], Any]
+) -> None:
     write_native(tmp_path, "gpt_neox")
     model = load(tmp_path)
-    part = model._base.get_submodule("layers.1.mlp")
-    part.register_forward_hook(lambda _module, _inputs, output: output + output.roll(1, dims=1))
+    module = model._base.get_submodule(part)
+    module.register_forward_hook(lambda _module, _inputs, output: changed(output))
     with (
         torch.inference_mode(),
-        pytest.raises(UnsupportedArchitectureError, match="GPTNeoXForCausalLM: its layers mix tokens"),
+        pytest.raises(UnsupportedArchitectureError, match="GPTNeoXForCausalLM: a token's row depends on"),
     ):
         model.check()

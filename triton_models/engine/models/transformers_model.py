@@ -121,8 +121,12 @@ class TransformersModel:
             UnsupportedArchitectureError: it is not.
         """
 
-        def attend(_: Any, queries: Tensor, __: Tensor, values: Tensor, ___: float) -> Tensor:
-            return _itself(queries, values)
+        def attend(_: Any, queries: Tensor, keys: Tensor, values: Tensor, __: float) -> Tensor:
+            # Of the row alone, but of everything in it.
+            shared = queries.shape[1] // keys.shape[1]
+            turns = queries.sum(dim=-1) + keys.sum(dim=-1).repeat_interleave(shared, dim=1)
+            factors = torch.cos(turns * queries.shape[-1] ** -0.5)
+            return _itself(queries, values) * factors.transpose(1, 2)[..., None]
 
         places = torch.arange(_ROWS, device=self.device)
         first, second = (
@@ -130,8 +134,9 @@ class TransformersModel:
             for order in (places, places.flip(0))
         )
         if (first - second.flip(0)).abs().max() > _TOLERANCE * first.abs().max():
+            name = type(self._causal).__name__
             raise UnsupportedArchitectureError(
-                f"{type(self._causal).__name__}: its layers mix tokens outside of attention"
+                f"{name}: a token's row depends on others outside of attention, or on its place in a step"
             )
 
 
