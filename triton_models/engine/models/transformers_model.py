@@ -166,7 +166,7 @@ def look(causal: PreTrainedModel) -> Found:
     except Exception as error:  # noqa: BLE001 - a hundred classes, which may fail in any way
         refuse(f"its forward pass fails with an attention of ours: {error}")
     layers = causal.config.num_hidden_layers
-    if sorted(looker.seen) != list(range(layers)):
+    if len(looker.seen) != layers or {*looker.seen} != {*range(layers)}:
         refuse(f"its {layers} layers attend {len(looker.seen)} times, and each must once")
     looker.found.layers, looker.found.output = layers, type(output)
     return looker.found
