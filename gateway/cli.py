@@ -58,6 +58,7 @@ _UP_KEY_NAME = "api-key"
 """What logs and metrics call the key of `up --api-key`."""
 _UP_PORTS = {"kserve_http_port": 8000, "kserve_grpc_port": 8001}
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+_ENGINES = ("own", "transformers")
 _QUANTISATIONS = ("int8", "fp8", "int4")
 
 
@@ -156,6 +157,13 @@ def main(context: click.Context) -> None:
     "--replicas",
     type=click.IntRange(1),
     help="Tritons, each with all models, behind one gateway  [default: one a device]",
+)
+@click.option(
+    "--engine",
+    type=click.Choice(_ENGINES),
+    default="own",
+    show_default=True,
+    help="whose forward pass computes; that of transformers is slower, for other causal models it implements",
 )
 @click.option("--dtype", type=click.Choice(_DTYPES), default="auto", show_default=True)
 @click.option(

@@ -120,6 +120,17 @@ def test_one_module_imports_vllm() -> None:
     assert importing == {"engine.py"}
 
 
+def test_two_modules_import_transformers() -> None:
+    """Importing it takes seconds, so they are imported only where it is asked for."""
+    importing = {
+        path.name
+        for path in sources("triton_models")
+        for module in imports(path)
+        if is_within(module, "transformers")
+    }
+    assert importing == {"transformers_checkpoint.py", "transformers_model.py"}
+
+
 def test_no_file_is_longer_than_its_limit() -> None:
     lengths = {
         str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
