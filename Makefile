@@ -11,7 +11,7 @@ VLLM := .venv-vllm
 .PHONY: install install-dev up lock lint test test-fast test-clients test-page test-vllm check docs fuzz chaos bench sbom clean
 
 # The Pythons that the wheel's tritonserver has a stub for.
-PYTHON_CHECK := import sys; v = sys.version_info; v[:2] in ((3, 11), (3, 12)) or sys.exit("tritongate needs Python 3.11 or 3.12, and this is %d.%d: make up PYTHON=python3.12" % v[:2])
+PYTHON_CHECK := import sys; v = sys.version_info; v[:2] in ((3, 11), (3, 12)) or sys.exit("tritongate needs Python 3.11 or 3.12, and $(PYTHON) is %d.%d. Install one of them, such as the system packages python3.12 and python3.12-venv. Then: make up PYTHON=python3.12" % v[:2])
 
 # A stamp per kind of install, so that repeated `make` calls cost nothing and a changed pyproject reinstalls.
 $(VENV)/.up: pyproject.toml constraints.txt

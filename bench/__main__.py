@@ -22,7 +22,7 @@ def main(what: str, model: Path, rounds: int) -> None:
     now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     click.echo(f"{now}, {platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
     if what in ("engine", "all"):
-        rows = engine.measure(model, (1, 8, 32), prompt=64, new_tokens=64, rounds=rounds)
+        rows = engine.measure(engine.models(model), (1, 8, 32), prompt=64, new_tokens=64, rounds=rounds)
         click.echo(table(engine.EngineRow, rows))
         click.echo()
     if what in ("serving", "all"):

@@ -3,7 +3,7 @@
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,10 +87,15 @@ def models(checkpoint: Path) -> Iterator[tuple[str, CausalModel]]:
 
 
 def measure(
-    checkpoint: Path, batches: tuple[int, ...], *, prompt: int, new_tokens: int, rounds: int
+    models: Iterable[tuple[str, CausalModel]],
+    batches: tuple[int, ...],
+    *,
+    prompt: int,
+    new_tokens: int,
+    rounds: int,
 ) -> Iterator[EngineRow]:
-    """Run every model at every batch size, greedy and sampled."""
-    for name, model in models(checkpoint):
+    """Run every model, of which each has a name, at every batch size, greedy and sampled."""
+    for name, model in models:
         engine = Engine(model, EngineSettings(max_running=max(batches), max_context=prompt + new_tokens))
         for batch, (label, sampling) in itertools.product(batches, SAMPLINGS.items()):
             seconds = [

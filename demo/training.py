@@ -54,10 +54,11 @@ class _WholeDialogues(PlainMath):
         self,
         layer: int,  # noqa: ARG002 - there is no cache, so every layer is alike
         projected: Tensor,
-        rotary: Rotary,
+        rotary: Rotary | None,
     ) -> Tensor:
         """See `Operations`."""
-        rotate_in_place(projected[:, : -self._kv_heads], rotation(rotary, self.positions))
+        if rotary is not None:
+            rotate_in_place(projected[:, : -self._kv_heads], rotation(rotary, self.positions))
         queries, keys, values = (
             each.view(self._rows, self._length, *each.shape[1:]).transpose(1, 2)
             for each in split_heads(projected, self._kv_heads)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -112,7 +113,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
     app = FastAPI(
         title="tritongate",
         version=version(),
-        description="OpenAI-compatible gateway for ChatGLM on NVIDIA Triton.",
+        description="OpenAI-compatible gateway for language models on NVIDIA Triton.",
         lifespan=lifespan,
         exception_handlers=error_handlers(),
         docs_url=None,  # that page would load its scripts from another host: ours is `gateway.http.openapi`
@@ -194,6 +195,7 @@ def triton_upstream(
     """Make the upstream for the models and Tritons that `settings` names, which `resolve` looks up."""
     on_demand = OnDemandPolicy(
         max_loaded=settings.max_loaded_models,
+        max_loaded_gib=settings.max_loaded_gib,
         min_loaded_s=settings.min_loaded_s,
         unload_idle_s=settings.unload_idle_s,
         pinned=settings.pinned_models,
@@ -212,7 +214,7 @@ def triton_upstream(
             resolve_interval_s=settings.resolve_interval_s,
             resolve=resolve,
             dialects=Dialects(plan.tokenizers, dict(plan.dialects)),
-            on_demand=on_demand if settings.load_on_demand else None,
+            on_demand=replace(on_demand, gib=dict(plan.gib)) if settings.load_on_demand else None,
             tls_of=settings.tls_of,
         )
 

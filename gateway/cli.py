@@ -31,6 +31,7 @@ from gateway.settings import (
     unknown_variables,
 )
 from gateway.settings.models import ModelSettings
+from gateway.settings.values import Scope
 from gateway.up import METRICS_PORT, plan_replicas, run_up
 
 if TYPE_CHECKING:
@@ -53,8 +54,11 @@ _ELSEWHERE = {
 }
 """In which module of `gateway.commands` each command is."""
 _UP_DRAIN_S = 5.0
+_UP_KEY_NAME = "api-key"
+"""What logs and metrics call the key of `up --api-key`."""
 _UP_PORTS = {"kserve_http_port": 8000, "kserve_grpc_port": 8001}
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+_ENGINES = ("own", "transformers")
 _QUANTISATIONS = ("int8", "fp8", "int4")
 
 
@@ -121,7 +125,7 @@ class _Commands(click.Group):
 @click.version_option(version(), prog_name="tritongate", message="%(prog)s %(version)s")
 @click.pass_context
 def main(context: click.Context) -> None:
-    """OpenAI-compatible gateway for ChatGLM on NVIDIA Triton."""
+    """OpenAI-compatible gateway for language models on NVIDIA Triton."""
     # The command is imported and has ends of its own. Those that serve import more, and see to it themselves.
     serves = context.invoked_subcommand in {"up", "serve"}
     if not serves and signal.getsignal(signal.SIGINT) is stop_at_once:
@@ -154,6 +158,13 @@ def main(context: click.Context) -> None:
     type=click.IntRange(1),
     help="Tritons, each with all models, behind one gateway  [default: one a device]",
 )
+@click.option(
+    "--engine",
+    type=click.Choice(_ENGINES),
+    default="own",
+    show_default=True,
+    help="whose forward pass computes; that of transformers is slower, for other causal models it implements",
+)
 @click.option("--dtype", type=click.Choice(_DTYPES), default="auto", show_default=True)
 @click.option(
     "--quantization", type=click.Choice(_QUANTISATIONS), help="weights of fewer bits, quantised while loading"
@@ -172,8 +183,14 @@ def main(context: click.Context) -> None:
 @click.option(
     "--kv-memory-gib", type=click.FloatRange(0, min_open=True), help="memory of an engine's KV cache"
 )
+@click.option(
+    "--api-key",
+    metavar="KEY",
+    help="the one key of clients, with all scopes; other users of this machine can read it on the command "
+    "line, but not in the variable TRITONGATE_API_KEYS or a --keys-file",
+)
 @settings_options(without=frozenset({"upstreams", "resolve_interval_s", "models", "warn_of_faults"}))
-def up(*, config: Path | None, **values: Any) -> None:
+def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
     """Start a Triton on this machine, or several, and serve its models.
 
     Ctrl-C gives running requests at most 5 s to finish; a second one ends at once. Triton itself is private:
@@ -184,6 +201,10 @@ def up(*, config: Path | None, **values: Any) -> None:
 
     flags = {name: value for name, value in values.items() if name in Settings.model_fields}
     options = {name: value for name, value in values.items() if name not in flags}
+    if api_key is not None:
+        if not api_key:
+            raise _Misconfigured("--api-key: the key is empty")
+        flags["api_keys"] = [{"name": _UP_KEY_NAME, "key": api_key, "scopes": [*Scope]}]
     settings = _load(config, flags)
     chosen = {"log_level", "log_format"} & settings.model_fields_set
     quiet = {} if chosen else {"log_level": "warning", "log_format": "plain"}

@@ -33,6 +33,8 @@ _LOOK_EVERY_S = 0.05
 handler, which runs on that thread, would wait as long."""
 _SIGNALLED = 128
 _AUTO = "auto"
+_KEYS_VARIABLE = "TRITONGATE_API_KEYS"
+"""Clients' keys are the gateway's alone."""
 METRICS_PORT: Final = 8002
 
 
@@ -195,6 +197,9 @@ def _text(event: Event) -> str | None:
 class EmbeddedTriton:
     """A replica's child process. One that ends by itself after it was ready is started again.
 
+    A thread of its own starts it. On the main thread a signal could interrupt the start, and leave a child
+    that nobody has a hold of.
+
     Args:
         replica: what starts the child.
         report: shown what happens.
@@ -214,17 +219,23 @@ class EmbeddedTriton:
         self._leaving = False
         self._lock = threading.Lock()
         """Held where a child is started or told to stop."""
-        self._process = self._start()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the child, unless it is told to stop before."""
         threading.Thread(target=self._follow, name="triton-events", daemon=True).start()
 
     def terminate(self) -> None:
-        """Tell the child to stop."""
+        """Tell the child to stop, and start no other."""
         with self._lock:
             self._leaving = True
-            self._process.terminate()
+            if self._process is not None:
+                self._process.terminate()
 
     def wait(self, deadline: float) -> None:
         """Wait for the end of a child that was told to stop; at `deadline` (`time.monotonic()`) kill it."""
+        if self._process is None:
+            return
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -237,18 +248,19 @@ class EmbeddedTriton:
         if self.live is not None:  # where the gateway looks for it
             for name, address in (("grpc", self.live.grpc), ("metrics", self.live.metrics)):
                 ports += [f"--{name}-port", address.rpartition(":")[2]]
+        inherited = {name: value for name, value in os.environ.items() if name != _KEYS_VARIABLE}
         return subprocess.Popen(  # noqa: S603 - our own command
             [*self._replica.command, *ports],
-            env=os.environ | self._replica.environment,
+            env={**inherited, **self._replica.environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
 
     def _follow(self) -> None:
-        """Read the events of a child until it ends, and so on; on a thread of its own."""
+        """Run a child until it ends, and so on; on a thread of its own."""
         while True:
-            ended = self._read_events()
+            ended = self._run()
             with self._lock:
                 if self._leaving:
                     return
@@ -257,12 +269,18 @@ class EmbeddedTriton:
                     break
                 self.ready = None
                 self._report(events.ServerDown(ended, 0), self._replica.name)
-                self._process = self._start()
         self._failed()
 
-    def _read_events(self) -> str:
-        """Return why the child ended."""
+    def _run(self) -> str:
+        """Return why the child ended, or that there is none."""
         failure = None
+        with self._lock:
+            if self._leaving:
+                return "told to stop"
+            try:
+                self._process = self._start()
+            except OSError as error:
+                return f"the process of the embedded Triton could not be started ({error.strerror})"
         with self._process as process:
             assert process.stdout is not None  # noqa: S101 - a pipe was asked for
             for line in process.stdout:
@@ -284,22 +302,19 @@ class EmbeddedTriton:
 
 
 class EmbeddedTritons:
-    """All replicas, as a context: started side by side on entry, stopped on exit. For the main thread.
+    """All replicas, as a context that stops on exit what `start` has started. For the main thread.
 
     When one fails for good while something serves in the context, this process gets a SIGTERM, so that it
     drains and returns.
     """
 
     def __init__(self, replicas: Sequence[Replica], report: Report) -> None:
-        self._replicas = replicas
         self._report = report
-        self._tritons: list[EmbeddedTriton] = []
+        self._tritons = [EmbeddedTriton(replica, report, self._end_serving) for replica in replicas]
         self._decided = False
         self._abandoned = False
 
     def __enter__(self) -> Self:
-        for replica in self._replicas:
-            self._tritons.append(EmbeddedTriton(replica, self._report, self._end_serving))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -310,6 +325,11 @@ class EmbeddedTritons:
         deadline = time.monotonic() + _STOP_TIMEOUT_S
         for triton in () if self._abandoned else self._tritons:
             triton.wait(deadline)
+
+    def start(self) -> None:
+        """Start all, side by side. In the context: an exception on entry would keep it from its exit."""
+        for triton in self._tritons:
+            triton.start()
 
     @property
     def failure(self) -> str | None:
@@ -366,6 +386,7 @@ def run_up(replicas: Sequence[Replica], serve: Serve, out: TextIO) -> int:
     status = 1
     try:
         with _interrupted(), tritons:
+            tritons.start()
             status = serve(*tritons.wait_ready(), report.stopping)
             if status > _SIGNALLED:
                 tritons.abandon()

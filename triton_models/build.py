@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from triton_models.directory import detect_format
+from triton_models.directory import check_checkpoint
 from triton_models.embedded.errors import SetupError
 from triton_models.embedded.models import model_flags, private_arguments, read_model_argument
 from triton_models.entries import ModelEntry, write_entry
@@ -28,7 +28,6 @@ TRITON = "26.07-py3"
 _IMAGES_PYTHON = "python3.12"
 """Of NVIDIA's images since 24.11."""
 _ARCHIVE = f"environment{SUFFIX}"
-_WEIGHTS = ("*.safetensors", "*.bin")
 
 _DOCKERFILE = """\
 # Written by `tritongate build`: NVIDIA's Triton, the model {name}, and packages for the image's Python.
@@ -81,18 +80,6 @@ def dockerfile(name: str, *, triton: str, linked: Path | None) -> str:
     arguments = ["--model-repository=/models", "--disable-auto-complete-config", *private_arguments(_KEY)]
     command = " ".join(["tritonserver", *arguments])
     return _DOCKERFILE.format(name=name, triton=triton, volume=volume, command=command)
-
-
-def check_checkpoint(directory: Path, *, chat_format: str | None) -> None:
-    """Hold that a directory has what the engine will look for.
-
-    Raises:
-        CheckpointError: no weights, or neither the files nor `chat_format` tell the chat format.
-    """
-    if not any(any(directory.glob(pattern)) for pattern in _WEIGHTS):
-        raise CheckpointError(f"{directory} has no weights: neither {' nor '.join(_WEIGHTS)}")
-    if chat_format is None:
-        detect_format(directory)
 
 
 def _images_python() -> str:
@@ -166,9 +153,7 @@ def main(
         )
     try:
         folder_name, checkpoint = read_model_argument(model)
-        check_checkpoint(
-            checkpoint, chat_format=None if options["format"] is None else str(options["format"])
-        )
+        check_checkpoint(checkpoint, None if options["format"] is None else str(options["format"]))
         entry = ModelEntry(
             name=name or folder_name,
             checkpoint="checkpoint",

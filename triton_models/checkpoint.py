@@ -18,14 +18,21 @@ from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from triton_models.directory import ConfigNumbers, format_evidence, read_json
+from triton_models.directory import (
+    NATIVE_TYPES,
+    ConfigNumbers,
+    check_model_type,
+    find_shards,
+    format_evidence,
+    read_json,
+)
 from triton_models.engine.capacity import GIB, total_bytes
 from triton_models.engine.linear import Linear
 from triton_models.engine.models.chatglm import ChatGLM, ChatGLMConfig
 from triton_models.engine.models.decoder import Decoder, DecoderConfig
 from triton_models.engine.quantised import QUANTISATIONS
 from triton_models.errors import CheckpointError, UnsupportedArchitectureError
-from triton_models.native import MODEL_TYPES, Place, native_dropped, native_places, read_native_config
+from triton_models.native import Place, native_dropped, native_places, read_native_config
 from triton_models.weight_formats import PackedMatrices, WeightFormat, agreed_quantization, read_format
 
 LoadProgress = Callable[[int, int], None]
@@ -48,9 +55,6 @@ _DROPPED = {"transformer.rotary_pos_emb.inv_freq"}
 
 _DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 
-_SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
-_INDEX_SUFFIX = ".index.json"
-
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -72,7 +76,7 @@ def read_shape(directory: Path) -> ChatGLMConfig | DecoderConfig:
     """
     path = directory / "config.json"
     raw = read_json(path)
-    return read_native_config(path, raw) if raw.get("model_type") in MODEL_TYPES else read_config(directory)
+    return read_native_config(path, raw) if raw.get("model_type") in NATIVE_TYPES else read_config(directory)
 
 
 def read_config(directory: Path) -> ChatGLMConfig:
@@ -249,25 +253,6 @@ def progress_bar(name: str) -> Iterator[LoadProgress]:
         yield advance
 
 
-def find_shards(directory: Path) -> dict[Path, set[str] | None]:
-    """Return the weight files, each with the tensor names that the index lists for it; None without an index.
-
-    Safetensors are preferred to `.bin` files.
-
-    Raises:
-        CheckpointError: there are no weights, the index is broken, or a file that it names is missing.
-    """
-    for name in _SINGLE_FILES:
-        if (directory / name).is_file():
-            return {directory / name: None}
-        index = directory / (name + _INDEX_SUFFIX)
-        if index.is_file():
-            return _read_index(index)
-    raise CheckpointError(
-        f"{directory}: no weights: neither {' nor '.join(_SINGLE_FILES)}, nor one's {_INDEX_SUFFIX}"
-    )
-
-
 @contextmanager
 def open_shard(path: Path) -> Iterator[Shard]:
     """Open a weight file. It is memory-mapped: a tensor is read from disk only when it is used.
@@ -293,13 +278,7 @@ def open_shard(path: Path) -> Iterator[Shard]:
 
 
 def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
-    model_type = raw.get("model_type")
-    if "vision_config" in raw:
-        raise UnsupportedArchitectureError(f"{path}: this model sees images, which is not supported")
-    if model_type != "chatglm":
-        raise UnsupportedArchitectureError(
-            f"{path}: model_type {model_type!r} is not supported; {', '.join(('chatglm', *MODEL_TYPES))} are"
-        )
+    check_model_type(path, raw)
     for key, implemented in _IMPLEMENTED.items():
         value = raw.get(key)
         # In the original, JSON's null means the default, and 0 means false.
@@ -334,26 +313,6 @@ def _fill(path: Path, shard: Shard, name: str, missing: dict[str, Place]) -> int
     except ValueError as error:
         raise CheckpointError(f"{path}: tensor {name!r} {error}") from error
     return destination.nbytes
-
-
-def _read_index(index: Path) -> dict[Path, set[str] | None]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: no weight_map")
-    shards: dict[Path, set[str] | None] = {}
-    for tensor, name in weight_map.items():
-        # A shard lies beside its index; another path could make a checkpoint read any file of the machine.
-        if not isinstance(name, str) or name in {"", ".", ".."} or "/" in name or "\\" in name:
-            raise CheckpointError(
-                f"{index}: tensor {tensor!r} is said to be in {name!r}, which is no plain file name"
-            )
-        path = index.parent / name
-        if not path.is_file():
-            raise CheckpointError(f"{path}: missing; {index.name} says that it holds tensor {tensor!r}")
-        names = shards.setdefault(path, set())
-        if names is not None:
-            names.add(tensor)
-    return shards
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Reads a checkpoint directory's JSON files, and determines the chat format from them.
+"""Reads a checkpoint directory's JSON files: which weights there are, which chat format, what is missing.
 
 Opens no weights and does not import torch, so that what runs no engine can use it cheaply.
 """
@@ -7,9 +7,22 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-from triton_models.errors import CheckpointError
+from triton_models.errors import CheckpointError, UnsupportedArchitectureError
+
+CHATGLM_TYPE: Final = "chatglm"
+"""The `model_type` of ChatGLM2, ChatGLM3 and GLM-4 in their original form."""
+
+NATIVE_TYPES: Final = ("glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
+"""The `model_type` of each of transformers' own classes that is served (see `triton_models.native`)."""
+
+_GLM_TYPES: Final = (CHATGLM_TYPE, "glm", "glm4")
+"""Those whose tokenizer may be ChatGLM's own."""
+
+_TOKENIZER_FILE, _TOKENIZER_JSON = "tokenizer.model", "tokenizer.json"
+_SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
+_INDEX_SUFFIX = ".index.json"
 
 FormatName = Literal["chatglm2", "chatglm3", "glm4", "template"]
 
@@ -80,6 +93,62 @@ def read_optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
+def check_checkpoint(directory: Path, chat_format: str | None = None) -> None:
+    """Check that a directory has what loading it will look for, as far as that can be told without torch.
+
+    Args:
+        directory: the checkpoint's.
+        chat_format: the option `format`; None: the checkpoint says.
+
+    Raises:
+        UnsupportedArchitectureError: it is another kind of model; the message says which are served.
+        CheckpointError: a file is missing or broken, or nothing tells the chat format.
+    """
+    path = directory / "config.json"
+    check_model_type(path, read_json(path))
+    find_shards(directory)
+    template = (chat_format or detect_format(directory)) == "template"
+    tokenizer = directory / (_TOKENIZER_JSON if template else _TOKENIZER_FILE)
+    if not tokenizer.is_file():
+        written = "; transformers' save_pretrained writes it, too" if template else ""
+        raise CheckpointError(f"{tokenizer}: missing; it is among the published files{written}")
+
+
+def check_model_type(path: Path, raw: Mapping[str, Any]) -> None:
+    """Check that the contents of the `config.json` at `path` are of a kind of model that is served.
+
+    Raises:
+        UnsupportedArchitectureError: they are not.
+    """
+    served = (CHATGLM_TYPE, *NATIVE_TYPES)
+    if "vision_config" in raw:
+        raise UnsupportedArchitectureError(f"{path}: this model sees images, which is not supported")
+    if (model_type := raw.get("model_type")) not in served:
+        raise UnsupportedArchitectureError(
+            f"{path}: model_type {model_type!r} is not supported; {', '.join(served)} are. Other models run"
+            " on a Triton with vLLM or TensorRT-LLM, behind `tritongate serve`"
+        )
+
+
+def find_shards(directory: Path) -> dict[Path, set[str] | None]:
+    """Return the weight files, each with the tensor names that the index lists for it; None without an index.
+
+    Safetensors are preferred to `.bin` files.
+
+    Raises:
+        CheckpointError: there are no weights, the index is broken, or a file that it names is missing.
+    """
+    for name in _SINGLE_FILES:
+        if (directory / name).is_file():
+            return {directory / name: None}
+        index = directory / (name + _INDEX_SUFFIX)
+        if index.is_file():
+            return _read_index(index)
+    raise CheckpointError(
+        f"{directory}: no weights: neither {' nor '.join(_SINGLE_FILES)}, nor one's {_INDEX_SUFFIX}"
+    )
+
+
 def detect_format(directory: Path) -> FormatName:
     """Return the chat format that a checkpoint was trained with.
 
@@ -91,7 +160,8 @@ def detect_format(directory: Path) -> FormatName:
         CheckpointError: none of these is conclusive, or a file in the directory is broken.
     """
     model_type = read_optional_json(directory / "config.json").get("model_type")
-    if model_type != "chatglm" and (directory / "tokenizer.json").is_file():
+    native = model_type in NATIVE_TYPES and model_type not in _GLM_TYPES
+    if native or (model_type != CHATGLM_TYPE and (directory / _TOKENIZER_JSON).is_file()):
         return "template"
     found = format_evidence(directory)
     if found is None:
@@ -136,3 +206,23 @@ def _format_in(name: object) -> FormatName | None:
     """Return the only format whose name occurs in `name`; None if there are none or several."""
     found = [each for each, names in _NAMES.items() if any(part in str(name).lower() for part in names)]
     return found[0] if len(found) == 1 else None
+
+
+def _read_index(index: Path) -> dict[Path, set[str] | None]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: no weight_map")
+    shards: dict[Path, set[str] | None] = {}
+    for tensor, name in weight_map.items():
+        # A shard lies beside its index; another path could make a checkpoint read any file of the machine.
+        if not isinstance(name, str) or name in {"", ".", ".."} or "/" in name or "\\" in name:
+            raise CheckpointError(
+                f"{index}: tensor {tensor!r} is said to be in {name!r}, which is no plain file name"
+            )
+        path = index.parent / name
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing; {index.name} says that it holds tensor {tensor!r}")
+        names = shards.setdefault(path, set())
+        if names is not None:
+            names.add(tensor)
+    return shards

@@ -59,9 +59,7 @@ _FAMILIES: Final[Mapping[str, _Family]] = MappingProxyType({
         architecture="Qwen3ForCausalLM", head_dim=128, out_bias=True, head_norms=True, window=False
     ),
 })  # fmt: skip
-"""By `model_type`."""
-
-MODEL_TYPES: Final = tuple(_FAMILIES)
+"""By `model_type`, which is among `NATIVE_TYPES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,7 @@ Place = Tensor | QuantisedRows | PairedRows
 
 
 def read_native_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig:
-    """Check the contents of the `config.json` at `path`, whose `model_type` is among `MODEL_TYPES`.
+    """Check the contents of the `config.json` at `path`, whose `model_type` is among `NATIVE_TYPES`.
 
     Raises:
         UnsupportedArchitectureError: a variant that the forward pass does not implement.

@@ -105,6 +105,14 @@ OPTIONS: Final = (
         choices=("chatglm2", "chatglm3", "glm4", "template"),
     ),
     Option(
+        name="engine",
+        kind=str,
+        help="Whose forward pass computes: our own, or that of transformers, which is slower, for other "
+        "causal models that it implements.",
+        default="own",
+        choices=("own", "transformers"),
+    ),
+    Option(
         name="dtype",
         kind=str,
         help="The type of weights and KV cache.",

@@ -1,6 +1,7 @@
 #!/bin/bash
 # pack.sh OUT [PYTHON]: packs into OUT/site.NN what a GPU host without a network lacks: the real tritonserver with the
-# Python backend's stub for the host's Python (default 3.12), and every wheel beside torch that tritongate needs there.
+# Python backend's stub for the host's Python (default 3.12), and every wheel that tritongate needs there, but for torch and
+# transformers.
 # Run it with the project's environment active, on a machine that has a package registry. setup.sh is its other half.
 set -euo pipefail
 out=$1 python=${2:-3.12}

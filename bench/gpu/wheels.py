@@ -1,8 +1,9 @@
 """Lists the wheels to bring to a GPU host without a network: one requirement per line, for pip.
 
 They are what `tritongate[embedded]` needs on that host's Python, in the versions of `constraints.txt`, except
-for what the host has and must keep (torch, and with it the CUDA libraries), and for what `nvidia-pytriton`
-needs for its own Python API, since only its tritonserver is used. Run it where the project is installed.
+for what the host has (torch, and with it the CUDA libraries, which it must keep; transformers), and for what
+`nvidia-pytriton` needs for its own Python API, since only its tritonserver is used. Run it where the
+project is installed.
 """
 
 import importlib.metadata
@@ -16,8 +17,8 @@ from packaging.utils import NormalizedName, canonicalize_name
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 
-HOSTS = frozenset({"torch"})
-"""Packages that the host has and must keep."""
+HOSTS = frozenset({"torch", "transformers"})
+"""Packages that the host has."""
 BINARIES = frozenset({"nvidia-pytriton"})
 """Packages that are used without their Python dependencies."""
 TOOLS = ("aiohttp",)

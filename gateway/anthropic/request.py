@@ -42,7 +42,7 @@ from gateway.openai.document import (
     text_of,
     type_of,
 )
-from gateway.openai.images import Base64, DataUrl
+from gateway.openai.images import MEDIA_TYPE, Base64, DataUrl
 from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, GenerationRequest, StopString, TokenBound
 from gateway.openai.structured import Schema, schema_grammar, shallow
 from gateway.openai.tools import ChoiceMode, Function, ToolName, offer_of
@@ -70,8 +70,13 @@ class Base64Source(Strict, place="messages.content.source"):
     """An image in the request itself."""
 
     type: Literal["base64"]
-    media_type: str
+    media_type: Annotated[str, Field(pattern=f"^{MEDIA_TYPE}$")]
     data: Base64
+
+    @property
+    def url(self) -> str:
+        """The image as a data: URL."""
+        return f"data:{self.media_type};base64,{self.data}"
 
 
 class UrlSource(Strict, place="messages.content.source"):
@@ -79,11 +84,6 @@ class UrlSource(Strict, place="messages.content.source"):
 
     type: Literal["url"]
     url: DataUrl
-
-    @property
-    def data(self) -> str:
-        """The image as base64."""
-        return self.url
 
 
 def _kind_of(value: Any) -> str:
@@ -218,7 +218,7 @@ class MessageInput(Strict, place="messages"):
                     content, call = text_of(block.content), block.tool_use_id
                     yield Message(role="tool", content=content, answers=call, field=path)
                 elif isinstance(block, ImageInput):
-                    images.append(Image(data=block.source.data, at=len(text), field=path))
+                    images.append(Image(url=block.source.url, at=len(text), field=path))
                 elif isinstance(block, TextInput):
                     text += block.text
             if not is_result:

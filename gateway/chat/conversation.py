@@ -123,6 +123,8 @@ class ToolForm:
     """The same for a call whose form a grammar enforces."""
     instruction: str | None = None
     """The text that the model was trained to read before its tools, unless the prompt format adds it."""
+    own_code: str | None = None
+    """What the model writes in place of a tool's name before code of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,11 @@ class ChatForm:
     """None: no tools, and a conversation is rounds of question and answer. Otherwise every message is a
     turn."""
 
+    @property
+    def rounds(self) -> bool:
+        """Whether a conversation is rounds of question and answer."""
+        return self.tools is None
+
 
 _FORMS: Final[Mapping[str, ChatForm]] = MappingProxyType(
     {
@@ -160,7 +167,9 @@ _FORMS: Final[Mapping[str, ChatForm]] = MappingProxyType(
                 "chatglm3",
                 "ChatGLM3",
                 _SENTENCE_PIECES,
-                ToolForm(NOTATIONS["chatglm3"], FencedCallReader, LiteralCallReader, INSTRUCTION),
+                ToolForm(
+                    NOTATIONS["chatglm3"], FencedCallReader, LiteralCallReader, INSTRUCTION, "interpreter"
+                ),
             ),
             ChatForm(
                 "glm4",
@@ -173,13 +182,18 @@ _FORMS: Final[Mapping[str, ChatForm]] = MappingProxyType(
 )
 
 
+def known_form(name: str | None) -> ChatForm | None:
+    """Return the format that a model reports as `name`; None: it is not known here, or the model has none."""
+    return _FORMS.get(name or "")
+
+
 def chat_form(name: str | None) -> ChatForm:
     """Return the format that a model reports as `name`.
 
     Raises:
         UpstreamProtocolError: there is none of that name.
     """
-    form = _FORMS.get(name or "")
+    form = known_form(name)
     if form is None:
         raise UpstreamProtocolError(f"the model's chat format {name!r} is not known to this gateway")
     return form

@@ -8,6 +8,7 @@ checkpoint, and a checkpoint may come from anywhere.
 Knows nothing of token ids; `gateway.chat.vocabulary` has them.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -16,7 +17,8 @@ from typing import Any, Final, NoReturn
 
 import jinja2
 from jinja2 import meta, nodes
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.core.request import Conversation, Message, ToolOffer, images_in
@@ -33,10 +35,24 @@ _OF_MESSAGES: Final = frozenset({"reasoning_content", "reasoning"})
 _IMAGE: Final = "image"
 """The type of a content's part for which a template writes the mark of an image."""
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SHORT_ID: Final = 9
+"""Characters of the ids of calls that Mistral's templates demand, letters and digits all."""
 
 
 class TemplateError(Exception):
     """A folder has no template that can be used; the message says why."""
+
+
+class _Generation(Extension):
+    """The block by which templates mark what the assistant wrote, for training: it writes its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Return the block, in which variables are set for it alone."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
 
 
 class ChatTemplate:
@@ -52,7 +68,7 @@ class ChatTemplate:
 
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
@@ -70,6 +86,8 @@ class ChatTemplate:
                 node.name == "string" for tree in trees for node in tree.find_all(nodes.Test)
             )
             """Whether it takes every content for such a list."""
+            self._id_of = _short_id if any(map(_demands_short_ids, trees)) else str
+            """Writes the id of a call."""
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"the chat template is not valid Jinja (line {error.lineno}): {error}"
@@ -118,7 +136,7 @@ class ChatTemplate:
         if not self._images:
             for image in images_in(conversation):
                 raise InvalidRequestError("the model's chat template knows no images", param=image.field)
-        messages = [_document(message, parts=self._lists) for message in conversation.messages]
+        messages = [self._document(message) for message in conversation.messages]
         offer = conversation.offer
         tools = _tools(offer) if offer is not None and offer.choice != "none" else None
         name = _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else _DEFAULT
@@ -143,11 +161,47 @@ class ChatTemplate:
         """Whether a template writes or looks for `text`."""
         return any(text in source for source in self.sources.values())
 
+    def _document(self, message: Message) -> dict[str, Any]:
+        """Return a message as templates expect it: OpenAI's form, with a call's arguments as an object."""
+        content = _parts(message) if self._lists or message.images else message.content
+        document: dict[str, Any] = {"role": message.role, "content": content}
+        if message.calls:
+            document["tool_calls"] = [
+                {
+                    "id": self._id_of(call.id),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": _arguments(call.arguments)},
+                }
+                for call in message.calls
+            ]
+        if message.reasoning:
+            document.update(dict.fromkeys(_OF_MESSAGES, message.reasoning))
+        if message.answers is not None:
+            document["tool_call_id"] = self._id_of(message.answers)
+        return document
+
 
 def _reads(template: nodes.Template) -> set[str]:
     fields = {node.attr for node in template.find_all(nodes.Getattr)}
     fields |= {node.value for node in template.find_all(nodes.Const) if isinstance(node.value, str)}
     return meta.find_undeclared_variables(template) | (fields & _OF_MESSAGES)
+
+
+def _demands_short_ids(template: nodes.Template) -> bool:
+    """Whether it compares the length of something with that of Mistral's ids."""
+    return any(
+        isinstance(node.expr, nodes.Filter)
+        and node.expr.name in ("length", "count")
+        and any(isinstance(each.expr, nodes.Const) and each.expr.value == _SHORT_ID for each in node.ops)
+        for node in template.find_all(nodes.Compare)
+    )
+
+
+def _short_id(id_: str) -> str:
+    """Return an id as Mistral's templates take it: the same for the same one."""
+    if len(id_) == _SHORT_ID and id_.isascii() and id_.isalnum():
+        return id_
+    return hashlib.sha256(id_.encode()).hexdigest()[:_SHORT_ID]
 
 
 def read_config(file: Path) -> Mapping[str, Any]:
@@ -171,26 +225,6 @@ def text_of(token: Any) -> str | None:
     """Return a token's text: it is written as that, or as an object with the token's properties."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
-
-
-def _document(message: Message, *, parts: bool) -> dict[str, Any]:
-    """Return a message as templates expect it: OpenAI's form, with a call's arguments as an object."""
-    content = _parts(message) if parts or message.images else message.content
-    document: dict[str, Any] = {"role": message.role, "content": content}
-    if message.calls:
-        document["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": _arguments(call.arguments)},
-            }
-            for call in message.calls
-        ]
-    if message.reasoning:
-        document.update(dict.fromkeys(_OF_MESSAGES, message.reasoning))
-    if message.answers is not None:
-        document["tool_call_id"] = message.answers
-    return document
 
 
 def _parts(message: Message) -> list[dict[str, str]]:
@@ -238,9 +272,17 @@ def _cut_behind(text: str, content: str) -> str:
     )
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - as transformers' filter takes them
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002 - as above
+) -> str:
     """Return JSON without the escapes for HTML that Jinja's own filter makes."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> NoReturn:

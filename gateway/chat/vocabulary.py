@@ -4,6 +4,7 @@ Reads `tokenizer.json`, the form of Hugging Face's tokenizers (https://huggingfa
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,8 +33,10 @@ class Vocabulary:
         """The ids that end an answer, first the one that the tokenizer calls so; empty: it names none."""
         self.pad = pad if pad is not None or not ends else ends[0]
         """The id that fills up what is too short; None: the tokenizer names none, nor an end."""
-        added = tokenizer.encode("", add_special_tokens=True).ids
-        self._begin = tokenizer.decode(added[:1], skip_special_tokens=False) if added else ""
+        sample = tokenizer.encode("a", add_special_tokens=True)
+        added = zip(sample.tokens, sample.special_tokens_mask, strict=True)
+        self._beginning = [token for token, _ in takewhile(lambda each: each[1], added)]
+        """The special tokens that every text gets in front of it."""
 
     @classmethod
     def read(cls, folder: Path) -> "Vocabulary":
@@ -79,7 +82,9 @@ class Vocabulary:
 
     def for_text_backend(self, text: str) -> str:
         """Return a rendered prompt without the beginning that a backend's own tokenizer adds once more."""
-        return text.removeprefix(self._begin) if self._begin else text
+        for token in self._beginning:
+            text = text.removeprefix(token)
+        return text
 
     def special(self) -> frozenset[str]:
         """Return the texts of special tokens, which backends leave out of an answer unless told otherwise."""

@@ -30,12 +30,17 @@ class PastCall:
 class Image:
     """An image in a message."""
 
-    data: str
-    """The file, such as PNG or JPEG, as base64."""
+    url: str
+    """A data: URL of the file, such as PNG or JPEG, in base64."""
     at: int
     """It stands in front of this character of the message's content."""
     field: str = field(default="messages", compare=False)
     """Its name in the request."""
+
+    @property
+    def data(self) -> str:
+        """The file as base64."""
+        return self.url.partition(",")[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
+from gateway.chat.conversation import known_form
 from gateway.errors import InvalidRequestError
 from gateway.kserve.history import (
     ClientHistory,
@@ -101,7 +102,7 @@ SIGNATURES: Final[Mapping[Contract, Signature]] = {
             Declared(HISTORY_LEN, INT16),
         ),
     ),
-    Contract.CHATGLM2: Signature(
+    Contract.FLAT: Signature(
         inputs=(
             Declared(PROMPT),
             Declared(HISTORY, size=-1),
@@ -188,7 +189,13 @@ class Question:
 
 def contract_of(chat_format: str | None) -> Contract:
     """Return the contract that clients of models with this chat format expect."""
-    return Contract.CHATGLM2 if chat_format == "chatglm2" else Contract.BATCHED
+    return Contract.FLAT if _rounds(chat_format) else Contract.BATCHED
+
+
+def _rounds(chat_format: str | None) -> bool:
+    """Whether conversations of a model with this chat format are rounds of question and answer."""
+    form = known_form(chat_format)
+    return form is not None and form.rounds
 
 
 def config_document(model: str, contract: Contract) -> dict[str, Any]:
@@ -230,7 +237,7 @@ def read_questions(
     Args:
         contract: the model's.
         request: the client's; the elements of each tensor are as many as its shape says.
-        chat_format: the checkpoint's; with ChatGLM2, an empty history counts as one of pairs.
+        chat_format: the checkpoint's; where it knows only rounds, an empty history counts as one of pairs.
 
     Returns:
         The questions, and whether the outputs have the batch dimension.
@@ -349,10 +356,10 @@ def _shape_of(signature: Signature, tensor: Declared) -> list[int]:
 
 def _history(contract: Contract, row: Row, chat_format: str) -> ClientHistory:
     """Return the part of the history that is used."""
-    if contract is Contract.CHATGLM2:
+    if contract is Contract.FLAT:
         history = parse_flat(row[HISTORY])
     else:
-        history = parse_history(row[HISTORY][0], Shape.PAIRS if chat_format == "chatglm2" else Shape.OBJECTS)
+        history = parse_history(row[HISTORY][0], Shape.PAIRS if _rounds(chat_format) else Shape.OBJECTS)
     if HISTORY_LEN not in row:
         return history.last_items(KEPT_ITEMS)
     return history.last_rounds(_integer(row, HISTORY_LEN, least=0))

@@ -25,8 +25,8 @@ from typing import Any, Final
 import msgspec
 
 from gateway.chat.answers import AnswerText
+from gateway.chat.conversation import ToolForm, known_form
 from gateway.errors import InvalidRequestError
-from wire.calls import NOTATIONS
 from wire.decoding import decode_bounded
 from wire.history import Role, Turn
 from wire.meta import Segment
@@ -39,9 +39,6 @@ MAX_LITERAL_BYTES: Final = 2**17
 
 MAX_DEPTH: Final = 16
 """Nesting of brackets: enough for a list of objects with tools and their JSON schemas."""
-
-INTERPRETER: Final = "interpreter"
-"""What ChatGLM3 writes in place of a tool's name before its own code."""
 
 
 class Shape(enum.Enum):
@@ -258,7 +255,9 @@ def read_reply(
     Raises:
         ValueError: a segment begins outside the text.
     """
-    callable_names = _callable_names(conversation)
+    form = known_form(chat_format)
+    tools = None if form is None else form.tools
+    callable_names = _callable_names(conversation, tools)
     bounds = [0, *(segment.at for segment in segments), len(text)]
     parts = [_part(text[start:end], callable_names) for start, end in pairwise(bounds)]
     if not any(part.metadata for part in parts):
@@ -266,16 +265,17 @@ def read_reply(
         response = answer.push(text, segments) + answer.finish()
         return Reply(response, (Turn("assistant", response),))
     last = parts[-1]
-    return Reply(_call(last, chat_format) if last.metadata else last.content, tuple(parts))
+    return Reply(_call(last, tools) if last.metadata else last.content, tuple(parts))
 
 
-def _callable_names(conversation: Sequence[Turn]) -> set[str]:
+def _callable_names(conversation: Sequence[Turn], tools: ToolForm | None) -> set[str]:
     """Return the names that a segment's first line may hold; without a system turn, none."""
     system = [turn for turn in conversation if turn.role == "system"]
     if not system:
         return set()
     offered = {str(tool.get("name")) for turn in system for tool in turn.tools or ()}
-    return offered | {INTERPRETER}
+    own_code = None if tools is None else tools.own_code
+    return offered if own_code is None else offered | {own_code}
 
 
 def _part(text: str, callable_names: set[str]) -> Turn:
@@ -286,10 +286,11 @@ def _part(text: str, callable_names: set[str]) -> Turn:
     return Turn("assistant", answer.push(text) + answer.finish())
 
 
-def _call(turn: Turn, chat_format: str) -> str:
+def _call(turn: Turn, tools: ToolForm | None) -> str:
     said: dict[str, Any] = {"name": turn.metadata}
-    notation = None if turn.metadata == INTERPRETER else NOTATIONS.get(chat_format)
-    parameters = None if notation is None else notation.read(turn.content)
+    parameters = None
+    if tools is not None and turn.metadata != tools.own_code:
+        parameters = tools.notation.read(turn.content)
     if parameters is None:
         said["content"] = turn.content
     else:

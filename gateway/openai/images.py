@@ -13,17 +13,19 @@ from pydantic import AfterValidator
 from gateway.core.request import Image
 from gateway.openai.document import Items, Strict, text_of
 
-_DATA: Final = re.compile(r"data:image/[\w.+-]+;base64,")
+MEDIA_TYPE: Final = r"image/[\w.+-]+"
+_DATA: Final = re.compile(rf"data:{MEDIA_TYPE};base64,")
 
 
-def _data_of(url: str) -> str:
-    """Return the base64 of a data: URL."""
+def _data_url(url: str) -> str:
+    """Return `url`, a data: URL of an image."""
     found = _DATA.match(url)
     if found is None:
         raise ValueError(
             "images are taken as data:image/...;base64,... only; this server fetches none from elsewhere"
         )
-    return _checked(url[found.end() :])
+    _checked(url[found.end() :])
+    return url
 
 
 def _checked(data: str) -> str:
@@ -38,8 +40,8 @@ def _checked(data: str) -> str:
 Base64 = Annotated[str, AfterValidator(_checked)]
 """An image as base64."""
 
-DataUrl = Annotated[str, AfterValidator(_data_of)]
-"""An image, of which validation leaves the base64."""
+DataUrl = Annotated[str, AfterValidator(_data_url)]
+"""An image as a data: URL."""
 
 
 class ImageUrl(Strict, place="messages.content.image_url"):
@@ -56,8 +58,8 @@ class ImagePart(Strict, place="messages.content"):
     image_url: ImageUrl
 
     @property
-    def data(self) -> str:
-        """The image as base64."""
+    def source(self) -> str:
+        """The image as a data: URL."""
         return self.image_url.url
 
 
@@ -71,8 +73,8 @@ class InputImagePart(Strict, place="input.content"):
     image_url: DataUrl
 
     @property
-    def data(self) -> str:
-        """The image as base64."""
+    def source(self) -> str:
+        """The image as a data: URL."""
         return self.image_url
 
 
@@ -99,6 +101,6 @@ def images_of(content: str | Sequence[_Part] | None, field: str = "") -> tuple[I
     length = 0
     for index, part in enumerate(() if content is None or isinstance(content, str) else content):
         if isinstance(part, ImagePart | InputImagePart):
-            found.append(Image(data=part.data, at=length, field=f"{field}.{index}"))
+            found.append(Image(url=part.source, at=length, field=f"{field}.{index}"))
         length += len(part.text)
     return tuple(found)

@@ -154,6 +154,12 @@ class Settings(BaseSettings):
         description="of the models served, how many a Triton may have loaded; for one more, the one unused "
         "the longest is unloaded; unset: no limit",
     )
+    max_loaded_gib: float | None = Field(
+        None,
+        gt=0,
+        description="how many GiB of the models served a Triton may have loaded, by the `memory_gib` of each "
+        "model; for one more, those unused the longest are unloaded until it fits; unset: no limit",
+    )
     min_loaded_s: float = Field(
         10.0, ge=0, description="seconds that a model stays loaded before it may make room for another one"
     )
@@ -169,7 +175,7 @@ class Settings(BaseSettings):
         max_length=KEYS_LIMIT,
         description="clients' keys: a list of {name, key or sha256, scopes: [inference, admin, metrics], "
         "models, max_in_flight, requests_per_minute, tokens_per_minute, tokens_per_day}; no flag, "
-        "since a command line is visible to every process",
+        "since a command line is visible to every process, but `up` has --api-key for a single one",
         json_schema_extra={"flag": False},
     )
     keys_file: str | None = Field(

@@ -1,10 +1,10 @@
 """What settings must not say together: what is open to more people than is meant, and what cannot work."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from gateway.settings.certificates import check_pair
-from gateway.settings.models import contradictions
+from gateway.settings.models import ModelSettings, contradictions
 from gateway.settings.values import is_local, is_loopback
 
 if TYPE_CHECKING:
@@ -19,10 +19,13 @@ def faults_of(settings: "Settings") -> Iterator[str]:
             "add keys, or set allow_anonymous"
         )
     if not settings.load_on_demand and (
-        settings.max_loaded_models or settings.unload_idle_s or settings.pinned_models
+        settings.max_loaded_models
+        or settings.max_loaded_gib
+        or settings.unload_idle_s
+        or settings.pinned_models
     ):
         yield (
-            "max_loaded_models, unload_idle_s and pinned_models need load_on_demand: "
+            "max_loaded_models, max_loaded_gib, unload_idle_s and pinned_models need load_on_demand: "
             "nothing else loads a model again"
         )
     ports = [settings.port, settings.kserve_http_port, settings.kserve_grpc_port]
@@ -41,6 +44,19 @@ def faults_of(settings: "Settings") -> Iterator[str]:
     models = {name: settings.model(name) for name in settings.models}
     # Keys of a file come and go: a model for none of them is for nobody.
     yield from contradictions(models, None if settings.keys_file else set(names))
+    if settings.max_loaded_gib is not None:
+        yield from _unmeasured(models, settings.max_loaded_gib)
+
+
+def _unmeasured(models: Mapping[str, ModelSettings], limit: float) -> Iterator[str]:
+    """Yield whose memory is not known, or more than a Triton may have loaded."""
+    if not models:
+        yield "max_loaded_gib needs models with their memory_gib"
+    for name, model in models.items():
+        if model.memory_gib is None:
+            yield f"models.{name}.memory_gib: max_loaded_gib needs it"
+        elif model.memory_gib > limit:
+            yield f"models.{name}.memory_gib: more than max_loaded_gib allows at all"
 
 
 def _unprotected(settings: "Settings") -> Iterator[str]:

@@ -91,6 +91,9 @@ class ModelSettings(_Frozen):
     upstreams: Upstreams | tuple[()] = Field(default=(), description="default: those of the settings")
     dialect: Annotated[str, AfterValidator(_known_dialect)] = "auto"
     tokenizer: Annotated[str, AfterValidator(tokenizer_folder)] | None = None
+    memory_gib: float | None = Field(
+        default=None, gt=0, description="what it takes of a GPU when it is loaded, for max_loaded_gib"
+    )
     system: str | None = Field(
         default=None, min_length=1, description="put in front of conversations without a system message"
     )
@@ -144,7 +147,7 @@ def contradictions(models: Mapping[str, ModelSettings], keys: set[str] | None) -
         for key in model.keys:
             if keys is not None and key not in keys:
                 yield f"models.{name}.keys: no api_key has the name {key!r}"
-    for field in ("dialect", "tokenizer"):
+    for field in ("dialect", "tokenizer", "memory_gib"):
         first: dict[tuple[str, tuple[str, ...]], str] = {}
         for name, model in models.items():
             other = first.setdefault((model.entry, model.upstreams), name)

@@ -44,7 +44,7 @@ class Contract(enum.StrEnum):
     """BYTES [rows, 1]; history as JSON."""
     UNBATCHED = "unbatched"
     """Shape [1]; `max_token` and `history_len` INT16."""
-    CHATGLM2 = "chatglm2"
+    FLAT = "chatglm2"
     """Shape [1]; history as a flat list q1, a1, q2, a2, ... of any length."""
 
 

@@ -4,8 +4,10 @@ A request for a model that no Triton has loaded waits, in line with those for ot
 looks at the Tritons' repositories again and again, and decides what is next:
 
     wanted ──there is room──▶ loading ──ready──▶ its requests go on
-       └──no room──▶ another one is unloaded: the idle one that was used least recently; if all are
-                     in use, the one loaded first gets no new requests until those that run have ended
+       └──no room──▶ others are unloaded: the idle ones that were used least recently; if all are in use,
+                     the one loaded first gets no new requests until those that run have ended
+
+Room is a number of models, or the memory that they are said to take, or both.
 
 Triton's own repository index is what is true, for several processes and gateways too: each reads it before
 every decision. Processes of one machine begin loads one after the other, by a lock. What gateways on several
@@ -59,12 +61,22 @@ class OnDemandPolicy:
 
     max_loaded: int | None = None
     """On each Triton; None: as many as there are."""
+    max_loaded_gib: float | None = None
+    """What those on each Triton may take together; None: any amount."""
+    gib: Mapping[str, float] = field(default_factory=dict)
+    """What each model takes, as far as that is known."""
     min_loaded_s: float = 10.0
     """How long a model stays at least, unless its Triton has too many."""
     unload_idle_s: float | None = None
     """A model without requests for so long is unloaded; None: none is."""
     pinned: Collection[str] = ()
     """Models that are never unloaded."""
+
+    def allows(self, models: Collection[str]) -> bool:
+        """Whether a Triton may have these loaded at once."""
+        few = self.max_loaded is None or len(models) <= self.max_loaded
+        taken = math.fsum(self.gib.get(model, 0.0) for model in models)
+        return few and (self.max_loaded_gib is None or taken <= self.max_loaded_gib)
 
 
 class _Wish:
@@ -89,12 +101,12 @@ class _Place:
     used_at: dict[str, float] = field(default_factory=dict)
     loading: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     unloading: set[str] = field(default_factory=set)
-    made: int = 0
-    """Models unloaded to make room that this process has not used yet."""
-    leaving: int = 0
-    """Models being unloaded whose room nobody waits for yet, during one look."""
-    room_from: float | None = None
-    """When room that somebody else made may be used; None: there is none."""
+    planned: set[str] = field(default_factory=set)
+    """The models that will take room, as far as one look has decided."""
+    made_for: set[str] = field(default_factory=set)
+    """Models for which this process has made room."""
+    room_from: dict[str, float] = field(default_factory=dict)
+    """When the room that there is for a model may be used, whoever made it."""
 
     def held(self) -> set[str]:
         """Return the models that take room."""
@@ -239,15 +251,17 @@ class OnDemand:
                 place.used_at[model] = now
         for model, replica in place.backend.replicas.items():
             replica.yielding = model in place.unloading
-        place.leaving = len(place.unloading)
-        if self._room(place) <= 0:
-            place.room_from, place.made = None, 0
-        elif place.room_from is None:
-            place.room_from = now + random.uniform(*_CLAIM_S)  # noqa: S311
+        held = place.held()
+        place.planned = held - place.unloading
+        roomy = {model for model in place.states.keys() - held if self._fits(place, model)}
+        place.made_for &= roomy
+        place.room_from = {
+            model: place.room_from.get(model, now + random.uniform(*_CLAIM_S))  # noqa: S311
+            for model in roomy
+        }
 
-    def _room(self, place: _Place) -> float:
-        limit = self._policy.max_loaded
-        return math.inf if limit is None else limit - len(place.held())
+    def _fits(self, place: _Place, model: str) -> bool:
+        return self._policy.allows(place.held() | {model})
 
     def _grant(self, model: str, wish: _Wish) -> None:
         """Do what is next for a model that requests wait for."""
@@ -269,20 +283,30 @@ class OnDemand:
     def _give_room(self, model: str, places: list[_Place], wish: _Wish) -> None:
         """Load a model on one of `places`, or make room there."""
         # All gateways prefer the same Triton, as long as that has room.
-        places.sort(key=lambda place: (self._room(place) <= 0, rank(model.encode(), place.backend.address)))
+        places.sort(
+            key=lambda place: (not self._fits(place, model), rank(model.encode(), place.backend.address))
+        )
         now = asyncio.get_running_loop().time()
         for place in places:
-            if self._room(place) <= 0:
-                wish.reason = "models in use take all the room"
-                if self._free(place):
-                    return
-            elif self._policy.max_loaded is None or place.made or now >= (place.room_from or now):
-                place.made = max(0, place.made - 1)
-                place.loading[model] = self._begin(self._load(place, model))
-                wish.reason = "it is being loaded"
+            planned = place.planned | {model}
+            if self._policy.allows(planned):  # perhaps once others are gone
+                if self._fits(place, model) and self._is_ours(place, model, now):
+                    place.made_for.discard(model)
+                    place.loading[model] = self._begin(self._load(place, model))
+                    wish.reason = "it is being loaded"
+                place.planned = planned
                 return
-            else:
+            wish.reason = "models in use take all the room"
+            if leaving := self._leaving(place, planned):
+                for each in leaving:
+                    self._make_leave(place, each, model)
+                place.planned = planned.difference(leaving)
                 return
+
+    def _is_ours(self, place: _Place, model: str, now: float) -> bool:
+        """Whether the room for a model is for this process to use."""
+        limited = self._policy.max_loaded is not None or self._policy.max_loaded_gib is not None
+        return not limited or model in place.made_for or now >= place.room_from.get(model, now)
 
     def _await_answer(self, model: str, place: _Place, wish: _Wish) -> None:
         """See to a model that Triton calls ready, and whose replica takes no requests yet."""
@@ -296,16 +320,17 @@ class OnDemand:
         else:
             replica.look_now()
 
-    def _free(self, place: _Place, *, at_once: bool = False) -> bool:
-        """Make room on a Triton for one model, or see that there will be; False: there is nothing to unload.
+    def _leaving(self, place: _Place, planned: Collection[str], *, at_once: bool = False) -> list[str]:
+        """Return the loaded models that must go so that the others of `planned` may be loaded.
 
         Args:
             place: the Triton.
-            at_once: also unload what has not had its time.
+            planned: more than its policy allows.
+            at_once: also what has not had its time may go, and what is not enough.
+
+        Returns:
+            The idle ones first, of which the one used least recently; none: not enough may go.
         """
-        if place.leaving:
-            place.leaving -= 1
-            return True
         now = asyncio.get_running_loop().time()
         enough_s = 0.0 if at_once else self._policy.min_loaded_s
         found = [
@@ -313,19 +338,32 @@ class OnDemand:
             for model, since in place.ready_since.items()
             if now - since >= enough_s and not self._kept(place, model)
         ]
-        idle = [model for model in found if self._idle(place, model)]
-        if idle:
-            self._unload(place, min(idle, key=lambda model: self._used(place, model)), UnloadReason.ROOM)
-            return True
-        if not found:
-            return False
-        first = min(found, key=lambda model: place.ready_since[model])
-        replica = place.backend.replicas.get(first)
+        idle = sorted(
+            (model for model in found if self._idle(place, model)), key=lambda each: self._used(place, each)
+        )
+        used = sorted(set(found).difference(idle), key=lambda each: place.ready_since[each])
+        leaving: list[str] = []
+        for model in (*idle, *used):
+            leaving.append(model)
+            if self._allows_without(planned, leaving):
+                break
+        else:
+            return leaving if at_once else []
+        for model in leaving[-2::-1]:  # a later one may have made enough room by itself
+            if self._allows_without(planned, rest := [each for each in leaving if each != model]):
+                leaving = rest
+        return leaving
+
+    def _allows_without(self, planned: Collection[str], leaving: Collection[str]) -> bool:
+        return self._policy.allows(set(planned).difference(leaving))
+
+    def _make_leave(self, place: _Place, model: str, heir: str | None = None) -> None:
+        """Unload a model, perhaps for `heir`; one in use gets no new requests until those have ended."""
+        replica = place.backend.replicas.get(model)
         if replica is not None and replica.outstanding:
             replica.yielding = True
         else:  # Triton lets end what other gateways have there.
-            self._unload(place, first, UnloadReason.ROOM)
-        return True
+            self._unload(place, model, UnloadReason.ROOM, heir)
 
     def _kept(self, place: _Place, model: str) -> bool:
         """Tell whether a model cannot be unloaded to make room, or is made to already."""
@@ -353,16 +391,18 @@ class OnDemand:
             unused = self._idle(place, model) and now - self._used(place, model) >= (limit or 0)
             if unused and model not in self._wishes and not self._kept(place, model):
                 self._unload(place, model, UnloadReason.IDLE)
-        # By chance, since other gateways see the same.
-        if self._room(place) + len(place.unloading) < 0 and random.choice((True, False)):  # noqa: S311
-            self._free(place, at_once=True)
+        # One at a time and by chance, since other gateways see the same.
+        held = place.held() - place.unloading
+        if not self._policy.allows(held) and random.choice((True, False)):  # noqa: S311
+            for model in self._leaving(place, held, at_once=True)[:1]:
+                self._make_leave(place, model)
 
-    def _unload(self, place: _Place, model: str, reason: UnloadReason) -> None:
+    def _unload(self, place: _Place, model: str, reason: UnloadReason, heir: str | None = None) -> None:
         replica = place.backend.replicas.get(model)
         if replica is not None:
             replica.yielding = True
         place.unloading.add(model)
-        self._begin(self._unload_on(place, model, reason))
+        self._begin(self._unload_on(place, model, reason, heir))
 
     def _begin(self, change: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(change)
@@ -378,7 +418,7 @@ class OnDemand:
             with _alone(address) as alone:
                 await self._read(place)
                 # The model itself is among what takes room.
-                if not alone or model not in place.states or self._room(place) < 0:
+                if not alone or model not in place.states or not self._fits(place, model):
                     return
                 load = asyncio.create_task(self._control.load(model, reload=False, upstream=address))
                 # Until others can see it.
@@ -401,8 +441,7 @@ class OnDemand:
         extra = {"model": model, "upstream": place.backend.address, "detail": error.message}
         _log.warning("model not loaded on demand", extra=extra)
         await self._read(place)
-        limit = self._policy.max_loaded
-        crowded = limit is not None and len(place.held() - {model}) >= limit
+        crowded = not self._fits(place, model)
         if crowded or (isinstance(error, UnavailableError) and place.states.get(model) in _TAKEN_AWAY):
             return
         told = UnavailableError(
@@ -412,10 +451,11 @@ class OnDemand:
         self._failed[model] = asyncio.get_running_loop().time() + _FAILED_FOR_S, told
         self._end(model, told)
 
-    async def _unload_on(self, place: _Place, model: str, reason: UnloadReason) -> None:
+    async def _unload_on(self, place: _Place, model: str, reason: UnloadReason, heir: str | None) -> None:
         try:
             await self._control.unload(model, upstream=place.backend.address, reason=reason)
-            place.made += reason is UnloadReason.ROOM
+            if heir is not None:
+                place.made_for.add(heir)
         except GatewayError as error:
             extra = {"model": model, "upstream": place.backend.address, "detail": error.message}
             _log.warning("model not unloaded", extra=extra)

@@ -45,6 +45,8 @@ class Plan:
     """As for `gateway.triton.dialects.Dialects`."""
     dialects: tuple[tuple[str, str], ...]
     """Entries with the dialects demanded of them."""
+    gib: tuple[tuple[str, float], ...] = ()
+    """Entries with the memory that they take."""
 
 
 MakePool = Callable[[Plan, UpstreamObserver | None], TritonUpstream]
@@ -366,6 +368,7 @@ def plans_of(settings: Settings, models: Mapping[str, ModelSettings]) -> dict[Pl
             dialects=tuple(
                 (entry, each.dialect) for entry, each in entries.items() if each.dialect != "auto"
             ),
+            gib=tuple((entry, each.memory_gib) for entry, each in entries.items() if each.memory_gib),
         )
         plans[plan] = names
     return plans

@@ -97,8 +97,9 @@ class TritonPythonModel:
             raise LookupError(f"LoRA {adapter} is not supported, we currently support ['tuned']")
         tokens = tokens_of(f"{adapter}: " + "".join(tokens)) if adapter else tokens
         stream = given.get("stream", [False])[0]
-        limit = parameters.get("max_tokens", 16)
-        taken = tokens if limit is None else tokens[:limit]
+        taken = tokens[: int(parameters.get("max_tokens", 16))]
+        if parameters["top_k"] == 0:
+            raise RuntimeError("top_k must be -1 (disable), or at least 1, got 0.")
         text, reason = "".join(taken), "length" if len(taken) < len(tokens) else "stop"
         for stop in parameters.get("stop", []):
             if stop in text:
@@ -152,9 +153,12 @@ class TritonPythonModel:
         streams = given.get("streaming", [False])[0]
         if streams and not self.decoupled:
             raise RuntimeError("Streaming is only supported in decoupled mode.")
+        before = "" if given["sampling_param_exclude_input_from_output"][0] else prompt
         for at in range(len(taken)) if streams else [len(taken) - 1]:
             outputs = [
-                utils.Tensor("text_output", np.array(["".join(taken[: at + 1]).encode()], dtype=np.object_))
+                utils.Tensor(
+                    "text_output", np.array([(before + "".join(taken[: at + 1])).encode()], dtype=np.object_)
+                )
             ]
             ends = at >= len(taken) - 1
             told = np.array([(reason if ends else "None").encode()], dtype=np.object_)
@@ -164,10 +168,17 @@ class TritonPythonModel:
 
     def as_ensemble(self, given: Given, prompt: str, tokens: list[str]) -> Iterator[Any]:
         taken = tokens[: given["max_tokens"][0]]
-        pieces = taken if given.get("stream", [False])[0] else ["".join(taken)]
-        for piece in pieces:
-            text = np.array([[piece.encode()]], dtype=np.object_)
-            yield utils.InferenceResponse([utils.Tensor("text_output", text)])
+        steps = [[token] for token in taken] if given.get("stream", [False])[0] else [taken]
+        for step in steps:
+            text = np.array([["".join(step).encode()]], dtype=np.object_)
+            outputs = [utils.Tensor("text_output", text)]
+            counts = {"num_input_tokens": len(tokens_of(prompt)), "num_output_tokens": len(step)}
+            outputs += [
+                utils.Tensor(name, np.array([[count]], dtype=np.int32))
+                for name, count in counts.items()
+                if given.get(f"return_{name}", [False])[0]
+            ]
+            yield utils.InferenceResponse(outputs)
 
     def as_bls(self, given: Given, prompt: str, tokens: list[str]) -> Iterator[Any]:
         taken = tokens[: given["max_tokens"][0]]

@@ -37,6 +37,8 @@ INPUTS: dict[str, list[tuple[str, str, int]]] = {
         *((f"sampling_param_{name}_penalty", "TYPE_FP32", 1) for name in ("frequency", "presence")),
         ("sampling_param_seed", "TYPE_UINT64", 1),
         ("sampling_param_stop", "TYPE_STRING", -1),
+        ("sampling_param_exclude_input_from_output", "TYPE_BOOL", 1),
+        ("image_url", "TYPE_STRING", -1),
     ],
     "ensemble": [
         TEXT,
@@ -49,10 +51,16 @@ INPUTS: dict[str, list[tuple[str, str, int]]] = {
         ("bad_words", "TYPE_STRING", -1),
         ("guided_decoding_guide_type", "TYPE_STRING", 1),
         ("guided_decoding_guide", "TYPE_STRING", 1),
+        *((f"return_num_{which}_tokens", "TYPE_BOOL", 1) for which in ("input", "output")),
     ],
 }
 OLDER = {"seed": "random_seed", "min_tokens": "min_length", "top_k": "runtime_top_k"}
-INPUTS["bls"] = [(OLDER.get(name, name), kind, size) for name, kind, size in INPUTS["ensemble"]]
+"""Names in releases that counted no tokens."""
+INPUTS["bls"] = [
+    (OLDER.get(name, name), kind, size)
+    for name, kind, size in INPUTS["ensemble"]
+    if not name.startswith("return_")
+]
 INPUTS["inner"] = [
     ("input_ids", "TYPE_INT32", -1),
     *((name, "TYPE_INT32", 1) for name in ("input_lengths", "request_output_len", "end_id", "pad_id")),
@@ -79,7 +87,11 @@ OUTPUTS = {
         ("logprobs", "TYPE_STRING"),
     ],
     "llmapi": [("text_output", "TYPE_STRING"), ("finish_reason", "TYPE_STRING")],
-    "ensemble": [("text_output", "TYPE_STRING")],
+    "ensemble": [
+        ("text_output", "TYPE_STRING"),
+        ("num_input_tokens", "TYPE_INT32"),
+        ("num_output_tokens", "TYPE_INT32"),
+    ],
     "bls": [("text_output", "TYPE_STRING")],
     "plain": [("sentence_embedding", "TYPE_FP32")],
     "inner": [("output_ids", "TYPE_INT32"), ("sequence_length", "TYPE_INT32")],

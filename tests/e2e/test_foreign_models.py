@@ -47,8 +47,8 @@ def tokens_of(text: str) -> list[str]:
 
 
 def counted(model: str, text: str) -> int:
-    """The played vLLM counts its own tokens; those of the others are counted by the tokenizer's."""
-    return len(tokens_of(text)) if model == "vllm" else len(text)
+    """Some played models count their own tokens; those of the others are counted by the tokenizer's."""
+    return len(tokens_of(text)) if model in ("vllm", "ensemble") else len(text)
 
 
 async def test_an_answer_that_does_not_stream(sdk: openai.AsyncOpenAI, model: str) -> None:
@@ -374,6 +374,36 @@ async def test_an_answer_may_go_on_past_its_end(sdk: openai.AsyncOpenAI) -> None
     asked: Any = {"model": "inner", "messages": say("ab~cd"), "extra_body": {"ignore_eos": True}}
     answer = await sdk.chat.completions.create(**asked)
     assert answer.choices[0].message.content == "ab~cd"
+
+
+async def test_where_a_requests_time_went(foreign: Foreign) -> None:
+    """In its usage and in its log line; none of these backends tells how long it waited there."""
+    asked: dict[str, Any] = {"prompt": "SAY:Hello", "max_tokens": 9, "include_timings": True}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    told: dict[str, Any] = {}
+    tokenizer = str(foreign.repository.parent / "tokenizer")
+    flags = ("--models", ",".join(INPUTS), "--tokenizers", tokenizer)
+    with ServeProcess(foreign.server.grpc, *flags, log_level="info") as gateway:
+        async with httpx.AsyncClient(base_url=gateway.base_url, timeout=60) as client:
+            for model in INPUTS:
+                for more in ({}, streamed):
+                    answer = await client.post("/v1/completions", json={"model": model} | asked | more)
+                    lines = [line.removeprefix("data: ") for line in answer.text.splitlines()]
+                    last = next(line for line in lines if "timings" in line)
+                    told[answer.headers["x-request-id"]] = json.loads(last)["usage"]["timings"]
+
+        def logged() -> dict[str, Any]:
+            lines = [json.loads(line) for line in gateway.output.splitlines() if "generation_ms" in line]
+            return {line["request_id"]: line for line in lines}
+
+        await asyncio.to_thread(wait_until, lambda: logged().keys() == told.keys())
+        for request_id, times in told.items():
+            line = logged()[request_id]
+            assert times.pop("engine_queued_ms") is None
+            assert 0 <= times["queued_ms"] <= times["first_token_ms"] == line["first_token_ms"]
+            assert times["first_token_ms"] + times["generation_ms"] <= times["server_ms"] + 0.002  # rounded
+            assert "engine_queued_ms" not in line
+            assert times["generation_ms"] <= line["generation_ms"] <= line["duration_ms"]
 
 
 class Early(ServeProcess):

@@ -14,7 +14,7 @@ from gateway.cli import greeting, main
 from gateway.commands.check import Finding
 from gateway.server import base_url, bind, bind_gateway, claim
 from gateway.settings import Settings, settings_table
-from gateway.settings.values import revealed
+from gateway.settings.values import Scope, revealed
 from gateway.up import Replica, triton_command
 from wire.events import Ready
 
@@ -109,6 +109,8 @@ def test_up(served: list[Any]) -> None:
         "/y",
         "--metrics-port",
         "0",
+        "--engine",
+        "own",
         "--dtype",
         "float32",
         "--quantization",
@@ -126,6 +128,7 @@ def test_up(served: list[Any]) -> None:
         metrics_port=0,
         device="cpu",
         memory_share=0.5,
+        engine="own",
         dtype="float32",
         quantization="int8",
         max_batched_tokens=9,
@@ -161,6 +164,26 @@ def test_up_serves_the_names_of_a_models_file(served: list[Any], tmp_path: Path)
 def test_up_keeps_what_was_asked_for(served: list[Any]) -> None:
     assert run("up", "--port", "0", *KSERVE, "--drain-s", "1", "--log-level", "info")[0] == 0
     assert (served[1].drain_s, served[1].log_level) == (1.0, "info")
+
+
+def test_up_takes_one_key_that_goes_no_further(
+    served: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITONGATE_API_KEYS", '[{"name": "other", "key": "other"}]')
+    arguments = ["up", "--port", "0", "--host", "0.0.0.0", *KSERVE, "--api-key", "s3cret"]  # noqa: S104
+    status, text = run(*arguments)
+    replicas, settings = served
+    assert status == 0
+    assert [revealed(key.key) for key in settings.api_keys] == ["s3cret"]
+    assert settings.api_keys[0].scopes == set(Scope)
+    assert "s3cret" not in f"{text}{replicas}{settings}"
+    (tmp_path / "keys.yaml").write_text("api_keys: [{name: a, key: b}]")
+    for more, words in (
+        (["--api-key", ""], "--api-key: the key is empty"),
+        (["--keys-file", str(tmp_path / "keys.yaml")], "give one of the two"),
+    ):
+        status, text = run(*arguments, *more)
+        assert (status, words in text, "s3cret" in text) == (2, True, False)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "float8"])

@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.up import EmbeddedTritons, Replica, Report, plan_replicas, run_up, triton_command
+from gateway.up import EmbeddedTriton, Replica, Report, plan_replicas, run_up, triton_command
 from wire import events
 
 LIVE = '{"event":"live","grpc":"127.0.0.1:1","metrics":"127.0.0.1:3"}'
@@ -197,24 +198,11 @@ os.kill(os.getpid(), 9)"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_it_starts_stops_it(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_while_it_starts_stops_it(number: int, tmp_path: Path) -> None:
     replica = child(f"import os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); {UNTIL_EOF}")
     # A shell's background job, which this run may be part of, inherits that SIGINT is ignored.
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
-    waiting, original = threading.Event(), EmbeddedTritons.wait_ready
-
-    def wait_ready(tritons: EmbeddedTritons) -> tuple[list[str], events.Ready]:
-        waiting.set()
-        return original(tritons)
-
-    def send() -> None:
-        waiting.wait()  # else it could come amid the start of the child, which nobody has a hold of then
-        _signal_once_written(tmp_path / "pid", number)
-
-    monkeypatch.setattr(EmbeddedTritons, "wait_ready", wait_ready)
-    threading.Thread(target=send, daemon=True).start()
+    threading.Thread(target=_signal_once_written, args=(tmp_path / "pid", number), daemon=True).start()
     try:
         out = io.StringIO()
         assert run_up([replica], _must_not_serve, out) == 130
@@ -223,6 +211,35 @@ def test_a_signal_while_it_starts_stops_it(
         signal.signal(signal.SIGINT, inherited)
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_signal_amid_the_start_of_a_child_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    original = EmbeddedTriton._start
+
+    def start(triton: EmbeddedTriton) -> subprocess.Popen[bytes]:
+        process = original(triton)
+        started.append(process)
+        if started[0] is process:  # a second signal would end the wait
+            os.kill(os.getpid(), signal.SIGTERM)
+        return process
+
+    monkeypatch.setattr(EmbeddedTriton, "_start", start)
+    out = io.StringIO()
+    assert run_up([child(UNTIL_EOF), child(UNTIL_EOF)], _must_not_serve, out) == 130
+    assert out.getvalue() == "stopping\n"
+    assert started
+    assert not [process.pid for process in started if Path(f"/proc/{process.pid}").exists()]
+
+
+def test_a_child_that_cannot_be_started_is_the_reason() -> None:
+    out = io.StringIO()
+    absent = Replica(command=["/absent"], environment={}, name="Replica 1")
+    assert run_up([absent], _must_not_serve, out) == 1
+    assert out.getvalue() == (
+        "Error: Replica 1: the process of the embedded Triton could not be started "
+        "(No such file or directory)\n"
+    )
 
 
 def test_a_forced_end_does_not_wait_for_the_child(tmp_path: Path) -> None:
@@ -285,6 +302,14 @@ def test_other_output_of_the_child_is_shown() -> None:
     out = io.StringIO()
     run_up([child(f"print('what is this'); begin(); {UNTIL_EOF}")], lambda *_: 0, out)
     assert out.getvalue().startswith("what is this\n")
+
+
+def test_the_child_is_not_told_the_keys_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONGATE_API_KEYS", '[{"name": "a", "key": "s3cret"}]')
+    tells = "import os; print('s3cret' in str(os.environ), os.environ['WHICH'], 'PATH' in os.environ)"
+    out = io.StringIO()
+    run_up([child(f"{tells}; begin(); {UNTIL_EOF}", "own")], lambda *_: 0, out)
+    assert out.getvalue().startswith("own: False own True\n")
 
 
 def _must_not_serve(*_: object) -> int:

@@ -68,6 +68,7 @@ values: dict[str, st.SearchStrategy[Any]] = {
                 "stop": st.lists(words, max_size=8),
                 "defaults": st.just({"temperature": 0.5, "max_tokens": 9}),
                 "limits": st.just({"n": 2}),
+                "memory_gib": st.just(7.5),
                 "contract": st.sampled_from(["batched", "chatglm2"]),
             },
         ),
@@ -96,6 +97,7 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "tokenizers": st.lists(st.sampled_from(["/", "m=/"]), max_size=2, unique=True).map(tuple),
     "load_on_demand": st.sampled_from([True]),  # which others need
     "max_loaded_models": st.none() | st.integers(1, 9),
+    "max_loaded_gib": st.none(),  # which needs memory_gib of all models
     "min_loaded_s": st.floats(0, 99),
     "unload_idle_s": st.none() | st.floats(0.1, 99),
     "pinned_models": st.lists(st.sampled_from(["a", "b"]), unique=True).map(tuple),
@@ -105,7 +107,7 @@ values: dict[str, st.SearchStrategy[Any]] = {
 } | {
     name: seconds if name.endswith("_s") else many
     for name in Settings.model_fields
-    if name.endswith("_s") or (name.startswith("max_") and name != "max_choices")
+    if name.endswith("_s") or (name.startswith("max_") and name not in ("max_choices", "max_loaded_gib"))
 }
 
 

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -10,7 +10,9 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Error, Page, Playwright, async_playwright
 
-from tests.gateway.fake_upstream import FakeUpstream, Script
+from gateway.core.events import Accepted, Delta, Event, Piece, Usage
+from gateway.core.request import Conversation, Generation
+from tests.gateway.fake_upstream import FakeUpstream, Script, say
 from tests.gateway.serving import Served, on_socket
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -18,6 +20,8 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 ARGUMENTS = ["--no-sandbox", "--host-resolver-rules=MAP rebound.example 127.0.0.1"]
 """The sandbox needs what containers do not allow; the pages are our own."""
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 
 Opened = Callable[..., AbstractAsyncContextManager[tuple[Page, Served]]]
 
@@ -70,6 +74,21 @@ def opened(browser: Browser) -> Opened:
                 yield page, served
 
     return open_one
+
+
+def echo(request: Generation) -> AsyncGenerator[Event, None]:
+    """Answer with the last message."""
+    assert isinstance(request.prompt, Conversation)
+    return say("You said: ", request.prompt.messages[-1].content)
+
+
+async def pieces(*given: Piece, finish: str = "stop") -> AsyncGenerator[Event, None]:
+    """Answer with one delta of one token for each piece."""
+    yield Accepted(prompt_tokens=1)
+    for piece in given:
+        yield Delta(pieces=(piece,), tokens=1)
+    usage = Usage(prompt_tokens=1, completion_tokens=len(given))
+    yield Delta(pieces=(), tokens=0, finish_reason=finish, usage=usage)
 
 
 async def ask(page: Page, text: str = "hi") -> None:

@@ -1,12 +1,16 @@
 """Without a mouse, and for screen readers."""
 
+import json
+from collections.abc import AsyncGenerator
 from importlib.resources import files
 
 import pytest
 from playwright.async_api import Page, expect
 
+from gateway.core.events import CallPart, Event
+from gateway.core.request import Conversation, Generation
 from tests.gateway.fake_upstream import say, say_and_hang
-from tests.page.conftest import Opened, answered, ask
+from tests.page.conftest import TOOLS, Opened, answered, ask, echo, pieces
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -91,6 +95,66 @@ async def test_everything_by_keyboard(opened: Opened) -> None:
         await tab_to(page, ".tabs a[href='#load']", "Shift+Tab")
         await keyboard.press("Enter")
         await expect(page.locator("#load-view")).to_be_visible()
+
+
+async def test_a_conversation_by_keyboard(opened: Opened) -> None:
+    async with opened(echo) as (page, served):
+        keyboard = page.keyboard
+        await tab_to(page, "#model", "Shift+Tab")
+        await keyboard.press("ArrowDown")
+        await tab_to(page, "#question")
+        await keyboard.type("apple")
+        await keyboard.press("Enter")
+        await answered(page)
+        assert served.upstream.requests[0].model == "org/glm-2"
+        await tab_to(page, ".question .under button:first-of-type", "Shift+Tab")
+        await keyboard.press("Enter")
+        await keyboard.press("End")
+        await keyboard.type("s")
+        await keyboard.press("Enter")
+        await expect(page.locator(".prose")).to_have_text("You said: apples")
+        await answered(page)
+        await tab_to(page, "#title", "Shift+Tab")
+        await keyboard.press("Control+a")
+        await keyboard.type("Fruit")
+        await keyboard.press("Enter")
+        await expect(page.locator("#question")).to_be_focused()
+        await expect(page.locator("#list a")).to_have_text("Fruit")
+        await tab_to(page, "#export", "Shift+Tab")
+        async with page.expect_download() as download:
+            await keyboard.press("Enter")
+        assert (await download.value).suggested_filename == "Fruit.md"
+        await tab_to(page, "#delete")
+        await keyboard.press("Enter")
+        await expect(page.locator("#list a")).to_have_count(0)
+        await tab_to(page, "#toast button")
+        await keyboard.press("Enter")
+        await expect(page.locator("#list a")).to_have_text("Fruit")
+
+
+async def test_a_call_gets_its_result_by_keyboard(opened: Opened) -> None:
+    def script(request: Generation) -> AsyncGenerator[Event, None]:
+        assert isinstance(request.prompt, Conversation)
+        if request.prompt.messages[-1].role == "tool":
+            return echo(request)
+        return pieces(CallPart("weather", '{"city":"Oslo"}'), finish="tool_calls")
+
+    async with opened(script) as (page, _):
+        keyboard = page.keyboard
+        await tab_to(page, "#open-settings", "Shift+Tab")
+        await keyboard.press("Enter")
+        await tab_to(page, "#tools")
+        await keyboard.insert_text(json.dumps(TOOLS))
+        await tab_to(page, "#settings .main")
+        await keyboard.press("Enter")
+        await tab_to(page, "#question")
+        await keyboard.type("Is it raining?")
+        await keyboard.press("Enter")
+        await expect(page.locator(".results textarea")).to_be_focused()
+        await keyboard.type("rain")
+        await tab_to(page, ".results .main")
+        await keyboard.press("Enter")
+        await expect(page.locator(".prose")).to_have_text("You said: rain")
 
 
 async def test_enter_of_an_input_method_does_not_send(opened: Opened) -> None:

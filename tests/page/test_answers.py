@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator
 import pytest
 from playwright.async_api import Browser, Error, expect
 
-from gateway.core.events import Accepted, CallPart, Delta, Event, Piece, Reasoning, Usage
+from gateway.core.events import CallPart, Event, Reasoning
 from gateway.core.request import Conversation, Generation
 from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.serving import on_socket
-from tests.page.conftest import Opened, answered, ask
+from tests.page.conftest import TOOLS, Opened, answered, ask, pieces
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -30,15 +30,6 @@ HOSTILE = """
 
 <form action="https://tracker.example"><input name=a><button>x</button></form>
 """
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
-
-
-async def pieces(*given: Piece, finish: str = "stop") -> AsyncGenerator[Event, None]:
-    yield Accepted(prompt_tokens=1)
-    for piece in given:
-        yield Delta(pieces=(piece,), tokens=1)
-    usage = Usage(prompt_tokens=1, completion_tokens=len(given))
-    yield Delta(pieces=(), tokens=0, finish_reason=finish, usage=usage)
 
 
 async def test_hostile_answers_stay_inert(opened: Opened) -> None:

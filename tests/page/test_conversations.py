@@ -2,24 +2,16 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
 from playwright.async_api import Download, expect
 
-from gateway.core.events import Event
-from gateway.core.request import Conversation, Generation
-from tests.gateway.fake_upstream import say, say_and_hang
+from tests.gateway.fake_upstream import say_and_hang
 from tests.gateway.serving import until
-from tests.page.conftest import Opened, answered, ask
+from tests.page.conftest import Opened, answered, ask, echo
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-
-def echo(request: Generation) -> AsyncGenerator[Event, None]:
-    assert isinstance(request.prompt, Conversation)
-    return say("You said: ", request.prompt.messages[-1].content)
 
 
 async def text_of(file: Download) -> str:

@@ -11,12 +11,24 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from gateway.telemetry.metrics import BulkHistogram, Metrics
 from tests.repo.test_architecture import leads_somewhere
+from tests.repo.test_readme import check_table
 from triton_models.serving import report
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-FRONT = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
+FRONT = [
+    ROOT / name
+    for name in (
+        "README.md",
+        "README.zh.md",
+        "CHANGELOG.md",
+        "SECURITY.md",
+        "CONTRIBUTING.md",
+        "examples/README.md",
+        "tests/golden/README.md",
+    )
+]
 ENGLISH_ONLY = "internals-"
 """Pages for who works on the code, like ARCHITECTURE.md."""
 
@@ -81,8 +93,7 @@ def metrics_as_documented() -> str:
 
 @pytest.mark.parametrize("page", ["metrics.md", "metrics.zh.md"])
 def test_the_metrics_tables_are_the_metrics(page: str) -> None:
-    text = (DOCS / page).read_text(encoding="utf-8")
-    assert text.split("<!-- metrics -->\n")[1].split("\n<!-- /metrics -->")[0] == metrics_as_documented()
+    check_table(DOCS / page, "metrics", metrics_as_documented())
 
 
 def test_the_site_builds_and_asks_no_other_host(tmp_path: Path) -> None:

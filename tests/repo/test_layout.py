@@ -1,6 +1,7 @@
 """Rules about the source tree itself: file sizes and who may import whom."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,6 +50,11 @@ ALLOWED = {room: {"wire.limits"} for room in ("gateway/openai", "gateway/anthrop
 """Within what is forbidden: numbers know no tensors."""
 
 
+FAMILIES = re.compile(r"glm|hermes|llama|mistral|qwen", re.IGNORECASE)
+KNOW_FAMILIES = {"chat", "triton/dialects", "settings"}
+"""Rooms of the gateway; of settings, the name of a contract for legacy clients and the help on it."""
+
+
 def sources(folder: str) -> list[Path]:
     return sorted(path for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts)
 
@@ -81,6 +87,29 @@ def test_a_layer_imports_only_what_it_may_know(folder: str) -> None:
     assert not offences
 
 
+def words(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the names and strings of a module's code, docstrings left out, with their lines."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
+            yield node.lineno, node.value
+        for name in ("id", "attr", "name", "arg", "module"):
+            if isinstance(word := getattr(node, name, None), str):
+                yield getattr(node, "lineno", 0), word
+
+
+def test_no_other_room_of_the_gateway_knows_a_model_by_name() -> None:
+    offences = [
+        f"{path.relative_to(ROOT)}:{line} {word}"
+        for path in sources("gateway")
+        if not any(path.is_relative_to(ROOT / "gateway" / room) for room in KNOW_FAMILIES)
+        for line, word in words(path)
+        if FAMILIES.search(word)
+    ]
+    assert not offences
+
+
 def test_one_module_imports_vllm() -> None:
     importing = {
         path.name
@@ -91,10 +120,21 @@ def test_one_module_imports_vllm() -> None:
     assert importing == {"engine.py"}
 
 
+def test_two_modules_import_transformers() -> None:
+    """Importing it takes seconds, so they are imported only where it is asked for."""
+    importing = {
+        path.name
+        for path in sources("triton_models")
+        for module in imports(path)
+        if is_within(module, "transformers")
+    }
+    assert importing == {"transformers_checkpoint.py", "transformers_model.py"}
+
+
 def test_no_file_is_longer_than_its_limit() -> None:
     lengths = {
         str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
-        for folder in (*PACKAGES, "tests", "bench", "deploy")
+        for folder in (*PACKAGES, "tests", "bench", "deploy", "examples")
         for path in sources(folder)
     }
     assert not {name: length for name, length in lengths.items() if length > LONGEST_FILE}

@@ -1,5 +1,6 @@
 """What the READMEs and docs/ say is true. Their commands are run in `tests/e2e/test_quick_start.py`."""
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -20,6 +21,17 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
+def check_table(page: Path, name: str, expected: str) -> None:
+    """Compare the table between a page's comments `name` and `/name`; with `WRITE_DOCS=1`, write it."""
+    start, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
+    before, rest = page.read_text(encoding="utf-8").split(start)
+    table, after = rest.split(end)
+    if os.environ.get("WRITE_DOCS"):
+        page.write_text(before + start + expected + end + after, encoding="utf-8")
+        return
+    assert table == expected
+
+
 def settings_as_documented() -> str:
     rows = ["| setting | flag | environment | default | |", "| --- | --- | --- | --- | --- |"]
     for row in settings_table():
@@ -31,18 +43,21 @@ def settings_as_documented() -> str:
 
 @pytest.mark.parametrize("page", ["settings.md", "settings.zh.md"])
 def test_the_settings_table_is_the_settings(page: str) -> None:
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    documented = text.split("<!-- settings -->\n")[1].split("\n<!-- /settings -->")[0]
-    assert documented == settings_as_documented()
+    check_table(ROOT / "docs" / page, "settings", settings_as_documented())
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])
 def test_make_targets_in_the_documents_exist(page: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     commands = [
         line for block in blocks(page, "bash") for line in block.splitlines() if line.startswith("make")
     ]
-    assert commands or page not in {*READMES, "docs/getting-started.md", "docs/development.md"}
+    assert commands or page not in {
+        *READMES,
+        "docs/getting-started.md",
+        "docs/development.md",
+        "CONTRIBUTING.md",
+    }
     for command in commands:
         assert re.search(rf"^{command.split()[1]}:", makefile, re.MULTILINE), command
 

@@ -4,30 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    Glm4Config,
-    Glm4ForCausalLM,
-    GlmConfig,
-    GlmForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-_CLASSES = {
-    "glm": (GlmConfig, GlmForCausalLM),
-    "glm4": (Glm4Config, Glm4ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -48,9 +26,8 @@ def write_native(
 ) -> PreTrainedModel:
     """Write a checkpoint of a family into `directory`, and return the model that it is of."""
     torch.manual_seed(5)
-    config_class, model_class = _CLASSES[family]
-    config = config_class(**_SHAPE | {"sliding_window": None} | changes)
-    model = model_class._from_config(config, attn_implementation="eager")
+    config = AutoConfig.for_model(family, **_SHAPE | {"sliding_window": None} | changes)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             # So large that every part matters, and norms and biases are not the ones of a new model.

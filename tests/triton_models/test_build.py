@@ -137,7 +137,7 @@ def test_what_cannot_be_built_is_refused_and_leaves_nothing(
     full, weightless, unknown = tmp_path / "full", tmp_path / "weightless", tmp_path / "unknown"
     for folder in (full, weightless, unknown):
         folder.mkdir()
-        (folder / "config.json").write_text("{}")
+        (folder / "config.json").write_text('{"model_type": "chatglm"}')
     (unknown / "model.safetensors").touch()
     out = ("--out", tmp_path / "out", "--no-environment")
     golden = ("--model", GOLDEN / "chatglm3")
@@ -145,7 +145,7 @@ def test_what_cannot_be_built_is_refused_and_leaves_nothing(
         ((*golden, "--out", full), "full is not empty"),
         (("--model", tmp_path / "absent", *out), "absent is not a directory"),
         (("--model", tmp_path, *out), "has no config.json, so it is no checkpoint"),
-        (("--model", weightless, *out), "has no weights"),
+        (("--model", weightless, *out), "no weights"),
         (("--model", unknown, *out), "unknown"),
         ((*golden, *out, "--name", "a/b"), "cannot be a model's name"),
         ((*golden, *out, "--device", "auto"), "is not a device: cpu or cuda:N"),

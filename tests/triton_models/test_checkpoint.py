@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from triton_models.checkpoint import find_shards, load_model, open_shard, progress_bar, read_config
-from triton_models.directory import read_json
+from triton_models.checkpoint import load_model, open_shard, progress_bar, read_config
+from triton_models.directory import find_shards, read_json
 from triton_models.engine.linear import Linear
 from triton_models.engine.models.chatglm import ChatGLM, LayerWeights
 from triton_models.engine.quantised import QUANTISATIONS, QuantisedLinear
@@ -308,11 +308,6 @@ def test_the_progress_bar_is_on_stderr_and_silence_is_silent(capfd: pytest.Captu
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
 
-def write_index(directory: Path, weight_map: object, name: str = "model.safetensors") -> None:
-    document = {"metadata": {}, "weight_map": weight_map}
-    (directory / f"{name}.index.json").write_text(json.dumps(document), encoding="utf-8")
-
-
 @pytest.mark.parametrize(
     ("name", "write"), [("model.safetensors", save_file), ("pytorch_model.bin", torch.save)]
 )
@@ -323,50 +318,6 @@ def test_tensors_come_back_as_they_were(tmp_path: Path, name: str, write: Callab
         assert shard.names == {"a", "b"}
         for key, tensor in TENSORS.items():
             assert torch.equal(shard.read(key), tensor)
-
-
-def test_an_index_says_what_is_where(tmp_path: Path) -> None:
-    for name in ("one.safetensors", "two.safetensors"):
-        (tmp_path / name).touch()
-    write_index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors", "c": "one.safetensors"})
-    assert find_shards(tmp_path) == {
-        tmp_path / "one.safetensors": {"a", "c"},
-        tmp_path / "two.safetensors": {"b"},
-    }
-
-
-def test_safetensors_are_preferred(tmp_path: Path) -> None:
-    torch.save(TENSORS, tmp_path / "pytorch_model.bin")
-    save_file(TENSORS, tmp_path / "model.safetensors")
-    assert list(find_shards(tmp_path)) == [tmp_path / "model.safetensors"]
-
-
-def test_a_directory_without_weights(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no weights: neither model.safetensors nor pytorch_model.bin"):
-        find_shards(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "sub/x", "..\\x", "..", ".", "", 7, None])
-def test_an_index_may_not_lead_out_of_its_directory(tmp_path: Path, name: object) -> None:
-    directory = tmp_path / "checkpoint"
-    directory.mkdir()
-    save_file(TENSORS, tmp_path / "x")
-    write_index(directory, {"a": name})
-    with pytest.raises(CheckpointError, match=r"index\.json: tensor 'a' .* no plain file name"):
-        find_shards(directory)
-
-
-@pytest.mark.parametrize("weight_map", [None, {}, [1]])
-def test_an_index_without_a_map(tmp_path: Path, weight_map: object) -> None:
-    write_index(tmp_path, weight_map)
-    with pytest.raises(CheckpointError, match=r"index\.json: no weight_map"):
-        find_shards(tmp_path)
-
-
-def test_a_shard_that_is_not_there_is_named_with_a_tensor_of_it(tmp_path: Path) -> None:
-    write_index(tmp_path, {"a": "gone.bin"}, "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"gone\.bin: missing; .* holds tensor 'a'"):
-        find_shards(tmp_path)
 
 
 @pytest.mark.parametrize(

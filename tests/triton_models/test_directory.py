@@ -4,8 +4,15 @@ from typing import Any
 
 import pytest
 
-from triton_models.directory import chat_template, detect_format
-from triton_models.errors import CheckpointError
+from triton_models.directory import (
+    CHATGLM_TYPE,
+    NATIVE_TYPES,
+    chat_template,
+    check_checkpoint,
+    detect_format,
+    find_shards,
+)
+from triton_models.errors import CheckpointError, UnsupportedArchitectureError
 
 
 @pytest.mark.parametrize(
@@ -54,3 +61,110 @@ def test_the_template_is_text(tmp_path: Path, said: dict[str, Any], expected: st
     assert chat_template(tmp_path) is None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(said), encoding="utf-8")
     assert chat_template(tmp_path) == expected
+
+
+def write_index(directory: Path, weight_map: object, name: str = "model.safetensors") -> None:
+    document = {"metadata": {}, "weight_map": weight_map}
+    (directory / f"{name}.index.json").write_text(json.dumps(document), encoding="utf-8")
+
+
+def test_an_index_says_what_is_where(tmp_path: Path) -> None:
+    for name in ("one.safetensors", "two.safetensors"):
+        (tmp_path / name).touch()
+    write_index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors", "c": "one.safetensors"})
+    assert find_shards(tmp_path) == {
+        tmp_path / "one.safetensors": {"a", "c"},
+        tmp_path / "two.safetensors": {"b"},
+    }
+
+
+def test_safetensors_are_preferred(tmp_path: Path) -> None:
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        (tmp_path / name).touch()
+    assert list(find_shards(tmp_path)) == [tmp_path / "model.safetensors"]
+
+
+def test_a_directory_without_weights(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no weights: neither model.safetensors nor pytorch_model.bin"):
+        find_shards(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "sub/x", "..\\x", "..", ".", "", 7, None])
+def test_an_index_may_not_lead_out_of_its_directory(tmp_path: Path, name: object) -> None:
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    (tmp_path / "x").touch()
+    write_index(directory, {"a": name})
+    with pytest.raises(CheckpointError, match=r"index\.json: tensor 'a' .* no plain file name"):
+        find_shards(directory)
+
+
+@pytest.mark.parametrize("weight_map", [None, {}, [1]])
+def test_an_index_without_a_map(tmp_path: Path, weight_map: object) -> None:
+    write_index(tmp_path, weight_map)
+    with pytest.raises(CheckpointError, match=r"index\.json: no weight_map"):
+        find_shards(tmp_path)
+
+
+def test_a_shard_that_is_not_there_is_named_with_a_tensor_of_it(tmp_path: Path) -> None:
+    write_index(tmp_path, {"a": "gone.bin"}, "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"gone\.bin: missing; .* holds tensor 'a'"):
+        find_shards(tmp_path)
+
+
+def write_checkpoint(
+    directory: Path, model_type: object, *files: str, weights: str = "model.safetensors"
+) -> Path:
+    """Write what says what a checkpoint is, and empty files."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
+    for name in (*files, weights):
+        (directory / name).touch()
+    return directory
+
+
+@pytest.mark.parametrize("model_type", NATIVE_TYPES)
+def test_what_can_be_loaded_passes(tmp_path: Path, model_type: str) -> None:
+    check_checkpoint(write_checkpoint(tmp_path / "chatglm3", CHATGLM_TYPE, "tokenizer.model"))
+    check_checkpoint(write_checkpoint(tmp_path / "x", CHATGLM_TYPE, "tokenizer.model"), "chatglm2")
+    check_checkpoint(write_checkpoint(tmp_path / "y", model_type, "tokenizer.json"))
+    assert detect_format(tmp_path / "y") == "template"
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "qwen2_vl", None, ["llama"]])
+def test_another_family_is_refused_with_those_that_are_served(tmp_path: Path, model_type: object) -> None:
+    directory = write_checkpoint(tmp_path / "x", model_type, "tokenizer.json")
+    with pytest.raises(UnsupportedArchitectureError, match=r"not supported; chatglm, .*llama.* are") as found:
+        check_checkpoint(directory)
+    assert "vLLM" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "chat_format", "missing"),
+    [
+        ("llama", None, "tokenizer.json"),
+        ("qwen3", None, "tokenizer.json"),
+        ("glm4", "template", "tokenizer.json"),
+        (CHATGLM_TYPE, "chatglm3", "tokenizer.model"),
+    ],
+)
+def test_a_tokenizer_that_is_not_there_is_named(
+    tmp_path: Path, model_type: str, chat_format: str | None, missing: str
+) -> None:
+    # What does not count: the tokenizer of the other kind, and a name that says another format.
+    other = {"tokenizer.json": "tokenizer.model", "tokenizer.model": "tokenizer.json"}[missing]
+    directory = write_checkpoint(tmp_path / "like-chatglm3", model_type, other)
+    with pytest.raises(CheckpointError, match=f"{missing}: missing; it is among the published files"):
+        check_checkpoint(directory, chat_format)
+
+
+def test_weights_that_are_not_there_are_named(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "x", "llama", "tokenizer.json", weights="model.gguf")
+    with pytest.raises(CheckpointError, match=r"no weights: neither model\.safetensors nor"):
+        check_checkpoint(directory)
+
+
+def test_a_format_that_nothing_tells_is_asked_for(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "x", CHATGLM_TYPE, "tokenizer.model")
+    with pytest.raises(CheckpointError, match="set the parameter 'format'"):
+        check_checkpoint(directory)

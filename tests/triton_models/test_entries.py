@@ -16,6 +16,7 @@ MODELS = Path(__file__).parents[2] / "triton_models"
 DEMO = "chatglm3-demo"
 OPTIONS_SET = {
     "format": "chatglm2",
+    "engine": "own",
     "dtype": "bfloat16",
     "quantization": "int4",
     "max_context": 4096,

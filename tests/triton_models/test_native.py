@@ -9,13 +9,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.triton_models.native_checkpoint import write_native
+from triton_models import native
 from triton_models.checkpoint import load_model, read_shape
+from triton_models.directory import NATIVE_TYPES
 from triton_models.engine.linear import Linear
 from triton_models.engine.models.decoder import Decoder, DecoderConfig
 from triton_models.engine.quantised import QUANTISATIONS
 from triton_models.errors import CheckpointError, UnsupportedArchitectureError
+from triton_models.native import _FAMILIES, MODEL_TYPES
 
 CPU = torch.device("cpu")
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def configure(directory: Path, **changes: Any) -> None:
@@ -34,6 +38,10 @@ def load(directory: Path, dtype: torch.dtype = torch.float32, quantization: str 
     model = load_model(directory, dtype, CPU, quantization=quantization)
     assert isinstance(model, Decoder)
     return model
+
+
+def test_the_families_are_known_without_torch() -> None:
+    assert set(NATIVE_TYPES) == set(native._FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +159,7 @@ def test_parts_of_a_matrix_are_quantised_where_they_belong(tmp_path: Path, famil
 
 
 @pytest.mark.parametrize("quantization", [None, *QUANTISATIONS])
-@pytest.mark.parametrize("family", ["glm", "glm4", "llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", MODEL_TYPES)
 def test_nbytes_are_what_is_allocated(tmp_path: Path, family: str, quantization: str | None) -> None:
     write_native(tmp_path, family)
     model = load(tmp_path, torch.bfloat16, quantization)
@@ -166,3 +174,9 @@ def test_nbytes_are_what_is_allocated(tmp_path: Path, family: str, quantization:
         tensors += [each for each in parts if each is not None]
     form = Linear if quantization is None else QUANTISATIONS[quantization]
     assert model.config.nbytes(torch.bfloat16, form) == sum(each.nbytes for each in tensors)
+
+
+@pytest.mark.parametrize("page", ["models.md", "models.zh.md"])
+def test_every_family_is_in_the_documents(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert {family.architecture for family in _FAMILIES.values() if family.architecture not in text} == set()

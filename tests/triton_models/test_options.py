@@ -108,7 +108,9 @@ def test_the_engines_own_defaults_are_those_that_are_said() -> None:
 def test_the_engine_has_an_option_for_each_of_its_limits() -> None:
     own = {"block_size", "kv_blocks", "prefix_cache", "failure_limit"}
     limits = {field.name for field in fields(EngineSettings)} - own
-    assert limits == BY_NAME.keys() - {"format", "dtype", "quantization", "heartbeat_s", "trace_endpoint"}
+    assert limits == BY_NAME.keys() - {
+        "engine", "format", "dtype", "quantization", "heartbeat_s", "trace_endpoint",
+    }  # fmt: skip
 
 
 def test_values_are_checked_by_name() -> None:

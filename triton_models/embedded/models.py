@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from triton_models.directory import detect_format
+from triton_models.directory import check_checkpoint, detect_format
 from triton_models.embedded.errors import SetupError
 from triton_models.errors import CheckpointError
 from triton_models.options import OPTIONS, Option, Options, Value
@@ -80,6 +80,11 @@ def read_model_argument(argument: str) -> tuple[str, Path]:
             )
         raise SetupError(f"--model {argument}: {path} is not a directory")
     if not (path / "config.json").is_file():
+        if (path / "params.json").is_file() or any(path.glob("consolidated.*")):
+            raise SetupError(
+                f"--model {argument}: {path} is in Meta's own layout (params.json, consolidated.*); fetch "
+                "the same model in transformers' layout, with config.json, tokenizer.json and safetensors"
+            )
         raise SetupError(f"--model {argument}: {path} has no config.json, so it is no checkpoint")
     if pointers := sorted(each.name for each in path.iterdir() if _is_pointer(each)):
         raise SetupError(
@@ -104,12 +109,12 @@ def write_models(repository: Path, arguments: tuple[str, ...], *, device: str, o
     `cuda:N`) and the same options; of these, those that are None are the engine's to choose.
 
     Raises:
-        SetupError: an argument is not a checkpoint, or a name is invalid or occurs twice.
+        SetupError: an argument is not a checkpoint that can be served, or a name is invalid or occurs twice.
     """
     from triton_models.entries import ModelEntry, write_entry  # noqa: PLC0415 - see the module's docstring
 
     chosen = {name: value for name, value in options.items() if value is not None}
-    models = [read_model_argument(argument) for argument in arguments]
+    models = [_checked(argument, options.get("format")) for argument in arguments]
     written: list[str] = []
     for name, path in models or [(BUILT_IN_NAME, BUILT_IN_CHECKPOINT)]:
         if name in written:
@@ -121,6 +126,15 @@ def write_models(repository: Path, arguments: tuple[str, ...], *, device: str, o
         write_entry(repository, model=entry)
         written.append(name)
     return written
+
+
+def _checked(argument: str, chat_format: object) -> tuple[str, Path]:
+    name, path = read_model_argument(argument)
+    try:
+        check_checkpoint(path, None if chat_format is None else str(chat_format))
+    except CheckpointError as error:
+        raise SetupError(f"--model {argument}: {error}") from error
+    return name, path
 
 
 def template_folders(arguments: tuple[str, ...], chat_format: object = None) -> list[str]:

@@ -47,6 +47,8 @@ class CudaOperations:
             device=model.device,
         )
         self._arrivals = new_arrivals(model.device)
+        # Of no pairs. The kernel reads nothing of it, but wants an address.
+        self._unrotated = Rotary(*torch.empty((2, 1, 0), device=model.device))
         self._tile = queries_per_tile(model.query_heads, kv.heads, prefill_config(kv.head_dim, model.dtype))
 
     def begin(self, layout: StepLayout) -> None:
@@ -79,11 +81,12 @@ class CudaOperations:
         self._workspace.reset()
         self._arrivals.zero_()
 
-    def attend(self, layer: int, projected: Tensor, rotary: Rotary) -> Tensor:
+    def attend(self, layer: int, projected: Tensor, rotary: Rotary | None) -> Tensor:
         """Rotate, store and attend; see `Operations` for the shapes."""
         layout = self._layout
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         tables, slots = layout.tables, layout.slots
+        rotary = self._unrotated if rotary is None else rotary
         rotate_store(
             projected,
             rotary.cos,

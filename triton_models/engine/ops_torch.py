@@ -84,14 +84,15 @@ class TorchOperations(PlainMath):
     def reset(self) -> None:
         """Do nothing: steps share no state."""
 
-    def attend(self, layer: int, projected: Tensor, rotary: Rotary) -> Tensor:
+    def attend(self, layer: int, projected: Tensor, rotary: Rotary | None) -> Tensor:
         """Rotate, store and attend; see `Operations` for the shapes."""
         cached_keys, cached_values = self._cache.keys[layer], self._cache.values[layer]
         kv_heads = cached_keys.shape[2]
-        if self._turns is None:
-            self._turns = rotation(rotary, self.positions)
-        # Queries and keys stand side by side, so one rotation serves both.
-        rotate_in_place(projected[:, :-kv_heads], self._turns)
+        if rotary is not None:
+            if self._turns is None:
+                self._turns = rotation(rotary, self.positions)
+            # Queries and keys stand side by side, so one rotation serves both.
+            rotate_in_place(projected[:, :-kv_heads], self._turns)
         queries, keys, values = split_heads(projected, kv_heads)
         cached_keys.flatten(0, 1).index_copy_(0, self._places, keys)
         cached_values.flatten(0, 1).index_copy_(0, self._places, values)

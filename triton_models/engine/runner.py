@@ -11,7 +11,7 @@ from torch import Tensor
 
 from triton_models.engine.backend import Backend
 from triton_models.engine.blocks import KVCache
-from triton_models.engine.graphs import CapturedSteps, DeviceStep
+from triton_models.engine.graphs import LARGEST_PROMPTS, CapturedSteps, DeviceStep
 from triton_models.engine.masks import fill_masks
 from triton_models.engine.models import CausalModel, ChunkRows, StepLayout
 from triton_models.engine.sampler import SamplerOutputs, sampler_inputs, stage_sampling
@@ -89,14 +89,35 @@ class Runner:
         # No reference to this runner: dropping it must free device memory without the garbage collector.
         self._step = DeviceStep(model, backend, self._operations, self._slots, longest=context)
         self._captured: CapturedSteps | None = None
+        self._largest = min(settings.largest_step, LARGEST_PROMPTS)
         if backend.graphs:
             most_tiles = self._operations.most_tiles
-            self._captured = CapturedSteps(self._step, largest=settings.largest_step, most_tiles=most_tiles)
+            self._captured = CapturedSteps(self._step, largest=self._largest, most_tiles=most_tiles)
 
     @_on_device
     def run_largest(self) -> int:
-        """Run the largest of the steps to be captured; returns how many graphs there will be."""
-        return 0 if self._captured is None else self._captured.run_largest()
+        """Run the largest steps that are captured, or would be; returns how many graphs there will be.
+
+        All rows are the spare slot's, so nothing is written but the padding block.
+        """
+        if self._captured is not None:
+            return self._captured.run_largest()
+        rows, longest, spare = self._largest, self._step.longest, self._slots.spare
+        chunks = tuple(
+            ChunkRows(spare, start, min(start + longest, rows), 0) for start in range(0, rows, longest)
+        )
+        tokens = torch.zeros(rows, dtype=torch.int64, device=self._model.device)
+        layout = StepLayout(
+            tables=self._slots.tables,
+            slots=torch.full_like(tokens, spare, dtype=torch.int32),
+            positions=torch.arange(rows, device=tokens.device) % longest,
+            decode_lengths=tokens[:0].int(),
+            longest_decode=0,
+            chunks=chunks,
+            tiles=tokens.new_tensor(self._operations.tiles(chunks)).view(-1, 4).int(),
+        )
+        self._step.logits(self._step.forward(tokens, layout)[:spare].clone())
+        return 0
 
     def allocate(self, blocks: int, *, context: int) -> None:
         """Make the cache `blocks` blocks large, for sequences of up to `context` tokens. Before `capture`."""

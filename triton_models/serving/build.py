@@ -3,14 +3,16 @@
 import gc
 import logging
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from triton_models.checkpoint import load_model, matrix_forms, progress_bar, read_quantization
+from triton_models.engine.backend import Backend, choose_backend
 from triton_models.engine.capacity import GIB
 from triton_models.engine.engine import Engine
+from triton_models.engine.models import CausalModel
 from triton_models.engine.quantised import FP8_CAPABILITY, why_not_quantised
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.warm_up import warm_up
@@ -42,13 +44,8 @@ def build_service(parameters: EntryParameters, pb_utils: Any) -> Service:
     options = parameters.options
     spans = make_spans(parameters)
     device = torch.device(parameters.device)
-    stored, quantization = read_quantization(parameters.checkpoint, options.get("quantization"))
-    dtype, reason = choose_dtype(options.get("dtype", "auto"), device, quantization)
-    log.info("%s: %s on %s: %s", parameters.model, dtype, device, reason)
-    with progress_bar(parameters.model) as progress:
-        model = load_model(parameters.checkpoint, dtype, device, progress, quantization=quantization)
-    taken = model.config.nbytes(dtype, *matrix_forms(stored, quantization)) / GIB
-    log.info("%s: weights in %s take %.2f GiB of %s", parameters.model, quantization or dtype, taken, device)
+    read = _read_transformers if options.get("engine") == "transformers" else _read_own
+    model, backend = read(parameters, device)
     if text.tokenizer.size > model.vocab_size:
         raise CheckpointError(
             f"{parameters.checkpoint}: the tokenizer has {text.tokenizer.size} ids and the weights have"
@@ -56,7 +53,7 @@ def build_service(parameters: EntryParameters, pb_utils: Any) -> Service:
         )
     vocabulary = model.vocab_size
     metrics = EngineMetrics(parameters.model, parameters.version, pb_utils)
-    engine = Engine(model, engine_settings(parameters, device))
+    engine = Engine(model, engine_settings(parameters, device), backend=backend)
     if device.type == "cuda":
         # Kernels are compiled and libraries loaded at their first use, which must not be a client's request.
         warm_up(engine)
@@ -75,6 +72,41 @@ def build_service(parameters: EntryParameters, pb_utils: Any) -> Service:
         heartbeat_s=options.get("heartbeat_s", HEARTBEAT_S),
         spans=spans,
     )
+
+
+def _read_own(parameters: EntryParameters, device: torch.device) -> tuple[CausalModel, Backend]:
+    """Read the checkpoint into a model of our own; return it with the backend that suits it."""
+    options = parameters.options
+    stored, quantization = read_quantization(parameters.checkpoint, options.get("quantization"))
+    dtype = _dtype(parameters, device, quantization)
+    with progress_bar(parameters.model) as progress:
+        model = load_model(parameters.checkpoint, dtype, device, progress, quantization=quantization)
+    taken = model.config.nbytes(dtype, *matrix_forms(stored, quantization)) / GIB
+    log.info("%s: weights in %s take %.2f GiB of %s", parameters.model, quantization or dtype, taken, device)
+    return model, choose_backend(device, dtype)
+
+
+def _read_transformers(parameters: EntryParameters, device: torch.device) -> tuple[CausalModel, Backend]:
+    """Read the checkpoint into transformers' own class; return it with the backend that suits it."""
+    options = parameters.options
+    if "quantization" in options:
+        raise SettingsError("quantization is not supported with engine transformers")
+    # Seconds to import, and nobody else needs it.
+    from triton_models.transformers_checkpoint import load_transformers  # noqa: PLC0415
+
+    dtype = _dtype(parameters, device, None)
+    model = load_transformers(parameters.checkpoint, dtype, device, max_context=options.get("max_context"))
+    taken = model.nbytes / GIB
+    log.info("%s: transformers' weights in %s take %.2f GiB of %s", parameters.model, dtype, taken, device)
+    backend = choose_backend(device, dtype)
+    # Whether its modules do the same work whatever the tokens, as graphs need, is known of none.
+    return model, replace(backend, graphs=False, reason=f"transformers' forward pass, and {backend.reason}")
+
+
+def _dtype(parameters: EntryParameters, device: torch.device, quantization: str | None) -> torch.dtype:
+    dtype, reason = choose_dtype(parameters.options.get("dtype", "auto"), device, quantization)
+    log.info("%s: %s on %s: %s", parameters.model, dtype, device, reason)
+    return dtype
 
 
 def make_spans(parameters: EntryParameters) -> "ModelSpans | None":

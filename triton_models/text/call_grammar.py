@@ -10,7 +10,7 @@ import msgspec
 from triton_models.errors import InvalidGrammarError
 from triton_models.text.grammar_text import Document, TextRule, json_rule, literal, optional, read, text_rule
 from triton_models.text.literal_grammar import COMMON_RULES, LiteralGrammar
-from triton_models.text.schemas import check_schema, check_size
+from triton_models.text.schemas import check_schema, check_size, drop_needless_keywords
 from wire.calls import FENCE, OPENING
 from wire.grammar import TEXT_PART, CallableTool, Grammar, Part, ToolCalls, decode_tool_calls
 
@@ -75,6 +75,8 @@ def call_document(
     for tool in calls.tools:
         size += check_schema(tool.parameters, "parameters", strict=tool.strict)
     check_size(size)
+    for tool in calls.tools:
+        drop_needless_keywords(tool.parameters)
     first = optional(prefix)
     rules = syntax.rules
     for at, tool in enumerate(calls.tools):

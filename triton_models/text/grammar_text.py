@@ -19,7 +19,7 @@ import llguidance
 import msgspec
 
 from triton_models.errors import InvalidGrammarError
-from triton_models.text.schemas import check_schema, check_size
+from triton_models.text.schemas import check_schema, check_size, drop_needless_keywords
 from wire.grammar import Grammar, decode_choices
 
 log = logging.getLogger(__name__)
@@ -115,6 +115,7 @@ def text_rule(grammar: Grammar) -> TextRule:
             schema = read(msgspec.json.decode, grammar.text, "JSON schema")
             size = check_schema(schema, strict=True)
             check_size({"properties": size["properties"]})
+            drop_needless_keywords(schema)
             return TextRule(json_rule(schema))
         case "regex":
             regex = llguidance.regex_to_lark(grammar.text, "")

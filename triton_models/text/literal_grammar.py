@@ -16,7 +16,7 @@ import llguidance
 
 from triton_models.errors import InvalidGrammarError
 from triton_models.text.grammar_text import about_grammar, json_rule, literal
-from triton_models.text.schemas import target
+from triton_models.text.schemas import ANNOTATIONS, target
 from wire.calls import is_parameter
 from wire.grammar import CallableTool
 
@@ -38,11 +38,6 @@ LONGEST: Final = 10_000
 _NOTHING: Final = '""'
 
 _PLAIN = re.compile(r"[^'\"\\\x00-\x1f\x7f]*")
-
-_ANNOTATIONS: Final = {
-    *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
-    *("$schema", "$id", "$comment", "$defs", "definitions", "$anchor"),
-}
 
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _KEYWORDS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -264,7 +259,7 @@ class LiteralGrammar:
     def _check_keywords(
         self, schema: dict[str, Any], enforced: Collection[str], path: str, beside: str = ""
     ) -> None:
-        for keyword in schema.keys() - _ANNOTATIONS - {*enforced}:
+        for keyword in schema.keys() - ANNOTATIONS - {*enforced}:
             self._cannot(path, f"{keyword}{beside}")
 
     def _fits(self, schema: dict[str, Any], keyword: str, path: str) -> bool:

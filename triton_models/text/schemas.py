@@ -3,6 +3,8 @@
 llguidance refuses most of what it cannot enforce, and names the keyword, but never its place. Some invalid
 values, older keywords and endless references it accepts and ignores. A metaschema would find them, but takes
 the interpreter for a second where a schema is large.
+
+And drops what llguidance refuses though it restricts nothing.
 """
 
 from collections import Counter
@@ -70,6 +72,14 @@ class _Keywords(msgspec.Struct, rename="camel"):
     exclusive_maximum: float = 0
     multiple_of: Annotated[float, msgspec.Meta(gt=0)] = 1
 
+
+ANNOTATIONS: Final = frozenset(
+    {
+        *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
+        *("$schema", "$id", "$comment", "$defs", "definitions", "$anchor"),
+    }
+)
+"""The keywords that restrict nothing."""
 
 _IN_PLACE: Final = ("anyOf", "oneOf", "allOf")
 _MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")
@@ -142,6 +152,26 @@ def check_schema(schema: Any, path: str = "$", *, strict: bool) -> Counter[str]:
     except CycleError:
         raise _fault(path, ": a $ref leads back to itself, with no object or array between") from None
     return size
+
+
+def drop_needless_keywords(schema: Any) -> None:
+    """Drop from a schema that passed `check_schema` each `propertyNames` that every name conforms to.
+
+    zod writes one for each record. llguidance refuses the keyword, whatever its value is.
+    """
+    for _, each in _reachable(schema, "$"):
+        if "propertyNames" in each and _allows_every_name(schema, each["propertyNames"]):
+            del each["propertyNames"]
+
+
+def _allows_every_name(schema: Any, names: Any) -> bool:
+    """Return whether `names`, a schema within `schema`, holds for every string; False in doubt."""
+    if not isinstance(names, dict):
+        return names is True
+    restrictions = names.keys() - ANNOTATIONS
+    if restrictions == {"$ref"}:
+        return _allows_every_name(schema, _referred(schema, names))
+    return restrictions <= {"type"} and "string" in names.get("type", "string")
 
 
 def target(schema: Any, pointer: str) -> Any:

@@ -78,7 +78,7 @@ class Dialects:
         for name, contract in _FOREIGN.items():
             if demanded in (None, name) and contract.inputs <= inputs:
                 model = self._text(entry)
-                if model.vocabulary is None and not contract.counts:
+                if model.vocabulary is None and contract.needs_tokenizer(inputs):
                     raise UpstreamProtocolError(
                         f"the model entry {entry!r} counts no tokens: set `tokenizers` to {entry}=FOLDER"
                     )

@@ -21,6 +21,8 @@ from gateway.triton.errors import TritonError
 
 _COUNTS_PROMPT: Final = "return_num_input_tokens"
 """The input by which backends report the number of a prompt's tokens."""
+_COUNTS_ANSWER: Final = "return_num_output_tokens"
+"""The input by which they report that of an answer's."""
 _SHORT_TEXT: Final = 2048
 _SHORT_MESSAGES: Final = 16
 
@@ -33,7 +35,12 @@ _PUBLIC: Final = {
 """Names in requests of parameters that are called otherwise within."""
 
 
-def _as_text(generation: Generation, inputs: Collection[str], model: ModelText) -> RenderedPrompt:
+def as_text(generation: Generation, inputs: Collection[str], model: ModelText) -> RenderedPrompt:
+    """Return a prompt as text, counted where the backend does not.
+
+    Raises:
+        InvalidRequestError: the model takes no such prompt.
+    """
     count = _COUNTS_PROMPT not in inputs
     return model.render(generation.prompt, generation.prompt_field, count=count)
 
@@ -48,8 +55,6 @@ class Contract:
 
     inputs: frozenset[str]
     """The names of the inputs that a model must have."""
-    counts: bool
-    """It counts the tokens of its answers; otherwise the model needs a tokenizer here."""
     supported: Collection[str]
     """The fields of `Sampling` that it honours."""
     write: Callable[[Generation, RenderedPrompt, Collection[str], ModelText], Request]
@@ -59,12 +64,14 @@ class Contract:
     """
     answer: Callable[[Generation, RenderedPrompt, Collection[str], ModelText], AnswerDecoder]
     """Returns a decoder for the answer; given the same."""
-    prompt: Callable[[Generation, Collection[str], ModelText], RenderedPrompt] = _as_text
+    prompt: Callable[[Generation, Collection[str], ModelText], RenderedPrompt] = as_text
     """Returns a prompt as the model takes it. Raises InvalidRequestError: it takes no such prompt."""
     tokens: Callable[[ModelText, Tokenization], Tokens] = ModelText.tokens
     """Counts tokens as the model does, here. Raises InvalidRequestError: it cannot be done."""
     embedder: Callable[[Collection[str]], Embedder | None] = _no_embedder
     """Returns what embeds with a model that has these inputs."""
+    ids: bool = False
+    """It takes token ids only."""
     images: str | None = None
     """The input that takes a prompt's images; None: there is none."""
     adapters: bool = False
@@ -74,6 +81,10 @@ class Contract:
     explain: Callable[[TritonError], TritonError] | None = None
     """Returns what an error means, where the backend's own text says it."""
 
+    def needs_tokenizer(self, inputs: Collection[str]) -> bool:
+        """Whether a model with these inputs needs a tokenizer here: to count, or to be asked at all."""
+        return self.ids or _COUNTS_ANSWER not in inputs
+
     def dialect(self, inputs: frozenset[str], model: ModelText) -> Dialect:
         """Return the dialect of a model.
 
@@ -81,11 +92,14 @@ class Contract:
             inputs: names of all its inputs.
             model: how its conversations read.
         """
+        if "show_special" not in self.supported:
+            model = model.without_special()
 
         def rendered(generation: Generation) -> Generation:
             prompt = self.prompt(generation, inputs, model)
-            special = generation.show_special or (prompt.show_special and "show_special" in self.supported)
-            return replace(generation, prompt=prompt, show_special=special)
+            return replace(
+                generation, prompt=prompt, show_special=generation.show_special or prompt.show_special
+            )
 
         async def prepare(generation: Generation, _report: ModelReport) -> Generation:
             refuse_others(generation, self.supported)
@@ -113,7 +127,7 @@ class Contract:
             tokens=tokens,
             embedder=self.embedder(inputs),
             adapters=self.adapters,
-            counts_at_end=model.thinks or not self.counts,
+            counts_at_end=model.thinks or _COUNTS_ANSWER not in inputs,
             heartbeats=False,
             streams=self.streams,
             explain=self.explain,

@@ -2,20 +2,24 @@
 
 Source of the contract: https://github.com/NVIDIA/TensorRT-LLM, `triton_backend/all_models/llmapi`. It counts
 no tokens and knows no log-probabilities and no grammars. Its text has been cumulative in some releases and
-not in others. A model that is not decoupled takes no requests for streams: it is asked for all at once.
+not in others, and begins with the prompt where it can be told not to. A model that is not decoupled takes no
+requests for streams: it is asked for all at once.
+
+Beside images a model takes a question, which it puts into its checkpoint's chat template itself.
 """
 
 from collections.abc import Collection
-from typing import Final
+from dataclasses import replace
+from typing import Final, cast
 
 from gateway.core.events import Event
-from gateway.core.request import Generation
+from gateway.core.request import Conversation, Generation
 from gateway.errors import InvalidRequestError
 from gateway.triton.dialects.base import Request, Response
-from gateway.triton.dialects.foreign import Contract
+from gateway.triton.dialects.foreign import Contract, as_text
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
 from gateway.triton.dialects.tensors import Tensors, outputs
-from gateway.triton.dialects.text_answer import DEFAULT_MAX_TOKENS, Growth, News, TextAnswer, TextDecoder
+from gateway.triton.dialects.text_answer import Growth, News, TextAnswer, TextDecoder, limit_of
 
 _NUMBERS: Final = {
     "temperature": "FP32",
@@ -31,7 +35,21 @@ _NUMBERS: Final = {
 """Datatypes of the parameters that are numbers, by their names here and after `sampling_param_`."""
 _UNENDED: Final = "None"
 """What it sends as finish reason until there is one."""
+_IMAGES: Final = "image_url"
 _SUPPORTED: Final = (*_NUMBERS, "max_tokens", "stop", "priority")
+
+
+def _prompt(generation: Generation, inputs: Collection[str], model: ModelText) -> RenderedPrompt:
+    prompt = as_text(generation, inputs, model)
+    if not prompt.images:
+        return prompt
+    conversation = cast("Conversation", generation.prompt)
+    if len(conversation.messages) > 1 or prompt.tools or conversation.switches:
+        raise InvalidRequestError(
+            "The model's backend takes images in a single message only, without tools or switches.",
+            param=prompt.images[0].field,
+        )
+    return replace(prompt, text=conversation.messages[0].content)
 
 
 def _write(
@@ -42,10 +60,12 @@ def _write(
     message = Request(model_name=generation.model, id=generation.request_id)
     tensors = Tensors(message, inputs)
     tensors.text("text_input", prompt.text)
+    if prompt.images:
+        tensors.text(_IMAGES, *(image.url for image in prompt.images))
     tensors.numbers("streaming", "BOOL", generation.stream)
-    tensors.numbers("return_finish_reason", "BOOL", True)  # noqa: FBT003 - a tensor's value
-    limit = generation.max_tokens if generation.max_tokens is not None else DEFAULT_MAX_TOKENS
-    tensors.numbers("sampling_param_max_tokens", "INT32", limit, param="max_tokens")
+    for name in ("return_finish_reason", "sampling_param_exclude_input_from_output"):
+        tensors.numbers(name, "BOOL", True)  # noqa: FBT003 - a tensor's value
+    tensors.numbers("sampling_param_max_tokens", "INT32", limit_of(generation), param="max_tokens")
     tensors.parameters(generation, _NUMBERS, lambda name: ("sampling_param_" + name,))
     if generation.stop:
         tensors.text("sampling_param_stop", *generation.stop)  # the gateway looks for them, too
@@ -58,7 +78,7 @@ class _Answer(TextDecoder):
     def __init__(
         self, generation: Generation, prompt: RenderedPrompt, _inputs: Collection[str], model: ModelText
     ) -> None:
-        self._answer = TextAnswer(generation, model, prompt, cut_stops=True)
+        self._answer = TextAnswer(generation, model, prompt, cut_stops=True, limit=limit_of(generation))
         self._growth = Growth()
 
     def decode(self, response: Response) -> list[Event]:
@@ -73,14 +93,15 @@ class _Answer(TextDecoder):
 
     def end(self) -> list[Event]:
         """See `AnswerDecoder.end`."""
-        return self._answer.take(News(text=self._growth.end())) + self._answer.end()
+        return self._answer.rest(self._growth.end()) + self._answer.end()
 
 
 CONTRACT: Final = Contract(
     inputs=frozenset({"text_input", "sampling_param_max_tokens"}),
-    counts=False,
     supported=_SUPPORTED,
     write=_write,
     answer=_Answer,
+    prompt=_prompt,
+    images=_IMAGES,
     streams=None,
 )

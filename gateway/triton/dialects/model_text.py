@@ -3,14 +3,17 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Final
 
 from gateway.chat.marked import MARKS, MarkedText
 from gateway.chat.styles import CallStyle, style_of
 from gateway.chat.templates import ChatTemplate, TemplateError
 from gateway.chat.vocabulary import Vocabulary, VocabularyError
-from gateway.core.request import Conversation, PlainText, Prompt, Tool, images_in
+from gateway.core.request import Conversation, Image, PlainText, Prompt, Tool, images_in
 from gateway.core.upstream import Tokenization, Tokens
 from gateway.errors import InvalidRequestError, UpstreamProtocolError
+
+_HIDDEN: Final = "Special tokens mark the model's tool calls, and its backend leaves them out of answers."
 
 
 class ModelTextError(Exception):
@@ -37,8 +40,8 @@ class RenderedPrompt(PlainText):
     """The marks in the answer are special tokens, which the backend must not leave out."""
     ids: tuple[int, ...] = ()
     """Of the text, where the backend takes nothing else."""
-    images: tuple[str, ...] = ()
-    """As base64, in the order in which the text refers to them."""
+    images: tuple[Image, ...] = ()
+    """In the order in which the text refers to them."""
     converses: bool = False
     """It is a conversation: white space before the answer is none of it."""
 
@@ -50,7 +53,9 @@ class ModelText:
     template: ChatTemplate | None = None
     vocabulary: Vocabulary | None = None
     style: CallStyle | None = None
-    """How it writes tool calls; None: not at all."""
+    """How it writes tool calls; None: not at all, or they cannot be told from text."""
+    no_style: str = "The model's chat template knows no tool calls."
+    """Why there is none, for clients."""
     thinks: bool = False
     """It may write its reasoning first."""
     marks: tuple[str, str] = MARKS[0]
@@ -80,6 +85,16 @@ class ModelText:
         except (TemplateError, VocabularyError) as error:
             raise ModelTextError(str(error)) from None
 
+    def without_special(self) -> "ModelText":
+        """Return how its conversations read where its backend leaves special tokens out of every answer.
+
+        Nothing tells calls and reasoning from text whose marks are such tokens.
+        """
+        model = replace(self, thinks=self.thinks and self.special.isdisjoint(self.marks))
+        if self.style is None or self.special.isdisjoint(_marks_of(self.style)):
+            return model
+        return replace(model, style=None, no_style=_HIDDEN)
+
     def render(self, prompt: Prompt, field_name: str | None = None, *, count: bool = False) -> RenderedPrompt:
         """Return a prompt as text; `count` its tokens, where there is a tokenizer.
 
@@ -95,8 +110,8 @@ class ModelText:
             return RenderedPrompt(text, tokens)
         offer = prompt.offer if prompt.offer is not None and prompt.offer.choice != "none" else None
         marks = set(self.marks) if self.thinks else set()
-        if offer is not None and self.style is not None and not self.style.unmarked:
-            marks |= {self.style.opening, self.style.closing}
+        if offer is not None and self.style is not None:
+            marks |= _marks_of(self.style)
         return RenderedPrompt(
             text,
             tokens,
@@ -106,7 +121,7 @@ class ModelText:
             thinks=self.thinks,
             thinking=self.thinks and text.rstrip().endswith(self.marks[0]),
             show_special=not marks.isdisjoint(self.special),
-            images=tuple(image.data for image in images_in(prompt)),
+            images=tuple(images_in(prompt)),
             converses=True,
         )
 
@@ -152,7 +167,7 @@ class ModelText:
             )
         offer = prompt.offer
         if offer is not None and self.style is None:
-            raise InvalidRequestError("The model's chat template knows no tool calls.", param=offer.field)
+            raise InvalidRequestError(self.no_style, param=offer.field)
         if offer is not None and offer.choice not in ("auto", "none"):
             raise InvalidRequestError(
                 "The model's backend cannot be made to call a tool; auto and none can be chosen.",
@@ -222,6 +237,11 @@ class ModelText:
         if not tokenization.strings or self.vocabulary is None:
             return None
         return [self.vocabulary.decode([each]) for each in ids]
+
+
+def _marks_of(style: CallStyle) -> set[str]:
+    """Return the marks without which nothing tells a style's calls from text."""
+    return set() if style.unmarked else {style.opening, style.closing}
 
 
 def _strings_of(tool: Tool) -> frozenset[str]:

@@ -15,8 +15,13 @@ from gateway.core.request import Generation
 from gateway.errors import UpstreamProtocolError
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
 
-DEFAULT_MAX_TOKENS: Final = 1024
+_DEFAULT_MAX_TOKENS: Final = 1024
 """Of an answer whose request sets no limit, where a backend demands one."""
+
+
+def limit_of(generation: Generation) -> int:
+    """Return how long an answer may be, for a backend that demands a limit."""
+    return _DEFAULT_MAX_TOKENS if generation.max_tokens is None else generation.max_tokens
 
 
 @dataclass(slots=True)
@@ -56,13 +61,16 @@ class Growth:
 
     All of the text so far begins with what came before, and a delta may do so by chance. So short text is
     held back until the next response tells.
+
+    Args:
+        before: what all of the text so far may begin with, and is none of the choice: the prompt.
     """
 
     _CERTAIN = 16
     """No delta begins by chance with so many characters that came before."""
 
-    def __init__(self) -> None:
-        self._before = ""
+    def __init__(self, before: str = "") -> None:
+        self._before = before
         self._held = ""
         self._cumulative: bool | None = None
 
@@ -108,11 +116,19 @@ class TextAnswer:
         model: how its text reads.
         prompt: as it was sent.
         cut_stops: the backend may leave stop strings in its text.
+        limit: of its tokens, as far as the backend was given one.
     """
 
     def __init__(
-        self, generation: Generation, model: ModelText, prompt: RenderedPrompt, *, cut_stops: bool
+        self,
+        generation: Generation,
+        model: ModelText,
+        prompt: RenderedPrompt,
+        *,
+        cut_stops: bool,
+        limit: int | None,
     ) -> None:
+        self._limit = limit
         self._generation = generation
         self._model = model
         self._prompt = prompt
@@ -145,7 +161,7 @@ class TextAnswer:
         """Return the events in more of a choice.
 
         Raises:
-            UpstreamProtocolError: there is no such choice.
+            UpstreamProtocolError: there is no such choice, or the backend did not finish it.
         """
         choice = self._choice(news.index)
         if choice.finish is not None:
@@ -157,6 +173,8 @@ class TextAnswer:
         choice.tokens += tokens
         choice.visible.expect(news.text, news.logprobs or ())
         pieces = self._read(choice, news.text, over=False)
+        if news.finish in _FAILURES:
+            raise UpstreamProtocolError("The model's backend gave up the answer.")
         finish = None if news.finish is None else _FINISHES.get(news.finish, "stop")
         if choice.stopped_by is not None or choice.marks.over:
             finish = "stop"
@@ -164,6 +182,14 @@ class TextAnswer:
         if not pieces and not tokens:
             return []
         return [Delta(pieces=pieces, tokens=tokens, index=news.index, logprobs=self._logprobs(choice))]
+
+    def rest(self, text: str, index: int = 0) -> list[Event]:
+        """Return the events in text of a choice that was held back: its tokens were counted already.
+
+        Raises:
+            UpstreamProtocolError: as `take`.
+        """
+        return self.take(News(text=text, index=index, tokens=0 if self._choice(index).reported else None))
 
     def end(self) -> list[Event]:
         """Return the events of the answer's end, which a backend may come to without saying why.
@@ -222,8 +248,7 @@ class TextAnswer:
         """Return why a choice ended, whose tokens were counted."""
         finish = choice.finish
         if finish is None:
-            limit = self._generation.max_tokens
-            finish = "length" if choice.tokens >= (DEFAULT_MAX_TOKENS if limit is None else limit) else "stop"
+            finish = "stop" if self._limit is None or choice.tokens < self._limit else "length"
         called = choice.marks.called and not choice.marks.cut
         return "tool_calls" if called and finish == "stop" else finish
 
@@ -250,6 +275,8 @@ class TextAnswer:
 
 _FINISHES: Final[Mapping[str, FinishReason]] = cast(
     "Mapping[str, FinishReason]",
-    {"stop": "stop", "length": "length", "timeout": "length", "cancelled": "stop", "end_id": "stop"},
+    {"stop": "stop", "length": "length", "timeout": "length", "end_id": "stop"},
 )
 """What backends call an answer's end."""
+_FAILURES: Final = frozenset({"abort", "cancelled", "error"})
+"""What they call it where it is none: nobody here asked for it."""

@@ -2,8 +2,9 @@
 
 Source of the contract: https://github.com/triton-inference-server/tensorrtllm_backend,
 `all_models/inflight_batcher_llm`. There is no finish reason: an answer as long as its limit ended by it. Stop
-words may stay in the text. A BLS model with `accumulate_tokens` sends the text so far each time. Names
-changed between releases: both are known here, and those that the model has are sent.
+words may stay in the text. Each response tells how many tokens are new in it, where the release has an input
+to ask for that; so does a BLS model with `accumulate_tokens`, although it sends the text so far each time.
+Names changed between releases: both are known here, and those that the model has are sent.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,7 +17,7 @@ from gateway.triton.dialects.base import Request, Response
 from gateway.triton.dialects.foreign import Contract
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
 from gateway.triton.dialects.tensors import Tensors, outputs
-from gateway.triton.dialects.text_answer import DEFAULT_MAX_TOKENS, Growth, News, TextAnswer, TextDecoder
+from gateway.triton.dialects.text_answer import Growth, News, TextAnswer, TextDecoder, limit_of
 
 NUMBERS: Final = {
     "temperature": "FP32",
@@ -51,8 +52,7 @@ def _write(
     message = Request(model_name=generation.model, id=generation.request_id)
     tensors = Tensors(message, inputs, batched=True)
     tensors.text("text_input", prompt.text)
-    limit = generation.max_tokens if generation.max_tokens is not None else DEFAULT_MAX_TOKENS
-    tensors.numbers("max_tokens", "INT32", limit, param="max_tokens")
+    tensors.numbers("max_tokens", "INT32", limit_of(generation), param="max_tokens")
     tensors.numbers("stream", "BOOL", generation.stream)
     for name in ("exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens"):
         tensors.numbers(name, "BOOL", True)  # noqa: FBT003 - a tensor's value
@@ -89,30 +89,25 @@ class _Answer(TextDecoder):
     def __init__(
         self, generation: Generation, prompt: RenderedPrompt, inputs: Collection[str], model: ModelText
     ) -> None:
-        self._prompt = prompt.text
-        self._answer = TextAnswer(generation, model, prompt, cut_stops=True)
-        self._growth = Growth()
-        self._has_exclude = "exclude_input_in_output" in inputs
-        """Else the text begins with the prompt."""
+        self._answer = TextAnswer(generation, model, prompt, cut_stops=True, limit=limit_of(generation))
+        self._growth = Growth("" if "exclude_input_in_output" in inputs else prompt.text)
 
     def decode(self, response: Response) -> list[Event]:
         """See `AnswerDecoder.decode`."""
         found = outputs(response)
         prompt_tokens = found.get("num_input_tokens") or [None]
         events = self._answer.accept(prompt_tokens[0])
-        text = "".join(found.get("text_output", []))
-        if not self._has_exclude:
-            text = text.removeprefix(self._prompt)
-        return events + self._answer.take(News(text=self._growth.push(text)))
+        text = self._growth.push("".join(found.get("text_output", [])))
+        counts = found.get("num_output_tokens") or [None]
+        return events + self._answer.take(News(text=text, tokens=counts[0]))
 
     def end(self) -> list[Event]:
         """See `AnswerDecoder.end`."""
-        return self._answer.take(News(text=self._growth.end())) + self._answer.end()
+        return self._answer.rest(self._growth.end()) + self._answer.end()
 
 
 CONTRACT: Final = Contract(
     inputs=frozenset({"text_input", "max_tokens"}),
-    counts=False,
     supported=_SUPPORTED,
     write=_write,
     answer=_Answer,

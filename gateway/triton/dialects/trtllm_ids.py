@@ -20,7 +20,7 @@ from gateway.triton.dialects.base import Request, Response
 from gateway.triton.dialects.foreign import Contract
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
 from gateway.triton.dialects.tensors import Tensors, outputs
-from gateway.triton.dialects.text_answer import DEFAULT_MAX_TOKENS, News, TextAnswer, TextDecoder
+from gateway.triton.dialects.text_answer import News, TextAnswer, TextDecoder, limit_of
 
 _SUPPORTED: Final = (
     *trtllm.NUMBERS, "max_tokens", "stop", "stop_token_ids", "bad_words", "include_stop", "ignore_eos",
@@ -44,8 +44,7 @@ def _write(
     tensors, vocabulary = Tensors(message, inputs, batched=True), model.required_vocabulary()
     tensors.numbers("input_ids", "INT32", *prompt.ids, param=generation.prompt_field or "prompt")
     tensors.numbers("input_lengths", "INT32", len(prompt.ids))
-    limit = generation.max_tokens if generation.max_tokens is not None else DEFAULT_MAX_TOKENS
-    tensors.numbers("request_output_len", "INT32", limit, param="max_tokens")
+    tensors.numbers("request_output_len", "INT32", limit_of(generation), param="max_tokens")
     tensors.numbers("beam_width", "INT32", 1)
     tensors.numbers("streaming", "BOOL", generation.stream)
     tensors.numbers("exclude_input_in_output", "BOOL", True)  # noqa: FBT003 - a tensor's value
@@ -83,7 +82,7 @@ class _Answer(TextDecoder):
         vocabulary = model.required_vocabulary()
         self._generation = generation
         self._prompt = prompt.ids
-        self._answer = TextAnswer(generation, model, prompt, cut_stops=True)
+        self._answer = TextAnswer(generation, model, prompt, cut_stops=True, limit=limit_of(generation))
         self._text = vocabulary.stream(special=generation.show_special)
         self._ends = set() if generation.ignore_eos else set(vocabulary.ends)
         self._stops = set(generation.stop_token_ids)
@@ -103,7 +102,7 @@ class _Answer(TextDecoder):
 
     def end(self) -> list[Event]:
         """See `AnswerDecoder.end`."""
-        events = [*self._accept(), *self._answer.take(News(text=self._text.end(), tokens=0))]
+        events = [*self._accept(), *self._answer.rest(self._text.end())]
         events += self._answer.end()
         if isinstance(last := events[-1], Delta) and last.stop_reason is None:
             events[-1] = structs.replace(last, stop_reason=self._stopped_by)
@@ -132,10 +131,10 @@ class _Answer(TextDecoder):
 
 CONTRACT: Final = Contract(
     inputs=frozenset({"input_ids", "input_lengths", "request_output_len"}),
-    counts=False,
     supported=_SUPPORTED,
     write=_write,
     answer=_Answer,
     prompt=_prompt,
+    ids=True,
     tokens=ModelText.exact_tokens,
 )

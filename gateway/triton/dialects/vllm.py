@@ -2,7 +2,8 @@
 
 Source of the contract: https://github.com/triton-inference-server/vllm_backend, `docs/additional_outputs.md`
 and `src/utils/request.py`. Tensors have no batch dimension; names are added in every release, and a request
-sends only those that the model has.
+sends only those that the model has. Before there was `exclude_input_in_output`, an answer began with its
+prompt; of such a model neither finish reasons nor token counts are known.
 """
 
 import json
@@ -18,19 +19,27 @@ from gateway.triton.dialects.base import Request, Response
 from gateway.triton.dialects.foreign import Contract
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
 from gateway.triton.dialects.tensors import Tensors, outputs
-from gateway.triton.dialects.text_answer import News, TextAnswer, TextDecoder
+from gateway.triton.dialects.text_answer import Growth, News, TextAnswer, TextDecoder
 from gateway.triton.errors import MESSAGE_LIMIT, Fault, TritonError
 
 _SAME: Final = (
-    "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "allowed_token_ids", "bad_words",
-    "logprobs",
+    "n", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed", "stop", "stop_token_ids", "ignore_eos", "allowed_token_ids", "logprobs",
 )  # fmt: skip
 """Parameters that vLLM's SamplingParams call the same."""
-_SUPPORTED: Final = (*_SAME, "max_tokens", "logit_bias", "include_stop", "show_special", "priority")
+_LATER: Final = ("min_tokens", "bad_words")
+"""Those of them that not all releases have: sent where they change something."""
+_SUPPORTED: Final = (
+    *_SAME, *_LATER, "max_tokens", "top_k", "logit_bias", "include_stop", "show_special", "priority",
+)  # fmt: skip
+_WHOLE_CONTEXT: Final = 2**31 - 1
+"""As `max_tokens`: the context alone limits, and vLLM sees to that. The backend cannot read null."""
+_EVERY_TOKEN: Final = -1
+"""As `top_k`: in all releases, of which older ones refuse 0."""
 _REPORTS: Final = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
 _GRAMMARS: Final = {"json_schema": "json", "regex": "regex", "choice": "choice", "lark": "grammar"}
 """Fields of vLLM's StructuredOutputsParams by the kinds of grammars."""
+_EXCLUDES: Final = "exclude_input_in_output"
 _IMAGES: Final = "image"
 _UNENDED: Final = "None"
 """What the backend sends as finish reason until there is one."""
@@ -46,9 +55,9 @@ def _write(
     tensors.text("text_input", prompt.text)
     tensors.numbers("stream", "BOOL", generation.stream)
     if prompt.images:
-        tensors.text(_IMAGES, *prompt.images)
+        tensors.text(_IMAGES, *(image.data for image in prompt.images))
     tensors.text("sampling_parameters", json.dumps(_parameters(generation), ensure_ascii=False))
-    tensors.numbers("exclude_input_in_output", "BOOL", True)  # noqa: FBT003 - a tensor's value
+    tensors.numbers(_EXCLUDES, "BOOL", True)  # noqa: FBT003 - a tensor's value
     for name in _REPORTS:
         tensors.numbers(name, "BOOL", True)  # noqa: FBT003 - as above
     if generation.logprobs is not None and not tensors.numbers("return_logprobs", "BOOL", True):  # noqa: FBT003
@@ -59,7 +68,10 @@ def _write(
 def _parameters(generation: Generation) -> dict[str, Any]:
     """Return vLLM's sampling parameters; those at our defaults too, since vLLM's may be the model's own."""
     parameters = {name: getattr(generation, name) for name in _SAME}
-    parameters["max_tokens"] = generation.max_tokens  # None: the rest of the context
+    limit, top_k = generation.max_tokens, generation.top_k
+    parameters["max_tokens"] = _WHOLE_CONTEXT if limit is None else limit
+    parameters["top_k"] = top_k or _EVERY_TOKEN
+    parameters |= {name: value for name in _LATER if (value := getattr(generation, name))}
     parameters["include_stop_str_in_output"] = generation.include_stop
     parameters["skip_special_tokens"] = not generation.show_special
     parameters["lora_name"] = generation.adapter
@@ -67,7 +79,7 @@ def _parameters(generation: Generation) -> dict[str, Any]:
         parameters["logit_bias"] = {str(id_): bias for id_, bias in generation.logit_bias.items()}
     if generation.grammar is not None:
         parameters["structured_outputs"] = json.dumps(_structured(generation.grammar))
-    return {name: value for name, value in parameters.items() if value is not None or name == "max_tokens"}
+    return {name: value for name, value in parameters.items() if value is not None}
 
 
 def _structured(grammar: Grammar) -> dict[str, Any]:
@@ -81,10 +93,13 @@ class _Answer(TextDecoder):
     """Reads responses: one a step where they stream, else one with everything."""
 
     def __init__(
-        self, generation: Generation, prompt: RenderedPrompt, _inputs: Collection[str], model: ModelText
+        self, generation: Generation, prompt: RenderedPrompt, inputs: Collection[str], model: ModelText
     ) -> None:
-        self._answer = TextAnswer(generation, model, prompt, cut_stops=False)
+        self._answer = TextAnswer(generation, model, prompt, cut_stops=False, limit=generation.max_tokens)
         self._logprobs = generation.logprobs
+        repeats = _EXCLUDES not in inputs
+        self._growths = [Growth(prompt.text) for _ in range(generation.n)] if repeats else []
+        """Of the choices, where they may begin with the prompt."""
 
     def decode(self, response: Response) -> list[Event]:
         """See `AnswerDecoder.decode`."""
@@ -98,7 +113,7 @@ class _Answer(TextDecoder):
             logprobs = found.get("logprobs", [])
             events += self._answer.take(
                 News(
-                    text=text,
+                    text=self._growths[index].push(text) if index < len(self._growths) else text,
                     index=index,
                     tokens=counts[index] if index < len(counts) else None,
                     finish=None if reason == _UNENDED else reason,
@@ -109,7 +124,8 @@ class _Answer(TextDecoder):
 
     def end(self) -> list[Event]:
         """See `AnswerDecoder.end`."""
-        return self._answer.end()
+        held = [self._answer.rest(growth.end(), index) for index, growth in enumerate(self._growths)]
+        return [event for events in held for event in events] + self._answer.end()
 
     def _read_logprobs(self, document: str) -> tuple[TokenLogprob, ...] | None:
         """Read a JSON list with an object for each token: the sampled one's entry comes first."""
@@ -151,7 +167,6 @@ def _explain(error: TritonError) -> TritonError:
 
 CONTRACT: Final = Contract(
     inputs=frozenset({"text_input", "sampling_parameters"}),
-    counts=True,
     supported=_SUPPORTED,
     write=_write,
     answer=_Answer,

@@ -102,14 +102,17 @@ def test_calls_and_their_results() -> None:
 
 def test_images() -> None:
     sources = (
-        {"type": "base64", "media_type": "image/png", "data": PNG},
+        {"type": "base64", "media_type": "image/webp", "data": PNG},
         {"type": "url", "url": f"data:image/png;base64,{PNG}"},
     )
     (message,) = conversation([text("ab"), *({"type": "image", "source": each} for each in sources)]).messages
-    assert message.images == (Image(data=PNG, at=2), Image(data=PNG, at=2))
+    assert message.images == tuple(
+        Image(url=f"data:image/{kind};base64,{PNG}", at=2) for kind in ("webp", "png")
+    )
     assert [image.field for image in message.images] == ["messages.0.content.1", "messages.0.content.2"]
     for source, path in (
         ({"type": "base64", "media_type": "image/png", "data": "?"}, "source.data"),
+        ({"type": "base64", "media_type": "text/html", "data": PNG}, "source.media_type"),
         ({"type": "url", "url": "https://example.org/a.png"}, "source.url"),
         ({"type": "file", "file_id": "f"}, "source"),
     ):

@@ -26,6 +26,10 @@ TURNS = """{{ bos_token }}{% for message in messages %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"""
 
+MARKED = """{% for message in messages %}{% generation %}
+    {%- set said = message.role %}{{ said }}{{ loop.index }}
+    {% endgeneration %}{{ said }}{% if loop.first %}{% continue %}{% endif %}|{% endfor %}"""
+
 WEATHER = Tool(
     name="weather", description="Wie ist das <Wetter>?", parameters={"type": "object", "properties": {}}
 )
@@ -78,6 +82,27 @@ def test_it_says_what_transformers_says(
     assert ours.render(Conversation(messages, offer, switches)) == expected
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0] | tojson(ensure_ascii=False) }}",
+        "{{ messages[0] | tojson(indent=4, ensure_ascii=False) }}",
+        "{{ messages[0] | tojson(True, 2) }}",
+        "{{ messages | tojson(separators=(',', ':'), sort_keys=true) }}",
+        MARKED,
+        "{{ strftime_now('%') }}{{ strftime_now is defined }}",
+    ],
+)
+def test_what_transformers_adds_to_jinja_is_here(theirs: Any, template: str) -> None:
+    """Of the published templates, GLM-4.5's writes JSON the first way, GLM-4-0414's the second."""
+    theirs.chat_template = template
+    said = [{"role": "user", "content": "你好 <b>"}, {"role": "assistant", "content": "Hm."}]
+    expected = theirs.apply_chat_template(said, tokenize=False)
+    talk = Conversation((Message(role="user", content="你好 <b>"), Message(role="assistant", content="Hm.")))
+    ours = ChatTemplate({"default": template + "Hm."}, {})  # which ends a prompt that is continued
+    assert ours.render(talk) == expected + "Hm."
+
+
 def test_a_last_message_of_the_assistant_is_continued() -> None:
     ours = ChatTemplate({"default": TURNS}, {})
     talk = Conversation((Message(role="user", content="Sing"), Message(role="assistant", content="La la ")))
@@ -114,6 +139,40 @@ def test_calls_that_are_no_json_stay_as_written() -> None:
     )
     template = ChatTemplate({"default": "{{ messages[0].tool_calls[0].function.arguments }}"}, {})
     assert template.render(talk) == "{broken"
+
+
+NINE = (
+    "{% for message in messages %}{% for call in message.tool_calls %}"
+    "{% if not call.id is defined or call.id|length != 9 %}{{ raise_exception('nine!') }}{% endif %}"
+    "{{ call.id }};{% endfor %}"
+    "{% if message.role == 'tool' %}{% if message.tool_call_id|length != 9 %}{{ raise_exception('nine!') }}"
+    "{% endif %}{{ message.tool_call_id }};{% endif %}{% endfor %}"
+)
+"""As Mistral's templates look at the ids of calls."""
+
+
+def test_ids_of_calls_are_as_short_as_the_template_demands() -> None:
+    ids = ("call_0123456789abcdef01234567", "aB3dE6gH9", "tool-1234")
+    talk = Conversation(
+        (
+            Message(
+                role="assistant",
+                content="",
+                calls=tuple(PastCall(id=each, name="f", arguments="{}") for each in ids),
+            ),
+            *(Message(role="tool", content="", answers=each) for each in ids),
+        )
+    )
+    template = ChatTemplate({"default": NINE}, {})
+    written = template.render(talk).split(";")[:-1]
+    assert written[:3] == written[3:]
+    assert written[1] == ids[1]
+    assert all(len(each) == 9 and each.isalnum() for each in written)
+    assert len(set(written)) == 3
+    assert template.render(talk).split(";")[:-1] == written
+    assert ids[0] in ChatTemplate({"default": NINE.replace("9", "29")}, {}).render(
+        Conversation((Message(role="tool", content="", answers=ids[0]),))
+    )
 
 
 def test_a_template_of_its_own_for_tools() -> None:
@@ -177,7 +236,7 @@ def test_what_the_gateway_sets_is_no_switch(name: str) -> None:
 LOOKING = Conversation(
     (
         Message(role="user", content="Hi"),
-        Message(role="user", content="A or B", images=(Image(data="", at=0), Image(data="", at=5))),
+        Message(role="user", content="A or B", images=(Image(url="", at=0), Image(url="", at=5))),
     )
 )
 _PARTS = (

@@ -47,6 +47,22 @@ def test_a_beginning_that_the_backend_adds_is_left_to_it(vocabulary: Vocabulary)
     assert vocabulary.for_text_backend("<|user|><s>") == "<|user|><s>"
 
 
+def test_a_beginning_may_be_of_several_tokens(tokenizer: Tokenizer) -> None:
+    """As ChatGLM's, which an answer's end follows in other tokenizers."""
+    several = Tokenizer.from_str(tokenizer.to_str())
+    several.add_special_tokens(["[gMASK]", "<sop>", "</s>"])
+    ids = [(token, several.token_to_id(token)) for token in ("[gMASK]", "<sop>", "</s>")]
+    several.post_processor = processors.TemplateProcessing(single="[gMASK] <sop> $A </s>", special_tokens=ids)
+    vocabulary = Vocabulary(several)
+    rendered = "[gMASK]<sop><|user|>Hi</s>"
+    assert vocabulary.for_text_backend(rendered) == "<|user|>Hi</s>"
+    assert vocabulary.for_text_backend("<sop>Hi") == "Hi"
+    sent = vocabulary.for_text_backend("[gMASK]<sop><|user|>Hi")
+    assert vocabulary.encode(sent, rendered=False)[:-1] == vocabulary.encode(
+        "[gMASK]<sop><|user|>Hi", rendered=True
+    )
+
+
 def test_without_such_a_beginning_prompts_stay(tokenizer: Tokenizer) -> None:
     bare = Tokenizer.from_str(tokenizer.to_str())
     bare.post_processor = processors.ByteLevel()

@@ -1,11 +1,13 @@
 import json
 import logging
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
-from gateway.core.events import Event
+from gateway.core.events import Delta, Event
 from gateway.core.request import Generation
 from gateway.http.record import BODY_LIMIT_BYTES
 from gateway.telemetry.logs import configure_logging
@@ -74,6 +76,23 @@ async def test_a_line_has_all_that_is_known(capsys: pytest.CaptureFixture[str], 
         "upstream": "triton-b:8001",
         "attempts": 2,
     }
+
+
+async def waited_in_the_engine(_: Generation) -> AsyncIterator[Event]:
+    async for event in say("a"):
+        if isinstance(event, Delta) and event.usage is not None:
+            yield structs.replace(event, usage=replace(event.usage, queue_s=0.25))
+        else:
+            yield event
+
+
+async def test_the_time_in_an_engines_queue_where_it_tells(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info")
+    for answer, queued in ((waited_in_the_engine, {"engine_queued_ms": 250.0}), (called, {})):
+        async with in_process(FakeUpstream(answer), api_keys=KEYS) as served:
+            await ask(served)
+        (line,) = lines(capsys)
+        assert {name: line[name] for name in line if name == "engine_queued_ms"} == queued
 
 
 async def test_a_tokenization_is_no_generation(capsys: pytest.CaptureFixture[str]) -> None:

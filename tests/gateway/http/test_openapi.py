@@ -1,10 +1,13 @@
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.serving import CHAT, in_process
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def references(node: Any) -> set[str]:
@@ -48,3 +51,13 @@ async def test_a_body_that_may_be_left_out_is_declared_so() -> None:
     async with in_process(FakeUpstream()) as served:
         document = (await served.http.get("/openapi.json")).json()
     assert not document["paths"]["/v1/models/{model_id}/load"]["post"]["requestBody"]["required"]
+
+
+@pytest.mark.parametrize("ending", [".md", ".zh.md"])
+async def test_every_path_is_in_the_documents(ending: str) -> None:
+    pages = [page for page in DOCS.glob("*.md") if page.name.endswith(".zh.md") is (ending == ".zh.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    async with in_process(FakeUpstream()) as served:
+        paths = (await served.http.get("/openapi.json")).json()["paths"]
+    shown = {path: re.sub(r"\{\w+\}", r"[^\\s/`]+", path) for path in paths}  # with any name in it
+    assert {path for path, pattern in shown.items() if not re.search(rf"{pattern}(?![\w/])", text)} == set()

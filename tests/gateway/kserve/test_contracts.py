@@ -34,7 +34,7 @@ def read(
     row = STRINGS | changes
     if contract is Contract.UNBATCHED:
         row = row | {"max_token": [1024], "history_len": [2]} | changes
-    if contract is Contract.CHATGLM2:
+    if contract is Contract.FLAT:
         row = row | {"history": [], "history_len": [b"2"]} | changes
     return read_question(contract, row, chat_format)
 
@@ -48,7 +48,7 @@ def test_the_same_question_in_each_contract(contract: Contract) -> None:
 def test_an_empty_history_takes_the_checkpoints_shape() -> None:
     assert read().history.shape is Shape.OBJECTS
     assert read(chat_format="chatglm2").history.shape is Shape.PAIRS
-    assert read(Contract.CHATGLM2).history.shape is Shape.FLAT
+    assert read(Contract.FLAT).history.shape is Shape.FLAT
 
 
 def test_how_much_history_counts() -> None:
@@ -57,11 +57,11 @@ def test_how_much_history_counts() -> None:
     assert len(read(history=[objects.encode()], history_len=[b"3"]).history.items) == 6
     assert len(read(Contract.UNBATCHED, history=[objects.encode()]).history.items) == 4
     flat = [b"q1", b"a1", b"q2", b"a2", b"q3", b"a3"]
-    assert read(Contract.CHATGLM2, history=flat).history.turns == tuple(
+    assert read(Contract.FLAT, history=flat).history.turns == tuple(
         Turn(role, text)
         for text, role in (("q2", "user"), ("a2", "assistant"), ("q3", "user"), ("a3", "assistant"))
     )
-    for contract, none in ((Contract.UNBATCHED, 0), (Contract.CHATGLM2, b"0")):
+    for contract, none in ((Contract.UNBATCHED, 0), (Contract.FLAT, b"0")):
         given = [objects.encode()] if contract is Contract.UNBATCHED else flat
         assert read(contract, history=given, history_len=[none]).history.items == ()
 
@@ -102,7 +102,7 @@ def test_what_is_no_length_is_refused(text: bytes) -> None:
     with pytest.raises(InvalidRequestError, match="max_token must be a whole number of at least 1"):
         read(max_token=[text])
     with pytest.raises(InvalidRequestError, match="history_len"):
-        read(Contract.CHATGLM2, history_len=[text if text != b"0" else b"00x"])
+        read(Contract.FLAT, history_len=[text if text != b"0" else b"00x"])
 
 
 @pytest.mark.parametrize("field", ["max_token", "history_len"])
@@ -117,7 +117,7 @@ def test_a_prompt_is_text() -> None:
 
 
 def test_the_contract_follows_from_the_format() -> None:
-    assert contract_of("chatglm2") is Contract.CHATGLM2
+    assert contract_of("chatglm2") is Contract.FLAT
     assert contract_of("chatglm3") is contract_of(None) is Contract.BATCHED
     assert {each.name for each in SIGNATURES[Contract.UNBATCHED].outputs} == {"response", "history"}
 
@@ -201,7 +201,7 @@ def test_as_many_rows_as_a_batch_has_and_no_output_that_is_not_there() -> None:
     assert "1 to 64 rows" in refusal(asked(*[{}] * 65))[1]
     assert "1 to 64 rows" in refusal(asked(inputs=[string(name, shape=(0, 1)) for name in STRINGS]))[1]
     assert refusal(asked(outputs=["response", "logits"]))[0] == "outputs.1.name"
-    assert "batch" not in refusal(asked(), Contract.CHATGLM2)[1]
+    assert "batch" not in refusal(asked(), Contract.FLAT)[1]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_each_contract_describes_its_tensors(contract: Contract) -> None:
     expected = {
         Contract.BATCHED: {"prompt": ("BYTES", [-1, 1]), "max_token": ("BYTES", [-1, 1])},
         Contract.UNBATCHED: {"history": ("BYTES", [1]), "history_len": ("INT16", [1])},
-        Contract.CHATGLM2: {"history": ("BYTES", [-1]), "history_len": ("BYTES", [1])},
+        Contract.FLAT: {"history": ("BYTES", [-1]), "history_len": ("BYTES", [1])},
     }
     assert expected[contract].items() <= shapes.items()
     assert [each["name"] for each in config["input"]] == list(shapes)

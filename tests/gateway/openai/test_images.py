@@ -41,7 +41,7 @@ def test_an_image_of_a_response() -> None:
     content = [{"type": "input_text", "text": "Hm"}, {"type": "input_image", "image_url": DATA}]
     body = {"model": "m", "input": [{"role": "user", "content": content}]}
     (message,) = validate(ResponsesRequest, body, Reading()).continued.messages
-    assert message.images == (Image(data="iVBORw0KGgo=", at=2),)
+    assert message.images == (Image(url=DATA, at=2),)
     assert message.images[0].field == "input.0.content.1"
 
 

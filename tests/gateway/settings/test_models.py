@@ -125,7 +125,7 @@ def test_older_settings_say_the_same_of_names(tmp_path: Path) -> None:
     given = {"models": "e,f", "tokenizers": tokenizers, "contract": contract, "upstreams": ["t:1"]}
     settings = Settings.model_validate(given)
     assert settings.models == {"e": ModelSettings(entry="e"), "f": ModelSettings(entry="f")}
-    of_e = ModelSettings(entry="e", upstreams=["t:1"], tokenizer=str(other), contract=Contract.CHATGLM2)
+    of_e = ModelSettings(entry="e", upstreams=["t:1"], tokenizer=str(other), contract=Contract.FLAT)
     assert settings.model("e") == of_e
     assert settings.model("found").tokenizer == str(tmp_path)
     assert settings.model("found").contract is Contract.UNBATCHED

@@ -175,11 +175,34 @@ def test_traces_need_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         load_settings({"trace_endpoint": "http://collector:4318/v1/traces"})
 
 
-@pytest.mark.parametrize("rule", [{"max_loaded_models": 2}, {"unload_idle_s": 9}, {"pinned_models": "m"}])
+MEASURED = {"max_loaded_gib": 9, "models": {"m": {"memory_gib": 9}}}
+
+
+@pytest.mark.parametrize(
+    "rule", [{"max_loaded_models": 2}, MEASURED, {"unload_idle_s": 9}, {"pinned_models": "m"}]
+)
 def test_rules_of_loading_need_loading(rule: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match="need load_on_demand"):
         load_settings(rule)
     assert load_settings(rule | {"load_on_demand": True}).load_on_demand
+
+
+@pytest.mark.parametrize(
+    ("models", "wrong"),
+    [
+        ([], "needs models with their memory_gib"),
+        (["m"], "models.m.memory_gib: max_loaded_gib needs it"),
+        ({"m": {"memory_gib": 10}}, "models.m.memory_gib: more than max_loaded_gib"),
+        (
+            {"m": {"memory_gib": 3}, "n": {"entry": "m", "memory_gib": 4}},
+            "models.n.memory_gib: not as for 'm', which is the same entry",
+        ),
+    ],
+)
+def test_a_limit_on_memory_needs_that_of_each_model(models: object, wrong: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        load_settings({"max_loaded_gib": 9, "load_on_demand": True, "models": models})
+    assert wrong in str(raised.value)
 
 
 def test_a_port_serves_one_thing() -> None:

@@ -101,11 +101,66 @@ async def test_the_model_used_least_recently_makes_room(
     triton: FakeTriton, demand: Any, observer: Any
 ) -> None:
     unloaded(triton, "a", "b", "c")
-    pool = await demand(triton, max_loaded=2)
+    pool = await demand(triton, max_loaded=2, min_loaded_s=0)
     for model in ("a", "b", "a", "c"):
         assert await said(pool, model) == "Hello"
     assert triton.orders == ["load a", "load b", "unload b", "load c"]
     assert observer.unloads == [("b", "room")]
+
+
+@pytest.mark.parametrize(
+    ("asked", "gib", "unloads"),
+    [
+        ("abc", {"a": 10, "b": 10, "c": 10}, []),
+        ("abcd", {"a": 10, "b": 10, "c": 10, "d": 15}, ["a", "b"]),
+        ("abacd", {"a": 10, "b": 10, "c": 10, "d": 15}, ["b", "a"]),
+        ("abc", {"a": 5, "b": 20, "c": 25}, ["b"]),  # `a` would not have been enough, and is spared
+        ("abc", {"a": 1, "b": 1}, []),  # nothing is said of `c`
+        ("abcd", {"a": 1, "b": 1, "c": 1, "d": 1}, ["a"]),  # for their number
+    ],
+)
+async def test_as_many_make_room_as_a_models_memory_needs(
+    triton: FakeTriton, demand: Any, asked: str, gib: dict[str, float], unloads: list[str]
+) -> None:
+    unloaded(triton, *"abcd")
+    pool = await demand(triton, max_loaded=3, max_loaded_gib=30.0, gib=gib, min_loaded_s=0)
+    for model in asked:
+        assert await said(pool, model) == "Hello"
+    assert sorted(order for order in triton.orders if order.startswith("unload")) == sorted(
+        f"unload {model}" for model in unloads
+    )
+    assert triton.orders[-1] == f"load {asked[-1]}"
+
+
+async def test_nothing_is_unloaded_for_a_model_that_would_still_not_fit(
+    triton: FakeTriton, demand: Any
+) -> None:
+    unloaded(triton, "a", "b", "c")
+    gib = {"a": 20.0, "b": 5.0, "c": 15.0}
+    pool = await demand(triton, max_loaded_gib=30.0, gib=gib, pinned=["a"], min_loaded_s=0)
+    await said(pool, "a")
+    await said(pool, "b")
+    with pytest.raises(UnavailableError, match="models in use take all the room"):
+        await ask(pool, "c", deadline=asyncio.get_running_loop().time() + 2)
+    assert triton.orders == ["load a", "load b"]
+
+
+async def test_what_takes_too_much_memory_is_unloaded(triton: FakeTriton, demand: Any) -> None:
+    unloaded(triton, *"abcd")
+    for model in triton.models.values():
+        model.state = "READY"
+    await demand(triton, max_loaded_gib=25.0, gib=dict.fromkeys("abcd", 10.0), min_loaded_s=60)
+    await until(lambda: len(in_memory(triton)) == 2)
+    await asyncio.sleep(1.5)
+    assert len(triton.orders) == 2
+
+
+async def test_pinned_models_alone_may_be_too_many(triton: FakeTriton, demand: Any) -> None:
+    unloaded(triton, *"abc")
+    for model in triton.models.values():
+        model.state = "READY"
+    await demand(triton, max_loaded=1, pinned=["a", "b"], min_loaded_s=60)
+    await until(lambda: in_memory(triton) == {"a", "b"})
 
 
 async def test_pinned_models_stay(triton: FakeTriton, demand: Any) -> None:

@@ -189,3 +189,17 @@ async def test_what_is_found_is_served_where_nothing_is_named(triton: FakeTriton
         assert serving.healthy() == {"m": 1}
     finally:
         await serving.upstream.close()
+
+
+async def test_on_demand_models_take_the_memory_that_is_set_for_their_names(triton: FakeTriton) -> None:
+    triton.models = {entry: FakeModel(state="") for entry in "ab"}
+    models = {name: {"entry": entry, "memory_gib": 6} for name, entry in (("one", "a"), ("two", "b"))}
+    policy: Any = {"load_on_demand": True, "max_loaded_gib": 10, "min_loaded_s": 0}
+    upstream = triton_upstream(Settings(**{"upstreams": [triton.address], "models": models} | policy))
+    await upstream.start()
+    try:
+        for name in models:
+            assert await text_of(upstream, generation(model=name)) == "Hello"
+    finally:
+        await upstream.close()
+    assert triton.orders == ["load a", "unload a", "load b"]

@@ -1,3 +1,5 @@
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,13 @@ from triton_models.embedded.models import (
 )
 from triton_models.options import OPTIONS
 
+GOLDEN = Path(__file__).parents[2] / "golden"
+
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     folder = tmp_path / "glm"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    shutil.copytree(GOLDEN / "chatglm3", folder)
     return folder
 
 
@@ -75,6 +78,31 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, checkpoint: Path) -> N
         write_models(tmp_path, (str(checkpoint), f"glm={checkpoint}"), device="cpu", options={})
     with pytest.raises(SetupError, match="cannot be a model's name"):
         write_models(tmp_path, (f"a b={checkpoint}",), device="cpu", options={})
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"params.json": "{}", "consolidated.00.pth": "", "tokenizer.model": ""}, "is in Meta's own layout"),
+        ({"consolidated.00.pth": ""}, "the same model in transformers' layout, with config.json"),
+        ({"config.json": '{"model_type": "phi3"}'}, "model_type 'phi3' is not supported; chatglm, "),
+        ({"config.json": '{"model_type": "llama"}'}, "no weights: neither model.safetensors"),
+        (
+            {"config.json": '{"model_type": "llama"}', "model.safetensors": "", "tokenizer.model": ""},
+            "tokenizer.json: missing",
+        ),
+        ({"config.json": '{"model_type": "chatglm"'}, "config.json: not JSON"),
+    ],
+)
+def test_what_cannot_be_loaded_gets_no_entry(tmp_path: Path, files: dict[str, str], words: str) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    with pytest.raises(SetupError, match=re.escape(words)) as refused:
+        write_models(tmp_path, (f"glm={folder}",), device="cpu", options={})
+    assert str(refused.value).startswith(f"--model glm={folder}: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 def test_entries_are_written(tmp_path: Path, checkpoint: Path) -> None:

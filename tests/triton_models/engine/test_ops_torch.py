@@ -13,9 +13,6 @@ from triton_models.engine.ops_torch import PlainMath, TorchOperations
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 8, 4
 
-UNROTATED = Rotary(torch.ones(64, 2), torch.zeros(64, 2))
-"""Every angle is zero."""
-
 
 def naive(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Causal attention of a whole sequence, head by head and position by position, in float64."""
@@ -74,7 +71,7 @@ def attend(
     expected = torch.cat([each.expected[start:end] for each, start, end in parts]).flatten(1)
     operations = TorchOperations(None, cache, 0)
     operations.begin(layout)
-    attended = operations.attend(layer, projected, UNROTATED)
+    attended = operations.attend(layer, projected, None)
     assert attended.shape == expected.shape
     assert (attended - expected).abs().max() < 1e-5
 
@@ -159,7 +156,7 @@ def test_queries_and_stored_keys_are_rotated_by_their_positions(dtype: torch.dty
     rotated = projected.clone()
     rotate_in_place(rotated[:, :-KV_HEADS], rotary.cos[positions, None], rotary.sin[positions, None])
     results = []
-    for heads, turned in ((projected, rotary), (rotated, UNROTATED)):
+    for heads, turned in ((projected, rotary), (rotated, None)):
         cache = KVCache(shape, blocks=9, block_size=BLOCK_SIZE, dtype=dtype, device=torch.device("cpu"))
         cache.clear(torch.arange(1, 10))
         operations = TorchOperations(None, cache, 0)

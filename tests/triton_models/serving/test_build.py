@@ -7,6 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.template_checkpoint import write_tokenizer
+from tests.triton_models.native_checkpoint import write_native
 from tests.triton_models.serving.conftest import GOLDEN, Served, parameters
 from tests.triton_models.serving.fakes import FakePbUtils
 from triton_models.engine.settings import EngineSettings
@@ -60,6 +62,26 @@ def test_a_quantised_model_is_served(
         assert Served(built).ask(max_tokens=3).wait().refusal is None
     finally:
         built.close()
+
+
+def test_a_model_of_transformers_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_native(tmp_path, "gpt_neox")
+    write_tokenizer(tmp_path)
+    options = {"engine": "transformers", "kv_memory_gib": 0.01, "max_context": 128}
+    with caplog.at_level(logging.INFO):
+        built = build_service(parameters(tmp_path, **options), FakePbUtils())
+    assert "glm: transformers' weights in torch.float32 take 0.00 GiB of cpu" in caplog.text
+    assert "transformers' forward pass, and torch operations for the CPU" in caplog.text
+    built.start()
+    try:
+        assert Served(built).ask("the", raw=True, max_tokens=3, ignore_eos=True).wait().refusal is None
+    finally:
+        built.close()
+
+
+def test_a_model_of_transformers_is_not_quantised() -> None:
+    with pytest.raises(SettingsError, match="quantization is not supported with engine transformers"):
+        build_service(parameters(engine="transformers", quantization="int8"), FakePbUtils())
 
 
 def test_a_checkpoint_that_is_quantised_already_needs_no_option(

@@ -69,6 +69,20 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         }
     ),
     "a map": {"type": "object", "additionalProperties": {"type": "boolean"}, "maxProperties": 2},
+    "records": {
+        "$ref": "#/$defs/record",
+        "$defs": {
+            "name": {"type": "string", "description": "any"},
+            "record": {
+                "type": "object",
+                "propertyNames": {"$ref": "#/$defs/name"},
+                "additionalProperties": {
+                    "anyOf": [{"propertyNames": True, "maxProperties": 1}, {"type": "null"}]
+                },
+                "maxProperties": 2,
+            },
+        },
+    },
     "nothing": {},
     "anything": obj(a={}, b=True),
     "closed": {**obj(a={"type": "boolean"}), "additionalProperties": False},
@@ -219,6 +233,7 @@ def test_what_is_too_large_to_go_on_with_is_refused(walker: Walker) -> None:
         (obj(a={"type": "string", "format": "colour"}), "colour|format"),
         (obj(a={"oneOf": [{"type": "integer"}, {"minimum": 3}]}), "oneOf"),
         ({**obj(a={}), "if": {}}, "if"),
+        (obj(a={"propertyNames": {"maxLength": 3}}), "propertyNames"),
         (obj(a={"type": "object", "minProperties": 2}), "minProperties"),
     ],
 )

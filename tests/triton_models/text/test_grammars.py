@@ -61,6 +61,17 @@ SCHEMAS: dict[str, Any] = {
         },
     },
     "map": {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},
+    "records": {
+        "type": "object",
+        "propertyNames": {"type": "string"},
+        "additionalProperties": {
+            "type": "object",
+            "propertyNames": {},
+            "additionalProperties": {"type": "boolean"},
+            "maxProperties": 2,
+        },
+        "maxProperties": 2,
+    },
     "anything": {},
     "even": {"type": "integer", "multipleOf": 2, "minimum": 0, "maximum": 1000},
     "merged": {
@@ -233,6 +244,7 @@ def test_of_masks_filled_at_once_only_the_broken_one_fails(
         ("json_schema", '{"not": {}}', "not"),
         ("json_schema", '{"properties": {"a": {"uniqueItems": true}}}', "uniqueItems"),
         ("json_schema", '{"if": {}}', "if"),
+        ("json_schema", '{"propertyNames": {"pattern": "^a"}}', "propertyNames"),
         ("json_schema", '{"items": [{}], "additionalItems": false}', "additionalItems"),
         ("json_schema", '{"items": [{}], "prefixItems": [false]}', r"^\$: prefixItems"),
         ("json_schema", '{"properties": {"a": {"minProperties": 2}}}', r"\$\.properties\.a: minProperties"),

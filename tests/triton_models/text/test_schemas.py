@@ -6,7 +6,14 @@ import pytest
 from tests.triton_models.text.walks import Walker
 from triton_models.errors import InvalidGrammarError
 from triton_models.text.grammar_text import text_rule
-from triton_models.text.schemas import OPTIONAL, PROPERTIES, VALUES, check_schema, check_size
+from triton_models.text.schemas import (
+    OPTIONAL,
+    PROPERTIES,
+    VALUES,
+    check_schema,
+    check_size,
+    drop_needless_keywords,
+)
 from triton_models.text.tokenizers import Tokenizer
 from wire.grammar import Grammar
 
@@ -122,6 +129,57 @@ def test_what_a_reference_leads_to_is_looked_at() -> None:
 )
 def test_what_can_be_a_schema_passes(schema: Any) -> None:
     check_schema(schema, strict=False)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        True,
+        {},
+        {"type": "string"},
+        {"type": ["string", "null"], "title": "Name"},
+        {"$ref": "#/$defs/any"},
+        {"$ref": "#/$defs/same", "description": "of a city"},
+    ],
+)
+def test_names_of_properties_may_be_called_any(names: Any) -> None:
+    definitions = {"any": {"type": "string", "description": "any"}, "same": {"$ref": "#/$defs/any"}}
+    record = {"type": "object", "propertyNames": names}
+    schema = {"items": record | {"additionalProperties": record.copy()}, "$defs": definitions}
+    drop_needless_keywords(schema)
+    record = {"type": "object"}
+    assert schema == {"items": record | {"additionalProperties": record}, "$defs": definitions}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        False,
+        {"type": "integer"},
+        {"pattern": "^a"},
+        {"type": "string", "enum": ["a"]},
+        {"type": "string", "maxLength": 3},
+        {"not": {}},
+        {"$ref": "#/$defs/short"},
+        {"$ref": "#anchor"},
+    ],
+)
+def test_names_of_properties_that_are_restricted_stay_so(names: Any) -> None:
+    schema = {"propertyNames": names, "$defs": {"short": {"maxLength": 3}}}
+    drop_needless_keywords(schema)
+    assert schema == {"propertyNames": names, "$defs": {"short": {"maxLength": 3}}}
+
+
+def test_a_property_or_a_constant_may_have_the_name_of_a_keyword() -> None:
+    schema: dict[str, Any] = {
+        "properties": {"propertyNames": {}},
+        "required": ["propertyNames"],
+        "enum": [{"propertyNames": True}],
+        "default": {"propertyNames": {}},
+    }
+    same = json.loads(json.dumps(schema))
+    drop_needless_keywords(schema)
+    assert schema == same
 
 
 @pytest.mark.parametrize("bound", [1e308, -1e308, 10**30, 2**63 - 1, -(2**63)])

@@ -87,14 +87,14 @@ class Operations(Protocol):
         """[T] int64: each token's place in its own sequence."""
         ...
 
-    def attend(self, layer: int, projected: Tensor, rotary: Rotary) -> Tensor:
+    def attend(self, layer: int, projected: Tensor, rotary: Rotary | None) -> Tensor:
         """Rotate queries and keys, store keys and values; each token attends to its sequence up to itself.
 
         Args:
             layer: index of the layer.
             projected: [T, query heads + 2 * KV heads, head_dim]: all query heads, then key heads, then value
                 heads. Consecutive query heads share a KV head.
-            rotary: the model's tables.
+            rotary: the model's tables; None: queries and keys are rotated already.
 
         Returns:
             [T, query heads * head_dim].

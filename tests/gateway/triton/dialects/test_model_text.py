@@ -15,8 +15,9 @@ from gateway.core.events import Delta
 from gateway.core.request import Conversation, Generation, Image, Message, PlainText, Tool, ToolOffer
 from gateway.core.upstream import Tokenization
 from gateway.errors import InvalidRequestError
-from gateway.triton.dialects import trtllm, vllm
+from gateway.triton.dialects import llm_api, trtllm, vllm
 from gateway.triton.dialects.base import ModelReport
+from gateway.triton.dialects.foreign import Contract
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
 from gateway.triton.dialects.text_answer import News, TextAnswer
 from tests.e2e.foreign_server import write_tokenizer
@@ -59,11 +60,32 @@ async def test_special_tokens_that_mark_something_are_not_left_out(special: set[
     prompt = talk(offer=ToolOffer(tools=(WEATHER,)))
     assert marked.render(prompt).show_special == bool(special - {"<pad>"})
     assert marked.render(talk()).show_special == (special == {"</think>"})
-    for contract, honours in ((vllm.CONTRACT, True), (trtllm.CONTRACT, False)):
-        prepare = contract.dialect(frozenset(), marked).prepare
+    prepare = vllm.CONTRACT.dialect(frozenset(), marked).prepare
+    assert prepare is not None
+    prepared = await prepare(generation(prompt), ModelReport())
+    assert prepared.show_special == bool(special - {"<pad>"})
+
+
+@pytest.mark.parametrize("contract", [trtllm.CONTRACT, llm_api.CONTRACT])
+async def test_calls_and_reasoning_whose_marks_the_backend_hides(contract: Contract) -> None:
+    """Its answer is text then, and a call in it would be, too: tools are refused."""
+    special = frozenset({"[TOOL_CALLS]", "[THINK]", "[/THINK]"})
+    template = "{{ messages[0].content }}{% if enable_thinking %}[THINK]{% endif %}"
+    whole = replace(model(template), style=STYLES["mistral"], marks=("[THINK]", "[/THINK]"))
+    prompt = talk(switches={"enable_thinking": True})
+    offered = replace(prompt, offer=ToolOffer(tools=(WEATHER,), field="tools"))
+    for seen, hides in ((whole, False), (replace(whole, special=special), True)):
+        prepare = contract.dialect(frozenset(), seen).prepare
         assert prepare is not None
-        prepared = await prepare(generation(prompt), ModelReport())
-        assert prepared.show_special == (honours and bool(special - {"<pad>"}))
+        rendered = (await prepare(generation(prompt), ModelReport())).prompt
+        assert isinstance(rendered, RenderedPrompt)
+        assert (rendered.thinks, rendered.thinking, rendered.show_special) == (not hides, not hides, False)
+        if not hides:
+            assert (await prepare(generation(offered), ModelReport())).prompt
+            continue
+        with pytest.raises(InvalidRequestError, match="Special tokens mark") as refused:
+            await prepare(generation(offered), ModelReport())
+        assert refused.value.param == "tools"
 
 
 class _Waiting(ModelText):
@@ -123,7 +145,7 @@ def test_the_report_tells_what_the_template_reads() -> None:
 async def test_only_a_model_with_an_input_for_images_gets_them() -> None:
     written = "{{ '*' if part.type == 'image' else part.text }}"
     seeing = model("{% for part in messages[0].content %}" + written + "{% endfor %}")
-    image = Image(data="eA==", at=1, field="f")
+    image = Image(url="data:image/png;base64,eA==", at=1, field="f")
     prompt = Conversation((Message(role="user", content="ab", images=(image,)),))
     inputs = frozenset({"text_input", "sampling_parameters", "image"})
     dialect = vllm.CONTRACT.dialect(inputs, seeing)
@@ -168,7 +190,7 @@ def test_a_template_gives_away_how_reasoning_is_marked(tmp_path: Path) -> None:
         rendered = found.render(talk())
         assert rendered.thinking
         generation = Generation(request_id="r", model="m", prompt=rendered, deadline=0)
-        reader = TextAnswer(generation, found, rendered, cut_stops=False)
+        reader = TextAnswer(generation, found, rendered, cut_stops=False, limit=None)
         events = reader.take(News(text=f"Hm.{closing}Two."))
         (delta,) = [event for event in events if isinstance(event, Delta)]
         assert (delta.reasoning, delta.text) == ("Hm.", "Two.")

@@ -14,7 +14,7 @@ from gateway.chat.vocabulary import Vocabulary
 from gateway.core.events import CallPart, Delta, Event, Reasoning, TokenLogprob, joined_pieces
 from gateway.core.request import Generation
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
-from gateway.triton.dialects.text_answer import Growth, News, TextAnswer
+from gateway.triton.dialects.text_answer import Growth, News, TextAnswer, limit_of
 
 THOUGHT = "<think>Hm.</think>"
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Berlin"}}</tool_call>'
@@ -35,7 +35,7 @@ MODEL = ModelText(vocabulary=by_character(), style=STYLES["hermes"], thinks=True
 def answer(*, thinking: bool = False, cut_stops: bool = True, **changes: Any) -> TextAnswer:
     prompt = RenderedPrompt("Hi", 2, tools=("weather",), thinks=True, thinking=thinking)
     generation = Generation(request_id="r", model="m", prompt=prompt, deadline=0, **changes)
-    return TextAnswer(generation, MODEL, prompt, cut_stops=cut_stops)
+    return TextAnswer(generation, MODEL, prompt, cut_stops=cut_stops, limit=limit_of(generation))
 
 
 def deltas(events: Sequence[Event]) -> list[Delta]:
@@ -141,7 +141,7 @@ def test_text_so_far_and_deltas_are_told_apart(texts: list[str]) -> None:
 def test_an_answer_ends_with_its_only_call(limit: int | None) -> None:
     prompt = RenderedPrompt("Hi", 2, tools=("weather",), single=True)
     generation = Generation(request_id="r", model="m", prompt=prompt, deadline=0, max_tokens=limit)
-    reader = TextAnswer(generation, MODEL, prompt, cut_stops=False)
+    reader = TextAnswer(generation, MODEL, prompt, cut_stops=False, limit=limit)
     events = reader.take(News(text=CALL[:40]))
     assert not reader.over
     events += reader.take(News(text=CALL[40:] + CALL, finish="length"))

@@ -31,6 +31,7 @@ from triton_models.engine.runner import Runner
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.slots import SlotTable
+from triton_models.transformers_checkpoint import load_transformers
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 SMALL = EngineSettings(max_running=4, max_batched_tokens=40, kv_blocks=24)
@@ -87,6 +88,22 @@ def test_other_families_answer_as_in_plain_torch(
         made = Engine(model, SMALL, backend=backend)
         for key, prompt in (("a", (5, 6, 7)), ("b", range(20))):
             made.add(request(key, prompt, SamplingParams(temperature=0.0, max_tokens=2)))
+        answers.append({key: ids(outputs) for key, outputs in run(made).items()})
+    assert answers[0] == answers[1]
+
+
+def test_a_model_of_transformers_answers_as_in_plain_torch(
+    kernels: Backend, device: torch.device, tmp_path: Path
+) -> None:
+    """Rotated already, in heads that are stored wider than they are, and without graphs."""
+    write_native(tmp_path, "gpt_neox", **(SHAPE | {"hidden_size": 96, "num_attention_heads": 4}))
+    answers = []
+    for backend in (PLAIN, replace(kernels, graphs=False)):
+        model = load_transformers(tmp_path, torch.float32, device)
+        assert model.kv_shape.head_dim == 32
+        made = Engine(model, SMALL, backend=backend)
+        for key, prompt in (("a", (5, 6, 7)), ("b", range(20))):
+            made.add(request(key, prompt, SamplingParams(temperature=0.0, max_tokens=3)))
         answers.append({key: ids(outputs) for key, outputs in run(made).items()})
     assert answers[0] == answers[1]
 
@@ -158,6 +175,18 @@ def test_the_profile_run_leaves_no_trace_in_answers(
         answers.append({key: ids(outputs) for key, outputs in run(made).items()})
     assert answers[0] == answers[1]
     assert cached == [24]
+
+
+def test_the_largest_step_without_graphs_runs_in_one_block(
+    kernels: Backend, device: torch.device, tmp_path: Path
+) -> None:
+    """A step is longer than a sequence may be, so it is of two."""
+    write_native(tmp_path, "qwen2", **(SHAPE | {"num_hidden_layers": 1}))
+    model = load_model(tmp_path, torch.float32, device)
+    made = Runner(model, replace(kernels, graphs=False), SMALL, context=32)
+    made._cache.keys[:, 1] = 7
+    assert made.run_largest() == 0
+    assert (made._cache.keys[:, 1] == 7).all()
 
 
 def test_the_largest_steps_run_in_one_block_and_leave_nothing(kernels: Backend, device: torch.device) -> None:

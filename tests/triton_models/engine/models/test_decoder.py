@@ -13,6 +13,7 @@ from triton_models.checkpoint import load_model
 from triton_models.engine.engine import Engine
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
+from triton_models.native import MODEL_TYPES
 
 CPU = torch.device("cpu")
 PROMPT = [3, 300, 17, 99, 250, 41, 41, 8, 160, 5, 77]
@@ -48,6 +49,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {}),
     ("qwen3", {"head_dim": 32, "attention_bias": True, "tie_word_embeddings": True}),
 ]
+
+
+def test_every_family_is_compared() -> None:
+    assert {family for family, _ in CASES} == set(MODEL_TYPES)
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
