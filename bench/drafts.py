@@ -24,7 +24,7 @@ from triton_models.engine.sequence import Request
 from triton_models.engine.settings import EngineSettings
 
 PERIOD = 50
-NEW_TOKENS = 192
+NEW_TOKENS = 96
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
