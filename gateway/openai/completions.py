@@ -68,7 +68,6 @@ class CompletionRequest(AnyCompletionRequest):
             **AnyCompletionRequest.unsupported,
             "add_special_tokens": True,
             "best_of": 1,
-            "prompt_embeds": None,
             "suffix": "",
         }
     )
