@@ -72,6 +72,8 @@ class CompletionRequest(AnyCompletionRequest):
         }
     )
 
+    subject: ClassVar[str] = "prompt"
+
     prompt: Annotated[Prompts, Field(description="one text, the ids of one, or a list of either")]
     max_tokens: Annotated[
         int | None, Field(ge=0, le=INT64_MAX, description="0 only with echo: the prompt and nothing else")

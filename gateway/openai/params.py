@@ -132,6 +132,9 @@ class GenerationRequest(Body, ABC):
         {"return_mm_kwargs": True, "thinking_token_budget": -1, "verbosity": "medium"}
     )
 
+    subject: ClassVar[str] = "messages"
+    """The name of the field with what is continued."""
+
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Penalty | None = None

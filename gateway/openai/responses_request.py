@@ -335,6 +335,8 @@ class ResponsesRequest(GenerationRequest):
         )
     )
 
+    subject: ClassVar[str] = "input"
+
     input: Annotated[
         str | Annotated[Items[Item], Field(min_length=1, max_length=MESSAGES_LIMIT)], at_most(MESSAGES_LIMIT)
     ]
