@@ -93,22 +93,24 @@ def test_ignore_eos_gives_exactly_the_tokens_asked_for(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
-    ("asked", "param", "code"),
+    ("asked", "param"),
     [
-        ({"prompt": [2**31]}, "prompt", None),
-        ({"prompt": [[5], [2**31]]}, "prompt.1", None),
-        ({"prompt": [5] * 5000}, "prompt", "context_length_exceeded"),
-        ({"prompt": "a", "logit_bias": {str(2**31): 1}}, "logit_bias", None),
-        ({"prompt": "a", "extra_body": {"stop_token_ids": [2**31]}}, "stop_token_ids", None),
-        ({"prompt": "a", "extra_body": {"allowed_token_ids": [2**31]}}, "allowed_token_ids", None),
+        ({"prompt": [2**31]}, "prompt"),
+        ({"prompt": [[5], [2**31]]}, "prompt.1"),
+        ({"prompt": [5] * 5000}, "prompt"),
+        ({"prompt": "a", "logit_bias": {str(2**31): 1}}, "logit_bias"),
+        ({"prompt": "a", "extra_body": {"stop_token_ids": [2**31]}}, "stop_token_ids"),
+        ({"prompt": "a", "extra_body": {"allowed_token_ids": [2**31]}}, "allowed_token_ids"),
     ],
 )
 def test_what_the_model_refuses_names_its_field(
-    asked: dict[str, Any], param: str, code: str | None, model: str, stream: bool, sdk: openai.OpenAI
+    asked: dict[str, Any], param: str, model: str, stream: bool, sdk: openai.OpenAI
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         sdk.completions.create(model=model, stream=stream, **asked)
-    assert (refused.value.param, refused.value.code) == (param, code)
+    assert refused.value.param == param
+    too_long = len(asked["prompt"]) > 1000
+    assert refused.value.code == ("context_length_exceeded" if too_long else None)
 
 
 @pytest.mark.parametrize("n", [1, 2])
