@@ -134,11 +134,12 @@ $(SBOM)/.installed:
 	$(SBOM)/bin/python -m pip install --quiet --disable-pip-version-check 'cyclonedx-bom>=7,<8'
 	touch $@
 
-# What `make up` installed, with versions and licences, as CycloneDX.
+# What `make up` installed and the chat page's libraries, with versions and licences, as CycloneDX.
 sbom: install $(SBOM)/.installed
 	mkdir -p build
 	$(SBOM)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 		--output-file build/sbom.json $(BIN)/python
+	$(BIN)/python -m deploy.sbom build/sbom.json
 
 clean:
 	rm -rf $(VENV) $(LINT) $(LOCK) $(SBOM) $(CLIENTS) $(LLAMA_INDEX) $(VLLM) build *.egg-info .mypy_cache .ruff_cache .pytest_cache \
