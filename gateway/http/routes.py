@@ -22,6 +22,7 @@ from gateway.core.request import Generation
 from gateway.core.upstream import Embedding, ModelCard, Tokens, Vector
 from gateway.errors import (
     ClientGoneError,
+    ContextLengthError,
     GatewayError,
     InternalError,
     InvalidRequestError,
@@ -201,10 +202,13 @@ class Answering:
         request.check_choices(min(settings.max_choices, limits.n or settings.max_choices))
         request.check_bound(limits.max_tokens)
         generations = request.generations(request_id=record.request_id, deadline=record.deadline)
-        check_context(generations, card)
         # A stream whose model takes long to load begins with pings.
         patience_s = settings.ping_interval_s if request.stream else math.inf
-        accepted = await running.start(generations, self._receive, patience_s=patience_s)
+        try:
+            check_context(generations, card)
+            accepted = await running.start(generations, self._receive, patience_s=patience_s)
+        except ContextLengthError as error:
+            raise ContextLengthError(error.message, param=error.param or request.subject) from None
         if accepted is not None and not request.stream:
             return respond_with(await answer.complete(accepted, running))
         await running.stop_watching()  # from here on the event stream watches

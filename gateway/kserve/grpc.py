@@ -81,12 +81,14 @@ class GrpcServer:
         self._documents: dict[str, Callable[[Any, str | None], dict[str, Any]]] = {
             "ServerLive": lambda *_: {"live": True},
             "ServerReady": lambda *_: {"ready": door.ready()},
-            "ModelReady": lambda asked, key: {"ready": door.model_ready(asked.name, asked.version, key)},
+            "ModelReady": lambda request, key: {
+                "ready": door.model_ready(request.name, request.version, key)
+            },
             "ServerMetadata": lambda *_: door.server_metadata(),
-            "ModelMetadata": lambda asked, key: door.metadata(asked.name, asked.version, key),
-            "ModelConfig": lambda asked, key: {"config": door.config(asked.name, asked.version, key)},
-            "ModelStatistics": lambda asked, key: door.statistics(asked.name, asked.version, key),
-            "RepositoryIndex": lambda asked, key: {"models": door.index(ready=asked.ready, key=key)},
+            "ModelMetadata": lambda request, key: door.metadata(request.name, request.version, key),
+            "ModelConfig": lambda request, key: {"config": door.config(request.name, request.version, key)},
+            "ModelStatistics": lambda request, key: door.statistics(request.name, request.version, key),
+            "RepositoryIndex": lambda request, key: {"models": door.index(ready=request.ready, key=key)},
         }
         """The answers that need no waiting, as protobuf's JSON, to a request and the name of its key."""
 
