@@ -123,6 +123,7 @@ def read_native_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig:
     head_dim = numbers.size("head_dim", family.head_dim or hidden // heads)
     positions = numbers.size("max_position_embeddings")
     rope, positions = _rope(path, raw, family, head_dim, positions)
+    _refuse_windows(path, raw, family, positions)
     bias = raw.get("attention_bias")
     bias = family.interleaved if bias is None else bool(bias)  # GLM's classes have biases by default
     return DecoderConfig(
@@ -203,12 +204,18 @@ def _refuse_variants(path: Path, raw: Mapping[str, Any], family: _Family) -> Non
         refuse("hidden_act")
     if raw.get("mlp_bias"):
         refuse("mlp_bias")
+
+
+def _refuse_windows(path: Path, raw: Mapping[str, Any], family: _Family, positions: int) -> None:
+    """Refuse attention that is limited to less than the `positions` that rotations reach."""
     window = raw.get("sliding_window")
-    positions = raw.get("max_position_embeddings")
     if family.window is None or window is None or not raw.get("use_sliding_window", family.window):
         return
-    if not isinstance(window, int) or not isinstance(positions, int) or window < positions:
-        refuse("sliding_window", f"is not supported, since it is less than the {positions} positions")
+    if not isinstance(window, int) or window < positions:
+        raise UnsupportedArchitectureError(
+            f"{path}: sliding_window {window!r} is not supported, since it is less than the {positions}"
+            " positions"
+        )
 
 
 def _rope(

@@ -45,6 +45,16 @@ def load(directory: Path, dtype: torch.dtype = torch.float32, quantization: str 
         ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope'"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("mistral", {"sliding_window": 128}, "sliding_window 128"),
+        (
+            "mistral",
+            {"sliding_window": 256, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+            "sliding_window 256 .* the 1024 positions",
+        ),
+        (
+            "mistral",
+            {"sliding_window": 256, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "sliding_window 256 .* the 1024 positions",
+        ),
         ("qwen2", {"sliding_window": 128, "use_sliding_window": True}, "sliding_window 128"),
     ],
 )
