@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_models.engine.kernels.heads import padded_dims
+
 _NUMBERS_PER_WARP = 512
 _SWIGLU_BLOCK = 1024
 _SWIGLU_WARPS = 4
@@ -95,6 +97,7 @@ def rotate_store(
         QUERY_HEADS=query_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
+        DIMS=padded_dims(head_dim),
         PAIRS=cos.shape[1],
         BLOCK_SIZE=block_size,
         HEADS=_HEADS,
@@ -119,6 +122,7 @@ def _rotate_store(
     QUERY_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -128,17 +132,18 @@ def _rotate_store(
     if position < 0:
         return
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    dims = tl.arange(0, HEAD_DIM)[None, :]
+    dims = tl.arange(0, DIMS)[None, :]
+    filled = dims < HEAD_DIM
     here = projected + (token.to(tl.int64) * (QUERY_HEADS + 2 * KV_HEADS) + heads) * HEAD_DIM + dims
-    plain = tl.load(here, mask=heads < QUERY_HEADS + 2 * KV_HEADS, other=0.0)
+    plain = tl.load(here, mask=(heads < QUERY_HEADS + 2 * KV_HEADS) & filled, other=0.0)
 
-    half: tl.constexpr = HEAD_DIM // 2
+    half: tl.constexpr = DIMS // 2
     pairs = tl.arange(0, half)
     angle = position * PAIRS + pairs
     cosine = tl.load(cos + angle, mask=pairs < PAIRS, other=0.0)[None, :]
     sine = tl.load(sin + angle, mask=pairs < PAIRS, other=0.0)[None, :]
     even, odd = tl.split(plain.to(tl.float32).reshape(HEADS, half, 2))
-    turned = tl.join(even * cosine - odd * sine, odd * cosine + even * sine).reshape(HEADS, HEAD_DIM)
+    turned = tl.join(even * cosine - odd * sine, odd * cosine + even * sine).reshape(HEADS, DIMS)
     rotary = dims < 2 * PAIRS
     rotated = tl.where(rotary, turned.to(plain.dtype), plain)
     tl.store(here, rotated, mask=(heads < QUERY_HEADS) & rotary)
@@ -148,10 +153,10 @@ def _rotate_store(
     place = (block * BLOCK_SIZE + position % BLOCK_SIZE) * KV_HEADS
     key_heads = heads - QUERY_HEADS
     is_key = (key_heads >= 0) & (key_heads < KV_HEADS)
-    tl.store(keys + (place + key_heads) * HEAD_DIM + dims, rotated, mask=is_key)
+    tl.store(keys + (place + key_heads) * HEAD_DIM + dims, rotated, mask=is_key & filled)
     value_heads = key_heads - KV_HEADS
     is_value = (value_heads >= 0) & (value_heads < KV_HEADS)
-    tl.store(values + (place + value_heads) * HEAD_DIM + dims, plain, mask=is_value)
+    tl.store(values + (place + value_heads) * HEAD_DIM + dims, plain, mask=is_value & filled)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -53,26 +53,37 @@ def expected(case: PagedCase, queries: Tensor) -> Tensor:
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3),
     splits=st.integers(1, 7),
     group=st.sampled_from([1, 3, 4, 16]),
+    head_dim=st.sampled_from([16, 20]),
     block_size=st.sampled_from([16, 32]),
     seed=st.integers(0, 1000),
 )
 @hypothesis_settings(max_examples=25)
 def test_equals_direct_attention(
-    *, device: torch.device, lengths: list[int], splits: int, group: int, block_size: int, seed: int
+    *,
+    device: torch.device,
+    lengths: list[int],
+    splits: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    seed: int,
 ) -> None:
-    case = PagedCase(lengths, Shape(group=group, block_size=block_size), device=device, seed=seed)
+    shape = Shape(group=group, head_dim=head_dim, block_size=block_size)
+    case = PagedCase(lengths, shape, device=device, seed=seed)
     queries = case.random(len(lengths), case.shape.query_heads)
     actual = decode(case, queries, splits, list(range(len(lengths))))
     assert_close(actual, expected(case, queries))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("splits", [1, 3])
-def test_each_dtype_with_the_default_constants(device: torch.device, dtype: torch.dtype, splits: int) -> None:
-    shape = Shape(group=16, kv_heads=1, head_dim=128)
+@pytest.mark.parametrize(("head_dim", "splits"), [(128, 1), (128, 3), (80, 3), (100, 1)])
+def test_each_dtype_with_the_default_constants(
+    device: torch.device, dtype: torch.dtype, head_dim: int, splits: int
+) -> None:
+    shape = Shape(group=16, kv_heads=1, head_dim=head_dim)
     case = PagedCase([259, 16], shape, dtype=dtype, device=device)
     queries = case.random(2, 16)
-    workspace = DecodeWorkspace(rows=2, query_heads=16, kv_heads=1, head_dim=128, device=device)
+    workspace = DecodeWorkspace(rows=2, query_heads=16, kv_heads=1, head_dim=head_dim, device=device)
     out = torch.full_like(queries, torch.nan)
     decode_attention(
         queries, case.keys, case.values, case.tables, case.integers(case.table_rows),
@@ -152,7 +163,7 @@ def test_splits_fill_the_device_and_no_more() -> None:
 
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256, 1024])
+@pytest.mark.parametrize("head_dim", [8, 16, 32, 64, 80, 96, 100, 128, 256, 1024])
 def test_tiles_are_what_a_dot_takes(head_dim: int, dtype: torch.dtype, crowded: bool) -> None:
     tile = decode_config(head_dim, dtype, crowded=crowded).tile
     assert tile >= 16

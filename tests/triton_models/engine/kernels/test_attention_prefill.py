@@ -41,15 +41,22 @@ def prefill(
 @given(
     chunks=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 25)), min_size=1, max_size=3),
     group=st.sampled_from([1, 3, 4, 16]),
+    head_dim=st.sampled_from([16, 20]),
     block_size=st.sampled_from([16, 32]),
     seed=st.integers(0, 1000),
 )
 @hypothesis_settings(max_examples=20)
 def test_equals_direct_attention(
-    device: torch.device, chunks: list[tuple[int, int]], group: int, block_size: int, seed: int
+    *,
+    device: torch.device,
+    chunks: list[tuple[int, int]],
+    group: int,
+    head_dim: int,
+    block_size: int,
+    seed: int,
 ) -> None:
     offsets = [offset for offset, _ in chunks]
-    shape = Shape(group=group, kv_heads=1, block_size=block_size)
+    shape = Shape(group=group, kv_heads=1, head_dim=head_dim, block_size=block_size)
     case = PagedCase([offset + count for offset, count in chunks], shape, device=device, seed=seed)
     queries = [case.random(count, shape.query_heads) for _, count in chunks]
     for number, actual in enumerate(prefill(case, queries, offsets)):
@@ -57,12 +64,14 @@ def test_equals_direct_attention(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("offset", [0, 130])
-def test_each_dtype_with_the_default_constants(device: torch.device, dtype: torch.dtype, offset: int) -> None:
-    shape = Shape(group=16, kv_heads=2, head_dim=128)
+@pytest.mark.parametrize(("head_dim", "offset"), [(128, 0), (128, 130), (80, 130), (100, 0)])
+def test_each_dtype_with_the_default_constants(
+    device: torch.device, dtype: torch.dtype, head_dim: int, offset: int
+) -> None:
+    shape = Shape(group=16, kv_heads=2, head_dim=head_dim)
     case = PagedCase([offset + 20], shape, dtype=dtype, device=device)
     queries = case.random(20, 32)
-    (actual,) = prefill(case, [queries], [offset], prefill_config(128, dtype))
+    (actual,) = prefill(case, [queries], [offset], prefill_config(head_dim, dtype))
     assert_close(actual, case.attend(0, queries, offset))
 
 
@@ -104,7 +113,7 @@ def test_tiles_cover_every_query_once_and_start_with_the_longest_past() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 16, 32, 64, 80, 96, 100, 128, 256])
 def test_tiles_are_what_a_dot_takes(head_dim: int, dtype: torch.dtype) -> None:
     config = prefill_config(head_dim, dtype)
     for each in (config.rows, config.keys):

@@ -96,7 +96,15 @@ class TokensAndCache:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("query_heads", "kv_heads", "head_dim", "pairs"),
-    [(32, 2, 128, 32), (6, 2, 16, 4), (4, 1, 32, 8), (3, 3, 16, 8), (2, 1, 16, 3)],
+    [
+        (32, 2, 128, 32),
+        (6, 2, 16, 4),
+        (4, 1, 32, 8),
+        (3, 3, 16, 8),
+        (2, 1, 16, 3),
+        (4, 4, 20, 5),
+        (2, 1, 96, 48),
+    ],
 )
 def test_equals_the_plain_rotation_bit_for_bit(
     *, device: torch.device, query_heads: int, kv_heads: int, head_dim: int, pairs: int, dtype: torch.dtype
