@@ -3,7 +3,7 @@ import random
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import gelu, layer_norm, linear, rms_norm, silu
 
 from tests.triton_models.engine.rotated import rotate_in_place
 from triton_models.engine.blocks import KVCache
@@ -183,6 +183,16 @@ def test_norm(dtype: torch.dtype, size: float, cache: KVCache) -> None:
     assert torch.equal(hidden, kept)
 
 
+@dtypes
+def test_layer_norm(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    hidden, weight, bias = torch.randn(5, 24).to(dtype), torch.randn(24), torch.randn(24)
+    kept = hidden.clone()
+    given = PlainMath().layer_norm(hidden, weight, bias, 1e-5)
+    assert_close(given, layer_norm(hidden.float(), weight.shape, weight, bias, 1e-5).to(dtype))
+    assert torch.equal(hidden, kept)
+
+
 def test_the_norm_of_nothing_is_nothing(cache: KVCache) -> None:
     assert not TorchOperations(None, cache, 0).norm(torch.zeros(2, 24), torch.ones(24), 1e-5).any()
 
@@ -206,6 +216,11 @@ def test_products_with_packed_and_plain_matrices(dtype: torch.dtype, *, packed: 
     for given, expected in (
         (operations.linear(inputs, made(weight, bias)), linear(inputs, weight, bias)),
         (operations.add_linear(hidden, inputs, made(weight)), hidden + linear(inputs, weight)),
+        (operations.add_linear(hidden, inputs, made(weight, bias)), hidden + linear(inputs, weight, bias)),
         (operations.linear_swiglu(inputs, made(wide)), silu(gate) * up),
+        (
+            operations.linear_gelu(inputs, made(weight, bias)),
+            gelu(linear(inputs, weight, bias), approximate="tanh"),
+        ),
     ):
         torch.testing.assert_close(given, expected, **tolerance)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_models.engine.kernels.heads import load_heads, padded_dims
+from triton_models.engine.kernels.heads import lean, load_heads, load_slopes, padded_dims
 
 SEGMENTS = 32
 """Most segments of a sequence; their number and bounds depend on its length alone."""
@@ -141,6 +141,7 @@ def decode_attention(
     splits: int,
     workspace: DecodeWorkspace | None = None,
     config: DecodeConfig | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Attend one token of each sequence to the whole sequence, scaled by head_dim ** -0.5.
 
@@ -154,9 +155,10 @@ def decode_attention(
     tokens left in a sequence's last block affects no result. `lengths` and `rows` are read on the device, so
     the launch can be captured in a CUDA graph.
 
-    Compiled once for each dtype, number of heads, head_dim, block_size, config, and whether `splits` is 1. No
-    other argument causes another compilation, provided that the addresses of `queries`, `keys`, `values` and
-    `out` and the stride in bytes between the tokens of `queries` are multiples of 16.
+    Compiled once for each dtype, number of heads, head_dim, block_size, config, whether `splits` is 1, and
+    whether there are slopes. No other argument causes another compilation, provided that the addresses of
+    `queries`, `keys`, `values`, `out` and `slopes` and the stride in bytes between the tokens of `queries`
+    are multiples of 16.
 
     Args:
         queries: [B, query heads, head_dim]; only the batch may be strided.
@@ -169,6 +171,7 @@ def decode_attention(
         splits: programs per sequence and KV head, see `plan_decode`.
         workspace: required if `splits` is more than 1.
         config: None: the choice of `decode_config`.
+        slopes: [query heads] float32, as `Alibi` has them; None: scores do not depend on the distance.
 
     Raises:
         ValueError: `splits` needs a workspace, which is missing or too small.
@@ -190,6 +193,7 @@ def decode_attention(
         workspace.sums if workspace and split else out,
         workspace.scales if workspace and split else out,
         workspace.arrivals if workspace and split else lengths,
+        slopes,
         queries.stride(0),
         tables.stride(0),
         GROUP=query_heads // kv_heads,
@@ -274,6 +278,7 @@ def _decode(
     sums_out,
     scales_out,
     arrivals,
+    slopes,
     query_stride,
     table_stride,
     GROUP: tl.constexpr,
@@ -305,6 +310,7 @@ def _decode(
     heads = kv_head * GROUP + lanes
     real = (lanes < GROUP)[:, None]
     filled = real & (dims < HEAD_DIM)[None, :]
+    slope = load_slopes(slopes, heads, lanes < GROUP, HEAD_DIM)
     query = tl.load(
         queries + batch_row.to(tl.int64) * query_stride + heads[:, None] * HEAD_DIM + dims[None, :],
         mask=filled,
@@ -328,6 +334,7 @@ def _decode(
         places = (blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
         key = load_heads(keys, places, inside, HEAD_DIM, DIMS, MASKED=False)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        scores = lean(scores, slope, (positions - length + 1)[None, :])
         scores = tl.where(inside[None, :], scores, -float("inf"))
         starts = tile % segment_tiles == 0
         high = tl.where(starts, -float("inf"), high)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_models.engine.kernels.heads import load_heads, padded_dims
+from triton_models.engine.kernels.heads import lean, load_heads, load_slopes, padded_dims
 from triton_models.engine.models import ChunkRows
 
 
@@ -71,6 +71,7 @@ def prefill_attention(
     out: Tensor,
     *,
     config: PrefillConfig | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Attend each new token to its sequence up to and including itself, scaled by head_dim ** -0.5.
 
@@ -78,9 +79,9 @@ def prefill_attention(
     used: entries of `tables` there may be anything, and what other tokens left in a block affects no result.
     A row's result does not depend on what else is in the step.
 
-    Compiled once for each dtype, number of heads, head_dim, block_size and config. No other argument causes
-    another compilation, provided that the addresses of `queries`, `keys`, `values` and `out` and the stride
-    in bytes between the tokens of `queries` are multiples of 16.
+    Compiled once for each dtype, number of heads, head_dim, block_size, config, and whether there are slopes.
+    No other argument causes another compilation, provided that the addresses of `queries`, `keys`, `values`,
+    `out` and `slopes` and the stride in bytes between the tokens of `queries` are multiples of 16.
 
     Args:
         queries: [T, query heads, head_dim], every row of the step; only tokens may be strided.
@@ -90,6 +91,7 @@ def prefill_attention(
         tiles: [N, 4] int32, contiguous, from `make_tiles` with `queries_per_tile` of the same config.
         out: [T, query heads, head_dim], contiguous; the rows that tiles name are written.
         config: None: the choice of `prefill_config`.
+        slopes: [query heads] float32, as `Alibi` has them; None: scores do not depend on the distance.
     """
     _, query_heads, head_dim = queries.shape
     _, block_size, kv_heads, _ = keys.shape
@@ -102,6 +104,7 @@ def prefill_attention(
         tables,
         tiles,
         out,
+        slopes,
         queries.stride(0),
         tables.stride(0),
         GROUP=group,
@@ -120,6 +123,7 @@ def prefill_attention(
 def _attend(
     query,
     query_positions,
+    slope,
     high,
     weights,
     sums,
@@ -153,6 +157,7 @@ def _attend(
         places = (blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
         key = load_heads(keys, places, inside, HEAD_DIM, DIMS, MASKED=False)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        scores = lean(scores, slope, positions[None, :] - query_positions[:, None])
         if MASKED:
             scores = tl.where(positions[None, :] <= query_positions[:, None], scores, -float("inf"))
         # Zeros instead of what the block holds, since a weight of 0 would not cancel a NaN.
@@ -177,6 +182,7 @@ def _prefill(
     tables,
     tiles,
     out,
+    slopes,
     query_stride,
     table_stride,
     GROUP: tl.constexpr,
@@ -210,14 +216,15 @@ def _prefill(
     weights = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, DIMS], tl.float32)
     query_positions = offset + tokens
+    slope = load_slopes(slopes, heads, tokens < count, HEAD_DIM)
     end = offset + count
     whole = (offset + 1) // KEYS
     high, weights, sums = _attend(
-        query, query_positions, high, weights, sums, keys, values, table,
+        query, query_positions, slope, high, weights, sums, keys, values, table,
         0, whole, end, KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, MASKED=False,
     )  # fmt: skip
     high, weights, sums = _attend(
-        query, query_positions, high, weights, sums, keys, values, table,
+        query, query_positions, slope, high, weights, sums, keys, values, table,
         whole, tl.cdiv(end, KEYS), end, KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, MASKED=True,
     )  # fmt: skip
     tl.store(

@@ -1,4 +1,4 @@
-"""Heads in the tiles of attention kernels, whose sides are powers of two."""
+"""Heads in the tiles of attention kernels, whose sides are powers of two, and ALiBi's biases of scores."""
 
 import triton
 import triton.language as tl
@@ -28,3 +28,21 @@ def load_heads(cache, places, inside, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr
     else:
         heads = tl.load(here)
     return heads
+
+
+@triton.jit
+def load_slopes(slopes, heads, real, HEAD_DIM: tl.constexpr):
+    """Return the slopes of `heads` for scores that are not scaled yet; None if there are none."""
+    scaled = None
+    if slopes is not None:
+        scaled = tl.load(slopes + heads, mask=real, other=0.0) * HEAD_DIM**0.5
+    return scaled
+
+
+@triton.jit
+def lean(scores, slopes, distances):
+    """Return scores, [rows, keys], less what the rows' slopes take at these distances, which are negative."""
+    if slopes is not None:
+        steepness = tl.broadcast_to(slopes[:, None], scores.shape)
+        scores = tl.fma(steepness, tl.broadcast_to(distances.to(tl.float32), scores.shape), scores)
+    return scores

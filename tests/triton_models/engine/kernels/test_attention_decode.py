@@ -105,6 +105,17 @@ def test_a_row_is_the_same_bits_however_it_is_split_and_whatever_is_beside_it(
     assert torch.equal(decode(case, queries, 3, [2, 1, 0])[1:2], alone)
 
 
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 16), (3, 20)])
+def test_slopes_make_scores_fall_with_the_distance(device: torch.device, group: int, head_dim: int) -> None:
+    case = PagedCase([70, 5], Shape(group=group, head_dim=head_dim), device=device)
+    queries, slopes = case.random(2, case.shape.query_heads), case.slopes()
+    whole = decode(case, queries, 1, [0, 1], slopes=slopes)
+    for number, length in enumerate(case.lengths):
+        wanted = case.attend(number, queries[number, None], length - 1, slopes)
+        assert_close(whole[number, None], wanted)
+    assert torch.equal(decode(case, queries, 3, [0, 1], slopes=slopes), whole)
+
+
 def test_a_view_into_the_projection_is_read_in_place(device: torch.device) -> None:
     case = PagedCase([20, 30], Shape(), device=device)
     projected = case.random(2, case.shape.query_heads + 2 * case.shape.kv_heads)

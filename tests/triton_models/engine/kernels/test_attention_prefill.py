@@ -19,7 +19,11 @@ SMALL = PrefillConfig(rows=16, keys=16, warps=4, stages=2)
 
 
 def prefill(
-    case: PagedCase, queries: list[Tensor], offsets: list[int], config: PrefillConfig = SMALL
+    case: PagedCase,
+    queries: list[Tensor],
+    offsets: list[int],
+    config: PrefillConfig = SMALL,
+    slopes: Tensor | None = None,
 ) -> list[Tensor]:
     """Attend every sequence's queries in one launch, rows of the step in the sequences' order."""
     chunks, start = [], 0
@@ -33,8 +37,9 @@ def prefill(
     projected = torch.cat(queries).repeat(1, 2, 1)
     out = torch.full((start, shape.query_heads, shape.head_dim), torch.nan).to(projected)
     prefill_attention(
-        projected[:, : shape.query_heads], case.keys, case.values, case.tables, tiles, out, config=config
-    )
+        projected[:, : shape.query_heads], case.keys, case.values, case.tables, tiles, out,
+        config=config, slopes=slopes,
+    )  # fmt: skip
     return list(torch.split(out, [len(part) for part in queries]))
 
 
@@ -73,6 +78,16 @@ def test_each_dtype_with_the_default_constants(
     queries = case.random(20, 32)
     (actual,) = prefill(case, [queries], [offset], prefill_config(head_dim, dtype))
     assert_close(actual, case.attend(0, queries, offset))
+
+
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 16), (3, 20)])
+def test_slopes_make_scores_fall_with_the_distance(device: torch.device, group: int, head_dim: int) -> None:
+    offsets, counts = [50, 0], [9, 20]
+    lengths = [offset + count for offset, count in zip(offsets, counts, strict=True)]
+    case = PagedCase(lengths, Shape(group=group, head_dim=head_dim), device=device)
+    queries = [case.random(count, case.shape.query_heads) for count in counts]
+    for number, actual in enumerate(prefill(case, queries, offsets, slopes=case.slopes())):
+        assert_close(actual, case.attend(number, queries[number], offsets[number], case.slopes()))
 
 
 def test_a_row_is_the_same_bits_whatever_is_beside_it(device: torch.device) -> None:
