@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
     GlmConfig,
@@ -13,6 +15,7 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -43,14 +46,26 @@ _SHAPE: dict[str, Any] = {
 }
 
 
+def write_bloom(directory: Path, **changes: Any) -> PreTrainedModel:
+    """Write a checkpoint of BLOOM into `directory`, and return the model that it is of."""
+    shape = {"vocab_size": 320, "hidden_size": 80, "n_layer": 3, "n_head": 4, "seq_length": 256}
+    return _write(directory, BloomForCausalLM, BloomConfig(**shape | changes))
+
+
 def write_native(
     directory: Path, family: str, *, max_shard_size: str = "1GB", **changes: Any
 ) -> PreTrainedModel:
     """Write a checkpoint of a family into `directory`, and return the model that it is of."""
-    torch.manual_seed(5)
     config_class, model_class = _CLASSES[family]
     config = config_class(**_SHAPE | {"sliding_window": None} | changes)
-    model = model_class._from_config(config, attn_implementation="eager")
+    return _write(directory, model_class, config, max_shard_size)
+
+
+def _write(
+    directory: Path, model_class: Any, config: PretrainedConfig, max_shard_size: str = "1GB"
+) -> PreTrainedModel:
+    torch.manual_seed(5)
+    model: PreTrainedModel = model_class._from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             # So large that every part matters, and norms and biases are not the ones of a new model.
