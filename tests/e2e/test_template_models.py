@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.e2e.up_process import UpProcess
 from tests.template_checkpoint import CALL, REASONING, write_scripted, write_tokenizer
-from tests.triton_models.native_checkpoint import write_native
+from tests.triton_models.native_checkpoint import write_bloom, write_native
 
 pytestmark = pytest.mark.e2e
 
-SCRIPTED, RANDOM, BASE = "scripted", "glm-4-0414", "base"
+SCRIPTED, RANDOM, BASE = "scripted", "glm-4-0414", "bloom"
 QUESTION: list[Any] = [{"role": "user", "content": "How is the weather in 襄阳?"}]
 TOOLS: list[Any] = [
     {
@@ -36,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_scripted(folder / SCRIPTED)
     write_native(folder / RANDOM, "glm4", max_position_embeddings=1024)
     write_tokenizer(folder / RANDOM)
-    write_native(folder / BASE, "llama", max_position_embeddings=1024)
+    write_bloom(folder / BASE, seq_length=1024)
     write_tokenizer(folder / BASE, template=None)
     return folder
 
