@@ -159,16 +159,17 @@ def test_queries_and_stored_keys_are_rotated_by_their_positions(dtype: torch.dty
     rotated = projected.clone()
     rotate_in_place(rotated[:, :-KV_HEADS], rotary.cos[positions, None], rotary.sin[positions, None])
     results = []
-    for heads, turned in ((projected, rotary), (rotated, UNROTATED)):
+    for heads, turned in ((projected, rotary), (rotated, UNROTATED), (rotated, None)):
         cache = KVCache(shape, blocks=9, block_size=BLOCK_SIZE, dtype=dtype, device=torch.device("cpu"))
         cache.clear(torch.arange(1, 10))
         operations = TorchOperations(None, cache, 0)
         operations.begin(layout)
         results.append((operations.attend(0, heads.clone(), turned), cache))
-    (attended, cache), (expected, expected_cache) = results
-    torch.testing.assert_close(attended, expected)
-    assert_close(cache.keys, expected_cache.keys)
-    assert_close(cache.values, expected_cache.values)
+    (attended, cache), *others = results
+    for expected, expected_cache in others:
+        torch.testing.assert_close(attended, expected)
+        assert_close(cache.keys, expected_cache.keys)
+        assert_close(cache.values, expected_cache.values)
     assert cache.keys[:, 1:].any()
 
 

@@ -206,6 +206,11 @@ def test_query_heads_are_filled_up_to_what_a_dot_takes() -> None:
     assert [padded_group(heads, 1) for heads in (1, 16, 17, 32)] == [16, 16, 32, 32]
 
 
+def test_the_workspace_has_no_room_for_heads_that_only_fill_a_tile() -> None:
+    workspace = DecodeWorkspace(rows=2, query_heads=4, kv_heads=4, head_dim=80, device=torch.device("cpu"))
+    assert workspace.sums.shape == (2, 4, SEGMENTS, 1, 128)
+
+
 def test_a_reset_workspace_forgets_a_launch_that_failed_midway() -> None:
     workspace = DecodeWorkspace(rows=2, query_heads=6, kv_heads=2, head_dim=16, device=torch.device("cpu"))
     workspace.arrivals[1, 0] = 3
