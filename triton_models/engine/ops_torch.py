@@ -57,8 +57,8 @@ class TorchOperations(PlainMath):
     """`StepOperations` over the flattened tokens of a step.
 
     What all layers share (rotations, masks, block tables) is built once per step, but for the biases of
-    prompts, which would take too much memory. Query heads that share a KV
-    head form one SDPA batch, so keys and values are never repeated in memory.
+    prompts, which would take too much memory. Query heads that share a KV head form one SDPA batch, so keys
+    and values are never repeated in memory.
     """
 
     def __init__(self, model: CausalModel, cache: KVCache, rows: int) -> None:  # noqa: ARG002 - kernels need all
