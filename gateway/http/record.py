@@ -49,6 +49,8 @@ BODY_LIMIT_BYTES: Final = 16 * 1024
 NAME_LIMIT: Final = 256
 """Characters of a model's name."""
 _RETRY_AFTER_S: Final = 1
+_READS: Final = frozenset({"GET", "HEAD"})
+"""Methods of requests that nothing is sent to Triton for: they wait behind no burst."""
 
 _request_id = re.compile(r"[\x21-\x7e]{1,128}")
 _LONGEST_LINE = 400
@@ -310,6 +312,8 @@ class Records:
     async def admit(self, record: RequestRecord, *, probe: bool = False) -> None:
         """Let a request in, or wait behind those that came with it; a drain then waits for its end.
 
+        Only what may go to Triton waits: health, metrics and pages are answered during a burst, too.
+
         Raises:
             UnavailableError: a drain runs, and this is no probe.
         """
@@ -319,7 +323,8 @@ class Records:
             raise shutting_down()
         drain.enter()
         record.resources.callback(drain.leave)
-        await self._pacing.enter()
+        if not (probe or record.method in _READS):
+            await self._pacing.enter()
 
     def failed(self, record: RequestRecord) -> InternalError:
         """Log the exception that is being handled, and return what the client is told of it."""

@@ -27,6 +27,7 @@ from gateway.errors import (
     UpstreamProtocolError,
 )
 from gateway.kserve.grpc import GrpcServer
+from gateway.limits.admission import Pacing
 from tests.gateway.fake_upstream import FakeUpstream, say, say_and_hang
 from tests.gateway.kserve.legacy import VALUES, echo, over_grpc, question
 from tests.gateway.serving import settings, until
@@ -320,3 +321,16 @@ async def test_tritons_library() -> None:
     upstream.chat_format = "chatglm2"
     async with over_grpc(upstream) as (_, _, address):
         await asyncio.to_thread(use_library, address)
+
+
+async def test_no_burst_is_in_front_of_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def enter(_: Pacing) -> None:
+        await asyncio.Event().wait()  # as behind a burst that never ends
+
+    monkeypatch.setattr(Pacing, "enter", enter)
+    async with over_grpc(FakeUpstream(echo)) as (_, stub, _):
+        asked = stub.ModelInfer(question())
+        assert (await stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=20)).live
+        assert (await stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=20)).ready
+        assert not asked.done()
+        asked.cancel()
