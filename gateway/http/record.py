@@ -52,6 +52,9 @@ _RETRY_AFTER_S: Final = 1
 _READS: Final = frozenset({"GET", "HEAD"})
 """Methods of requests that nothing is sent to Triton for: they wait behind no burst."""
 
+_PROXIED: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+"""Headers that a reverse proxy adds: whoever sent such a request need not be on this machine."""
+
 _request_id = re.compile(r"[\x21-\x7e]{1,128}")
 _LONGEST_LINE = 400
 """In characters."""
@@ -95,18 +98,23 @@ class Gateway:
         """Uncount bytes."""
         self.body_bytes.own -= count
 
-    def authorize_admin(self, header: str | None) -> str | None:
-        """Check that whoever sent this Authorization header may control models; return the key's name.
+    def authorize_admin(self, headers: Mapping[str, str]) -> str | None:
+        """Check that whoever sent a request with these headers may control models; return the key's name.
+
+        Args:
+            headers: by lower-case names; of gRPC, the metadata.
 
         Raises:
-            ControlDisabledError: there are no keys, and the gateway is reachable from other machines.
+            ControlDisabledError: there are no keys, and the sender may be on another machine.
             GatewayError: as `Keyring.authorize`.
         """
-        if not (self.settings.api_keys or is_loopback(self.settings.host)):
+        here = is_loopback(self.settings.host) and not any(name in headers for name in _PROXIED)
+        if not (self.settings.api_keys or here):
             raise ControlDisabledError(
-                "Without keys, models are controlled from this machine only: add a key with the scope admin."
+                "Without keys, models are controlled from this machine only, and not through a proxy:"
+                " add a key with the scope admin."
             )
-        return self.keyring.authorize(header, Scope.ADMIN)
+        return self.keyring.authorize(headers.get("authorization"), Scope.ADMIN)
 
     def models(self, key: str | None) -> list[ModelCard]:
         """Return the models that the owner of that key may use; None: a caller without a key."""

@@ -97,9 +97,13 @@ async def _metrics(request: Request, gateway: GatewayDep, record: RecordDep) -> 
 
 
 async def _admin(request: Request, gateway: GatewayDep, record: RecordDep) -> None:
-    record.key_name = gateway.authorize_admin(request.headers.get("authorization"))
-    if record.key_name is None and not is_loopback(name_of(request.headers.get("host", ""))):
+    record.key_name = gateway.authorize_admin(request.headers)
+    if record.key_name is not None:
+        return
+    if not is_loopback(name_of(request.headers.get("host", ""))):
         raise PermissionDeniedError("Without keys, this request must be addressed to a loopback name.")
+    if request.scope["http_version"] == "1.0":  # as nginx's proxy_pass speaks, which by default tells no more
+        raise PermissionDeniedError("Without keys, this request must be sent by HTTP/1.1.")
 
 
 async def _site(request: Request, gateway: GatewayDep) -> None:

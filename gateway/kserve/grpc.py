@@ -183,7 +183,7 @@ class GrpcServer:
         ) as record:
             try:
                 await self._records.admit(record, probe=probe)
-                self._authorize(name, metadata.get("authorization"), record)
+                self._authorize(name, metadata, record)
                 remaining_s = context.time_remaining()
                 if remaining_s is not None:
                     limit = asyncio.get_running_loop().time() + remaining_s
@@ -197,10 +197,11 @@ class GrpcServer:
             record.status = HTTPStatus.OK
             return answer
 
-    def _authorize(self, name: str, header: str | None, record: RequestRecord) -> None:
+    def _authorize(self, name: str, metadata: Mapping[str, str], record: RequestRecord) -> None:
         if name in _ADMIN:
-            record.key_name = self._gateway.authorize_admin(header)
+            record.key_name = self._gateway.authorize_admin(metadata)
         elif name not in _PROBES:
+            header = metadata.get("authorization")
             record.key_name = self._gateway.keyring.authorize(header, Scope.INFERENCE)
 
     def _received(self, name: str, data: bytes, record: RequestRecord) -> Any:

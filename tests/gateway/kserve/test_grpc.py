@@ -150,6 +150,17 @@ async def test_keys_are_metadata() -> None:
         await served.until_idle()
 
 
+async def test_without_keys_nobody_controls_models_through_a_proxy() -> None:
+    async with over_grpc(FakeUpstream()) as (served, stub, _):
+        load = service_pb2.RepositoryModelLoadRequest(model_name="glm")
+        for name in ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"):
+            call = stub.RepositoryModelLoad(load, metadata=[(name, "192.0.2.7")])
+            code, message = await refusal(call)
+            assert (code, "proxy" in message) == (CODE.PERMISSION_DENIED, True)
+        assert not served.upstream.changes
+        await stub.RepositoryModelLoad(load)
+
+
 @pytest.mark.parametrize("how", ["cancel", "connection"])
 async def test_a_client_that_leaves_frees_the_engine_at_once(how: str) -> None:
     upstream = FakeUpstream(lambda _: say_and_hang("a"))
