@@ -21,7 +21,7 @@ from gateway.http.sse import let_drains_finish_streams
 from gateway.kserve import http as kserve_http
 from gateway.kserve import predict
 from gateway.kserve.door import Door
-from gateway.limits.admission import Admission, Drain
+from gateway.limits.admission import Admission, Connections, Drain
 from gateway.limits.counters import SharedCounters
 from gateway.limits.keys import KeyLimits, Keyring
 from gateway.page.routes import page_router
@@ -64,7 +64,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
         metrics.registry.register(EngineLoads(partial(_loads, public)))
         upstream = WithAdapters(public, public.adapters)
     shared = SharedCounters(
-        gauges=2 * Admission.GAUGES + 1,
+        gauges=2 * Admission.GAUGES + 2,
         counters=0,
         named=KeyLimits.room(settings),
         place=place,
@@ -121,6 +121,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
         dependencies=[routes.OwnSite],
     )
     app.state.gateway = gateway
+    app.state.connections = Connections(settings.max_connections, shared)
     app.state.records = Records(gateway)
     app.state.door = Door(gateway)
     page = [page_router()] if settings.chat_page else []

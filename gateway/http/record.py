@@ -34,7 +34,14 @@ from gateway.errors import (
     RateLimitError,
 )
 from gateway.http.sites import Sites
-from gateway.limits.admission import Admission, Drain, Pacing, Phase, shutting_down
+from gateway.limits.admission import (
+    Admission,
+    Drain,
+    Pacing,
+    Phase,
+    shutting_down,
+    too_many_connections,
+)
 from gateway.limits.counters import Number
 from gateway.limits.keys import KeyLimits, Keyring
 from gateway.settings import Settings
@@ -317,18 +324,21 @@ class Records:
             resources.callback(self._finish, record, route, probe=probe)
             yield record
 
-    async def admit(self, record: RequestRecord, *, probe: bool = False) -> None:
+    async def admit(self, record: RequestRecord, *, probe: bool = False, spare: bool = False) -> None:
         """Let a request in, or wait behind those that came with it; a drain then waits for its end.
 
         Only what may go to Triton waits: health, metrics and pages are answered during a burst, too.
 
         Raises:
-            UnavailableError: a drain runs, and this is no probe.
+            UnavailableError: this is no probe, and a drain runs, or it came by a `spare` connection.
         """
         drain = self._gateway.drain
         if drain.phase is not Phase.SERVING and not probe:
             record.metrics.rejected.labels(UNKNOWN, "draining").inc()
             raise shutting_down()
+        if spare and not probe:
+            record.metrics.rejected.labels(UNKNOWN, "connections").inc()
+            raise too_many_connections()
         drain.enter()
         record.resources.callback(drain.leave)
         if not (probe or record.method in _READS):

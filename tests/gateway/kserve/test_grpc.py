@@ -345,3 +345,13 @@ async def test_no_burst_is_in_front_of_health(monkeypatch: pytest.MonkeyPatch) -
         assert (await stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=20)).ready
         assert not asked.done()
         asked.cancel()
+
+
+async def test_connections_are_bounded() -> None:
+    async with over_grpc(FakeUpstream(), max_connections=1) as (_, stub, address):
+        live = service_pb2.ServerLiveRequest()
+        assert (await stub.ServerLive(live)).live
+        options = [("grpc.use_local_subchannel_pool", 1)]  # or it is the same connection
+        async with grpc.aio.insecure_channel(address, options) as other:
+            call = service_pb2_grpc.GRPCInferenceServiceStub(other).ServerLive(live)
+            assert (await refusal(call))[0] is CODE.UNAVAILABLE
