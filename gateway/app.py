@@ -22,6 +22,7 @@ from gateway.kserve import http as kserve_http
 from gateway.kserve import predict
 from gateway.kserve.door import Door
 from gateway.limits.admission import Admission, Connections, Drain
+from gateway.limits.bodies import Bodies
 from gateway.limits.counters import SharedCounters
 from gateway.limits.keys import KeyLimits, Keyring
 from gateway.page.routes import page_router
@@ -82,7 +83,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
             shared=shared,
             work="tokenizations",
         ),
-        body_bytes=shared.gauge(),
+        bodies=Bodies(settings.max_held_body_bytes, shared),
         keyring=Keyring(settings.api_keys),
         sites=Sites(settings),
         key_limits=KeyLimits(settings.api_keys, shared),

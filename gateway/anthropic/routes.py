@@ -34,7 +34,7 @@ async def create_message(
     body: JsonBody, reading: ReadingDep, record: RecordDep, answering: AnsweringDep
 ) -> Response:
     """Answer a conversation in Anthropic's format, at once or as a stream of named events."""
-    request = MessagesRequest.read(body, reading)
+    request = await answering.read(MessagesRequest, body, reading)
     return await answering.respond(request, MessagesAnswer(request, record.request_id), ping=_PING)
 
 
@@ -45,5 +45,5 @@ async def create_message(
 )
 async def count_tokens(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
     """Count the tokens of a conversation as the model would be given it."""
-    tokens = await answering.tokens(CountTokensRequest.read(body, reading))
+    tokens = await answering.tokens(await answering.read(CountTokensRequest, body, reading))
     return respond_with(TokensCount(len(tokens.ids)))

@@ -250,7 +250,7 @@ class _Body:
             if complete and self._arrived:
                 self._decompressor.close()
             message = {**message, "body": data}
-        self._gateway.hold_body(len(data))
+        self._gateway.bodies.hold(len(data))
         self._received += len(data)
         self._complete = complete
         self._cut = False
@@ -271,7 +271,7 @@ class _Body:
 
     def release(self) -> None:
         """The request is over: uncount its body."""
-        self._gateway.release_body(self._received)
+        self._gateway.bodies.release(self._received)
 
     async def _in_time(self) -> Message:
         began = perf_counter()

@@ -31,7 +31,6 @@ from gateway.errors import (
     InternalError,
     InvalidRequestError,
     ModelNotFoundError,
-    RateLimitError,
 )
 from gateway.http.sites import Sites
 from gateway.limits.admission import (
@@ -42,7 +41,7 @@ from gateway.limits.admission import (
     shutting_down,
     too_many_connections,
 )
-from gateway.limits.counters import Number
+from gateway.limits.bodies import Bodies
 from gateway.limits.keys import KeyLimits, Keyring
 from gateway.settings import Settings
 from gateway.settings.values import Scope, is_loopback
@@ -82,8 +81,7 @@ class Gateway:
     """Limits generations."""
     tokenizing: Admission
     """Limits tokenizations, which work while the engines are full."""
-    body_bytes: Number
-    """Bytes of all request bodies that are held."""
+    bodies: Bodies
     keyring: Keyring
     sites: Sites
     key_limits: KeyLimits
@@ -91,19 +89,6 @@ class Gateway:
     tracing: Tracing
     worker_metrics: WorkerMetrics | None
     """Where other processes serve beside this one."""
-
-    def hold_body(self, count: int) -> None:
-        """Count bytes of a body among those that are held, in whichever process; `release_body` undoes it.
-
-        Raises:
-            RateLimitError: they would exceed the limit; nothing was counted.
-        """
-        if not self.body_bytes.add_within(count, self.settings.max_held_body_bytes):
-            raise RateLimitError("Too many requests are being sent at once.", retry_after_s=_RETRY_AFTER_S)
-
-    def release_body(self, count: int) -> None:
-        """Uncount bytes."""
-        self.body_bytes.own -= count
 
     def authorize_admin(self, headers: Mapping[str, str]) -> str | None:
         """Check that whoever sent a request with these headers may control models; return the key's name.

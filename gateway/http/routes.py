@@ -7,8 +7,8 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import suppress
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from msgspec import Struct
@@ -39,7 +39,7 @@ from gateway.openai.answer import Answer, encode
 from gateway.openai.chat_answer import ChatAnswer, ChatCompletion, ChatCompletionChunk
 from gateway.openai.chat_request import ChatRequest
 from gateway.openai.completions import Completion, CompletionAnswer, CompletionChunk, CompletionRequest
-from gateway.openai.document import Reading
+from gateway.openai.document import Body, Reading
 from gateway.openai.embeddings import EmbeddingsAnswer, EmbeddingsRequest, embeddings_answer
 from gateway.openai.params import GenerationRequest
 from gateway.openai.responses_answer import ResponsesAnswer
@@ -137,6 +137,7 @@ async def read_body(request: Request, gateway: GatewayDep, record: RecordDep) ->
         body = await request.body()
     except ClientDisconnect:
         raise ClientGoneError("The client hung up while it sent its body.") from None
+    gateway.bodies.keep(body, record.resources)
     if gateway.settings.log_prompts:
         record.body = body
     return body
@@ -152,10 +153,8 @@ async def _json_body(request: Request, gateway: GatewayDep, record: RecordDep) -
 async def _reading(gateway: GatewayDep, record: RecordDep) -> Reading:
     served = gateway.models(record.key_name)
 
-    def card(model: str) -> ModelCard | None:
-        with suppress(GatewayError):  # a model that there is not is refused later
-            return gateway.model(model, record.key_name)
-        return None
+    def card(model: str) -> ModelCard | None:  # perhaps called on another thread, see `Bodies.read`
+        return next((each for each in served if model in (each.id, *each.settings.aliases)), None)
 
     def reads(model: str) -> frozenset[str]:
         return frozenset() if (known := card(model)) is None else known.template_reads
@@ -179,14 +178,21 @@ ReadingDep = Annotated[Reading, Depends(_reading)]
 """How the body is read; what it ignores, the answer names."""
 
 
+B = TypeVar("B", bound=Body)
+
+
 class Answering:
-    """Runs one request, and answers it."""
+    """Reads one request, runs and answers it."""
 
     def __init__(self, request: Request, gateway: GatewayDep, record: RecordDep) -> None:
         self._receive = request.receive
         self._gateway = gateway
         self._record = record
         self._running = RunningRequest(gateway, record)
+
+    async def read(self, kind: type[B], body: bytes, reading: Reading) -> B:
+        """Read a body, see `Body.read`; while a large one is read, others are served."""
+        return await self._gateway.bodies.read(body, partial(kind.read, body, reading))
 
     async def respond(
         self, request: GenerationRequest, answer: Answer, ping: ServerSentEvent = PING
@@ -369,7 +375,7 @@ async def get_model(model_id: str, gateway: GatewayDep, record: RecordDep) -> Re
 )
 async def create_chat_completion(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
     """Answer a conversation, at once or as a stream of events."""
-    request = ChatRequest.read(body, reading)
+    request = await answering.read(ChatRequest, body, reading)
     return await answering.respond(request, ChatAnswer(request))
 
 
@@ -380,7 +386,7 @@ async def create_chat_completion(body: JsonBody, reading: ReadingDep, answering:
 )
 async def create_completion(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
     """Continue a text, or token ids, at once or as a stream of events."""
-    request = CompletionRequest.read(body, reading)
+    request = await answering.read(CompletionRequest, body, reading)
     return await answering.respond(request, CompletionAnswer(request))
 
 
@@ -391,7 +397,7 @@ async def create_completion(body: JsonBody, reading: ReadingDep, answering: Answ
 )
 async def create_response(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
     """Answer a conversation, at once or as a stream of named events. Nothing is stored."""
-    request = ResponsesRequest.read(body, reading)
+    request = await answering.read(ResponsesRequest, body, reading)
     return await answering.respond(request, ResponsesAnswer(request))
 
 
@@ -402,7 +408,7 @@ async def create_response(body: JsonBody, reading: ReadingDep, answering: Answer
 )
 async def create_embeddings(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
     """Return the vectors of texts."""
-    request = EmbeddingsRequest.read(body, reading)
+    request = await answering.read(EmbeddingsRequest, body, reading)
     return respond_with(embeddings_answer(request, await answering.vectors(request)))
 
 
@@ -415,7 +421,7 @@ async def tokenize(
     body: JsonBody, reading: ReadingDep, gateway: GatewayDep, record: RecordDep, answering: AnsweringDep
 ) -> Response:
     """Return the ids of a text, or of a conversation as the model would be given it."""
-    request = TokenizeRequest.read(body, reading)
+    request = await answering.read(TokenizeRequest, body, reading)
     tokens = await answering.tokens(request)
     max_context = gateway.model(request.model, record.key_name).max_context
     return respond_with(await tokenize_answer(tokens, max_context))
@@ -428,7 +434,7 @@ async def tokenize(
 )
 async def detokenize(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
     """Return the text of a model's token ids."""
-    tokens = await answering.tokens(DetokenizeRequest.read(body, reading))
+    tokens = await answering.tokens(await answering.read(DetokenizeRequest, body, reading))
     return respond_with(DetokenizeAnswer(tokens.text))
 
 

@@ -53,6 +53,7 @@ _CODES: Final[Mapping[int, grpc.StatusCode]] = {
 }
 """By the status of an error over HTTP; all others are INTERNAL."""
 _PROBES: Final = ("ServerLive", "ServerReady")
+_INFERENCE: Final = ("ModelInfer", "ModelStreamInfer")
 _ADMIN: Final = ("RepositoryModelLoad", "RepositoryModelUnload")
 
 
@@ -189,7 +190,8 @@ class GrpcServer:
                 if remaining_s is not None:
                     limit = asyncio.get_running_loop().time() + remaining_s
                     record.deadline = min(record.deadline, limit)
-                answer = await self._answer(name, self._received(name, data, record), record)
+                request = await self._received(name, data, record)
+                answer = await self._answer(name, request, record)
             except GatewayError as error:
                 record.fail(error)
                 return _refused(error)
@@ -205,22 +207,27 @@ class GrpcServer:
             header = metadata.get("authorization")
             record.key_name = self._gateway.keyring.authorize(header, Scope.INFERENCE)
 
-    def _received(self, name: str, data: bytes, record: RequestRecord) -> Any:
-        """Count the bytes of a request among those that are held, and return the message."""
-        self._gateway.hold_body(len(data))
-        record.resources.callback(self._gateway.release_body, len(data))
-        try:
-            request = GetMessageClass(_METHODS[name].input_type).FromString(data)
-        except DecodeError:
-            raise InvalidRequestError("This is not the message that the method takes.") from None
-        if self._gateway.settings.log_prompts:
-            record.body = json_format.MessageToJson(request, indent=None).encode()
-        return request
+    async def _received(self, name: str, data: bytes, record: RequestRecord) -> Any:
+        """Count the bytes of a request among those that are held; return the message, or what it asks."""
+        bodies = self._gateway.bodies
+        bodies.hold(len(data))
+        record.resources.callback(bodies.release, len(data))
+        bodies.keep(data, record.resources)
+
+        def read() -> Any:
+            try:
+                request = GetMessageClass(_METHODS[name].input_type).FromString(data)
+            except DecodeError:
+                raise InvalidRequestError("This is not the message that the method takes.") from None
+            if self._gateway.settings.log_prompts:
+                record.body = json_format.MessageToJson(request, indent=None).encode()
+            return _read(request) if name in _INFERENCE else request
+
+        return await bodies.read(data, read)
 
     async def _answer(self, name: str, request: Any, record: RequestRecord) -> Any:
-        if name in ("ModelInfer", "ModelStreamInfer"):
-            inference = _read(request)
-            return _write(inference, await self._door.infer(inference, record, _connected))
+        if name in _INFERENCE:
+            return _write(request, await self._door.infer(request, record, _connected))
         answer = GetMessageClass(_METHODS[name].output_type)()
         if name in self._documents:
             return json_format.ParseDict(self._documents[name](request, record.key_name), answer)

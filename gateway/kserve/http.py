@@ -6,6 +6,7 @@ statistics, model configuration and model repository. Tensors are read into `gat
 
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Annotated, Any, TypeVar
 
@@ -150,7 +151,10 @@ async def infer(  # noqa: PLR0917 - FastAPI passes all by name
 ) -> Response:
     """Answer the questions of a request."""
     body = await read_body(request, gateway, record)
-    inference, binary = read_infer_request(model, version, body, request.headers.get(HEADER_LENGTH))
+    header_length = request.headers.get(HEADER_LENGTH)
+    inference, binary = await gateway.bodies.read(
+        body, partial(read_infer_request, model, version, body, header_length)
+    )
     return write_infer_answer(inference, await door.infer(inference, record, request.receive), binary)
 
 

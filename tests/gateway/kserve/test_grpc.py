@@ -200,13 +200,13 @@ async def test_a_message_over_the_limit_is_refused() -> None:
 async def test_messages_that_are_held_count_together() -> None:
     upstream = FakeUpstream(lambda _: say_and_hang("a"))
     async with over_grpc(upstream, max_held_body_bytes=2**20) as (served, stub, _):
-        large = question(prompt="x" * 600_000)
+        large = question(prompt="x" * 300_000)
         first = stub.ModelInfer(large)
         await until(lambda: upstream.running == 1)
         assert (await refusal(stub.ModelInfer(large)))[0] is CODE.RESOURCE_EXHAUSTED
         first.cancel()
         await served.until_idle()
-        await until(lambda: served.gateway.body_bytes.own == 0)
+        await until(lambda: served.gateway.bodies.held == 0)
 
 
 async def test_a_drain_refuses_new_calls_and_waits_for_others() -> None:
