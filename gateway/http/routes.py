@@ -32,9 +32,10 @@ from gateway.errors import (
 )
 from gateway.http.openapi import body_of, complete, streamed_or_complete
 from gateway.http.record import Gateway, RequestRecord
-from gateway.http.run import RunningRequest, check_context
+from gateway.http.run import RunningRequest, check_context, check_limits
 from gateway.http.sites import name_of
 from gateway.http.sse import PING, EventStream
+from gateway.limits.admission import Admission
 from gateway.openai.answer import Answer, encode
 from gateway.openai.chat_answer import ChatAnswer, ChatCompletion, ChatCompletionChunk
 from gateway.openai.chat_request import ChatRequest
@@ -144,9 +145,20 @@ async def read_body(request: Request, gateway: GatewayDep, record: RecordDep) ->
 
 
 async def _json_body(request: Request, gateway: GatewayDep, record: RecordDep) -> bytes:
+    return await _read_json(request, gateway, record, gateway.admission)
+
+
+async def _tokenizer_body(request: Request, gateway: GatewayDep, record: RecordDep) -> bytes:
+    return await _read_json(request, gateway, record, gateway.tokenizing)
+
+
+async def _read_json(
+    request: Request, gateway: Gateway, record: RequestRecord, admission: Admission
+) -> bytes:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaTypeError("The body must be declared as Content-Type: application/json.")
+    check_limits(gateway, record, admission)
     return await read_body(request, gateway, record)
 
 
@@ -172,6 +184,9 @@ async def _reading(gateway: GatewayDep, record: RecordDep) -> Reading:
 
 
 JsonBody = Annotated[bytes, Depends(_json_body)]
+"""Of what is for the engines; read only if there is a place for it."""
+TokenizerBody = Annotated[bytes, Depends(_tokenizer_body)]
+"""The same of what is for tokenizers."""
 OptionalBody = Annotated[bytes, Depends(read_body)]
 """Of whatever content type; perhaps empty."""
 ReadingDep = Annotated[Reading, Depends(_reading)]
@@ -418,7 +433,11 @@ async def create_embeddings(body: JsonBody, reading: ReadingDep, answering: Answ
     responses=complete(TokenizeAnswer),
 )
 async def tokenize(
-    body: JsonBody, reading: ReadingDep, gateway: GatewayDep, record: RecordDep, answering: AnsweringDep
+    body: TokenizerBody,
+    reading: ReadingDep,
+    gateway: GatewayDep,
+    record: RecordDep,
+    answering: AnsweringDep,
 ) -> Response:
     """Return the ids of a text, or of a conversation as the model would be given it."""
     request = await answering.read(TokenizeRequest, body, reading)
@@ -432,7 +451,7 @@ async def tokenize(
     openapi_extra=body_of(DetokenizeRequest),
     responses=complete(DetokenizeAnswer),
 )
-async def detokenize(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
+async def detokenize(body: TokenizerBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
     """Return the text of a model's token ids."""
     tokens = await answering.tokens(await answering.read(DetokenizeRequest, body, reading))
     return respond_with(DetokenizeAnswer(tokens.text))

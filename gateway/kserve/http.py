@@ -24,6 +24,7 @@ from gateway.http.routes import (
     RecordDep,
     read_body,
 )
+from gateway.http.run import check_limits
 from gateway.kserve.contracts import MAX_RANK, MAX_TENSORS, VERSION, InferRequest, Tensor
 from gateway.kserve.door import Door
 from gateway.openai.document import read_object, read_optional_object, validate
@@ -150,6 +151,7 @@ async def infer(  # noqa: PLR0917 - FastAPI passes all by name
     request: Request, gateway: GatewayDep, record: RecordDep, door: DoorDep, model: str, version: str = ""
 ) -> Response:
     """Answer the questions of a request."""
+    check_limits(gateway, record, gateway.admission)
     body = await read_body(request, gateway, record)
     header_length = request.headers.get(HEADER_LENGTH)
     inference, binary = await gateway.bodies.read(

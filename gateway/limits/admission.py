@@ -84,6 +84,15 @@ class Admission:
         """Callers in this process's queue."""
         return len(self._queue)
 
+    def check(self) -> None:
+        """Check that one more may be at work or wait, as things are now; nothing is taken.
+
+        Raises:
+            RateLimitError: the queue is full.
+        """
+        if self._held.total() >= self._max_in_flight and self._queued.total() >= self._max_waiting:
+            raise self._full()
+
     async def acquire(self, permits: int = 1) -> int:
         """Take permits, waiting in order of arrival; `release` them with the same number.
 
@@ -98,11 +107,7 @@ class Admission:
         if not self._queue and self._take(turn):
             return wanted
         if not self._queued.add_within(1, self._max_waiting):
-            raise RateLimitError(
-                f"The gateway is full: {self._held.total()} {self._work} at work, "
-                f"{self._queued.total()} requests wait.",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+            raise self._full()
         self._queue.append(turn)
         self._tell()
         try:
@@ -118,6 +123,13 @@ class Admission:
         """Give permits back: to the first in the queue if there is one."""
         self._held.own -= self._possible(permits)
         self._grant()
+
+    def _full(self) -> RateLimitError:
+        return RateLimitError(
+            f"The gateway is full: {self._held.total()} {self._work} at work, "
+            f"{self._queued.total()} requests wait.",
+            retry_after_s=_RETRY_AFTER_S,
+        )
 
     def _possible(self, permits: int) -> int:
         return min(permits, self._max_in_flight)

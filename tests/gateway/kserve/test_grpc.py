@@ -150,6 +150,44 @@ async def test_keys_are_metadata() -> None:
         await served.until_idle()
 
 
+async def test_the_key_and_its_limits_come_before_the_message() -> None:
+    key = {"name": "k", "key": "k", "requests_per_minute": 1}
+    async with over_grpc(FakeUpstream(echo), api_keys=[key]) as (served, stub, address):
+        metadata = [("authorization", "Bearer k")]
+        await stub.ModelInfer(question(), metadata=metadata)
+        async with grpc.aio.insecure_channel(address) as channel:
+            for name in ("ModelInfer", "ModelStreamInfer"):
+                # What would send messages sends none, and hears nevertheless.
+                unknown = channel.stream_stream(ROUTE + name)()
+                assert (await refusal(unknown.read()))[0] is CODE.UNAUTHENTICATED
+            over = channel.stream_stream(ROUTE + "ModelInfer")(metadata=metadata)
+            assert (await refusal(over.read()))[0] is CODE.RESOURCE_EXHAUSTED
+        await until(
+            lambda: (
+                served.metric("requests_total", route=ROUTE + "ModelInfer", model="unknown", status="429")
+                == 1
+            )
+        )
+        assert (
+            served.metric("requests_total", route=ROUTE + "ModelStreamInfer", model="unknown", status="401")
+            == 1
+        )
+
+
+async def test_a_message_that_never_comes_is_given_up() -> None:
+    async with (
+        over_grpc(FakeUpstream(echo), body_timeout_s=0.2) as (served, stub, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        silent = channel.stream_stream(ROUTE + "ModelInfer")()
+        assert (await refusal(silent.read()))[0] is CODE.DEADLINE_EXCEEDED
+        none = channel.stream_stream(ROUTE + "ModelInfer")()
+        await none.done_writing()
+        assert (await refusal(none.read()))[0] is CODE.INVALID_ARGUMENT
+        assert await stub.ModelInfer(question())
+        await served.until_idle()
+
+
 async def test_without_keys_nobody_controls_models_through_a_proxy() -> None:
     async with over_grpc(FakeUpstream()) as (served, stub, _):
         load = service_pb2.RepositoryModelLoadRequest(model_name="glm")
