@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
+from time import perf_counter
 from typing import Any, Final, NamedTuple
 
 import grpc
@@ -166,9 +167,9 @@ class GrpcServer:
         metadata = _metadata_of(context)
         try:
             self._authorize("ModelStreamInfer", metadata)
-        except GatewayError:  # a record of its own says so
-            refused = await self._serve("ModelStreamInfer", partial(self._message, context), context)
-            await context.abort(*refused)
+        except GatewayError as error:
+            refuse = partial(_refuse, error.with_traceback(None))
+            await context.abort(*await self._serve("ModelStreamInfer", refuse, context))  # for its record
         ends = metadata.get("triton_grpc_error") == "true"
         answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(_AHEAD)
         running: set[asyncio.Task[Any]] = set()
@@ -218,8 +219,10 @@ class GrpcServer:
                 if remaining_s is not None:
                     limit = asyncio.get_running_loop().time() + remaining_s
                     record.deadline = min(record.deadline, limit)
-                request = await self._received(name, await receive(), record)
-                answer = await self._answer(name, request, record)
+                began = perf_counter()
+                data = await receive()
+                record.waited_s += perf_counter() - began
+                answer = await self._answer(name, await self._received(name, data, record), record)
             except GatewayError as error:
                 record.fail(error)
                 return _refused(error)
@@ -275,6 +278,10 @@ def _metadata_of(context: Any) -> dict[str, str]:
 
 async def _there(data: bytes) -> bytes:
     return data
+
+
+async def _refuse(error: GatewayError) -> bytes:
+    raise error
 
 
 async def _connected() -> Mapping[str, str]:

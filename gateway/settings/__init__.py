@@ -223,7 +223,7 @@ class Settings(BaseSettings):
         256 * 2**20,
         ge=2**20,
         description="bytes that all request bodies held at once may take, as they came and as they were read "
-        "(two to nine times as much, by their content); more are refused with a 429",
+        "(text as much again, token ids eight times); more are refused with a 429",
     )
     # How long.
     body_timeout_s: float = Field(30.0, gt=0, description="seconds a client may take to send a request body")
