@@ -135,7 +135,7 @@ async def test_a_thousand_hostile_requests_are_the_clients_fault() -> None:
         assert set(statuses) <= {200, 400, 404, 413}, statuses
         assert (await served.http.post(INFER, json=body())).status_code == 200
         await served.until_idle()
-        assert served.gateway.body_bytes.own == 0
+        assert served.gateway.bodies.held == 0
 
 
 async def test_tiny_chunks_in_process() -> None:
