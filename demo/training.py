@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from demo.encoding import Sample
 from triton_models.checkpoint import read_config, tensor_places
-from triton_models.engine.models import Rotary
+from triton_models.engine.models import Alibi, Rotary
 from triton_models.engine.models.chatglm import ChatGLM
 from triton_models.engine.ops_torch import PlainMath, rotate_in_place, rotation, split_heads
 
@@ -54,9 +54,11 @@ class _WholeDialogues(PlainMath):
         self,
         layer: int,  # noqa: ARG002 - there is no cache, so every layer is alike
         projected: Tensor,
-        rotary: Rotary | None,
+        rotary: Rotary | Alibi | None,
     ) -> Tensor:
         """See `Operations`."""
+        if isinstance(rotary, Alibi):
+            raise TypeError("models whose scores fall with the distance are not trained")
         if rotary is not None:
             rotate_in_place(projected[:, : -self._kv_heads], rotation(rotary, self.positions))
         queries, keys, values = (

@@ -22,7 +22,8 @@ from gateway.http.sse import let_drains_finish_streams
 from gateway.kserve import http as kserve_http
 from gateway.kserve import predict
 from gateway.kserve.door import Door
-from gateway.limits.admission import Admission, Drain
+from gateway.limits.admission import Admission, Connections, Drain
+from gateway.limits.bodies import Bodies
 from gateway.limits.counters import SharedCounters
 from gateway.limits.keys import KeyLimits, Keyring
 from gateway.page.routes import page_router
@@ -65,7 +66,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
         metrics.registry.register(EngineLoads(partial(_loads, public)))
         upstream = WithAdapters(public, public.adapters)
     shared = SharedCounters(
-        gauges=2 * Admission.GAUGES + 1,
+        gauges=2 * Admission.GAUGES + 2,
         counters=0,
         named=KeyLimits.room(settings),
         place=place,
@@ -83,7 +84,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
             shared=shared,
             work="tokenizations",
         ),
-        body_bytes=shared.gauge(),
+        bodies=Bodies(settings.max_held_body_bytes, shared),
         keyring=Keyring(settings.api_keys),
         sites=Sites(settings),
         key_limits=KeyLimits(settings.api_keys, shared),
@@ -122,6 +123,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
         dependencies=[routes.OwnSite],
     )
     app.state.gateway = gateway
+    app.state.connections = Connections(settings.max_connections, shared)
     app.state.records = Records(gateway)
     app.state.door = Door(gateway)
     page = [page_router()] if settings.chat_page else []

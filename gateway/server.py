@@ -12,11 +12,13 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import uvicorn
 import uvloop
@@ -46,6 +48,8 @@ fifteenth of the time of a gateway that streams."""
 _FULL_COLLECTION_EVERY = 100
 """Collections of the middle generation; Python's default is 10."""
 _READY_POLL_S = 0.02
+_OTHER_DESCRIPTORS = 512
+"""Of files, of the Tritons, and of gRPC's connections."""
 
 _log = logging.getLogger(__name__)
 
@@ -257,9 +261,20 @@ def run(
         if place is None:  # else whoever made the place has seen to it
             listen_gateway([listeners])
         app = create_app(settings, upstream, place)
+        _allow_descriptors(settings.max_connections + _OTHER_DESCRIPTORS)
         _shorten_pauses()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(app, settings, listeners, on_ready, on_stop))
+
+
+def _allow_descriptors(count: int) -> None:
+    """Let this process open so many descriptors, as far as it may: often it may far more than it does."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < count:
+        _log.warning("the limit on open files is too low for max_connections", extra={"ulimit": most})
+        count = most
+    if resource.RLIM_INFINITY != allowed < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, most))
 
 
 def _shorten_pauses() -> None:
@@ -281,7 +296,7 @@ def make_server(app: FastAPI, cert: str | None = None, key: str | None = None) -
     return Server(
         uvicorn.Config(
             app,
-            http=BoundedHttpProtocol,
+            http=partial(BoundedHttpProtocol, bound=app.state.connections),  # type: ignore[arg-type]
             ws="none",
             lifespan="on",
             access_log=False,

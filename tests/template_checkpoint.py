@@ -26,8 +26,8 @@ TEMPLATE = (
 )
 
 
-def write_tokenizer(directory: Path) -> Tokenizer:
-    """Write a tokenizer of bytes, with a template, into `directory`."""
+def write_tokenizer(directory: Path, template: str | None = TEMPLATE) -> Tokenizer:
+    """Write a tokenizer of bytes into `directory`; without a template, it is a base model's."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: number for number, character in enumerate(alphabet)}
     merges = [("h", "e"), ("Ġ", "the"), ("t", "he")]
@@ -43,8 +43,9 @@ def write_tokenizer(directory: Path) -> Tokenizer:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
-        "chat_template": TEMPLATE,
     }
+    if template is not None:
+        config["chat_template"] = template
     (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return tokenizer
 

@@ -153,7 +153,10 @@ def main(
         )
     try:
         folder_name, checkpoint = read_model_argument(model)
-        check_checkpoint(checkpoint, None if options["format"] is None else str(options["format"]))
+        chat_format, engine = options["format"], options["engine"]
+        check_checkpoint(
+            checkpoint, None if chat_format is None else str(chat_format), any_type=engine == "transformers"
+        )
         entry = ModelEntry(
             name=name or folder_name,
             checkpoint="checkpoint",

@@ -2,9 +2,9 @@
 
 ChatGLM2, ChatGLM3 and GLM-4 in their original form are read here, where each configuration key means what it
 means in `configuration_chatglm.py` and `modeling_chatglm.py`; other families, and GLM-4's other form,
-by `triton_models.native`. No remote code runs, and only tensors are unpickled. The layouts of weight files
-are those that transformers writes: one `model.safetensors`, or shards with `model.safetensors.index.json`;
-the same for `pytorch_model.bin`.
+by `triton_models.native` and `triton_models.native_bloom`. No remote code runs, and only tensors are
+unpickled. The layouts of weight files are those that transformers writes: one `model.safetensors`, or shards
+with `model.safetensors.index.json`; the same for `pytorch_model.bin`.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from triton_models.directory import (
+    BLOOM_TYPE,
     NATIVE_TYPES,
     ConfigNumbers,
     check_model_type,
@@ -28,12 +29,20 @@ from triton_models.directory import (
 )
 from triton_models.engine.capacity import GIB, total_bytes
 from triton_models.engine.linear import Linear
+from triton_models.engine.models.bloom import Bloom, BloomConfig
 from triton_models.engine.models.chatglm import ChatGLM, ChatGLMConfig
 from triton_models.engine.models.decoder import Decoder, DecoderConfig
 from triton_models.engine.quantised import QUANTISATIONS
 from triton_models.errors import CheckpointError, UnsupportedArchitectureError
 from triton_models.native import Place, native_dropped, native_places, read_native_config
+from triton_models.native_bloom import BLOOM_PREFIX, bloom_dropped, bloom_places, read_bloom_config
 from triton_models.weight_formats import PackedMatrices, WeightFormat, agreed_quantization, read_format
+
+ModelConfig = ChatGLMConfig | DecoderConfig | BloomConfig
+"""The shape of a model of any family."""
+
+Model = ChatGLM | Decoder | Bloom
+"""A model of any family."""
 
 LoadProgress = Callable[[int, int], None]
 """Called with two byte counts of the model's weights: those filled so far, and the total."""
@@ -66,7 +75,19 @@ class Shard:
     """Returns a tensor on the CPU, which is backed by the mapped file: valid while the shard is open."""
 
 
-def read_shape(directory: Path) -> ChatGLMConfig | DecoderConfig:
+@dataclass(frozen=True, slots=True)
+class _EmptyModel:
+    """A model to be filled, and the names that its tensors have in a checkpoint."""
+
+    model: Model
+    places: dict[str, Place]
+    dropped: set[str]
+    """Names that are skipped."""
+    prefix: str = ""
+    """What some checkpoints put before these names."""
+
+
+def read_shape(directory: Path) -> ModelConfig:
     """Read and check `config.json` of a checkpoint of any family.
 
     Raises:
@@ -76,6 +97,8 @@ def read_shape(directory: Path) -> ChatGLMConfig | DecoderConfig:
     """
     path = directory / "config.json"
     raw = read_json(path)
+    if raw.get("model_type") == BLOOM_TYPE:
+        return read_bloom_config(path, raw)
     return read_native_config(path, raw) if raw.get("model_type") in NATIVE_TYPES else read_config(directory)
 
 
@@ -129,7 +152,7 @@ def load_model(
     progress: LoadProgress | None = None,
     *,
     quantization: str | None = None,
-) -> ChatGLM | Decoder:
+) -> Model:
     """Read a checkpoint into a model on `device`.
 
     Files are memory-mapped one at a time and copied tensor by tensor into the model, so that at most about
@@ -151,27 +174,22 @@ def load_model(
             f" {quantization or dtype}, and {device} has {there / GIB:,.1f}; "
             + _what_would_fit(config, dtype, there, stored)
         )
-    model: ChatGLM | Decoder
-    missing: dict[str, Place]
-    dropped = set(_DROPPED)
-    if isinstance(config, ChatGLMConfig):
-        model = ChatGLM(config, dtype=dtype, device=device, form=form, head=head)
-        missing = places(model)
-    else:
-        model = Decoder(config, dtype=dtype, device=device, form=form, head=head)
-        missing = native_places(model, read_json(directory / "config.json")["model_type"])
-        dropped |= native_dropped(config)
+    empty = _allocate(directory, config, dtype, device, form=form, head=head)
+    model, missing = empty.model, empty.places
     total = sum(tensor.nbytes for tensor in missing.values())
-    packed = None if stored is None else PackedMatrices(stored, model, missing)
+    packed = None if stored is None else PackedMatrices(stored, model.embedding, missing)
     filled = 0
     for path, expected in shards.items():
         with open_shard(path) as shard:
             _check_names(path, shard.names, expected)
-            for name in sorted(shard.names - dropped):
-                if packed is not None and packed.has(name):
-                    filled += packed.add(path, name, shard.read(name))
+            for name in sorted(shard.names):
+                place = name.removeprefix(empty.prefix)
+                if place in empty.dropped:
+                    continue
+                if packed is not None and packed.has(place):
+                    filled += packed.add(path, place, shard.read(name))
                 else:
-                    filled += _fill(path, shard, name, missing)
+                    filled += _fill(path, name, shard.read, place, missing)
                 if progress is not None:
                     progress(filled, total)
             if packed is not None:
@@ -181,6 +199,28 @@ def load_model(
         where = next(iter(shards)) if len(shards) == 1 else directory
         raise CheckpointError(f"{where}: tensor {min(absent)!r} is missing ({len(absent)} in all)")
     return model
+
+
+def _allocate(
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    form: type[Linear],
+    head: type[Linear],
+) -> _EmptyModel:
+    match config:
+        case ChatGLMConfig():
+            chatglm = ChatGLM(config, dtype=dtype, device=device, form=form, head=head)
+            return _EmptyModel(chatglm, places(chatglm), _DROPPED)
+        case BloomConfig():
+            bloom = Bloom(config, dtype=dtype, device=device, form=form, head=head)
+            return _EmptyModel(bloom, bloom_places(bloom), bloom_dropped(config), BLOOM_PREFIX)
+        case DecoderConfig():
+            decoder = Decoder(config, dtype=dtype, device=device, form=form, head=head)
+            found = native_places(decoder, read_json(directory / "config.json")["model_type"])
+            return _EmptyModel(decoder, found, native_dropped(config))
 
 
 def read_quantization(directory: Path, wanted: str | None) -> tuple[WeightFormat | None, str | None]:
@@ -203,9 +243,7 @@ def matrix_forms(stored: WeightFormat | None, quantization: str | None) -> tuple
     return form, Linear if stored is not None and not stored.head else form
 
 
-def _what_would_fit(
-    config: ChatGLMConfig | DecoderConfig, dtype: torch.dtype, there: int, stored: WeightFormat | None
-) -> str:
+def _what_would_fit(config: ModelConfig, dtype: torch.dtype, there: int, stored: WeightFormat | None) -> str:
     if stored is not None and stored.quantization is not None:
         return f"its weights are {stored.quantization} already"
     sizes = {name: config.nbytes(dtype, form) for name, form in QUANTISATIONS.items()}
@@ -296,12 +334,12 @@ def _check_names(path: Path, names: set[str], expected: set[str] | None) -> None
         raise CheckpointError(f"{path}: tensor {min(unlisted)!r} is in it, and the index does not say so")
 
 
-def _fill(path: Path, shard: Shard, name: str, missing: dict[str, Place]) -> int:
-    """Copy a tensor into the model and remove it from `missing`; return the number of bytes copied."""
-    if name not in missing:
+def _fill(path: Path, name: str, read: Callable[[str], Tensor], place: str, missing: dict[str, Place]) -> int:
+    """Copy a tensor to its `place` and remove that from `missing`; return the number of bytes copied."""
+    if place not in missing:
         raise CheckpointError(f"{path}: tensor {name!r} has no place in this model, or came twice")
-    source = shard.read(name)
-    destination = missing.pop(name)
+    source = read(name)
+    destination = missing.pop(place)
     if tuple(source.shape) != tuple(destination.shape):
         raise CheckpointError(
             f"{path}: tensor {name!r} has shape {list(source.shape)} instead of {list(destination.shape)}"

@@ -17,6 +17,11 @@ CHATGLM_TYPE: Final = "chatglm"
 NATIVE_TYPES: Final = ("glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
 """The `model_type` of each of transformers' own classes that is served (see `triton_models.native`)."""
 
+BLOOM_TYPE: Final = "bloom"
+"""The `model_type` of BLOOM (see `triton_models.native_bloom`)."""
+
+SERVED_TYPES: Final = (CHATGLM_TYPE, *NATIVE_TYPES, BLOOM_TYPE)
+
 _GLM_TYPES: Final = (CHATGLM_TYPE, "glm", "glm4")
 """Those whose tokenizer may be ChatGLM's own."""
 
@@ -93,19 +98,22 @@ def read_optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def check_checkpoint(directory: Path, chat_format: str | None = None) -> None:
+def check_checkpoint(directory: Path, chat_format: str | None = None, *, any_type: bool = False) -> None:
     """Check that a directory has what loading it will look for, as far as that can be told without torch.
 
     Args:
         directory: the checkpoint's.
         chat_format: the option `format`; None: the checkpoint says.
+        any_type: whether the engine serves more kinds of models than our own forward passes.
 
     Raises:
         UnsupportedArchitectureError: it is another kind of model; the message says which are served.
         CheckpointError: a file is missing or broken, or nothing tells the chat format.
     """
     path = directory / "config.json"
-    check_model_type(path, read_json(path))
+    config = read_json(path)
+    if not any_type:
+        check_model_type(path, config)
     find_shards(directory)
     template = (chat_format or detect_format(directory)) == "template"
     tokenizer = directory / (_TOKENIZER_JSON if template else _TOKENIZER_FILE)
@@ -120,13 +128,13 @@ def check_model_type(path: Path, raw: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedArchitectureError: they are not.
     """
-    served = (CHATGLM_TYPE, *NATIVE_TYPES)
     if "vision_config" in raw:
         raise UnsupportedArchitectureError(f"{path}: this model sees images, which is not supported")
-    if (model_type := raw.get("model_type")) not in served:
+    if (model_type := raw.get("model_type")) not in SERVED_TYPES:
         raise UnsupportedArchitectureError(
-            f"{path}: model_type {model_type!r} is not supported; {', '.join(served)} are. Other models run"
-            " on a Triton with vLLM or TensorRT-LLM, behind `tritongate serve`"
+            f"{path}: model_type {model_type!r} is not supported; {', '.join(SERVED_TYPES)} are. Others may"
+            " run with `--engine transformers`, or on a Triton with vLLM or TensorRT-LLM behind"
+            " `tritongate serve`"
         )
 
 
@@ -160,8 +168,8 @@ def detect_format(directory: Path) -> FormatName:
         CheckpointError: none of these is conclusive, or a file in the directory is broken.
     """
     model_type = read_optional_json(directory / "config.json").get("model_type")
-    native = model_type in NATIVE_TYPES and model_type not in _GLM_TYPES
-    if native or (model_type != CHATGLM_TYPE and (directory / _TOKENIZER_JSON).is_file()):
+    other = model_type in SERVED_TYPES and model_type not in _GLM_TYPES
+    if other or (model_type != CHATGLM_TYPE and (directory / _TOKENIZER_JSON).is_file()):
         return "template"
     found = format_evidence(directory)
     if found is None:

@@ -62,15 +62,18 @@ _FAMILIES: Final[Mapping[str, _Family]] = MappingProxyType({
 """By `model_type`, which is among `NATIVE_TYPES`."""
 
 
-@dataclass(frozen=True, slots=True)
-class PairedRows:
-    """Rows of a model's matrix, whose heads a checkpoint has as two halves: each half has one of every pair.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwappedRows:
+    """Rows of a model's matrix that a checkpoint has in another order.
 
-    The model has the pairs side by side. Stands where a tensor would, as a place to be filled.
+    There they are [..., outer, inner, size], and in the model [..., inner, outer, size]. Stands where a
+    tensor would, as a place to be filled.
     """
 
     rows: Tensor | QuantisedRows
-    head_dim: int
+    outer: int
+    inner: int
+    size: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -84,21 +87,21 @@ class PairedRows:
 
     def copy_(self, source: Tensor) -> None:
         """Fill the rows from a tensor of the checkpoint."""
-        self.rows.copy_(self._paired(source))
+        self.rows.copy_(self._swapped(source))
 
     def store(self, rows: StoredWeights) -> None:
         """Fill the rows from ones that are quantised already."""
         if not isinstance(self.rows, QuantisedRows):
             raise TypeError("the matrix is not quantised")
-        zeros = None if rows.zeros is None else self._paired(rows.zeros)
-        self.rows.store(StoredWeights(self._paired(rows.numbers), self._paired(rows.scales), zeros))
+        zeros = None if rows.zeros is None else self._swapped(rows.zeros)
+        self.rows.store(StoredWeights(self._swapped(rows.numbers), self._swapped(rows.scales), zeros))
 
-    def _paired(self, source: Tensor) -> Tensor:
-        halves = source.reshape(-1, 2, self.head_dim // 2, *source.shape[1:])
-        return halves.transpose(1, 2).reshape(source.shape)
+    def _swapped(self, source: Tensor) -> Tensor:
+        parts = source.reshape(-1, self.outer, self.inner, self.size, *source.shape[1:])
+        return parts.transpose(1, 2).reshape(source.shape)
 
 
-Place = Tensor | QuantisedRows | PairedRows
+Place = Tensor | QuantisedRows | SwappedRows
 """Where a checkpoint's tensor is copied to."""
 
 
@@ -121,6 +124,7 @@ def read_native_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig:
     head_dim = numbers.size("head_dim", family.head_dim or hidden // heads)
     positions = numbers.size("max_position_embeddings")
     rope, positions = _rope(path, raw, family, head_dim, positions)
+    _refuse_windows(path, raw, family, positions)
     bias = raw.get("attention_bias")
     bias = family.interleaved if bias is None else bool(bias)  # GLM's classes have biases by default
     return DecoderConfig(
@@ -154,7 +158,8 @@ def native_places(model: Decoder, model_type: str) -> dict[str, Place]:
     widths = [config.query_width, *[config.kv_heads * config.head_dim] * 2]
 
     def heads(rows: Tensor | QuantisedRows) -> Place:
-        return rows if family.interleaved else PairedRows(rows, config.head_dim)
+        """Return the place of heads of which a checkpoint has all first numbers of pairs, then all second."""
+        return rows if family.interleaved else SwappedRows(rows=rows, outer=2, inner=config.head_dim // 2)
 
     for number, layer in enumerate(model.layers):
         prefix = f"model.layers.{number}."
@@ -201,12 +206,18 @@ def _refuse_variants(path: Path, raw: Mapping[str, Any], family: _Family) -> Non
         refuse("hidden_act")
     if raw.get("mlp_bias"):
         refuse("mlp_bias")
+
+
+def _refuse_windows(path: Path, raw: Mapping[str, Any], family: _Family, positions: int) -> None:
+    """Refuse attention that is limited to less than the `positions` that rotations reach."""
     window = raw.get("sliding_window")
-    positions = raw.get("max_position_embeddings")
     if family.window is None or window is None or not raw.get("use_sliding_window", family.window):
         return
-    if not isinstance(window, int) or not isinstance(positions, int) or window < positions:
-        refuse("sliding_window", f"is not supported, since it is less than the {positions} positions")
+    if not isinstance(window, int) or window < positions:
+        raise UnsupportedArchitectureError(
+            f"{path}: sliding_window {window!r} is not supported, since it is less than the {positions}"
+            " positions"
+        )
 
 
 def _rope(

@@ -16,8 +16,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from triton_models.checkpoint import find_shards
-from triton_models.directory import ConfigNumbers, read_json
+from triton_models.directory import ConfigNumbers, find_shards, read_json
 from triton_models.engine.capacity import GIB, total_bytes
 from triton_models.engine.models.transformers_model import ATTENTION, TransformersModel, look, nbytes
 from triton_models.errors import CheckpointError, UnsupportedArchitectureError

@@ -16,8 +16,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from triton_models.engine.models.chatglm import ChatGLM
-from triton_models.engine.models.decoder import Decoder
 from triton_models.engine.quantised import GROUP, StoredWeights
 from triton_models.errors import CheckpointError, UnsupportedArchitectureError
 from triton_models.native import Place
@@ -106,13 +104,13 @@ def agreed_quantization(path: Path, stored: WeightFormat | None, wanted: str | N
 class PackedMatrices:
     """The quantised matrices of a checkpoint; each has several tensors, perhaps in several shards."""
 
-    def __init__(self, stored: WeightFormat, model: ChatGLM | Decoder, missing: dict[str, Place]) -> None:
-        """Take the places of these matrices out of `missing`."""
+    def __init__(self, stored: WeightFormat, embedding: Tensor, missing: dict[str, Place]) -> None:
+        """Take the places of these matrices, of which `embedding` is none, out of `missing`."""
         self._format = stored
         self._places: dict[str, Place] = {}
         for name, place in tuple(missing.items()):
             stem = name.removesuffix(".weight")
-            matrix = len(place.shape) > 1 and place is not model.embedding
+            matrix = len(place.shape) > 1 and place is not embedding
             if matrix and (stored.head or stem not in HEADS):
                 self._places[stem] = missing.pop(name)
         self._stems = frozenset(self._places)

@@ -8,7 +8,15 @@ from gateway.anthropic.answer import PING, MessageDocument, MessagesAnswer, Mess
 from gateway.anthropic.errors import MessagesError
 from gateway.anthropic.request import CountTokensRequest, MessagesRequest
 from gateway.http.openapi import body_of, complete, streamed_or_complete
-from gateway.http.routes import AnsweringDep, GatewayDep, JsonBody, ReadingDep, RecordDep, respond_with
+from gateway.http.routes import (
+    AnsweringDep,
+    GatewayDep,
+    JsonBody,
+    ReadingDep,
+    RecordDep,
+    TokenizerBody,
+    respond_with,
+)
 from gateway.settings.values import Scope
 
 _PING = ServerSentEvent(event=PING[0], data=PING[1], sep="\n")
@@ -34,7 +42,7 @@ async def create_message(
     body: JsonBody, reading: ReadingDep, record: RecordDep, answering: AnsweringDep
 ) -> Response:
     """Answer a conversation in Anthropic's format, at once or as a stream of named events."""
-    request = MessagesRequest.read(body, reading)
+    request = await answering.read(MessagesRequest, body, reading)
     return await answering.respond(request, MessagesAnswer(request, record.request_id), ping=_PING)
 
 
@@ -43,7 +51,7 @@ async def create_message(
     openapi_extra=body_of(CountTokensRequest),
     responses=complete(TokensCount, error=MessagesError),
 )
-async def count_tokens(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
+async def count_tokens(body: TokenizerBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
     """Count the tokens of a conversation as the model would be given it."""
-    tokens = await answering.tokens(CountTokensRequest.read(body, reading))
+    tokens = await answering.tokens(await answering.read(CountTokensRequest, body, reading))
     return respond_with(TokensCount(len(tokens.ids)))

@@ -314,8 +314,8 @@ def _anything(_: str) -> bool:
 
 def _begins_object(text: str) -> bool:
     """Whether the first key, as far as it came, is one of a call's."""
-    begun = "".join(text[:_FIRST_KEY].split())
-    return any(begun.startswith(key) or key.startswith(begun) for key in _KEYS)
+    start = "".join(text[:_FIRST_KEY].split())
+    return any(start.startswith(key) or key.startswith(start) for key in _KEYS)
 
 
 _KEYS: Final = ('{"name"', '{"type"', '{"id"', '{"parameters"', '{"arguments"')

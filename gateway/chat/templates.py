@@ -40,7 +40,7 @@ _SHORT_ID: Final = 9
 
 
 class TemplateError(Exception):
-    """A folder has no template that can be used; the message says why."""
+    """A folder's template or configuration cannot be used; the message says why."""
 
 
 class _Generation(Extension):
@@ -96,11 +96,11 @@ class ChatTemplate:
             raise TemplateError(f"no chat template is called {_DEFAULT!r}")
 
     @classmethod
-    def read(cls, folder: Path) -> "ChatTemplate":
-        """Read the template of a tokenizer's folder.
+    def read(cls, folder: Path) -> "ChatTemplate | None":
+        """Read the template of a tokenizer's folder; None: it has none, as that of a base model.
 
         Raises:
-            TemplateError: it has none, or one that cannot be used.
+            TemplateError: it has one that cannot be used.
         """
         config = read_config(folder / _CONFIG_FILE)
         tokens = {name: text for name in _TOKENS if (text := text_of(config.get(name))) is not None}
@@ -112,9 +112,9 @@ class ChatTemplate:
                 return cls({_DEFAULT: text}, tokens)
             case list(named):
                 return cls({each["name"]: each["template"] for each in named}, tokens)
-        raise TemplateError(
-            f"{folder} has no chat template: neither {_TEMPLATE_FILE} nor one in {_CONFIG_FILE}"
-        )
+            case None:
+                return None
+        raise TemplateError(f"{folder / _CONFIG_FILE}: its chat_template is no text")
 
     def render(self, conversation: Conversation) -> str:
         """Return the prompt for the assistant's next message, or the last one's continuation.

@@ -126,11 +126,11 @@ def open_output(path: Path, *, keep_failed: bool) -> tuple[BinaryIO, set[str], i
             done.add(name)
             failed += not fine
             kept.append(text)
-    whole = b"".join(kept)
-    if len(whole) != os.fstat(file.fileno()).st_size:
+    complete = b"".join(kept)
+    if len(complete) != os.fstat(file.fileno()).st_size:
         # A crash meanwhile must not lose what there is.
         safe = path.with_name(f"{path.name}.new")
-        safe.write_bytes(whole)
+        safe.write_bytes(complete)
         file.close()
         safe.replace(path)
         return open_output(path, keep_failed=True)
@@ -205,12 +205,12 @@ class Batch:
         """Return the line's result; None: it was stopped while it waited for another attempt."""
         body = json.dumps(line.body).encode()
         for attempt in range(1, self._attempts + 1):
-            asked = None
+            requested = None
             try:
                 connection.request("POST", prefix + line.path, body, self._headers)
                 response = connection.getresponse()
                 answer = response.read()
-                asked = response.headers.get("retry-after")
+                requested = response.headers.get("retry-after")
                 result = _result(line, response, answer)
                 if response.status not in _PASSING:
                     return result
@@ -218,8 +218,8 @@ class Batch:
                 connection.close()  # the next request opens it again
                 result = _failure(line, f"cannot reach {self._url}: {error or type(error).__name__}")
             pause_s = min(2.0 ** (attempt - 1), _LONGEST_PAUSE_S)
-            if asked is not None and asked.isdecimal():
-                pause_s = max(pause_s, float(asked))
+            if requested is not None and requested.isdecimal():
+                pause_s = max(pause_s, float(requested))
             if attempt < self._attempts and self._stopping.wait(pause_s):
                 return None
         return result
@@ -244,7 +244,7 @@ def _output(line: Line, response: dict[str, Any] | None, error: dict[str, Any] |
 
 
 @dataclass(slots=True)
-class _Tally:
+class _Counts:
     """How far a run is."""
 
     total: int
@@ -268,7 +268,7 @@ class _Tally:
         return f"{self.done:,} of {self.total:,} done, {self.failed:,} failed, {rate:.1f} a second{left}"
 
 
-def run(batch: Batch, out: BinaryIO, tally: _Tally, progress: Progress) -> bool:
+def run(batch: Batch, out: BinaryIO, counts: _Counts, progress: Progress) -> bool:
     """Write results until there are no more; return whether Ctrl-C cut it short.
 
     A first Ctrl-C lets finish what was asked, a second one drops it.
@@ -276,8 +276,8 @@ def run(batch: Batch, out: BinaryIO, tally: _Tally, progress: Progress) -> bool:
     stopped = False
     while batch.running:
         try:
-            _write(batch.result, out, tally)
-            progress.show(str(tally))
+            _write(batch.result, out, counts)
+            progress.show(str(counts))
         except KeyboardInterrupt:
             if stopped:
                 break
@@ -287,11 +287,11 @@ def run(batch: Batch, out: BinaryIO, tally: _Tally, progress: Progress) -> bool:
     return stopped
 
 
-def _write(result: Callable[[], dict[str, Any] | None], out: BinaryIO, tally: _Tally) -> None:
+def _write(result: Callable[[], dict[str, Any] | None], out: BinaryIO, counts: _Counts) -> None:
     if (document := result()) is not None:
         out.write(json.dumps(document, ensure_ascii=False).encode() + b"\n")
         out.flush()
-        tally.add(document)
+        counts.add(document)
 
 
 @click.command()
@@ -324,10 +324,10 @@ def batch(
             raise ClientError(f"{target} holds answers to another input, such as {min(stray)!r}")
         requests = (read_line(text) for _, text in lines_of(source))
         lines = (line for line in requests if line.custom_id not in done)
-        tally = _Tally(total=len(ids), done=len(done), failed=failed, began=time.monotonic())
+        counts = _Counts(total=len(ids), done=len(done), failed=failed, began=time.monotonic())
         with Progress() as progress:
             asking = Batch(url, key, lines, at_once=min(at_once, max(1, len(ids - done))), attempts=attempts)
-            progress.show(str(tally))
-            stopped = run(asking, out, tally, progress)
-            progress.show(str(tally))
-    sys.exit(_INTERRUPTED if stopped else int(tally.failed > 0))
+            progress.show(str(counts))
+            stopped = run(asking, out, counts, progress)
+            progress.show(str(counts))
+    sys.exit(_INTERRUPTED if stopped else int(counts.failed > 0))

@@ -93,8 +93,8 @@ def plot(measured: Sequence[Measured]) -> str:
     lines += ["", "time to the first token, ms (█ p50, ░ p99)"]
     longest = max(late for _, late in waits)
     for name, (half, late) in zip(names, waits, strict=True):
-        solid, whole = _length(half, longest), _length(late, longest)
-        lines.append(f"  {name:{wide}}  {'█' * solid}{'░' * (whole - solid)} {half:,.0f}, {late:,.0f}")
+        solid, total = _length(half, longest), _length(late, longest)
+        lines.append(f"  {name:{wide}}  {'█' * solid}{'░' * (total - solid)} {half:,.0f}, {late:,.0f}")
     return "\n".join(lines)
 
 

@@ -263,13 +263,13 @@ def chat(*, url: str, key: str | None, question: str | None, model: str | None, 
     """Talk to a model in the terminal; /help there says what else there is."""
     piped = question is None and not sys.stdin.isatty()
     try:
-        asked = sys.stdin.read().strip() if piped else question
-        if asked is not None and not asked.strip():
+        request = sys.stdin.read().strip() if piped else question
+        if request is not None and not request.strip():
             raise ClientError("there is nothing to ask")
         talk = Chat(url, key, Conversation(model or models_at(url, key)[0], **options))
-        if asked is None:
+        if request is None:
             talk.talk()
         else:
-            talk.ask(asked)
+            talk.ask(request)
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)

@@ -131,11 +131,11 @@ async def prompt_of(settings: Settings, model: str, body: Any, *, timeout_s: flo
     document = {"messages": body} if isinstance(body, list) else dict(body)
     known = TokenizeRequest.model_fields
     document = {name: value for name, value in document.items() if name in known} | {"model": model}
-    asked = TokenizeRequest.read(json.dumps(document | {"return_token_strs": True}).encode(), Reading())
+    requested = TokenizeRequest.read(json.dumps(document | {"return_token_strs": True}).encode(), Reading())
     async with probed(settings, timeout_s) as upstream:
         card = upstream.model(model)
         deadline = asyncio.get_running_loop().time() + timeout_s
-        request = asked.tokenization(request_id="prompt", deadline=deadline)
+        request = requested.tokenization(request_id="prompt", deadline=deadline)
         folder = card.settings.tokenizer
         if card.ready or folder is None:
             return await upstream.tokenize(request)

@@ -104,11 +104,6 @@ def read_shape(directory: Path) -> Shape:
         raise SizingError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise SizingError(f"{path}: not JSON") from error
-    kind = document.get("model_type") if isinstance(document, dict) else None
-    if kind not in (None, "chatglm"):
-        raise SizingError(
-            f"{path}: model_type {kind!r} is not estimated; ChatGLM2, ChatGLM3 and GLM-4 as published are"
-        )
     try:
         heads = _count(document["num_attention_heads"])
         shared = document.get("multi_query_attention") is True
@@ -124,7 +119,8 @@ def read_shape(directory: Path) -> Shape:
             bias=bool(document["add_qkv_bias"]),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise SizingError(f"{path}: not a checkpoint of a family that can be sized ({error})") from error
+        kind = document.get("model_type") if isinstance(document, dict) else None
+        raise SizingError(f"{path}: model_type {kind!r} cannot be sized ({error})") from error
 
 
 def _count(value: Any) -> int:

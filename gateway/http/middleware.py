@@ -39,6 +39,7 @@ from gateway.errors import (
     UnsupportedMediaTypeError,
     render,
 )
+from gateway.http.protocol import SPARE
 from gateway.http.record import REQUEST_ID_HEADER, Gateway, Records, RequestRecord
 from gateway.telemetry.metrics import UNKNOWN
 
@@ -46,7 +47,8 @@ IGNORED_HEADER = "X-Tritongate-Ignored"
 """Names the fields of the request that had no effect."""
 
 _PROBES = frozenset({"/health", "/health/ready", "/metrics", "/v2/health/live", "/v2/health/ready"})
-"""Polled by machines every few seconds: served during a drain, logged at debug level, never traced."""
+"""Polled by machines every few seconds: served during a drain and by connections beyond the bound, logged at
+debug level, never traced."""
 
 _SLASHES = re.compile("/+")
 _LONGEST_PATH = 200
@@ -119,7 +121,7 @@ class RecordMiddleware:
             await send(message)
 
         try:
-            await self._records.admit(record, probe=scope["path"] in _PROBES)
+            await self._records.admit(record, probe=scope["path"] in _PROBES, spare=SPARE in scope["state"])
         except UnavailableError as error:
             record.fail(error)
             response = error_response(error, scope["path"], record.request_id)
@@ -248,7 +250,7 @@ class _Body:
             if complete and self._arrived:
                 self._decompressor.close()
             message = {**message, "body": data}
-        self._gateway.hold_body(len(data))
+        self._gateway.bodies.hold(len(data))
         self._received += len(data)
         self._complete = complete
         self._cut = False
@@ -269,7 +271,7 @@ class _Body:
 
     def release(self) -> None:
         """The request is over: uncount its body."""
-        self._gateway.release_body(self._received)
+        self._gateway.bodies.release(self._received)
 
     async def _in_time(self) -> Message:
         began = perf_counter()

@@ -1,6 +1,7 @@
-"""HTTP/1.1 before there is a request: limits on size and time of its head, and answers to malformed ones.
+"""HTTP/1.1 before there is a request: limits on connections, on size and time of a head, and malformed ones.
 
-uvicorn's own protocol limits neither and answers in plain text; nothing above it sees such a request.
+uvicorn's own protocol limits neither size nor time and answers in plain text; nothing above it sees such a
+request. A connection counts once its TLS handshake is over.
 """
 
 import asyncio
@@ -16,13 +17,19 @@ from gateway.errors import (
     HeadersTimeoutError,
     HeadersTooLargeError,
     InvalidRequestError,
+    UnavailableError,
     render,
 )
+from gateway.limits.admission import Connections
 
 _log = logging.getLogger(__name__)
 
 HEAD_LIMIT_BYTES = 64 * 2**10
 HEAD_TIMEOUT_S = 30.0
+SPARE_HEAD_TIMEOUT_S = 5.0
+"""The same on a connection beyond the bound, where probers come at once with their requests."""
+SPARE = "spare"
+"""In the state of a request's scope: it came by a connection beyond the bound."""
 
 _LINGER_S = 2.0
 """How long to go on reading before closing: a close while data arrives is a reset, which could overtake the
@@ -34,13 +41,16 @@ _TLS_HELLO = b"\x16\x03"
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection, which counts among `bound`."""
 
     _tls_seen: ClassVar[bool] = False
     """Whether the log of this process says already that a client spoke TLS."""
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+    def __init__(self, *arguments: Any, bound: Connections, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
+        self._bound = bound
+        self._counted = False
+        self._head_timeout_s = HEAD_TIMEOUT_S
         self._in_head = True
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
@@ -48,12 +58,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._started = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start waiting for the first head."""
+        """Count the connection, and start waiting for the first head; close one too many at once."""
         super().connection_made(transport)
+        try:
+            within = self._bound.enter()
+        except UnavailableError:
+            transport.abort()
+            return
+        self._counted = True
+        if not within:
+            self._head_timeout_s = SPARE_HEAD_TIMEOUT_S
+            self.app_state = {**self.app_state, SPARE: True}
         self._begin_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting."""
+        if self._counted:
+            self._bound.leave()
         self._end_head()
         super().connection_lost(exc)
 
@@ -98,7 +119,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _begin_head(self) -> None:
         self._in_head = True
         self._head_bytes = 0
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._too_slow)
+        self._head_timer = self.loop.call_later(self._head_timeout_s, self._too_slow)
 
     def _end_head(self) -> None:
         self._in_head = False

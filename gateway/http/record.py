@@ -31,11 +31,17 @@ from gateway.errors import (
     InternalError,
     InvalidRequestError,
     ModelNotFoundError,
-    RateLimitError,
 )
 from gateway.http.sites import Sites
-from gateway.limits.admission import Admission, Drain, Pacing, Phase, shutting_down
-from gateway.limits.counters import Number
+from gateway.limits.admission import (
+    Admission,
+    Drain,
+    Pacing,
+    Phase,
+    shutting_down,
+    too_many_connections,
+)
+from gateway.limits.bodies import Bodies
 from gateway.limits.keys import KeyLimits, Keyring
 from gateway.settings import Settings
 from gateway.settings.values import Scope, is_loopback
@@ -49,6 +55,11 @@ BODY_LIMIT_BYTES: Final = 16 * 1024
 NAME_LIMIT: Final = 256
 """Characters of a model's name."""
 _RETRY_AFTER_S: Final = 1
+_READS: Final = frozenset({"GET", "HEAD"})
+"""Methods of requests that nothing is sent to Triton for: they wait behind no burst."""
+
+_PROXIED: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+"""Headers that a reverse proxy adds: whoever sent such a request need not be on this machine."""
 
 _request_id = re.compile(r"[\x21-\x7e]{1,128}")
 _LONGEST_LINE = 400
@@ -70,8 +81,7 @@ class Gateway:
     """Limits generations."""
     tokenizing: Admission
     """Limits tokenizations, which work while the engines are full."""
-    body_bytes: Number
-    """Bytes of all request bodies that are held."""
+    bodies: Bodies
     keyring: Keyring
     sites: Sites
     key_limits: KeyLimits
@@ -80,31 +90,23 @@ class Gateway:
     worker_metrics: WorkerMetrics | None
     """Where other processes serve beside this one."""
 
-    def hold_body(self, count: int) -> None:
-        """Count bytes of a body among those that are held, in whichever process; `release_body` undoes it.
+    def authorize_admin(self, headers: Mapping[str, str]) -> str | None:
+        """Check that whoever sent a request with these headers may control models; return the key's name.
+
+        Args:
+            headers: by lower-case names; of gRPC, the metadata.
 
         Raises:
-            RateLimitError: they would exceed the limit; nothing was counted.
-        """
-        if not self.body_bytes.add_within(count, self.settings.max_held_body_bytes):
-            raise RateLimitError("Too many requests are being sent at once.", retry_after_s=_RETRY_AFTER_S)
-
-    def release_body(self, count: int) -> None:
-        """Uncount bytes."""
-        self.body_bytes.own -= count
-
-    def authorize_admin(self, header: str | None) -> str | None:
-        """Check that whoever sent this Authorization header may control models; return the key's name.
-
-        Raises:
-            ControlDisabledError: there are no keys, and the gateway is reachable from other machines.
+            ControlDisabledError: there are no keys, and the sender may be on another machine.
             GatewayError: as `Keyring.authorize`.
         """
-        if not (self.settings.api_keys or is_loopback(self.settings.host)):
+        here = is_loopback(self.settings.host) and not any(name in headers for name in _PROXIED)
+        if not (self.settings.api_keys or here):
             raise ControlDisabledError(
-                "Without keys, models are controlled from this machine only: add a key with the scope admin."
+                "Without keys, models are controlled from this machine only, and not through a proxy:"
+                " add a key with the scope admin."
             )
-        return self.keyring.authorize(header, Scope.ADMIN)
+        return self.keyring.authorize(headers.get("authorization"), Scope.ADMIN)
 
     def models(self, key: str | None) -> list[ModelCard]:
         """Return the models that the owner of that key may use; None: a caller without a key."""
@@ -307,19 +309,25 @@ class Records:
             resources.callback(self._finish, record, route, probe=probe)
             yield record
 
-    async def admit(self, record: RequestRecord, *, probe: bool = False) -> None:
+    async def admit(self, record: RequestRecord, *, probe: bool = False, spare: bool = False) -> None:
         """Let a request in, or wait behind those that came with it; a drain then waits for its end.
 
+        Only what may go to Triton waits: health, metrics and pages are answered during a burst, too.
+
         Raises:
-            UnavailableError: a drain runs, and this is no probe.
+            UnavailableError: this is no probe, and a drain runs, or it came by a `spare` connection.
         """
         drain = self._gateway.drain
         if drain.phase is not Phase.SERVING and not probe:
             record.metrics.rejected.labels(UNKNOWN, "draining").inc()
             raise shutting_down()
+        if spare and not probe:
+            record.metrics.rejected.labels(UNKNOWN, "connections").inc()
+            raise too_many_connections()
         drain.enter()
         record.resources.callback(drain.leave)
-        await self._pacing.enter()
+        if not (probe or record.method in _READS):
+            await self._pacing.enter()
 
     def failed(self, record: RequestRecord) -> InternalError:
         """Log the exception that is being handled, and return what the client is told of it."""

@@ -7,8 +7,8 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import suppress
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from msgspec import Struct
@@ -22,6 +22,7 @@ from gateway.core.request import Generation
 from gateway.core.upstream import Embedding, ModelCard, Tokens, Vector
 from gateway.errors import (
     ClientGoneError,
+    ContextLengthError,
     GatewayError,
     InternalError,
     InvalidRequestError,
@@ -32,14 +33,15 @@ from gateway.errors import (
 )
 from gateway.http.openapi import body_of, complete, streamed_or_complete
 from gateway.http.record import Gateway, RequestRecord
-from gateway.http.run import RunningRequest, check_context
+from gateway.http.run import RunningRequest, check_context, check_limits
 from gateway.http.sites import name_of
 from gateway.http.sse import PING, EventStream
+from gateway.limits.admission import Admission
 from gateway.openai.answer import Answer, encode
 from gateway.openai.chat_answer import ChatAnswer, ChatCompletion, ChatCompletionChunk
 from gateway.openai.chat_request import ChatRequest
 from gateway.openai.completions import Completion, CompletionAnswer, CompletionChunk, CompletionRequest
-from gateway.openai.document import Reading
+from gateway.openai.document import Body, Reading
 from gateway.openai.embeddings import EmbeddingsAnswer, EmbeddingsRequest, embeddings_answer
 from gateway.openai.params import GenerationRequest
 from gateway.openai.responses_answer import ResponsesAnswer
@@ -97,9 +99,13 @@ async def _metrics(request: Request, gateway: GatewayDep, record: RecordDep) -> 
 
 
 async def _admin(request: Request, gateway: GatewayDep, record: RecordDep) -> None:
-    record.key_name = gateway.authorize_admin(request.headers.get("authorization"))
-    if record.key_name is None and not is_loopback(name_of(request.headers.get("host", ""))):
+    record.key_name = gateway.authorize_admin(request.headers)
+    if record.key_name is not None:
+        return
+    if not is_loopback(name_of(request.headers.get("host", ""))):
         raise PermissionDeniedError("Without keys, this request must be addressed to a loopback name.")
+    if request.scope["http_version"] == "1.0":  # as nginx's proxy_pass speaks, which by default tells no more
+        raise PermissionDeniedError("Without keys, this request must be sent by HTTP/1.1.")
 
 
 async def _site(request: Request, gateway: GatewayDep) -> None:
@@ -133,25 +139,35 @@ async def read_body(request: Request, gateway: GatewayDep, record: RecordDep) ->
         body = await request.body()
     except ClientDisconnect:
         raise ClientGoneError("The client hung up while it sent its body.") from None
+    gateway.bodies.keep(body, record.resources)
     if gateway.settings.log_prompts:
         record.body = body
     return body
 
 
 async def _json_body(request: Request, gateway: GatewayDep, record: RecordDep) -> bytes:
+    return await _read_json(request, gateway, record, gateway.admission)
+
+
+async def _tokenizer_body(request: Request, gateway: GatewayDep, record: RecordDep) -> bytes:
+    return await _read_json(request, gateway, record, gateway.tokenizing)
+
+
+async def _read_json(
+    request: Request, gateway: Gateway, record: RequestRecord, admission: Admission
+) -> bytes:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaTypeError("The body must be declared as Content-Type: application/json.")
+    check_limits(gateway, record, admission)
     return await read_body(request, gateway, record)
 
 
 async def _reading(gateway: GatewayDep, record: RecordDep) -> Reading:
     served = gateway.models(record.key_name)
 
-    def card(model: str) -> ModelCard | None:
-        with suppress(GatewayError):  # a model that there is not is refused later
-            return gateway.model(model, record.key_name)
-        return None
+    def card(model: str) -> ModelCard | None:  # perhaps called on another thread, see `Bodies.read`
+        return next((each for each in served if model in (each.id, *each.settings.aliases)), None)
 
     def reads(model: str) -> frozenset[str]:
         return frozenset() if (known := card(model)) is None else known.template_reads
@@ -169,20 +185,30 @@ async def _reading(gateway: GatewayDep, record: RecordDep) -> Reading:
 
 
 JsonBody = Annotated[bytes, Depends(_json_body)]
+"""Of what is for the engines; read only if there is a place for it."""
+TokenizerBody = Annotated[bytes, Depends(_tokenizer_body)]
+"""The same of what is for tokenizers."""
 OptionalBody = Annotated[bytes, Depends(read_body)]
 """Of whatever content type; perhaps empty."""
 ReadingDep = Annotated[Reading, Depends(_reading)]
 """How the body is read; what it ignores, the answer names."""
 
 
+B = TypeVar("B", bound=Body)
+
+
 class Answering:
-    """Runs one request, and answers it."""
+    """Reads one request, runs and answers it."""
 
     def __init__(self, request: Request, gateway: GatewayDep, record: RecordDep) -> None:
         self._receive = request.receive
         self._gateway = gateway
         self._record = record
         self._running = RunningRequest(gateway, record)
+
+    async def read(self, kind: type[B], body: bytes, reading: Reading) -> B:
+        """Read a body, see `Body.read`; while a large one is read, others are served."""
+        return await self._gateway.bodies.read(body, partial(kind.read, body, reading))
 
     async def respond(
         self, request: GenerationRequest, answer: Answer, ping: ServerSentEvent = PING
@@ -201,10 +227,13 @@ class Answering:
         request.check_choices(min(settings.max_choices, limits.n or settings.max_choices))
         request.check_bound(limits.max_tokens)
         generations = request.generations(request_id=record.request_id, deadline=record.deadline)
-        check_context(generations, card)
         # A stream whose model takes long to load begins with pings.
         patience_s = settings.ping_interval_s if request.stream else math.inf
-        accepted = await running.start(generations, self._receive, patience_s=patience_s)
+        try:
+            check_context(generations, card)
+            accepted = await running.start(generations, self._receive, patience_s=patience_s)
+        except ContextLengthError as error:
+            raise ContextLengthError(error.message, param=error.param or request.subject) from None
         if accepted is not None and not request.stream:
             return respond_with(await answer.complete(accepted, running))
         await running.stop_watching()  # from here on the event stream watches
@@ -365,7 +394,7 @@ async def get_model(model_id: str, gateway: GatewayDep, record: RecordDep) -> Re
 )
 async def create_chat_completion(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
     """Answer a conversation, at once or as a stream of events."""
-    request = ChatRequest.read(body, reading)
+    request = await answering.read(ChatRequest, body, reading)
     return await answering.respond(request, ChatAnswer(request))
 
 
@@ -376,7 +405,7 @@ async def create_chat_completion(body: JsonBody, reading: ReadingDep, answering:
 )
 async def create_completion(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
     """Continue a text, or token ids, at once or as a stream of events."""
-    request = CompletionRequest.read(body, reading)
+    request = await answering.read(CompletionRequest, body, reading)
     return await answering.respond(request, CompletionAnswer(request))
 
 
@@ -387,7 +416,7 @@ async def create_completion(body: JsonBody, reading: ReadingDep, answering: Answ
 )
 async def create_response(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
     """Answer a conversation, at once or as a stream of named events. Nothing is stored."""
-    request = ResponsesRequest.read(body, reading)
+    request = await answering.read(ResponsesRequest, body, reading)
     return await answering.respond(request, ResponsesAnswer(request))
 
 
@@ -398,7 +427,7 @@ async def create_response(body: JsonBody, reading: ReadingDep, answering: Answer
 )
 async def create_embeddings(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
     """Return the vectors of texts."""
-    request = EmbeddingsRequest.read(body, reading)
+    request = await answering.read(EmbeddingsRequest, body, reading)
     return respond_with(embeddings_answer(request, await answering.vectors(request)))
 
 
@@ -408,10 +437,14 @@ async def create_embeddings(body: JsonBody, reading: ReadingDep, answering: Answ
     responses=complete(TokenizeAnswer),
 )
 async def tokenize(
-    body: JsonBody, reading: ReadingDep, gateway: GatewayDep, record: RecordDep, answering: AnsweringDep
+    body: TokenizerBody,
+    reading: ReadingDep,
+    gateway: GatewayDep,
+    record: RecordDep,
+    answering: AnsweringDep,
 ) -> Response:
     """Return the ids of a text, or of a conversation as the model would be given it."""
-    request = TokenizeRequest.read(body, reading)
+    request = await answering.read(TokenizeRequest, body, reading)
     tokens = await answering.tokens(request)
     max_context = gateway.model(request.model, record.key_name).max_context
     return respond_with(await tokenize_answer(tokens, max_context))
@@ -422,9 +455,9 @@ async def tokenize(
     openapi_extra=body_of(DetokenizeRequest),
     responses=complete(DetokenizeAnswer),
 )
-async def detokenize(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
+async def detokenize(body: TokenizerBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
     """Return the text of a model's token ids."""
-    tokens = await answering.tokens(DetokenizeRequest.read(body, reading))
+    tokens = await answering.tokens(await answering.read(DetokenizeRequest, body, reading))
     return respond_with(DetokenizeAnswer(tokens.text))
 
 

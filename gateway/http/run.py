@@ -41,6 +41,31 @@ PROMPT_LOGPROBS_LIMIT = 2**20
 """Log-probabilities of prompts in one answer: up to some 64 MiB of JSON, and several times that in memory."""
 
 
+def check_limits(gateway: Gateway, record: RequestRecord, admission: Admission) -> None:
+    """Refuse a request, before its body is read, that would be refused afterwards as things are now.
+
+    Nothing is taken: a request is charged and admitted once it is known what it asks for.
+
+    Raises:
+        RateLimitError: its key is at a limit, or `admission` has no place left, not even to wait.
+    """
+    use = gateway.key_limits.use_of(record.key_name)
+    reason = "key_limit"
+    try:
+        if use is not None:
+            use.check()
+        reason = "queue_full"
+        admission.check()
+    except RateLimitError:
+        if use is not None and reason == "queue_full":
+            use.refused()
+        served = gateway.models(record.key_name)
+        if len(served) == 1:
+            record.model = served[0].id
+        record.metrics.rejected.labels(record.model, reason).inc()
+        raise
+
+
 def check_context(generations: Sequence[Generation], card: ModelCard) -> None:
     """Refuse prompts of ids that `card`'s model would refuse, with the same message.
 

@@ -6,9 +6,11 @@ those of HTTP requests. Methods that the gateway does not offer are refused by n
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
+from time import perf_counter
 from typing import Any, Final, NamedTuple
 
 import grpc
@@ -19,12 +21,14 @@ from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
 
 from gateway.errors import (
+    BodyTimeoutError,
     GatewayError,
     InvalidRequestError,
     ListenError,
     MethodNotAllowedError,
 )
 from gateway.http.record import Records, RequestRecord
+from gateway.http.run import check_limits
 from gateway.http.tls import Certificate
 from gateway.kserve.contracts import BYTES, MAX_TENSORS, VERSION, InferRequest, Tensor
 from gateway.kserve.door import Door
@@ -44,6 +48,7 @@ _CODES: Final[Mapping[int, grpc.StatusCode]] = {
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
     405: grpc.StatusCode.UNIMPLEMENTED,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
     409: grpc.StatusCode.ABORTED,
     413: grpc.StatusCode.RESOURCE_EXHAUSTED,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -53,6 +58,7 @@ _CODES: Final[Mapping[int, grpc.StatusCode]] = {
 }
 """By the status of an error over HTTP; all others are INTERNAL."""
 _PROBES: Final = ("ServerLive", "ServerReady")
+_INFERENCE: Final = ("ModelInfer", "ModelStreamInfer")
 _ADMIN: Final = ("RepositoryModelLoad", "RepositoryModelUnload")
 
 
@@ -81,12 +87,14 @@ class GrpcServer:
         self._documents: dict[str, Callable[[Any, str | None], dict[str, Any]]] = {
             "ServerLive": lambda *_: {"live": True},
             "ServerReady": lambda *_: {"ready": door.ready()},
-            "ModelReady": lambda asked, key: {"ready": door.model_ready(asked.name, asked.version, key)},
+            "ModelReady": lambda request, key: {
+                "ready": door.model_ready(request.name, request.version, key)
+            },
             "ServerMetadata": lambda *_: door.server_metadata(),
-            "ModelMetadata": lambda asked, key: door.metadata(asked.name, asked.version, key),
-            "ModelConfig": lambda asked, key: {"config": door.config(asked.name, asked.version, key)},
-            "ModelStatistics": lambda asked, key: door.statistics(asked.name, asked.version, key),
-            "RepositoryIndex": lambda asked, key: {"models": door.index(ready=asked.ready, key=key)},
+            "ModelMetadata": lambda request, key: door.metadata(request.name, request.version, key),
+            "ModelConfig": lambda request, key: {"config": door.config(request.name, request.version, key)},
+            "ModelStatistics": lambda request, key: door.statistics(request.name, request.version, key),
+            "RepositoryIndex": lambda request, key: {"models": door.index(ready=request.ready, key=key)},
         }
         """The answers that need no waiting, as protobuf's JSON, to a request and the name of its key."""
 
@@ -102,6 +110,7 @@ class GrpcServer:
             options=(
                 ("grpc.max_receive_message_length", settings.max_body_bytes),
                 ("grpc.max_send_message_length", -1),
+                ("grpc.max_allowed_incoming_connections", settings.max_connections),
                 ("grpc.so_reuseport", 1),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.keepalive_permit_without_calls", 1),
@@ -129,13 +138,26 @@ class GrpcServer:
         if name == "ModelStreamInfer":
             return grpc.stream_stream_rpc_method_handler(self._stream)
 
-        async def unary(data: bytes, context: Any) -> bytes:
-            answer = await self._serve(name, data, context)
+        async def unary(_: AsyncIterator[bytes], context: Any) -> bytes:
+            answer = await self._serve(name, partial(self._message, context), context)
             if isinstance(answer, _Refusal):
                 await context.abort(*answer)
             return bytes(answer.SerializeToString())
 
-        return grpc.unary_unary_rpc_method_handler(unary)
+        # As a stream of one request, whose message comes only when it is asked for.
+        return grpc.stream_unary_rpc_method_handler(unary)
+
+    async def _message(self, context: Any) -> bytes:
+        """Receive the only message of a call."""
+        timeout_s = self._gateway.settings.body_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await context.read()
+        except TimeoutError:
+            raise BodyTimeoutError(f"The message did not arrive within {timeout_s:g} seconds.") from None
+        if message is grpc.aio.EOF:
+            raise InvalidRequestError("This call has no message.")
+        return bytes(message)
 
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         """Serve each request of a stream, several at once; the answers come in the requests' order.
@@ -144,13 +166,19 @@ class GrpcServer:
         stream. Each request has one answer, which is marked as its final one, so no empty final response
         follows, whether the client requested one or not.
         """
-        ends = dict(context.invocation_metadata()).get("triton_grpc_error") == "true"
+        metadata = _metadata_of(context)
+        try:
+            self._authorize("ModelStreamInfer", metadata)
+        except GatewayError as error:
+            refuse = partial(_refuse, error.with_traceback(None))
+            await context.abort(*await self._serve("ModelStreamInfer", refuse, context))  # for its record
+        ends = metadata.get("triton_grpc_error") == "true"
         answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(_AHEAD)
         running: set[asyncio.Task[Any]] = set()
 
         async def read() -> None:
             async for data in requests:
-                task = asyncio.create_task(self._serve("ModelStreamInfer", data, context))
+                task = asyncio.create_task(self._serve("ModelStreamInfer", partial(_there, data), context))
                 running.add(task)
                 task.add_done_callback(running.discard)
                 await answers.put(task)
@@ -174,21 +202,29 @@ class GrpcServer:
             with suppress(asyncio.CancelledError):
                 await asyncio.gather(reading, *running, return_exceptions=True)
 
-    async def _serve(self, name: str, data: bytes, context: Any) -> Any:
-        """Serve one request; return the message, or the status that it ends with."""
-        metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
+    async def _serve(self, name: str, receive: Callable[[], Awaitable[bytes]], context: Any) -> Any:
+        """Serve one request; return the message, or the status that it ends with.
+
+        Its message is received once its key is known and there is a place for it.
+        """
+        metadata = _metadata_of(context)
         probe = name in _PROBES
         async with self._records.opened(
             method="GRPC", headers=metadata, route=lambda: f"/{_SERVICE}/{name}", probe=probe
         ) as record:
             try:
                 await self._records.admit(record, probe=probe)
-                self._authorize(name, metadata.get("authorization"), record)
+                record.key_name = self._authorize(name, metadata)
+                if name in _INFERENCE:
+                    check_limits(self._gateway, record, self._gateway.admission)
                 remaining_s = context.time_remaining()
                 if remaining_s is not None:
                     limit = asyncio.get_running_loop().time() + remaining_s
                     record.deadline = min(record.deadline, limit)
-                answer = await self._answer(name, self._received(name, data, record), record)
+                began = perf_counter()
+                data = await receive()
+                record.waited_s += perf_counter() - began
+                answer = await self._answer(name, await self._received(name, data, record), record)
             except GatewayError as error:
                 record.fail(error)
                 return _refused(error)
@@ -197,28 +233,35 @@ class GrpcServer:
             record.status = HTTPStatus.OK
             return answer
 
-    def _authorize(self, name: str, header: str | None, record: RequestRecord) -> None:
+    def _authorize(self, name: str, metadata: Mapping[str, str]) -> str | None:
+        """Check that the caller may use the method; return the key's name, if one is needed."""
         if name in _ADMIN:
-            record.key_name = self._gateway.authorize_admin(header)
-        elif name not in _PROBES:
-            record.key_name = self._gateway.keyring.authorize(header, Scope.INFERENCE)
+            return self._gateway.authorize_admin(metadata)
+        if name in _PROBES:
+            return None
+        return self._gateway.keyring.authorize(metadata.get("authorization"), Scope.INFERENCE)
 
-    def _received(self, name: str, data: bytes, record: RequestRecord) -> Any:
-        """Count the bytes of a request among those that are held, and return the message."""
-        self._gateway.hold_body(len(data))
-        record.resources.callback(self._gateway.release_body, len(data))
-        try:
-            request = GetMessageClass(_METHODS[name].input_type).FromString(data)
-        except DecodeError:
-            raise InvalidRequestError("This is not the message that the method takes.") from None
-        if self._gateway.settings.log_prompts:
-            record.body = json_format.MessageToJson(request, indent=None).encode()
-        return request
+    async def _received(self, name: str, data: bytes, record: RequestRecord) -> Any:
+        """Count the bytes of a request among those that are held; return the message, or what it asks."""
+        bodies = self._gateway.bodies
+        bodies.hold(len(data))
+        record.resources.callback(bodies.release, len(data))
+        bodies.keep(data, record.resources)
+
+        def read() -> Any:
+            try:
+                request = GetMessageClass(_METHODS[name].input_type).FromString(data)
+            except DecodeError:
+                raise InvalidRequestError("This is not the message that the method takes.") from None
+            if self._gateway.settings.log_prompts:
+                record.body = json_format.MessageToJson(request, indent=None).encode()
+            return _read(request) if name in _INFERENCE else request
+
+        return await bodies.read(data, read)
 
     async def _answer(self, name: str, request: Any, record: RequestRecord) -> Any:
-        if name in ("ModelInfer", "ModelStreamInfer"):
-            inference = _read(request)
-            return _write(inference, await self._door.infer(inference, record, _connected))
+        if name in _INFERENCE:
+            return _write(request, await self._door.infer(request, record, _connected))
         answer = GetMessageClass(_METHODS[name].output_type)()
         if name in self._documents:
             return json_format.ParseDict(self._documents[name](request, record.key_name), answer)
@@ -229,6 +272,18 @@ class GrpcServer:
         else:
             raise MethodNotAllowedError(f"The gateway does not offer {name}.")
         return answer
+
+
+def _metadata_of(context: Any) -> dict[str, str]:
+    return {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
+
+
+async def _there(data: bytes) -> bytes:
+    return data
+
+
+async def _refuse(error: GatewayError) -> bytes:
+    raise error
 
 
 async def _connected() -> Mapping[str, str]:

@@ -6,6 +6,7 @@ statistics, model configuration and model repository. Tensors are read into `gat
 
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Annotated, Any, TypeVar
 
@@ -23,6 +24,7 @@ from gateway.http.routes import (
     RecordDep,
     read_body,
 )
+from gateway.http.run import check_limits
 from gateway.kserve.contracts import MAX_RANK, MAX_TENSORS, VERSION, InferRequest, Tensor
 from gateway.kserve.door import Door
 from gateway.openai.document import read_object, read_optional_object, validate
@@ -149,8 +151,12 @@ async def infer(  # noqa: PLR0917 - FastAPI passes all by name
     request: Request, gateway: GatewayDep, record: RecordDep, door: DoorDep, model: str, version: str = ""
 ) -> Response:
     """Answer the questions of a request."""
+    check_limits(gateway, record, gateway.admission)
     body = await read_body(request, gateway, record)
-    inference, binary = read_infer_request(model, version, body, request.headers.get(HEADER_LENGTH))
+    header_length = request.headers.get(HEADER_LENGTH)
+    inference, binary = await gateway.bodies.read(
+        body, partial(read_infer_request, model, version, body, header_length)
+    )
     return write_infer_answer(inference, await door.infer(inference, record, request.receive), binary)
 
 

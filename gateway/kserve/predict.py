@@ -10,6 +10,7 @@ parameters) are refused.
 import base64
 import binascii
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -117,7 +118,7 @@ class PredictAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 )
 async def predict(request: Request, body: JsonBody, record: RecordDep, door: DoorDep) -> Response:
     """Answer a ModelInferRequest in protobuf's JSON."""
-    inference = read_predict_request(body)
+    inference = await door.gateway.bodies.read(body, partial(read_predict_request, body))
     answer = write_predict_answer(inference, await door.infer(inference, record, request.receive))
     return Response(answer, media_type="application/json")
 

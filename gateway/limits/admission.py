@@ -1,4 +1,4 @@
-"""Who gets in and when all must leave: admission, the pace of a burst, and the drain.
+"""Who gets in and when all must leave: admission, the pace of a burst, connections, and the drain.
 
 Admission is first come, first served, also among the processes of a gateway. A waiter may be cancelled at any
 moment, and permits that were just granted to it go to the next one. A drain refuses new requests, gives
@@ -27,6 +27,8 @@ _ASLEEP_NS = 1_000_000_000
 """A process that has not looked for this long, because it is stopped perhaps, does not hold the others up."""
 _AT_ONCE = 8
 """About ten milliseconds of work: few enough for the first, enough while the loop is busy with streams."""
+_SPARE_CONNECTIONS = 64
+"""Several probers, each with the new connection of a few seconds."""
 
 
 class Turn(NamedTuple):
@@ -82,6 +84,15 @@ class Admission:
         """Callers in this process's queue."""
         return len(self._queue)
 
+    def check(self) -> None:
+        """Check that one more may be at work or wait, as things are now; nothing is taken.
+
+        Raises:
+            RateLimitError: the queue is full.
+        """
+        if self._held.total() >= self._max_in_flight and self._queued.total() >= self._max_waiting:
+            raise self._full()
+
     async def acquire(self, permits: int = 1) -> int:
         """Take permits, waiting in order of arrival; `release` them with the same number.
 
@@ -96,11 +107,7 @@ class Admission:
         if not self._queue and self._take(turn):
             return wanted
         if not self._queued.add_within(1, self._max_waiting):
-            raise RateLimitError(
-                f"The gateway is full: {self._held.total()} {self._work} at work, "
-                f"{self._queued.total()} requests wait.",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+            raise self._full()
         self._queue.append(turn)
         self._tell()
         try:
@@ -116,6 +123,13 @@ class Admission:
         """Give permits back: to the first in the queue if there is one."""
         self._held.own -= self._possible(permits)
         self._grant()
+
+    def _full(self) -> RateLimitError:
+        return RateLimitError(
+            f"The gateway is full: {self._held.total()} {self._work} at work, "
+            f"{self._queued.total()} requests wait.",
+            retry_after_s=_RETRY_AFTER_S,
+        )
 
     def _possible(self, permits: int) -> int:
         return min(permits, self._max_in_flight)
@@ -189,6 +203,45 @@ class Pacing:
         self._turning = self._left < self._at_once
         if self._turning:
             loop.call_soon(self._turn, loop)
+
+
+class Connections:
+    """A bounded number of connections, of all processes of a gateway together.
+
+    A few more are let in, for whoever looks after it: there the caller answers probes, and refuses the rest.
+
+    Args:
+        most: connections.
+        shared: what the processes know of each other; one of its gauges is used here.
+    """
+
+    def __init__(self, most: int, shared: SharedCounters) -> None:
+        self._most = most
+        self._open = shared.gauge()
+
+    @property
+    def open(self) -> int:
+        """Connections of this process."""
+        return self._open.own
+
+    def enter(self) -> bool:
+        """Count a connection; `leave` undoes it.
+
+        Returns:
+            Whether it is within the bound; else it is one of the few more.
+
+        Raises:
+            UnavailableError: not even of these is one left; nothing was counted.
+        """
+        if self._open.add_within(1, self._most):
+            return True
+        if self._open.add_within(1, self._most + _SPARE_CONNECTIONS):
+            return False
+        raise too_many_connections()
+
+    def leave(self) -> None:
+        """The connection is closed."""
+        self._open.own -= 1
 
 
 class Phase(enum.Enum):
@@ -269,3 +322,8 @@ class Drain:
 def shutting_down() -> UnavailableError:
     """Return the error for requests during a drain."""
     return UnavailableError("The gateway is shutting down.", retry_after_s=_RETRY_AFTER_S)
+
+
+def too_many_connections() -> UnavailableError:
+    """Return the error for requests on connections beyond the bound."""
+    return UnavailableError("The gateway has too many connections.", retry_after_s=_RETRY_AFTER_S)

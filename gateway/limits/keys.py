@@ -144,6 +144,18 @@ class KeyUse:
         self._tokens.limit(key.tokens_per_minute)
         self._day.most = key.tokens_per_day
 
+    def check(self) -> None:
+        """Check that one more request may begin, as things are now; nothing is counted.
+
+        Raises:
+            RateLimitError: a limit is reached.
+        """
+        self._day.check()
+        self._tokens.check()
+        self._requests.check()
+        if self._max_in_flight is not None and self._in_flight.total() >= self._max_in_flight:
+            raise self._busy(self._max_in_flight)
+
     def begin(self, answers: int) -> int:
         """Count a request that asks for `answers` answers, whatever becomes of it (divergence 15).
 
@@ -155,21 +167,19 @@ class KeyUse:
         Raises:
             RateLimitError: a limit is reached; nothing was counted.
         """
+        self.check()
         most = self._max_in_flight
-        self._day.check()
         taken = answers if most is None else min(answers, most)
-        self._tokens.check()
-        self._requests.check()
         if most is None:
             self._in_flight.own += taken
         elif not self._in_flight.add_within(taken, most):
-            at_work = self._in_flight.total()
-            raise RateLimitError(
-                f"This API key has {at_work} answers at work or waiting, of {most} that it may have.",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+            raise self._busy(most)
         self._requests.take(1)
         return taken
+
+    def refused(self) -> None:
+        """Count a request that the gateway refused before it could begin (divergence 15)."""
+        self._requests.take(1)
 
     def look(self) -> None:
         """Take note of what the other processes let in."""
@@ -185,6 +195,13 @@ class KeyUse:
         self._in_flight.own -= taken
         self._tokens.take(tokens)
         self._day.take(tokens)
+
+    def _busy(self, most: int) -> RateLimitError:
+        return RateLimitError(
+            f"This API key has {self._in_flight.total()} answers at work or waiting, of {most} that it may"
+            " have.",
+            retry_after_s=_RETRY_AFTER_S,
+        )
 
 
 class _Day:

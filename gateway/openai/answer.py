@@ -257,8 +257,8 @@ class ChunkStream(ABC):
         self._chunk = chunk
         self._prompt_tokens = accepted.prompt_tokens
         self._completion_tokens = 0
-        self._include_usage = options.include_usage
-        self._continuous_usage = options.continuous_usage_stats
+        self._include_usage = bool(options.include_usage)
+        self._continuous_usage = bool(options.continuous_usage_stats)
         self._no_usage = None if options.include_usage else UNSET
         self._unfinished = choices
         self._counts: TokenCounts | None = None

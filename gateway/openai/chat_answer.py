@@ -234,7 +234,7 @@ class ChatAnswer:
 
     def _message(self, answer: Gathered) -> ResponseMessage:
         fields: dict[str, Any] = {"content": answer.text}
-        if answer.reasoning:
+        if answer.reasoning and self._request.include_reasoning is not False:
             fields |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
         functions = [CalledFunction(call.name, call.arguments) for call in answer.calls]
         if functions:
@@ -291,7 +291,7 @@ class ChatStream(ChunkStream):
     def _choices(self, delta: Delta) -> list[ChunkChoice]:
         """Return what a delta adds to its choice, one item per chunk."""
         index, choices = delta.index, []
-        if reasoning := delta.reasoning:
+        if (reasoning := delta.reasoning) and self._request.include_reasoning is not False:
             thought = ChunkDelta(reasoning_content=reasoning, reasoning=reasoning)
             choices.append(ChunkChoice(index, thought))
         if delta.text or delta.logprobs or delta.token_ids:

@@ -12,6 +12,7 @@ from gateway.chat.conversation import call_rules
 from gateway.core.request import Conversation, Message, MessageRole, NamedTool, PastCall, ToolOffer
 from gateway.errors import InvalidRequestError
 from gateway.openai.document import (
+    Content,
     Items,
     Reading,
     Strict,
@@ -23,8 +24,8 @@ from gateway.openai.document import (
     text_of,
     type_of,
 )
-from gateway.openai.images import Illustrated, ImagePart, images_of
-from gateway.openai.params import MESSAGES_LIMIT, AnyCompletionRequest, TokenBound
+from gateway.openai.images import ImagePart, images_of, joined
+from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, AnyCompletionRequest, TokenBound
 from gateway.openai.tools import (
     ChoiceMode,
     FunctionCall,
@@ -47,6 +48,8 @@ _ANSWERED: Mapping[str, str] = MappingProxyType({"tool": "tool_call_id", "functi
 
 REASONED = frozenset({"reasoning_content", "reasoning"})
 """DeepSeek's and OpenRouter's name of what only an assistant's message has; one is enough."""
+_OF_ANSWERS = REASONED | {"refusal"}
+"""What has no use in other messages."""
 
 
 class TextPart(Strict, place="messages.content"):
@@ -56,18 +59,60 @@ class TextPart(Strict, place="messages.content"):
     text: str
 
 
+class RefusalPart(Strict, place="messages.content"):
+    """A piece of an earlier answer that refused: text like any other."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """What was said."""
+        return self.refusal
+
+
+class ThinkingPart(Strict, place="messages.content"):
+    """What a model thought before an earlier answer: for one whose chat template reads it, else ignored."""
+
+    text: ClassVar[str] = ""
+    type: Literal["thinking"]
+    thinking: Content[TextPart]
+    signature: Annotated[Unread, BOOKKEEPING] = None
+    closed: Annotated[Unread, BOOKKEEPING] = None
+
+    @model_validator(mode="after")
+    def _ignored(self, info: ValidationInfo) -> Self:
+        if not self.thinking or not Reading.of(info).read.isdisjoint(REASONED):
+            return self
+        ignore(info, "messages.content.thinking")
+        return self.model_copy(update={"thinking": ""})
+
+
 def _kind_of_part(value: Any) -> str:
     return f"a {type_of(value)}"  # not the type alone: errors would take it for the key of the same name
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("a text")] | Annotated[ImagePart, Tag("a image_url")],
+    Annotated[TextPart, Tag("a text")]
+    | Annotated[ImagePart, Tag("a image_url")]
+    | Annotated[RefusalPart, Tag("a refusal")]
+    | Annotated[ThinkingPart, Tag("a thinking")],
     Discriminator(
         _kind_of_part,
         custom_error_type="part_type",
-        custom_error_message="only parts of the types text and image_url are supported",
+        custom_error_message="only parts of the types text, image_url, refusal and thinking are supported",
     ),
 ]
+
+
+def _thoughts(content: str | Sequence[Part] | None) -> str:
+    parts = () if content is None or isinstance(content, str) else content
+    thoughts = [text_of(part.thinking) for part in parts if isinstance(part, ThinkingPart)]
+    return "\n\n".join(filter(None, thoughts))
+
+
+def _joined(content: str | list[Part]) -> str | list[Part]:
+    return content if _thoughts(content) else joined(content)
 
 
 Reasoned = Annotated[
@@ -97,7 +142,10 @@ class ChatMessage(Strict, place="messages"):
     unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType({"audio": None})
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Illustrated[Part] | None = None
+    content: Annotated[str | Items[Part], AfterValidator(_joined)] | None = None
+    refusal: Annotated[
+        str | None, Field(description="of an earlier answer: text that follows its content")
+    ] = None
     name: Annotated[
         str | None, Field(description="of the function whose result it is; ignored in other messages")
     ] = None
@@ -114,8 +162,8 @@ class ChatMessage(Strict, place="messages"):
     def keys_in(cls, document: dict[str, Any]) -> frozenset[str]:
         """Return the keys that have a use in a message of its role."""
         keys = super().keys_in(document)
-        if document.get("role") != "assistant" and not document.keys().isdisjoint(REASONED):
-            keys -= REASONED
+        if document.get("role") != "assistant" and not document.keys().isdisjoint(_OF_ANSWERS):
+            keys -= _OF_ANSWERS
         if "name" not in document and "tool_call_id" not in document:
             return keys  # the common case
         return keys - {name for role, name in _ANSWERED.items() if role != document.get("role")}
@@ -123,7 +171,7 @@ class ChatMessage(Strict, place="messages"):
     @model_validator(mode="after")
     def _complete(self) -> Self:
         """Check that it has what its role needs and nothing else."""
-        if self.content is None and not (self.tool_calls or self.function_call):
+        if self.content is None and self.role != "assistant":
             raise fault("content", "it is needed", "missing")
         needed = _ANSWERED.get(self.role)
         if needed is not None and getattr(self, needed) is None:
@@ -145,10 +193,10 @@ class ChatMessage(Strict, place="messages"):
         needed = _ANSWERED.get(self.role)
         return Message(
             role=cast("MessageRole", _ROLES.get(self.role, self.role)),
-            content=text_of(self.content),
+            content=text_of(self.content) + (self.refusal or ""),
             images=images_of(self.content, f"{field}.content"),
             calls=self._calls(),
-            reasoning=self.reasoning_content or self.reasoning or "",
+            reasoning=self.reasoning_content or self.reasoning or _thoughts(self.content),
             answers=None if needed is None else getattr(self, needed),
             field=field,
         )
@@ -208,6 +256,9 @@ class ChatRequest(AnyCompletionRequest):
     function_call: Annotated[Literal["none", "auto"] | FunctionName | None, _DEPRECATED] = None
     reasoning_effort: Annotated[Effort, if_read("reasoning_effort", "reasoning_effort")] = None
     chat_template_kwargs: Switches = None
+    include_reasoning: Annotated[
+        bool | None, Field(description="false: reasoning is left out of the answer")
+    ] = None
 
     @property
     def token_bound(self) -> int | None:
@@ -229,10 +280,8 @@ class ChatRequest(AnyCompletionRequest):
         if self.functions and self.tools:
             raise InvalidRequestError("functions is the older form of tools; give one.", param="functions")
         for given, other in (("functions", "tool_choice"), ("tools", "function_call")):
-            if getattr(self, given) and getattr(self, other) is not None:
+            if getattr(self, given) and getattr(self, other) not in (None, "auto"):
                 raise InvalidRequestError(f"{other} is not about {given}.", param=other)
-        if self.parallel_tool_calls is not None and not self.tools:
-            raise InvalidRequestError("parallel_tool_calls needs tools.", param="parallel_tool_calls")
         older = self.function_call
         of_functions = offer_of(
             self.functions or (),
@@ -251,7 +300,7 @@ class ChatRequest(AnyCompletionRequest):
 
     def check(self) -> None:
         """Refuse parameters that are valid alone but not together."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
         super().check()
         offer = self.continued.offer

@@ -68,10 +68,11 @@ class CompletionRequest(AnyCompletionRequest):
             **AnyCompletionRequest.unsupported,
             "add_special_tokens": True,
             "best_of": 1,
-            "prompt_embeds": None,
             "suffix": "",
         }
     )
+
+    subject: ClassVar[str] = "prompt"
 
     prompt: Annotated[Prompts, Field(description="one text, the ids of one, or a list of either")]
     max_tokens: Annotated[

@@ -138,6 +138,8 @@ class Strict(BaseModel):
     """Keys that would change the answer and are not supported, each with the value that has no effect."""
     refusals: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Why some of them are not supported."""
+    defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Keys that are ignored, each with the value that means what happens anyway and is not named."""
 
     def __init_subclass__(cls, *, place: str | None = None, **options: Any) -> None:
         """Let `place`, by default the base's, be where such objects stand in a request, without indices."""
@@ -173,7 +175,12 @@ class Strict(BaseModel):
                 raise fault(name, refusal, "unsupported")
         # Null, false and what is empty ask for nothing.
         unknown = (
-            name for name, value in document.items() if value and name not in known and name not in neutral
+            name
+            for name, value in document.items()
+            if value
+            and name not in known
+            and name not in neutral
+            and not (name in cls.defaults and _asks_nothing(value, cls.defaults[name]))
         )
         reading = Reading.of(info)
         if reading.strict:
@@ -375,6 +382,9 @@ def _unsupported(path: str, refusal: str) -> InvalidRequestError:
 
 
 def _asks_nothing(value: Any, neutral: Any) -> bool:
+    if neutral is None:
+        # An empty object may ask for something, such as a search with its defaults.
+        return value is None or value in ("", [])
     # 0 == False in Python, but not in JSON.
     return value is None or (isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral))
 

@@ -86,12 +86,12 @@ class _Part(Protocol):
 P = TypeVar("P", bound=_Part)
 
 
-def _joined(content: str | list[P]) -> str | list[P]:
-    """Join parts that are all text."""
+def joined(content: str | list[P]) -> str | list[P]:
+    """Join parts of a content that are all text."""
     return content if images_of(content) else text_of(content)
 
 
-Illustrated = Annotated[str | Items[P], AfterValidator(_joined)]
+Illustrated = Annotated[str | Items[P], AfterValidator(joined)]
 """A text, or parts of one; validation joins those without images."""
 
 

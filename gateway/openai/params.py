@@ -9,12 +9,12 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.core.request import Conversation, Generation, Grammar, Prompt
 from gateway.errors import InvalidRequestError
-from gateway.openai.document import Body, Items, Strict, at_most
+from gateway.openai.document import Body, Items, Strict, at_most, ignore
 from gateway.openai.structured import (
     WAYS,
     AnySchema,
@@ -69,6 +69,13 @@ def _not_nothing(kept: int | None) -> int | None:
     return kept
 
 
+def _cache_key(key: str | None, info: ValidationInfo) -> str | None:
+    """Note that nothing comes of it; a response repeats it all the same."""
+    if key:
+        ignore(info, "prompt_cache_key")
+    return key
+
+
 StopString = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH_LIMIT)]
 BadWord = Annotated[str, Field(min_length=1, max_length=BAD_WORD_LENGTH_LIMIT)]
 TokenId = Annotated[int, Field(ge=0, lt=ID_LIMIT)]
@@ -86,12 +93,17 @@ BOOKKEEPING = Field(description="bookkeeping: accepted, not used")
 class AnyStreamOptions(Strict, place="stream_options"):
     """The stream options common to all routes: none changes an answer."""
 
+    @property
+    def ask(self) -> bool:
+        """Whether one of them is not at the value that asks for nothing."""
+        return any(getattr(self, name) for name in type(self).model_fields)
+
 
 class StreamOptions(AnyStreamOptions):
     """Which token counts a stream reports."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
     @model_validator(mode="after")
     def _included(self) -> Self:
@@ -108,10 +120,20 @@ class GenerationRequest(Body, ABC):
             "detokenize": True,
             "length_penalty": 1.0,
             "logits_processors": None,
+            "logprob_token_ids": None,
+            "prompt_embeds": None,
+            "repetition_detection": None,
             "spaces_between_special_tokens": True,
+            "truncation_side": "left",
             "use_beam_search": False,
         }
     )
+    defaults: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {"return_mm_kwargs": True, "thinking_token_budget": -1, "verbosity": "medium"}
+    )
+
+    subject: ClassVar[str] = "messages"
+    """The name of the field with what is continued."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -167,7 +189,9 @@ class GenerationRequest(Body, ABC):
 
     user: Annotated[str | None, BOOKKEEPING] = None
     safety_identifier: Annotated[str | None, BOOKKEEPING] = None
-    prompt_cache_key: Annotated[str | None, BOOKKEEPING] = None
+    prompt_cache_key: Annotated[
+        str | None, Field(description="ignored: every cached prefix is found"), AfterValidator(_cache_key)
+    ] = None
     metadata: Annotated[dict[str, str] | None, at_most(16), BOOKKEEPING] = None
     service_tier: Annotated[str | None, BOOKKEEPING] = None
 
@@ -257,7 +281,7 @@ class GenerationRequest(Body, ABC):
 
     def check(self) -> None:
         """Refuse parameters that are valid alone but not together."""
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is not None and self.stream_options.ask and not self.stream:
             raise InvalidRequestError("stream_options needs stream=true.", param="stream_options")
         prompt = self.continued  # refuses what is wrong with it
         offer = prompt.offer if isinstance(prompt, Conversation) else None

@@ -79,6 +79,18 @@ class OutputTextPart(Strict, place="input.content"):
     logprobs: Annotated[Unread, Field(description="bookkeeping: of the answer that is sent back")] = None
 
 
+class OutputRefusalPart(Strict, place="input.content"):
+    """A part of an earlier answer that refused: text like any other."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """What was said."""
+        return self.refusal
+
+
 def _kind_of(value: Any) -> str | None:
     """Return the item's type, which messages may leave out."""
     return type_of(value) or ("message" if isinstance(value, dict) and value.get("type") is None else None)
@@ -87,11 +99,13 @@ def _kind_of(value: Any) -> str | None:
 Part = Annotated[
     Annotated[InputTextPart, Tag("input_text")]
     | Annotated[OutputTextPart, Tag("output_text")]
+    | Annotated[OutputRefusalPart, Tag("refusal")]
     | Annotated[InputImagePart, Tag("input_image")],
     Discriminator(
         type_of,
         custom_error_type="part_type",
-        custom_error_message="only parts of the types input_text, output_text and input_image are supported",
+        custom_error_message="only parts of the types input_text, output_text, refusal and input_image are "
+        "supported",
     ),
 ]
 
@@ -272,6 +286,8 @@ class FlatJsonSchemaFormat(JsonSchema, place="text.format"):
 class TextConfig(Strict, place="text"):
     """The format of the text."""
 
+    defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({"verbosity": "medium"})
+
     format: (
         Annotated[
             Annotated[PlainFormat, Tag("<plain>")] | Annotated[FlatJsonSchemaFormat, Tag("<schema>")],
@@ -318,6 +334,8 @@ class ResponsesRequest(GenerationRequest):
             "send the whole conversation in input",
         )
     )
+
+    subject: ClassVar[str] = "input"
 
     input: Annotated[
         str | Annotated[Items[Item], Field(min_length=1, max_length=MESSAGES_LIMIT)], at_most(MESSAGES_LIMIT)

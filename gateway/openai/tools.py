@@ -39,7 +39,7 @@ class Function(Strict, place="tools.function"):
 class FunctionTool(Strict, place="tools"):
     """A function among `tools`."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: Function
 
 
@@ -52,7 +52,7 @@ class FunctionName(Strict, place="tool_choice.function"):
 class NamedChoice(Strict, place="tool_choice"):
     """The choice of one particular tool."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionName
 
 
@@ -90,7 +90,7 @@ class MessageCall(Strict, place="messages.tool_calls"):
     """A call in an assistant message."""
 
     id: Annotated[str, Field(min_length=1)]
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionCall
     index: Annotated[
         int | None, Field(ge=0, description="bookkeeping: the SDK sends along where a stream had it")

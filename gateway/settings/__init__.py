@@ -218,11 +218,18 @@ class Settings(BaseSettings):
         description="answers in progress at once; a request counts once for each of its choices; more wait",
     )
     max_waiting: int = Field(512, ge=0, description="requests that may wait; more are refused with a 429")
+    max_connections: int = Field(
+        4096,
+        ge=1,
+        description="connections open at once, of all processes together; on a few more, health and metrics "
+        "are answered and all else gets a 503; gRPC's are counted apart, by each process",
+    )
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="largest request body in bytes")
     max_held_body_bytes: int = Field(
         256 * 2**20,
         ge=2**20,
-        description="bytes of all request bodies held at once; more are refused with a 429",
+        description="bytes that all request bodies held at once may take, as they came and as they were read "
+        "(text as much again, token ids eight times); more are refused with a 429",
     )
     # How long.
     body_timeout_s: float = Field(30.0, gt=0, description="seconds a client may take to send a request body")

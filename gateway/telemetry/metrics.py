@@ -220,8 +220,8 @@ class Metrics:
         self.waiting = gauge("requests_waiting", "Generations waiting for admission or a Triton.", "model")
         self.rejected = counter(
             "requests_rejected",
-            "Requests turned away before any work: queue_full, key_limit, deadline (passed in the queue) or "
-            "draining.",
+            "Requests turned away before any work: queue_full, key_limit, deadline (passed in the queue), "
+            "connections (too many) or draining.",
             "model",
             "reason",
         )

@@ -37,7 +37,7 @@ class Attempts:
         """Why the latest attempt failed."""
         self.answer: ChannelDecoder | None = None
         """What reads the answer, if it can be resumed."""
-        self.begun = False
+        self.started = False
         """Whether a replica has accepted the request whose answer can be resumed."""
         self.resumes = 0
         """How often it was."""
@@ -57,7 +57,7 @@ class Attempts:
     def accept(self) -> bool:
         """Note that a replica has accepted the request; false if it is not the first one."""
         first, self._accepted = not self._accepted, True
-        self.begun = self.answer is not None
+        self.started = self.answer is not None
         return first
 
     def next(
@@ -75,7 +75,7 @@ class Attempts:
         """
         model = report.chat_format, report.max_context
         seed = self._seed if request.seed is None else request.seed
-        if self.begun and self.answer is not None:
+        if self.started and self.answer is not None:
             if channels is None or not report.resumes or model != self._model:
                 raise TritonError(Fault.NOT_READY, "another model, which cannot resume the answer")
             generated = self.answer.resume()

@@ -444,12 +444,12 @@ class OnDemand:
         crowded = not self._fits(place, model)
         if crowded or (isinstance(error, UnavailableError) and place.states.get(model) in _TAKEN_AWAY):
             return
-        told = UnavailableError(
+        sent = UnavailableError(
             f"The model {model!r} could not be loaded; the gateway's log says why.",
             retry_after_s=math.ceil(_FAILED_FOR_S),
         )
-        self._failed[model] = asyncio.get_running_loop().time() + _FAILED_FOR_S, told
-        self._end(model, told)
+        self._failed[model] = asyncio.get_running_loop().time() + _FAILED_FOR_S, sent
+        self._end(model, sent)
 
     async def _unload_on(self, place: _Place, model: str, reason: UnloadReason, heir: str | None) -> None:
         try:

@@ -236,7 +236,7 @@ class TritonUpstream:
         Raises:
             GatewayError: the deadline passed, or the model was unloaded everywhere.
         """
-        while attempts.begun:
+        while attempts.started:
             replicas = self._find(attempts.request.model)
             ready = [each for each in replicas if each.state is ReplicaState.READY and not each.yielding]
             if any(each not in attempts.tried for each in ready):
@@ -250,7 +250,7 @@ class TritonUpstream:
 
     def _resumed(self, attempts: Attempts) -> None:
         """Count that another replica accepted the request, if that goes on with an answer."""
-        if attempts.begun:
+        if attempts.started:
             attempts.resumes += 1
             if self._observer is not None:
                 self._observer.resumed(attempts.model)
@@ -314,13 +314,13 @@ class TritonUpstream:
             attempts.tried.append(replica)
         if attempts.complete:
             return  # only the end of the call failed
-        if attempts.begun and treatment.failover and attempts.resumes < _RESUMES_LIMIT:
+        if attempts.started and treatment.failover and attempts.resumes < _RESUMES_LIMIT:
             return
         another = len(attempts.called) < self._max_attempts and any(
             each.state is ReplicaState.READY and each not in attempts.tried
             for each in self._find(request.model)
         )
-        if attempts.begun or attempts.delivered or not treatment.failover or not another:
+        if attempts.started or attempts.delivered or not treatment.failover or not another:
             raise error.to_gateway(request) from error
 
     async def _events(

@@ -90,13 +90,27 @@ def test_ignore_eos_gives_exactly_the_tokens_asked_for(
     assert last.usage.completion_tokens == 200
 
 
-def test_an_id_that_no_vocabulary_has_is_refused(sdk: openai.OpenAI, up: UpProcess) -> None:
-    with pytest.raises(openai.BadRequestError):
-        sdk.completions.create(model="chatglm3", prompt=[2**31])
-    with pytest.raises(openai.BadRequestError) as too_long:
-        sdk.completions.create(model="chatglm3", prompt=[5] * 5000)
-    assert too_long.value.code == "context_length_exceeded"
-    assert up.is_ready()
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"prompt": [2**31]}, "prompt"),
+        ({"prompt": [[5], [2**31]]}, "prompt.1"),
+        ({"prompt": [5] * 5000}, "prompt"),
+        ({"prompt": "a", "logit_bias": {str(2**31): 1}}, "logit_bias"),
+        ({"prompt": "a", "extra_body": {"stop_token_ids": [2**31]}}, "stop_token_ids"),
+        ({"prompt": "a", "extra_body": {"allowed_token_ids": [2**31]}}, "allowed_token_ids"),
+    ],
+)
+def test_what_the_model_refuses_names_its_field(
+    asked: dict[str, Any], param: str, model: str, stream: bool, sdk: openai.OpenAI
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        sdk.completions.create(model=model, stream=stream, **asked)
+    assert refused.value.param == param
+    too_long = len(asked["prompt"]) > 1000
+    assert refused.value.code == ("context_length_exceeded" if too_long else None)
 
 
 @pytest.mark.parametrize("n", [1, 2])

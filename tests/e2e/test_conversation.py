@@ -80,7 +80,7 @@ def test_errors_are_the_sdks_own(sdk: openai.OpenAI) -> None:
     assert unknown.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as too_long:
         sdk.chat.completions.create(model="chatglm3", messages=[{"role": "user", "content": "你好" * 600}])
-    assert too_long.value.code == "context_length_exceeded"
+    assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "messages")
     with pytest.raises(openai.BadRequestError) as unfit:
         sdk.chat.completions.create(model="chatglm3", messages=HELLO, max_tokens=600)
     assert unfit.value.code == "context_length_exceeded"

@@ -13,8 +13,8 @@ import torch
 
 from tests.e2e.stream_client import StreamClient
 from tests.e2e.up_process import UpProcess
-from tests.glm4_checkpoint import TEMPLATE, write_checkpoint
-from tests.triton_models.engine.models.test_glm4 import native
+from tests.glm4_checkpoint import CONFIG, TEMPLATE, write_checkpoint
+from tests.triton_models.engine.models.native_glm import native
 from triton_models.text.formats import ChatFormat, chat_format
 from triton_models.text.tokenizers import load_tokenizer
 from wire.history import Turn
@@ -96,7 +96,7 @@ def test_it_answers_as_the_reference_does(served: Served) -> None:
     prompt = served.format.render_turns([Turn("user", "你好")])
     assert answer.metas[0].accepted.prompt_token_ids == prompt
     with torch.inference_mode():
-        logits = native(served.tensors)(torch.tensor([prompt + answer.token_ids])).logits[0]
+        logits = native(served.tensors, CONFIG)(torch.tensor([prompt + answer.token_ids])).logits[0]
     assert answer.token_ids == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 

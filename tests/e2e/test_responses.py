@@ -173,7 +173,7 @@ def test_refusals_of_the_model_name_the_item(demo: openai.OpenAI) -> None:
         assert missing.value.param == "input.1"
     with pytest.raises(openai.BadRequestError) as too_long:
         ask(demo, GREETING * 5000)
-    assert too_long.value.code == "context_length_exceeded"
+    assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "input")
 
 
 class Trip(BaseModel):

@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.e2e.up_process import UpProcess
 from tests.template_checkpoint import CALL, REASONING, write_scripted, write_tokenizer
-from tests.triton_models.native_checkpoint import write_native
+from tests.triton_models.native_checkpoint import write_bloom, write_native
 
 pytestmark = pytest.mark.e2e
 
-SCRIPTED, RANDOM = "scripted", "glm-4-0414"
+SCRIPTED, RANDOM, BASE = "scripted", "glm-4-0414", "bloom"
 QUESTION: list[Any] = [{"role": "user", "content": "How is the weather in 襄阳?"}]
 TOOLS: list[Any] = [
     {
@@ -36,12 +36,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_scripted(folder / SCRIPTED)
     write_native(folder / RANDOM, "glm4", max_position_embeddings=1024)
     write_tokenizer(folder / RANDOM)
+    write_bloom(folder / BASE, seq_length=1024)
+    write_tokenizer(folder / BASE, template=None)
     return folder
 
 
 @pytest.fixture(scope="module")
 def up(folders: Path) -> Iterator[UpProcess]:
-    models = [argument for name in (SCRIPTED, RANDOM) for argument in ("--model", str(folders / name))]
+    models = [argument for name in (SCRIPTED, RANDOM, BASE) for argument in ("--model", str(folders / name))]
     with UpProcess(*models, "--device", "cpu") as process:
         yield process.wait_ready()
 
@@ -142,10 +144,16 @@ def test_a_schema_is_held_to(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content in ("yes", "no")
 
 
-def test_texts_are_continued(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model=RANDOM, prompt="the weather", max_tokens=4, temperature=0)
+@pytest.mark.parametrize("model", [RANDOM, BASE])
+def test_texts_are_continued(client: openai.OpenAI, model: str) -> None:
+    answer = client.completions.create(model=model, prompt="the weather", max_tokens=4, temperature=0)
     assert answer.usage.prompt_tokens == 7
     assert answer.choices[0].finish_reason in ("length", "stop")
+
+
+def test_a_base_model_has_no_conversations(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        client.chat.completions.create(model=BASE, messages=QUESTION)
 
 
 def test_a_required_call_is_refused(client: openai.OpenAI) -> None:

@@ -1,6 +1,7 @@
 """Signals and drains, on a real process with the fake upstream."""
 
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import httpx
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from gateway.server import _allow_descriptors
 from tests.gateway.kserve.legacy import body, question
 from tests.gateway.serving import CHAT, MESSAGES
 from tests.ports import free_ports
@@ -189,3 +191,27 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ((1024, 20_000), (5000, 20_000)),
+        ((1024, resource.RLIM_INFINITY), (5000, resource.RLIM_INFINITY)),
+        ((1024, 2048), (2048, 2048)),
+        ((6000, 20_000), None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+    ],
+)
+def test_it_may_open_as_many_descriptors_as_it_needs(
+    limits: tuple[int, int],
+    expected: tuple[int, int] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: found.append(both))
+    _allow_descriptors(5000)
+    assert found == ([] if expected is None else [expected])
+    assert ("max_connections" in caplog.text) == (limits[1] == 2048)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
+from gateway.core.events import Delta, Event, Reasoning
+from gateway.core.request import Generation
 from gateway.openai import chat_request, responses_request
 from gateway.openai import completions as completion_request
 from tests.gateway.fake_upstream import FakeUpstream, say_choices
@@ -119,6 +121,7 @@ ASKING_FOR: Mapping[str, Any] = {
     "bad_words": ["no"],
     "truncate_prompt_tokens": 2,
     "priority": 1,
+    "include_reasoning": False,
     "include_timings": True,
     "user": "ann",
     "metadata": {"a": "b"},
@@ -212,9 +215,17 @@ class Observed:
         return str(self.answer["error"]["param"])
 
 
+async def think_and_say(request: Generation) -> AsyncGenerator[Event, None]:
+    async for event in say_choices(request):
+        if isinstance(event, Delta):
+            yield msgspec.structs.replace(event, pieces=(Reasoning("Hm."), *event.pieces))
+        else:
+            yield event
+
+
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
-    async with in_process(FakeUpstream(say_choices)) as served:
+    async with in_process(FakeUpstream(think_and_say)) as served:
         yield served
 
 

@@ -4,7 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BloomConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -21,12 +27,22 @@ _SHAPE: dict[str, Any] = {
 }
 
 
+def write_bloom(directory: Path, **changes: Any) -> PreTrainedModel:
+    """Write a checkpoint of BLOOM into `directory`, and return the model that it is of."""
+    shape = {"vocab_size": 320, "hidden_size": 80, "n_layer": 3, "n_head": 4, "seq_length": 256}
+    return _write(directory, BloomConfig(**shape | changes))
+
+
 def write_native(
     directory: Path, family: str, *, max_shard_size: str = "1GB", **changes: Any
 ) -> PreTrainedModel:
     """Write a checkpoint of a family into `directory`, and return the model that it is of."""
-    torch.manual_seed(5)
     config = AutoConfig.for_model(family, **_SHAPE | {"sliding_window": None} | changes)
+    return _write(directory, config, max_shard_size)
+
+
+def _write(directory: Path, config: PretrainedConfig, max_shard_size: str = "1GB") -> PreTrainedModel:
+    torch.manual_seed(5)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, tensor in model.named_parameters():

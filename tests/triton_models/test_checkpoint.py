@@ -117,7 +117,7 @@ def test_rope_ratio_is_read_and_null_flags_are_defaults(directory: Path) -> None
         ("interleaved_qkv", True),
         ("tie_word_embeddings", True),
         ("pre_seq_len", 128),
-        ("model_type", "bloom"),
+        ("model_type", "gpt2"),
         ("model_type", None),
     ],
 )

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from triton_models.directory import (
+    BLOOM_TYPE,
     CHATGLM_TYPE,
     NATIVE_TYPES,
     chat_template,
@@ -123,7 +124,14 @@ def write_checkpoint(
     return directory
 
 
-@pytest.mark.parametrize("model_type", NATIVE_TYPES)
+def test_an_engine_for_more_kinds_of_models_takes_more(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "pythia", "gpt_neox", "tokenizer.json")
+    with pytest.raises(UnsupportedArchitectureError, match="--engine transformers"):
+        check_checkpoint(tmp_path / "pythia")
+    check_checkpoint(tmp_path / "pythia", any_type=True)
+
+
+@pytest.mark.parametrize("model_type", [*NATIVE_TYPES, BLOOM_TYPE])
 def test_what_can_be_loaded_passes(tmp_path: Path, model_type: str) -> None:
     check_checkpoint(write_checkpoint(tmp_path / "chatglm3", CHATGLM_TYPE, "tokenizer.model"))
     check_checkpoint(write_checkpoint(tmp_path / "x", CHATGLM_TYPE, "tokenizer.model"), "chatglm2")

@@ -16,7 +16,7 @@ from triton_models.engine.linear import Linear
 from triton_models.engine.models.decoder import Decoder, DecoderConfig
 from triton_models.engine.quantised import QUANTISATIONS
 from triton_models.errors import CheckpointError, UnsupportedArchitectureError
-from triton_models.native import _FAMILIES, MODEL_TYPES
+from triton_models.native import _FAMILIES
 
 CPU = torch.device("cpu")
 DOCS = Path(__file__).parents[2] / "docs"
@@ -53,6 +53,16 @@ def test_the_families_are_known_without_torch() -> None:
         ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope'"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("mistral", {"sliding_window": 128}, "sliding_window 128"),
+        (
+            "mistral",
+            {"sliding_window": 256, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+            "sliding_window 256 .* the 1024 positions",
+        ),
+        (
+            "mistral",
+            {"sliding_window": 256, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "sliding_window 256 .* the 1024 positions",
+        ),
         ("qwen2", {"sliding_window": 128, "use_sliding_window": True}, "sliding_window 128"),
     ],
 )
@@ -159,7 +169,7 @@ def test_parts_of_a_matrix_are_quantised_where_they_belong(tmp_path: Path, famil
 
 
 @pytest.mark.parametrize("quantization", [None, *QUANTISATIONS])
-@pytest.mark.parametrize("family", MODEL_TYPES)
+@pytest.mark.parametrize("family", NATIVE_TYPES)
 def test_nbytes_are_what_is_allocated(tmp_path: Path, family: str, quantization: str | None) -> None:
     write_native(tmp_path, family)
     model = load(tmp_path, torch.bfloat16, quantization)

@@ -17,12 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.triton_models.engine.models.whole_pass import whole_pass
-from tests.triton_models.native_checkpoint import write_native
+from tests.triton_models.native_checkpoint import write_bloom, write_native
 from triton_models import checkpoint
 from triton_models.checkpoint import load_model, matrix_forms, read_quantization
 from triton_models.engine.linear import Linear
-from triton_models.engine.models.chatglm import ChatGLM
-from triton_models.engine.models.decoder import Decoder
+from triton_models.engine.models import CausalModel
 from triton_models.engine.quantised import Int4Linear, Int8Linear, QuantisedLinear
 from triton_models.errors import CheckpointError, UnsupportedArchitectureError
 
@@ -192,18 +191,27 @@ def convert(directory: Path, pack: Callable[[Tensor], Packed], head: str = "lm_h
 
 def written(tmp_path: Path, name: str, family: str = "qwen2", **changes: Any) -> tuple[Path, Path]:
     directory = tmp_path / "packed"
-    shape = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-    write_native(directory, family, **shape | changes)
+    if family == "bloom":
+        write_bloom(directory, hidden_size=128, **changes)
+    else:
+        shape = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+        write_native(directory, family, **shape | changes)
     config, pack, _ = FORMATS[name]
     plain = convert(directory, pack)
     configure(directory, quantization_config=config)
     return directory, plain
 
 
-def matrices(model: ChatGLM | Decoder) -> list[Linear]:
-    return [
-        each for layer in model.layers for each in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)
-    ]
+def matrices(model: CausalModel) -> list[Linear]:
+    """Return all matrices but the head."""
+    found: list[Linear] = []
+
+    def note(matrix: Linear) -> Linear:
+        found.append(matrix)
+        return matrix
+
+    model.convert(note)
+    return found[:-1]
 
 
 def same(directory: Path, plain: Path, form: type[Linear]) -> None:
@@ -223,9 +231,10 @@ def test_weights_mean_what_the_format_says(tmp_path: Path, name: str) -> None:
     same(*written(tmp_path, name), FORMATS[name][2])
 
 
+@pytest.mark.parametrize("family", ["glm4", "bloom"])
 @pytest.mark.parametrize("name", ["gptq", "awq", "int8", "fp8"])
-def test_other_families(tmp_path: Path, name: str) -> None:
-    same(*written(tmp_path, name, "glm4"), FORMATS[name][2])
+def test_other_families(tmp_path: Path, name: str, family: str) -> None:
+    same(*written(tmp_path, name, family), FORMATS[name][2])
 
 
 @pytest.mark.parametrize(("bits", "form"), [(4, Int4Linear), (8, Int8Linear)])

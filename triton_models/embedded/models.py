@@ -114,7 +114,7 @@ def write_models(repository: Path, arguments: tuple[str, ...], *, device: str, o
     from triton_models.entries import ModelEntry, write_entry  # noqa: PLC0415 - see the module's docstring
 
     chosen = {name: value for name, value in options.items() if value is not None}
-    models = [_checked(argument, options.get("format")) for argument in arguments]
+    models = [_checked(argument, options) for argument in arguments]
     written: list[str] = []
     for name, path in models or [(BUILT_IN_NAME, BUILT_IN_CHECKPOINT)]:
         if name in written:
@@ -128,10 +128,10 @@ def write_models(repository: Path, arguments: tuple[str, ...], *, device: str, o
     return written
 
 
-def _checked(argument: str, chat_format: object) -> tuple[str, Path]:
+def _checked(argument: str, options: Options) -> tuple[str, Path]:
     name, path = read_model_argument(argument)
     try:
-        check_checkpoint(path, None if chat_format is None else str(chat_format))
+        check_checkpoint(path, options.get("format"), any_type=options.get("engine") == "transformers")
     except CheckpointError as error:
         raise SetupError(f"--model {argument}: {error}") from error
     return name, path

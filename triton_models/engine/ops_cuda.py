@@ -14,12 +14,12 @@ from triton_models.engine.kernels.attention_prefill import (
     prefill_config,
     queries_per_tile,
 )
-from triton_models.engine.kernels.elementwise import norm, rotate_store, swiglu
+from triton_models.engine.kernels.elementwise import gelu, layer_norm, norm, rotate_store, swiglu
 from triton_models.engine.kernels.linear import MAX_ROWS, linear, new_arrivals
 from triton_models.engine.kernels.quantised import MAX_ROWS as QUANTISED_ROWS
 from triton_models.engine.kernels.quantised import expand, quantised_linear, scaled_product
 from triton_models.engine.linear import Linear
-from triton_models.engine.models import CausalModel, ChunkRows, Rotary, StepLayout
+from triton_models.engine.models import Alibi, CausalModel, ChunkRows, Rotary, StepLayout
 from triton_models.engine.quantised import Fp8Linear, QuantisedLinear
 
 _EXPANDED_WEIGHTS = 2**24
@@ -47,8 +47,6 @@ class CudaOperations:
             device=model.device,
         )
         self._arrivals = new_arrivals(model.device)
-        # Of no pairs. The kernel reads nothing of it, but wants an address.
-        self._unrotated = Rotary(*torch.empty((2, 1, 0), device=model.device))
         self._tile = queries_per_tile(model.query_heads, kv.heads, prefill_config(kv.head_dim, model.dtype))
 
     def begin(self, layout: StepLayout) -> None:
@@ -81,16 +79,16 @@ class CudaOperations:
         self._workspace.reset()
         self._arrivals.zero_()
 
-    def attend(self, layer: int, projected: Tensor, rotary: Rotary | None) -> Tensor:
+    def attend(self, layer: int, projected: Tensor, rotary: Rotary | Alibi | None) -> Tensor:
         """Rotate, store and attend; see `Operations` for the shapes."""
         layout = self._layout
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         tables, slots = layout.tables, layout.slots
-        rotary = self._unrotated if rotary is None else rotary
+        slopes = rotary.slopes if isinstance(rotary, Alibi) else None
         rotate_store(
             projected,
-            rotary.cos,
-            rotary.sin,
+            rotary.cos if isinstance(rotary, Rotary) else None,
+            rotary.sin if isinstance(rotary, Rotary) else None,
             self._positions,
             tables,
             slots,
@@ -112,15 +110,20 @@ class CudaOperations:
                 splits=self._splits,
                 workspace=self._workspace,
                 config=self._config,
+                slopes=slopes,
             )
         if layout.tiles is not None:
             # After decode attention, whose padding rows have written zeros to rows of prompts.
-            prefill_attention(queries, keys, values, tables, layout.tiles, attended)
+            prefill_attention(queries, keys, values, tables, layout.tiles, attended, slopes=slopes)
         return attended.flatten(1)
 
     def norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Return the RMSNorm of [T, width] in one launch."""
         return norm(hidden, weight, epsilon)
+
+    def layer_norm(self, hidden: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+        """Return the LayerNorm of [T, width] in one launch."""
+        return layer_norm(hidden, weight, bias, epsilon)
 
     def linear(self, inputs: Tensor, matrix: Linear) -> Tensor:
         """Return `matrix(inputs)`; few rows are limited by reading the weights, and get a kernel for that."""
@@ -131,7 +134,7 @@ class CudaOperations:
         """Add `matrix(inputs)` to `hidden` in place, and return it."""
         if self._product(inputs, matrix, residual=hidden) is not None:
             return hidden
-        if isinstance(matrix, QuantisedLinear):
+        if isinstance(matrix, QuantisedLinear) or matrix.bias is not None:
             return hidden.add_(_library_product(inputs, matrix))
         return torch.addmm(hidden, inputs, matrix.weight.T, out=hidden)
 
@@ -139,6 +142,10 @@ class CudaOperations:
         """Return silu(first half) * second half of `matrix(inputs)`."""
         product = self._product(inputs, matrix, gated=True)
         return swiglu(_library_product(inputs, matrix)) if product is None else product
+
+    def linear_gelu(self, inputs: Tensor, matrix: Linear) -> Tensor:
+        """Return GELU of `matrix(inputs)`."""
+        return gelu(self.linear(inputs, matrix))
 
     def _product(
         self, inputs: Tensor, matrix: Linear, *, residual: Tensor | None = None, gated: bool = False

@@ -9,11 +9,15 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+from torch.nn.functional import layer_norm as torch_layer_norm
 
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.linear import Linear
-from triton_models.engine.models import CausalModel, ChunkRows, Rotary, StepLayout
+from triton_models.engine.models import Alibi, CausalModel, ChunkRows, Rotary, StepLayout
+
+_BIASES = 2**24
+"""Most biases of a prompt's scores that exist at once: 64 MiB in float32."""
 
 
 class PlainMath:
@@ -26,6 +30,10 @@ class PlainMath:
         # The mean square is the squared length over the width.
         scale = torch.addcmul(_scalar(epsilon, hidden.device), length, length, value=1 / hidden.shape[-1])
         return (numbers * scale.rsqrt_()).mul_(weight).to(hidden.dtype)
+
+    def layer_norm(self, hidden: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+        """Return the LayerNorm of [T, width], computed in float32."""
+        return torch_layer_norm(hidden.float(), weight.shape, weight, bias, epsilon).to(hidden.dtype)
 
     def linear(self, inputs: Tensor, matrix: Linear) -> Tensor:
         """Return `matrix(inputs)`."""
@@ -40,12 +48,17 @@ class PlainMath:
         gate, up = matrix(inputs).chunk(2, dim=-1)
         return silu(gate) * up
 
+    def linear_gelu(self, inputs: Tensor, matrix: Linear) -> Tensor:
+        """Return GELU of `matrix(inputs)`, in its form with tanh."""
+        return gelu(matrix(inputs), approximate="tanh")
+
 
 class TorchOperations(PlainMath):
     """`StepOperations` over the flattened tokens of a step.
 
-    What all layers share (rotations, masks, block tables) is built once per step. Query heads that share a KV
-    head form one SDPA batch, so keys and values are never repeated in memory.
+    What all layers share (rotations, masks, block tables) is built once per step, but for the biases of
+    prompts, which would take too much memory. Query heads that share a KV head form one SDPA batch, so keys
+    and values are never repeated in memory.
     """
 
     def __init__(self, model: CausalModel, cache: KVCache, rows: int) -> None:  # noqa: ARG002 - kernels need all
@@ -59,6 +72,7 @@ class TorchOperations(PlainMath):
         blocks = layout.tables[layout.slots, layout.positions // size].long()
         self._places = blocks * size + layout.positions % size
         self._turns: Tensor | None = None
+        self._decode_biases: Tensor | None = None
         self._decodes = len(layout.decode_lengths)
         if self._decodes:
             width = -(-layout.longest_decode // size)
@@ -84,11 +98,12 @@ class TorchOperations(PlainMath):
     def reset(self) -> None:
         """Do nothing: steps share no state."""
 
-    def attend(self, layer: int, projected: Tensor, rotary: Rotary | None) -> Tensor:
+    def attend(self, layer: int, projected: Tensor, rotary: Rotary | Alibi | None) -> Tensor:
         """Rotate, store and attend; see `Operations` for the shapes."""
         cached_keys, cached_values = self._cache.keys[layer], self._cache.values[layer]
         kv_heads = cached_keys.shape[2]
-        if rotary is not None:
+        alibi = rotary if isinstance(rotary, Alibi) else None
+        if isinstance(rotary, Rotary):
             if self._turns is None:
                 self._turns = rotation(rotary, self.positions)
             # Queries and keys stand side by side, so one rotation serves both.
@@ -98,15 +113,17 @@ class TorchOperations(PlainMath):
         cached_values.flatten(0, 1).index_copy_(0, self._places, values)
         parts = []
         if self._decodes:
-            parts.append(self._decode(queries[: self._decodes], cached_keys, cached_values))
+            parts.append(self._decode(queries[: self._decodes], cached_keys, cached_values, alibi))
         for chunk, blocks, mask in self._chunks:
             rows = queries[chunk.start : chunk.end]
             past = cached_keys.index_select(0, blocks), cached_values.index_select(0, blocks)
-            parts.append(_prefill(rows, chunk.length, mask, *past))
+            parts.append(_prefill(rows, chunk.length, mask, *past, alibi=alibi))
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         return attended.flatten(1)
 
-    def _decode(self, queries: Tensor, cached_keys: Tensor, cached_values: Tensor) -> Tensor:
+    def _decode(
+        self, queries: Tensor, cached_keys: Tensor, cached_values: Tensor, alibi: Alibi | None
+    ) -> Tensor:
         """Attend with one token per sequence, all sequences at once, over padded copies of their blocks."""
         rows, heads, head_dim = queries.shape
         kv_heads = cached_keys.shape[2]
@@ -116,9 +133,12 @@ class TorchOperations(PlainMath):
         values = cached_values.index_select(0, blocks).view(shape).transpose(1, 2)
         # The query heads that share a KV head form SDPA's query axis: [D, KV heads, shared, head_dim].
         grouped = queries.reshape(rows, kv_heads, heads // kv_heads, head_dim)
-        return scaled_dot_product_attention(grouped, keys, values, attn_mask=self._decode_mask).reshape(
-            queries.shape
-        )
+        mask = self._decode_mask
+        if alibi is not None:
+            if self._decode_biases is None:
+                self._decode_biases = self._build_decode_biases(alibi, kv_heads)
+            mask = self._decode_biases
+        return scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).reshape(queries.shape)
 
     def _build_decode_mask(self) -> Tensor:
         """Return the additive mask [D, 1, 1, padded length]."""
@@ -126,6 +146,12 @@ class TorchOperations(PlainMath):
         padded = self._decode_blocks.shape[1] * self._cache.block_size
         beyond = torch.arange(padded, device=lengths.device) >= lengths[:, None]
         return self._additive(beyond)[:, None, None, :]
+
+    def _build_decode_biases(self, alibi: Alibi, kv_heads: int) -> Tensor:
+        """Return the biases [D, KV heads, shared, padded length]."""
+        padded = self._decode_blocks.shape[1] * self._cache.block_size
+        biases = _biases(alibi, self._layout.decode_lengths - 1, padded, self._cache.keys.dtype)
+        return biases.transpose(0, 1).reshape(self._decodes, kv_heads, -1, padded)
 
     def _build_chunk_mask(self, chunk: ChunkRows) -> Tensor | None:
         """Return the additive mask [new tokens, tokens so far]; None if plain causal attention suffices."""
@@ -140,7 +166,9 @@ class TorchOperations(PlainMath):
         return mask.masked_fill_(hidden, -torch.inf)
 
 
-def _prefill(queries: Tensor, length: int, mask: Tensor | None, keys: Tensor, values: Tensor) -> Tensor:
+def _prefill(
+    queries: Tensor, length: int, mask: Tensor | None, keys: Tensor, values: Tensor, *, alibi: Alibi | None
+) -> Tensor:
     """Attend causally with the new tokens of one sequence to all of its tokens.
 
     Args:
@@ -149,6 +177,7 @@ def _prefill(queries: Tensor, length: int, mask: Tensor | None, keys: Tensor, va
         mask: additive, [new tokens, length]; None for causal.
         keys: [blocks, block_size, KV heads, head_dim], copied from the sequence's blocks.
         values: the same shape as `keys`.
+        alibi: its biases take the mask's place, some query rows at a time.
 
     Returns:
         [new tokens, heads, head_dim].
@@ -163,10 +192,28 @@ def _prefill(queries: Tensor, length: int, mask: Tensor | None, keys: Tensor, va
 
     # The batch is the KV heads, each with the query heads it serves: [KV heads, shared, tokens, head_dim].
     grouped = queries.reshape(count, kv_heads, shared, head_dim).permute(1, 2, 0, 3)
-    attended = scaled_dot_product_attention(
-        grouped, expand(keys), expand(values), attn_mask=mask, is_causal=mask is None
-    )
+    keys, values = expand(keys), expand(values)
+    if alibi is None:
+        attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=mask is None)
+    else:
+        parts, step = [], max(1, _BIASES // (heads * length))
+        for start in range(0, count, step):
+            positions = torch.arange(length - count + start, length, device=queries.device)[:step]
+            biases = _biases(alibi, positions, length, keys.dtype).view(kv_heads, shared, -1, length)
+            rows = grouped[:, :, start : start + step]
+            parts.append(scaled_dot_product_attention(rows, keys, values, attn_mask=biases))
+        attended = torch.cat(parts, dim=2)
     return attended.permute(2, 0, 1, 3).reshape(queries.shape)
+
+
+def _biases(alibi: Alibi, positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """Return what is added to the scores of queries at `positions`, [Q]: [heads, Q, length].
+
+    Later keys than a query's have -inf.
+    """
+    distances = torch.arange(length, device=positions.device) - positions[:, None]
+    biases = alibi.slopes[:, None, None] * distances
+    return biases.masked_fill_(distances > 0, -torch.inf).to(dtype)
 
 
 def rotation(rotary: Rotary, positions: Tensor) -> Tensor:

@@ -187,7 +187,8 @@ def _wire_prompt(prompt: Prompt, grammar: RequestedGrammar | None, report: Model
             return _WirePrompt(ids=list(ids), raw=True)
         case Conversation() if report.chat_format is None:
             raise InvalidRequestError(
-                "The gateway has no chat template of this model: set `tokenizers`, or use completions.",
+                "The gateway has no chat template of this model: use completions, or set `tokenizers`"
+                " to a folder with one.",
                 param="messages",
             )
         case Conversation(messages, offer):

@@ -51,6 +51,7 @@ class ModelText:
     """How a model's conversations read, and how its tokens are counted: a tokenizer's folder."""
 
     template: ChatTemplate | None = None
+    """None: of a base model, which continues text but converses with nobody, or not known here."""
     vocabulary: Vocabulary | None = None
     style: CallStyle | None = None
     """How it writes tool calls; None: not at all, or they cannot be told from text."""
@@ -73,6 +74,8 @@ class ModelText:
         try:
             template = ChatTemplate.read(folder)
             vocabulary = Vocabulary.read(folder)
+            if template is None:
+                return cls(vocabulary=vocabulary, special=vocabulary.special())
             marks = next((each for each in MARKS if template.mentions(each[1])), None)
             return cls(
                 template,
@@ -162,7 +165,8 @@ class ModelText:
         """
         if self.template is None:
             raise InvalidRequestError(
-                "The gateway has no chat template of this model: set `tokenizers`, or use completions.",
+                "The gateway has no chat template of this model: use completions, or set `tokenizers`"
+                " to a folder with one.",
                 param="messages",
             )
         offer = prompt.offer

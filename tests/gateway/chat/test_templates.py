@@ -184,17 +184,26 @@ def test_a_template_of_its_own_for_tools() -> None:
 
 
 def test_where_templates_are_found(tmp_path: Path) -> None:
-    with pytest.raises(TemplateError, match="no chat template"):
-        ChatTemplate.read(tmp_path)
+    def rendered() -> str:
+        template = ChatTemplate.read(tmp_path)
+        assert template is not None
+        return template.render(Conversation((Message(role="user", content="Hi"),)))
+
     config: dict[str, Any] = {"bos_token": {"content": "<s>"}, "chat_template": "{{ bos_token }}one"}
-    talk = Conversation((Message(role="user", content="Hi"),))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert ChatTemplate.read(tmp_path).render(talk) == "<s>one"
+    assert rendered() == "<s>one"
     config["chat_template"] = [{"name": "default", "template": "two"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert ChatTemplate.read(tmp_path).render(talk) == "two"
+    assert rendered() == "two"
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}three")
-    assert ChatTemplate.read(tmp_path).render(talk) == "<s>three"
+    assert rendered() == "<s>three"
+
+
+@pytest.mark.parametrize("config", [None, "{}", '{"bos_token": "<s>", "chat_template": null}'])
+def test_a_base_model_has_none(tmp_path: Path, config: str | None) -> None:
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(config)
+    assert ChatTemplate.read(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -204,6 +213,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
         ("[]", "not a JSON object"),
         ('{"chat_template": "{% if %}"}', "not valid Jinja"),
         ('{"chat_template": [{"name": "rag", "template": ""}]}', "called 'default'"),
+        ('{"chat_template": 5}', "no text"),
     ],
 )
 def test_unusable_templates_say_why(tmp_path: Path, content: str, reason: str) -> None:

@@ -1,3 +1,4 @@
+import asyncio
 from functools import partial
 from typing import Any
 
@@ -5,7 +6,7 @@ import httpx
 import pytest
 
 from tests.gateway.fake_upstream import FakeUpstream
-from tests.gateway.serving import in_process
+from tests.gateway.serving import in_process, on_socket
 
 KEYS = [
     {"name": "client", "key": "sk-1"},
@@ -83,6 +84,41 @@ async def test_without_keys_only_this_machine_may() -> None:
         assert error(answer) == (403, None, "model_control_disabled")
         assert (await served.chat()).status_code == 200
     assert not served.upstream.changes
+
+
+PROXIED = [
+    {"forwarded": "for=192.0.2.7"},
+    {"x-forwarded-for": "192.0.2.7"},
+    {"x-forwarded-host": "glm.example"},
+    {"x-real-ip": "192.0.2.7"},
+    {"via": "1.1 proxy"},
+]
+"""What proxies say of a request that they pass on, addressed to 127.0.0.1."""
+
+
+@pytest.mark.parametrize("headers", PROXIED)
+async def test_without_keys_nobody_controls_models_through_a_proxy(headers: dict[str, str]) -> None:
+    async with in_process(FakeUpstream()) as served:
+        for path in ("/v1/models/glm/unload", "/v2/repository/models/glm/unload"):
+            answer = await served.http.post(path, headers=LOOPBACK | headers)
+            assert answer.status_code == 403
+            assert "proxy" in answer.text
+        assert not served.upstream.changes
+        assert (await served.http.get("/v1/models", headers=headers)).status_code == 200
+    async with in_process(FakeUpstream(), api_keys=KEYS) as served:
+        headers = headers | {"authorization": "Bearer sk-2"}
+        assert (await served.http.post("/v1/models/glm/unload", headers=headers)).status_code == 200
+
+
+async def test_without_keys_nobody_controls_models_by_http_1_0() -> None:
+    """So nginx passes requests on by default: to 127.0.0.1, and without a word of where they are from."""
+    head = b"POST /v1/models/glm/unload HTTP/1.0\r\nHost: 127.0.0.1:8080\r\nContent-Length: 0\r\n\r\n"
+    async with on_socket(FakeUpstream()) as served:
+        reader, writer = await asyncio.open_connection(served.http.base_url.host, served.http.base_url.port)
+        writer.write(head)
+        assert b" 403 " in await reader.readline()
+        writer.close()
+        assert not served.upstream.changes
 
 
 @pytest.mark.parametrize(

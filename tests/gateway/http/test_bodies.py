@@ -1,13 +1,17 @@
 import asyncio
 import gzip
 import json
+import threading
 import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
+import httpx
 import pytest
 
 from gateway.http.middleware import _Decompressor
+from gateway.openai.chat_request import ChatRequest
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.serving import CHAT, MESSAGES, Served, on_socket, until
 
@@ -79,20 +83,41 @@ async def test_all_bodies_together_are_bounded() -> None:
         more = asyncio.Event()
 
         async def unfinished() -> AsyncIterator[bytes]:
-            yield padded(limit)[:-1]
+            yield padded(limit // 4)[:-1]
             await more.wait()
-            yield padded(limit)[-1:]
+            yield padded(limit // 4)[-1:]
 
         first = asyncio.create_task(served.http.post(CHAT, content=unfinished(), headers=JSON))
+        await until(lambda: served.gateway.bodies.held > 0)
+        half = padded(limit // 2 - 4096)  # with the text that it becomes, almost everything
 
-        async with asyncio.timeout(20):
-            while (answer := await served.chat()).status_code == 200:
-                pass
-        assert answer.status_code == 429
-        assert answer.headers["retry-after"]
+        async def ask() -> httpx.Response:
+            return await served.http.post(CHAT, content=half, headers=JSON)
+
+        refused = await ask()
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"]
+        assert (await served.chat()).status_code == 200
         more.set()
         assert (await first).status_code == 200
-        assert (await served.chat()).status_code == 200
+        await until(lambda: served.gateway.bodies.held == 0)
+        assert (await ask()).status_code == 200
+
+
+async def test_only_large_bodies_are_read_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    read = ChatRequest.read
+
+    def watched(_: type[ChatRequest], *arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return read(*arguments)
+
+    monkeypatch.setattr(ChatRequest, "read", classmethod(watched))
+    async with on_socket(FakeUpstream()) as served:
+        for size in (200_000, 300_000):
+            answer = await served.http.post(CHAT, content=padded(size), headers=JSON)
+            assert answer.status_code == 200
+    assert [each is threading.main_thread() for each in threads] == [True, False]
 
 
 async def test_a_body_that_still_arrives_when_a_drain_ends_is_given_up() -> None:
@@ -126,7 +151,7 @@ async def test_compressed_bodies_are_read(
                 CHAT, content=pieces(body) if chunked else body, headers=JSON | {"content-encoding": encoding}
             )
             assert answer.status_code == status
-        await until(lambda: served.gateway.body_bytes.own == 0)
+        await until(lambda: served.gateway.bodies.held == 0)
 
 
 async def test_a_bomb_is_stopped_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,11 +110,11 @@ async def test_errors_are_the_sdks_own(served: Served) -> None:
     served.upstream.script = refuse
     with pytest.raises(openai.BadRequestError) as too_long:
         await served.sdk.completions.create(model="glm", prompt="a", stream=True)
-    assert too_long.value.code == "context_length_exceeded"
+    assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "prompt")
 
 
 async def test_ids_beyond_the_context_cost_nothing(served: Served) -> None:
-    for prompt, param in ([5] * 64, None), ([[5], [5] * 64], "prompt.1"):
+    for prompt, param in ([5] * 64, "prompt"), ([[5], [5] * 64], "prompt.1"):
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError) as too_long:
                 await served.sdk.completions.create(model="glm", prompt=prompt, stream=stream)

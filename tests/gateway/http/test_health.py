@@ -1,5 +1,9 @@
+import asyncio
 from importlib.metadata import version
 
+import pytest
+
+from gateway.limits.admission import Pacing
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.serving import in_process
 
@@ -54,3 +58,19 @@ async def test_metrics_are_exposed() -> None:
         answer = await served.http.get("/metrics")
         assert answer.headers["content-type"].startswith("text/plain; version=")
         assert 'tritongate_generated_tokens_total{model="glm"} 3.0' in answer.text
+
+
+async def test_no_burst_is_in_front_of_health_metrics_and_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def enter(_: Pacing) -> None:
+        await asyncio.Event().wait()  # as behind a burst that never ends
+
+    monkeypatch.setattr(Pacing, "enter", enter)
+    async with in_process(FakeUpstream()) as served:
+        asked = asyncio.create_task(served.chat())
+        async with asyncio.timeout(20):
+            for path in ("/health", "/health/ready", "/metrics", "/version", "/", "/v2/health/ready"):
+                assert (await served.http.get(path)).status_code == 200
+            assert (await served.http.head("/health")).status_code == 200
+        assert not asked.done()
+        asked.cancel()
+        await asyncio.wait({asked})

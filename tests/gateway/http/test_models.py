@@ -67,7 +67,7 @@ async def test_a_prompt_longer_than_its_model_allows_is_refused_before_it_is_ans
     upstream = FakeUpstream()
     async with in_process(upstream, models={"glm": {"limits": {"max_prompt_tokens": 2}}}) as served:
         for stream in (False, True):
-            assert await served.refusal(stream=stream) == (400, None, "context_length_exceeded")
+            assert await served.refusal(stream=stream) == (400, "messages", "context_length_exceeded")
         answer = await served.http.post("/v2/models/glm/infer", json=body())
         assert answer.status_code == 400
         await served.until_idle()

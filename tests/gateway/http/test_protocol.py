@@ -4,8 +4,9 @@ import json
 import pytest
 
 from gateway.http import protocol
+from gateway.limits import admission
 from tests.gateway.fake_upstream import FakeUpstream
-from tests.gateway.serving import CHAT, MESSAGES, Served, on_socket
+from tests.gateway.serving import CHAT, MESSAGES, Served, on_socket, until
 
 
 async def record(served: Served, *pieces: bytes, pause_s: float = 0.0) -> tuple[bytes, bytes]:
@@ -104,3 +105,39 @@ async def test_tls_on_the_plain_port_is_named_in_the_log_once(
             await record(served, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(64)))
         assert caplog.text.count("speaks TLS") == 1
         assert (await served.chat()).status_code == 200
+
+
+ASK = b"%s %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+async def test_connections_are_bounded_and_health_is_answered_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_SPARE_CONNECTIONS", 1)
+    async with on_socket(FakeUpstream(), max_connections=2) as served:
+        url = served.http.base_url
+        idle = [await asyncio.open_connection(url.host, url.port) for _ in range(2)]
+        for path in (b"/health", b"/health/ready", b"/metrics", b"/v2/health/ready"):
+            assert (await record(served, ASK % (b"GET", path)))[0].startswith(b"HTTP/1.1 200 "), path
+        for method, path in ((b"POST", CHAT.encode()), (b"GET", b"/v1/models"), (b"GET", b"/")):
+            head, body = await record(served, ASK % (method, path))
+            assert head.startswith(b"HTTP/1.1 503 "), path
+            assert b"retry-after: 1" in head.lower()
+            assert b"connection: close" in head.lower()
+            assert json.loads(body)["error"]["code"] == "service_unavailable"
+        assert served.metric("requests_rejected_total", model="unknown", reason="connections") == 3
+        idle.append(await asyncio.open_connection(url.host, url.port))
+        assert await record(served, ASK % (b"GET", b"/health")) == (b"", b""), "closed without a word"
+        for _, writer in idle:
+            writer.close()
+        assert served.server is not None
+        connections = served.server.server_state.connections
+        await until(lambda: not connections)
+        assert (await served.chat()).status_code == 200
+
+
+async def test_a_connection_beyond_the_bound_has_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "SPARE_HEAD_TIMEOUT_S", 0.3)
+    async with on_socket(FakeUpstream(), max_connections=1) as served:
+        idle = await asyncio.open_connection(served.http.base_url.host, served.http.base_url.port)
+        assert await record(served) == (b"", b"")
+        assert not idle[0].at_eof()
+        idle[1].close()

@@ -27,6 +27,7 @@ from gateway.errors import (
     UpstreamProtocolError,
 )
 from gateway.kserve.grpc import GrpcServer
+from gateway.limits.admission import Pacing
 from tests.gateway.fake_upstream import FakeUpstream, say, say_and_hang
 from tests.gateway.kserve.legacy import VALUES, echo, over_grpc, question
 from tests.gateway.serving import settings, until
@@ -149,6 +150,55 @@ async def test_keys_are_metadata() -> None:
         await served.until_idle()
 
 
+async def test_the_key_and_its_limits_come_before_the_message() -> None:
+    key = {"name": "k", "key": "k", "requests_per_minute": 1}
+    async with over_grpc(FakeUpstream(echo), api_keys=[key]) as (served, stub, address):
+        metadata = [("authorization", "Bearer k")]
+        await stub.ModelInfer(question(), metadata=metadata)
+        async with grpc.aio.insecure_channel(address) as channel:
+            for name in ("ModelInfer", "ModelStreamInfer"):
+                # What would send messages sends none, and hears nevertheless.
+                unknown = channel.stream_stream(ROUTE + name)()
+                assert (await refusal(unknown.read()))[0] is CODE.UNAUTHENTICATED
+            over = channel.stream_stream(ROUTE + "ModelInfer")(metadata=metadata)
+            assert (await refusal(over.read()))[0] is CODE.RESOURCE_EXHAUSTED
+        await until(
+            lambda: (
+                served.metric("requests_total", route=ROUTE + "ModelInfer", model="unknown", status="429")
+                == 1
+            )
+        )
+        assert (
+            served.metric("requests_total", route=ROUTE + "ModelStreamInfer", model="unknown", status="401")
+            == 1
+        )
+
+
+async def test_a_message_that_never_comes_is_given_up() -> None:
+    async with (
+        over_grpc(FakeUpstream(echo), body_timeout_s=0.2) as (served, stub, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        silent = channel.stream_stream(ROUTE + "ModelInfer")()
+        assert (await refusal(silent.read()))[0] is CODE.DEADLINE_EXCEEDED
+        none = channel.stream_stream(ROUTE + "ModelInfer")()
+        await none.done_writing()
+        assert (await refusal(none.read()))[0] is CODE.INVALID_ARGUMENT
+        assert await stub.ModelInfer(question())
+        await served.until_idle()
+
+
+async def test_without_keys_nobody_controls_models_through_a_proxy() -> None:
+    async with over_grpc(FakeUpstream()) as (served, stub, _):
+        load = service_pb2.RepositoryModelLoadRequest(model_name="glm")
+        for name in ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"):
+            call = stub.RepositoryModelLoad(load, metadata=[(name, "192.0.2.7")])
+            code, message = await refusal(call)
+            assert (code, "proxy" in message) == (CODE.PERMISSION_DENIED, True)
+        assert not served.upstream.changes
+        await stub.RepositoryModelLoad(load)
+
+
 @pytest.mark.parametrize("how", ["cancel", "connection"])
 async def test_a_client_that_leaves_frees_the_engine_at_once(how: str) -> None:
     upstream = FakeUpstream(lambda _: say_and_hang("a"))
@@ -188,13 +238,13 @@ async def test_a_message_over_the_limit_is_refused() -> None:
 async def test_messages_that_are_held_count_together() -> None:
     upstream = FakeUpstream(lambda _: say_and_hang("a"))
     async with over_grpc(upstream, max_held_body_bytes=2**20) as (served, stub, _):
-        large = question(prompt="x" * 600_000)
+        large = question(prompt="x" * 300_000)
         first = stub.ModelInfer(large)
         await until(lambda: upstream.running == 1)
         assert (await refusal(stub.ModelInfer(large)))[0] is CODE.RESOURCE_EXHAUSTED
         first.cancel()
         await served.until_idle()
-        await until(lambda: served.gateway.body_bytes.own == 0)
+        await until(lambda: served.gateway.bodies.held == 0)
 
 
 async def test_a_drain_refuses_new_calls_and_waits_for_others() -> None:
@@ -320,3 +370,26 @@ async def test_tritons_library() -> None:
     upstream.chat_format = "chatglm2"
     async with over_grpc(upstream) as (_, _, address):
         await asyncio.to_thread(use_library, address)
+
+
+async def test_no_burst_is_in_front_of_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def enter(_: Pacing) -> None:
+        await asyncio.Event().wait()  # as behind a burst that never ends
+
+    monkeypatch.setattr(Pacing, "enter", enter)
+    async with over_grpc(FakeUpstream(echo)) as (_, stub, _):
+        asked = stub.ModelInfer(question())
+        assert (await stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=20)).live
+        assert (await stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=20)).ready
+        assert not asked.done()
+        asked.cancel()
+
+
+async def test_connections_are_bounded() -> None:
+    async with over_grpc(FakeUpstream(), max_connections=1) as (_, stub, address):
+        live = service_pb2.ServerLiveRequest()
+        assert (await stub.ServerLive(live)).live
+        options = [("grpc.use_local_subchannel_pool", 1)]  # or it is the same connection
+        async with grpc.aio.insecure_channel(address, options) as other:
+            call = service_pb2_grpc.GRPCInferenceServiceStub(other).ServerLive(live)
+            assert (await refusal(call))[0] is CODE.UNAVAILABLE

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from gateway.errors import RateLimitError
+from gateway.errors import RateLimitError, UnavailableError
 from gateway.limits import admission as rules
-from gateway.limits.admission import Admission
+from gateway.limits.admission import Admission, Connections
 from gateway.limits.counters import Number, SharedCounters, mark_ended
 from gateway.telemetry.metrics import Place
 from tests.gateway.places import places
@@ -276,3 +276,22 @@ async def test_whatever_happens_the_limits_hold_and_nothing_is_lost(
         assert (each.in_flight, each.waiting) == (0, 0)
         await each.acquire(4)
         each.release(4)
+
+
+def test_processes_bound_their_connections_together(table: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "_SPARE_CONNECTIONS", 1)
+    one, other = (
+        Connections(2, SharedCounters(gauges=1, counters=0, place=place)) for place in places(table)
+    )
+    assert one.enter()
+    assert other.enter()
+    assert not other.enter()
+    for each in (one, other):
+        with pytest.raises(UnavailableError):
+            each.enter()
+    assert (one.open, other.open) == (1, 2)
+    other.leave()
+    one.leave()
+    assert one.enter()
+    mark_ended(places(table)[1])
+    assert one.enter()

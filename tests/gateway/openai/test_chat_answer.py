@@ -43,6 +43,7 @@ def writer(
         return_token_ids=None,
         return_tokens_as_token_ids=None,
         prompt_logprobs=None,
+        include_reasoning=None,
     )
     return ChatAnswer(asked).stream(Accepted(prompt_tokens=3))
 
@@ -165,6 +166,7 @@ def asked_with(*, older: bool) -> Any:
         return_token_ids=None,
         return_tokens_as_token_ids=None,
         prompt_logprobs=None,
+        include_reasoning=None,
         **offered,
     )
 
@@ -240,6 +242,23 @@ def test_reasoning_has_chunks_of_its_own_under_both_names() -> None:
     found = [msgspec.json.decode(chunk)["choices"][0]["delta"] for chunk in chunks_of(chunks.write(delta))]
     assert found[1:3] == [{"reasoning_content": "Hm.", "reasoning": "Hm."}, {"content": "Two."}]
     assert "tool_calls" in found[3]
+
+
+async def test_reasoning_is_left_out_where_it_is_not_wanted() -> None:
+    usage = Usage(prompt_tokens=3, completion_tokens=2, reasoning_tokens=1)
+    deltas = [
+        Delta(pieces=(Reasoning("Hm."),), tokens=1),
+        Delta(pieces=("Two.",), tokens=1, finish_reason="stop", usage=usage),
+    ]
+    asked = ChatRequest.read(
+        b'{"model":"m","messages":[{"role":"user","content":"a"}],"include_reasoning":false}'
+    )
+    complete = encode(await ChatAnswer(asked).complete(Accepted(prompt_tokens=3), told(deltas)))
+    assert msgspec.json.decode(complete)["choices"][0]["message"]["content"] == "Two."
+    stream = ChatAnswer(asked).stream(Accepted(prompt_tokens=3))
+    chunks = b"".join(stream.write(delta) for delta in deltas)
+    assert b"Two." in chunks
+    assert b"Hm." not in complete + chunks
 
 
 async def test_reasoning_of_a_complete_answer() -> None:

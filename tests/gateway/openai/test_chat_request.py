@@ -65,6 +65,43 @@ def test_every_parameter_arrives() -> None:
     assert generation.stream
 
 
+@pytest.mark.parametrize(
+    ("message", "content"),
+    [
+        ({"content": None}, ""),
+        ({}, ""),
+        ({"content": "I can ", "refusal": "not."}, "I can not."),
+        ({"content": None, "refusal": "No."}, "No."),
+        (
+            {"content": [{"type": "text", "text": "I can "}, {"type": "refusal", "refusal": "not."}]},
+            "I can not.",
+        ),
+    ],
+)
+def test_what_an_earlier_answer_may_be(message: dict[str, Any], content: str) -> None:
+    (_, earlier) = read(messages=[USER, {"role": "assistant", **message}]).continued.messages
+    assert (earlier.role, earlier.content, earlier.reasoning) == ("assistant", content, "")
+
+
+@pytest.mark.parametrize(
+    "thinking", ["Let me see.", [{"type": "text", "text": "Let me "}, {"type": "text", "text": "see."}]]
+)
+@pytest.mark.parametrize("reads", [frozenset(), frozenset({"reasoning_content"})])
+def test_thinking_in_an_earlier_answer_is_for_templates_that_read_it(
+    reads: frozenset[str], thinking: Any
+) -> None:
+    parts = [
+        {"type": "thinking", "thinking": thinking, "signature": "x", "closed": True},
+        {"type": "text", "text": "Two."},
+    ]
+    messages = [USER, {"role": "assistant", "content": parts}, USER]
+    reading = Reading(reads=lambda _: reads)
+    asked = ChatRequest.read(json.dumps({**MINIMUM, "messages": messages}).encode(), reading)
+    earlier = asked.continued.messages[1]
+    assert (earlier.content, earlier.reasoning) == ("Two.", "Let me see." if reads else "")
+    assert list(reading.ignored) == ([] if reads else ["messages.content.thinking"])
+
+
 def test_roles_and_parts() -> None:
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}]},
@@ -84,7 +121,15 @@ def test_roles_and_parts() -> None:
         {"stop": "x"},
         {"top_k": -1},
         {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto", "store": False},
-        {"safety_identifier": "s", "prompt_cache_key": "k"},
+        {"safety_identifier": "s", "prompt_cache_key": ""},
+        {"stream_options": {}},
+        {"stream_options": {"include_usage": False, "continuous_usage_stats": None}},
+        {"stream": True, "stream_options": {"include_usage": None}},
+        {"parallel_tool_calls": False},
+        {"functions": [{"name": "f"}], "tool_choice": "auto", "parallel_tool_calls": True},
+        {"tools": [{"function": {"name": "f"}}], "tool_choice": {"function": {"name": "f"}}},
+        {"messages": [USER, {"role": "assistant", "content": None}, USER]},
+        {"messages": [USER, {"role": "assistant", "tool_calls": []}, USER]},
         {"n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "response_format": {"type": "text"}},
         {"tools": [], "tool_choice": "none", "modalities": ["text"], "skip_special_tokens": True},
         dict.fromkeys({*ChatRequest.model_fields, *ChatRequest.unsupported} - {"model", "messages"}),
@@ -106,7 +151,18 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"messages": [{"content": "hi"}]}, "messages.0.role"),
         ({"messages": [USER, {"role": "user"}]}, "messages.1.content"),
         ({"messages": [{"role": "king", "content": "hi"}]}, "messages.0.role"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "system", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "a", "refusal": "No."}]}, "messages.0.refusal"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "refusal"}]}]},
+            "messages.0.content.0.refusal",
+        ),
+        ({"prompt_cache_key": "k"}, "prompt_cache_key"),
+        ({"prompt_embeds": "AA=="}, "prompt_embeds"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids"),
+        ({"repetition_detection": {"max_pattern_size": 5}}, "repetition_detection"),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, "truncation_side"),
+        ({"web_search_options": {}}, "web_search_options"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         ({"messages": [{**USER, "name": "ann"}]}, "messages.0.name"),
         ({"messages": [{**USER, "colour": "red"}]}, "messages.0.colour"),
@@ -150,7 +206,6 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"x" * 5000: 1}, "x" * 100 + "…"),
         ({"logprobs": 5}, "logprobs"),
         ({"top_logprobs": 1}, "top_logprobs"),
-        ({"logprobs": False, "top_logprobs": 0}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"stream": "yes"}, "stream"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),

@@ -95,7 +95,7 @@ def test_choices_are_one_unless_asked_for() -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": 2.1}, "temperature"),
         ({"stop": list("abcdefghijklmnopq")}, "stop"),
-        ({"stream_options": {}}, "stream_options"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
         (
             {"stream": True, "stream_options": {"include_obfuscation": True}},
             "stream_options.include_obfuscation",

@@ -24,6 +24,13 @@ CHAT: list[tuple[dict[str, Any], list[str]]] = [
     ({"store": True, "prediction": {"type": "content", "content": "x"}}, ["store", "prediction"]),
     ({"chat_template_kwargs": {"enable_thinking": False}}, ["chat_template_kwargs.enable_thinking"]),
     ({"prompt_cache_retention": "24h", "cache_salt": "s"}, ["prompt_cache_retention", "cache_salt"]),
+    ({"prompt_cache_key": "k"}, ["prompt_cache_key"]),
+    ({"thinking_token_budget": 100, "return_mm_kwargs": True}, ["thinking_token_budget"]),
+    ({"stream_options": {"include_obfuscation": True}}, ["stream_options.include_obfuscation"]),
+    (
+        {"messages": [{"role": "user", "content": "a", "refusal": "b"}]},
+        ["messages.refusal"],
+    ),
     (
         {"options": {"num_ctx": 9}, "keep_alive": "5m", "request_id": "r"},
         ["options", "keep_alive", "request_id"],
@@ -79,6 +86,7 @@ RESPONSES: list[tuple[dict[str, Any], list[str]]] = [
     ({"reasoning": {"effort": "low", "summary": "auto"}}, ["reasoning.effort", "reasoning.summary"]),
     ({"store": True, "truncation": "auto"}, ["store", "truncation"]),
     ({"include": ["reasoning.encrypted_content"]}, ["include"]),
+    ({"prompt_cache_key": "k"}, ["prompt_cache_key"]),
     ({"text": {"verbosity": "low"}}, ["text.verbosity"]),
     (
         {"input": [{"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}, MESSAGE]},

@@ -26,6 +26,7 @@ from gateway.errors import (
     UpstreamProtocolError,
 )
 from gateway.openai.answer import encode
+from gateway.openai.document import Reading
 from gateway.openai.responses_answer import ResponseBuilder
 from gateway.openai.responses_document import Named
 from gateway.openai.responses_request import ResponsesRequest
@@ -41,7 +42,8 @@ WITH_LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
 
 
 def build(**asked: Any) -> ResponseBuilder:
-    return ResponseBuilder(ResponsesRequest.read(json.dumps({"model": "m", "input": "hi", **asked}).encode()))
+    body = json.dumps({"model": "m", "input": "hi", **asked}).encode()
+    return ResponseBuilder(ResponsesRequest.read(body, Reading()))
 
 
 def last(reason: Any = "stop", *pieces: Piece) -> Delta:

@@ -131,7 +131,9 @@ def test_what_the_text_is_held_to(form: dict[str, Any], kind: str, text: Any, fi
     "parameters",
     [
         {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "s"},
-        {"store": False, "background": False, "truncation": "disabled", "prompt_cache_key": "k"},
+        {"store": False, "background": False, "truncation": "disabled"},
+        {"stream_options": {"include_obfuscation": False}, "prompt_cache_key": ""},
+        {"text": {"verbosity": "medium"}},
         {"text": {"format": {"type": "text"}, "verbosity": None}, "reasoning": {"effort": None}},
         {"text": {}, "reasoning": {}, "include": [], "tools": [], "top_logprobs": 0},
         {"parallel_tool_calls": True, "tool_choice": "auto"},
@@ -186,7 +188,6 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"include": LOGPROBS}, "include"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs"),
-        ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
         (
             {"stream": True, "stream_options": {"include_obfuscation": True}},
             "stream_options.include_obfuscation",
@@ -325,7 +326,7 @@ def test_a_call_after_a_result_is_another_message() -> None:
         ),
         ({"role": "user", "content": [{"type": "input_file"}]}, "input.1.content.0"),
         ({"role": "user", "content": [{"type": "input_text"}]}, "input.1.content.0.text"),
-        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, "input.1.content.0"),
+        ({"role": "assistant", "content": [{"type": "refusal"}]}, "input.1.content.0.refusal"),
         ({**answer(), "phase": "commentary"}, "input.1.phase"),
         (call(arguments="[1]"), "input.1.arguments"),
         (call(arguments="{"), "input.1.arguments"),
@@ -342,6 +343,11 @@ def test_items_refused(item: Any, path: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         messages(ASKED, item)
     assert refused.value.param == path
+
+
+def test_a_refusal_in_an_earlier_answer_is_its_text() -> None:
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    assert [(each.role, each.content) for each in messages(ASKED, refused)][1:] == [("assistant", "No.")]
 
 
 def test_a_call_id_twice_is_refused() -> None:

@@ -3,7 +3,7 @@ import random
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import gelu, layer_norm, linear, rms_norm, silu
 
 from tests.triton_models.engine.rotated import rotate_in_place
 from triton_models.engine.blocks import KVCache
@@ -162,10 +162,11 @@ def test_queries_and_stored_keys_are_rotated_by_their_positions(dtype: torch.dty
         operations = TorchOperations(None, cache, 0)
         operations.begin(layout)
         results.append((operations.attend(0, heads.clone(), turned), cache))
-    (attended, cache), (expected, expected_cache) = results
-    torch.testing.assert_close(attended, expected)
-    assert_close(cache.keys, expected_cache.keys)
-    assert_close(cache.values, expected_cache.values)
+    (attended, cache), *others = results
+    for expected, expected_cache in others:
+        torch.testing.assert_close(attended, expected)
+        assert_close(cache.keys, expected_cache.keys)
+        assert_close(cache.values, expected_cache.values)
     assert cache.keys[:, 1:].any()
 
 
@@ -177,6 +178,16 @@ def test_norm(dtype: torch.dtype, size: float, cache: KVCache) -> None:
     kept = hidden.clone()
     given = TorchOperations(None, cache, 0).norm(hidden, weight, 1e-5)
     assert_close(given, rms_norm(hidden.float(), weight.shape, weight, 1e-5).to(dtype))
+    assert torch.equal(hidden, kept)
+
+
+@dtypes
+def test_layer_norm(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    hidden, weight, bias = torch.randn(5, 24).to(dtype), torch.randn(24), torch.randn(24)
+    kept = hidden.clone()
+    given = PlainMath().layer_norm(hidden, weight, bias, 1e-5)
+    assert_close(given, layer_norm(hidden.float(), weight.shape, weight, bias, 1e-5).to(dtype))
     assert torch.equal(hidden, kept)
 
 
@@ -203,6 +214,11 @@ def test_products_with_packed_and_plain_matrices(dtype: torch.dtype, *, packed: 
     for given, expected in (
         (operations.linear(inputs, made(weight, bias)), linear(inputs, weight, bias)),
         (operations.add_linear(hidden, inputs, made(weight)), hidden + linear(inputs, weight)),
+        (operations.add_linear(hidden, inputs, made(weight, bias)), hidden + linear(inputs, weight, bias)),
         (operations.linear_swiglu(inputs, made(wide)), silu(gate) * up),
+        (
+            operations.linear_gelu(inputs, made(weight, bias)),
+            gelu(linear(inputs, weight, bias), approximate="tanh"),
+        ),
     ):
         torch.testing.assert_close(given, expected, **tolerance)

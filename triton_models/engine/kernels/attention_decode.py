@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_models.engine.kernels.heads import lean, load_heads, load_slopes, padded_dims
+
 SEGMENTS = 32
 """Most segments of a sequence; their number and bounds depend on its length alone."""
 
@@ -42,9 +44,10 @@ def decode_config(head_dim: int, dtype: torch.dtype, *, crowded: bool = False) -
     large then, and more of them run at the same time. No matrix unit has float32's precision, so its tiles
     are small, to fit the registers.
     """
+    dims = padded_dims(head_dim)
     if dtype not in (torch.float16, torch.bfloat16):
-        return DecodeConfig(tile=max(16, min(128, 2048 // head_dim)), warps=8, stages=3)
-    tile = max(16, min(128, 16384 // head_dim))
+        return DecodeConfig(tile=max(16, min(128, 2048 // dims)), warps=8, stages=3)
+    tile = max(16, min(128, 16384 // dims))
     if crowded:
         return DecodeConfig(tile=max(16, tile // 2), warps=2, stages=2)
     return DecodeConfig(tile=tile, warps=4, stages=2)
@@ -92,11 +95,11 @@ class DecodeWorkspace:
         self, *, rows: int, query_heads: int, kv_heads: int, head_dim: int, device: torch.device
     ) -> None:
         self.rows = rows
-        lanes = padded_group(query_heads, kv_heads)
+        group, lanes = query_heads // kv_heads, padded_group(query_heads, kv_heads)
         self.sums = torch.empty(
-            (rows, kv_heads, SEGMENTS, lanes, head_dim), dtype=torch.float32, device=device
+            (rows, kv_heads, SEGMENTS, group, padded_dims(head_dim)), dtype=torch.float32, device=device
         )
-        """Unnormalised weighted sums of values: [rows, KV heads, segments, padded query heads, head_dim]."""
+        """Unnormalised weighted sums of values: [rows, KV heads, segments, query heads, padded head_dim]."""
         self.scales = torch.empty((rows, kv_heads, SEGMENTS, 2, lanes), dtype=torch.float32, device=device)
         """Each segment's highest score, then its sum of weights."""
         self.arrivals = torch.zeros((rows, kv_heads), dtype=torch.int32, device=device)
@@ -138,6 +141,7 @@ def decode_attention(
     splits: int,
     workspace: DecodeWorkspace | None = None,
     config: DecodeConfig | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Attend one token of each sequence to the whole sequence, scaled by head_dim ** -0.5.
 
@@ -151,9 +155,10 @@ def decode_attention(
     tokens left in a sequence's last block affects no result. `lengths` and `rows` are read on the device, so
     the launch can be captured in a CUDA graph.
 
-    Compiled once for each dtype, number of heads, head_dim, block_size, config, and whether `splits` is 1. No
-    other argument causes another compilation, provided that the addresses of `queries`, `keys`, `values` and
-    `out` and the stride in bytes between the tokens of `queries` are multiples of 16.
+    Compiled once for each dtype, number of heads, head_dim, block_size, config, whether `splits` is 1, and
+    whether there are slopes. No other argument causes another compilation, provided that the addresses of
+    `queries`, `keys`, `values`, `out` and `slopes` and the stride in bytes between the tokens of `queries`
+    are multiples of 16.
 
     Args:
         queries: [B, query heads, head_dim]; only the batch may be strided.
@@ -166,6 +171,7 @@ def decode_attention(
         splits: programs per sequence and KV head, see `plan_decode`.
         workspace: required if `splits` is more than 1.
         config: None: the choice of `decode_config`.
+        slopes: [query heads] float32, as `Alibi` has them; None: scores do not depend on the distance.
 
     Raises:
         ValueError: `splits` needs a workspace, which is missing or too small.
@@ -187,12 +193,14 @@ def decode_attention(
         workspace.sums if workspace and split else out,
         workspace.scales if workspace and split else out,
         workspace.arrivals if workspace and split else lengths,
+        slopes,
         queries.stride(0),
         tables.stride(0),
         GROUP=query_heads // kv_heads,
         LANES=padded_group(query_heads, kv_heads),
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
+        DIMS=padded_dims(head_dim),
         BLOCK_SIZE=block_size,
         TILE=config.tile,
         MAX_SEGMENTS=SEGMENTS,
@@ -225,15 +233,16 @@ def _merge_all(
     segments,
     real,
     log2_scale,
+    GROUP: tl.constexpr,
     LANES: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
 ):
     """Merge a sequence's segments in order; the surplus ones of the last loop iteration change nothing."""
     lanes = tl.arange(0, LANES)
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.arange(0, DIMS)
     high = tl.full([LANES], -float("inf"), tl.float32)
     weights = tl.zeros([LANES], tl.float32)
-    sums = tl.zeros([LANES, HEAD_DIM], tl.float32)
+    sums = tl.zeros([LANES, DIMS], tl.float32)
     for begin in range(0, segments, _MERGE_STEP):
         for step in tl.static_range(_MERGE_STEP):
             exists = begin + step + tl.zeros_like(lanes) < segments
@@ -243,7 +252,7 @@ def _merge_all(
             other_high = tl.load(scales, mask=exists, other=-float("inf"), cache_modifier=".cg")
             other_weights = tl.load(scales + LANES, mask=exists, other=0.0, cache_modifier=".cg")
             other_sums = tl.load(
-                sums_in + at * (LANES * HEAD_DIM) + lanes[:, None] * HEAD_DIM + dims[None, :],
+                sums_in + at * (GROUP * DIMS) + lanes[:, None] * DIMS + dims[None, :],
                 mask=real & exists[:, None],
                 other=0.0,
                 cache_modifier=".cg",
@@ -269,12 +278,14 @@ def _decode(
     sums_out,
     scales_out,
     arrivals,
+    slopes,
     query_stride,
     table_stride,
     GROUP: tl.constexpr,
     LANES: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     MAX_SEGMENTS: tl.constexpr,
@@ -294,13 +305,15 @@ def _decode(
 
     log2_scale: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
     lanes = tl.arange(0, LANES)
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.arange(0, DIMS)
     steps = tl.arange(0, TILE)
     heads = kv_head * GROUP + lanes
     real = (lanes < GROUP)[:, None]
+    filled = real & (dims < HEAD_DIM)[None, :]
+    slope = load_slopes(slopes, heads, lanes < GROUP, HEAD_DIM)
     query = tl.load(
         queries + batch_row.to(tl.int64) * query_stride + heads[:, None] * HEAD_DIM + dims[None, :],
-        mask=real,
+        mask=filled,
         other=0.0,
     )
     table = tables + tl.load(rows + batch_row).to(tl.int64) * table_stride
@@ -311,7 +324,7 @@ def _decode(
 
     high = tl.full([LANES], -float("inf"), tl.float32)
     weights = tl.zeros([LANES], tl.float32)
-    sums = tl.zeros([LANES, HEAD_DIM], tl.float32)
+    sums = tl.zeros([LANES, DIMS], tl.float32)
     all_high, all_weights, all_sums = high, weights, sums
     for tile in range(first, last):
         positions = tile * TILE + steps
@@ -319,8 +332,9 @@ def _decode(
         # Positions beyond the length are looked up in block 0, which exists; their keys are masked below.
         blocks = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0)
         places = (blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
-        key = tl.load(keys + places[:, None] + dims[None, :])
+        key = load_heads(keys, places, inside, HEAD_DIM, DIMS, MASKED=False)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        scores = lean(scores, slope, (positions - length + 1)[None, :])
         scores = tl.where(inside[None, :], scores, -float("inf"))
         starts = tile % segment_tiles == 0
         high = tl.where(starts, -float("inf"), high)
@@ -331,7 +345,7 @@ def _decode(
         )
         weights = tl.fma(weights, keep, tl.sum(weight, 1))
         # Zeros instead of what the block holds, since a weight of 0 would not cancel a NaN.
-        value = tl.load(values + places[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
+        value = load_heads(values, places, inside, HEAD_DIM, DIMS, MASKED=True)
         sums = tl.dot(weight.to(value.dtype), value, sums * keep[:, None], input_precision="ieee")
         high = new
         if ((tile + 1) % segment_tiles == 0) | (tile + 1 == tiles):
@@ -340,7 +354,7 @@ def _decode(
                 tl.store(scales_out + at * (2 * LANES) + lanes, high)
                 tl.store(scales_out + at * (2 * LANES) + LANES + lanes, weights)
                 tl.store(
-                    sums_out + at * (LANES * HEAD_DIM) + lanes[:, None] * HEAD_DIM + dims[None, :],
+                    sums_out + at * (GROUP * DIMS) + lanes[:, None] * DIMS + dims[None, :],
                     sums,
                     mask=real,
                 )
@@ -357,11 +371,11 @@ def _decode(
             return
         tl.store(arrivals + pair, 0)
         all_high, all_weights, all_sums = _merge_all(
-            sums_out, scales_out, partial, segments, real, log2_scale, LANES, HEAD_DIM
+            sums_out, scales_out, partial, segments, real, log2_scale, GROUP, LANES, DIMS
         )
     result = tl.where(length > 0, all_sums / all_weights[:, None], 0.0)
     tl.store(
         out + (batch_row.to(tl.int64) * (KV_HEADS * GROUP) + heads[:, None]) * HEAD_DIM + dims[None, :],
         result.to(out.dtype.element_ty),
-        mask=real,
+        mask=filled,
     )

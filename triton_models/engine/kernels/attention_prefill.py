@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_models.engine.kernels.heads import lean, load_heads, load_slopes, padded_dims
 from triton_models.engine.models import ChunkRows
 
 
@@ -34,7 +35,7 @@ def prefill_config(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
     """
     if dtype in (torch.float16, torch.bfloat16):
         return PrefillConfig(rows=64, keys=64, warps=4, stages=3)
-    return PrefillConfig(rows=16, keys=max(16, min(64, 4096 // head_dim)), warps=8, stages=2)
+    return PrefillConfig(rows=16, keys=max(16, min(64, 4096 // padded_dims(head_dim))), warps=8, stages=2)
 
 
 def queries_per_tile(query_heads: int, kv_heads: int, config: PrefillConfig) -> int:
@@ -70,6 +71,7 @@ def prefill_attention(
     out: Tensor,
     *,
     config: PrefillConfig | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Attend each new token to its sequence up to and including itself, scaled by head_dim ** -0.5.
 
@@ -77,9 +79,9 @@ def prefill_attention(
     used: entries of `tables` there may be anything, and what other tokens left in a block affects no result.
     A row's result does not depend on what else is in the step.
 
-    Compiled once for each dtype, number of heads, head_dim, block_size and config. No other argument causes
-    another compilation, provided that the addresses of `queries`, `keys`, `values` and `out` and the stride
-    in bytes between the tokens of `queries` are multiples of 16.
+    Compiled once for each dtype, number of heads, head_dim, block_size, config, and whether there are slopes.
+    No other argument causes another compilation, provided that the addresses of `queries`, `keys`, `values`,
+    `out` and `slopes` and the stride in bytes between the tokens of `queries` are multiples of 16.
 
     Args:
         queries: [T, query heads, head_dim], every row of the step; only tokens may be strided.
@@ -89,6 +91,7 @@ def prefill_attention(
         tiles: [N, 4] int32, contiguous, from `make_tiles` with `queries_per_tile` of the same config.
         out: [T, query heads, head_dim], contiguous; the rows that tiles name are written.
         config: None: the choice of `prefill_config`.
+        slopes: [query heads] float32, as `Alibi` has them; None: scores do not depend on the distance.
     """
     _, query_heads, head_dim = queries.shape
     _, block_size, kv_heads, _ = keys.shape
@@ -101,12 +104,14 @@ def prefill_attention(
         tables,
         tiles,
         out,
+        slopes,
         queries.stride(0),
         tables.stride(0),
         GROUP=group,
         ROWS=max(config.rows, triton.next_power_of_2(group)),
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
+        DIMS=padded_dims(head_dim),
         BLOCK_SIZE=block_size,
         KEYS=config.keys,
         num_warps=config.warps,
@@ -118,6 +123,7 @@ def prefill_attention(
 def _attend(
     query,
     query_positions,
+    slope,
     high,
     weights,
     sums,
@@ -129,6 +135,7 @@ def _attend(
     end,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
@@ -139,24 +146,22 @@ def _attend(
     """
     log2_scale: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
     steps = tl.arange(0, KEYS)
-    dims = tl.arange(0, HEAD_DIM)
     for tile in range(first, last):
         positions = tile * KEYS + steps
+        inside = positions < end
         if MASKED:
-            inside = positions < end
             # Positions beyond the end are looked up in block 0, which exists; their keys are masked below.
             blocks = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0)
         else:
             blocks = tl.load(table + positions // BLOCK_SIZE)
         places = (blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
-        key = tl.load(keys + places[:, None] + dims[None, :])
+        key = load_heads(keys, places, inside, HEAD_DIM, DIMS, MASKED=False)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        scores = lean(scores, slope, positions[None, :] - query_positions[:, None])
         if MASKED:
             scores = tl.where(positions[None, :] <= query_positions[:, None], scores, -float("inf"))
-            # Zeros instead of what the block holds, since a weight of 0 would not cancel a NaN.
-            value = tl.load(values + places[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
-        else:
-            value = tl.load(values + places[:, None] + dims[None, :])
+        # Zeros instead of what the block holds, since a weight of 0 would not cancel a NaN.
+        value = load_heads(values, places, inside, HEAD_DIM, DIMS, MASKED)
         new = tl.maximum(high, tl.max(scores, 1))
         keep = tl.exp2((high - new) * log2_scale)
         weight = tl.exp2(scores * log2_scale - (new * log2_scale)[:, None])
@@ -177,12 +182,14 @@ def _prefill(
     tables,
     tiles,
     out,
+    slopes,
     query_stride,
     table_stride,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -195,8 +202,8 @@ def _prefill(
     lanes = tl.arange(0, ROWS)
     tokens = lanes // GROUP
     heads = kv_head * GROUP + lanes % GROUP
-    dims = tl.arange(0, HEAD_DIM)
-    real = (tokens < count)[:, None]
+    dims = tl.arange(0, DIMS)
+    real = (tokens < count)[:, None] & (dims < HEAD_DIM)[None, :]
     rows = (first_row + tokens).to(tl.int64)
     query = tl.load(
         queries + (rows * query_stride + heads * HEAD_DIM)[:, None] + dims[None, :], mask=real, other=0.0
@@ -207,17 +214,18 @@ def _prefill(
 
     high = tl.full([ROWS], -float("inf"), tl.float32)
     weights = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    sums = tl.zeros([ROWS, DIMS], tl.float32)
     query_positions = offset + tokens
+    slope = load_slopes(slopes, heads, tokens < count, HEAD_DIM)
     end = offset + count
     whole = (offset + 1) // KEYS
     high, weights, sums = _attend(
-        query, query_positions, high, weights, sums, keys, values, table,
-        0, whole, end, KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS, MASKED=False,
+        query, query_positions, slope, high, weights, sums, keys, values, table,
+        0, whole, end, KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, MASKED=False,
     )  # fmt: skip
     high, weights, sums = _attend(
-        query, query_positions, high, weights, sums, keys, values, table,
-        whole, tl.cdiv(end, KEYS), end, KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS, MASKED=True,
+        query, query_positions, slope, high, weights, sums, keys, values, table,
+        whole, tl.cdiv(end, KEYS), end, KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, MASKED=True,
     )  # fmt: skip
     tl.store(
         out + (rows * (KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :],

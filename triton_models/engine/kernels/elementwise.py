@@ -1,13 +1,15 @@
-"""What a layer computes token by token, in one launch each: RMSNorm, rotation and storing, SwiGLU."""
+"""What a layer computes token by token, in one launch each: norms, rotation and storing, SwiGLU, GELU."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_models.engine.kernels.heads import padded_dims
+
 _NUMBERS_PER_WARP = 512
-_SWIGLU_BLOCK = 1024
-_SWIGLU_WARPS = 4
+_ACTIVATION_BLOCK = 1024
+_ACTIVATION_WARPS = 4
 
 _HEADS = 16
 """Heads per program of `rotate_store`."""
@@ -26,30 +28,56 @@ def norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns:
         [T, H] in the dtype of `hidden`.
     """
+    return _launch_norm(hidden, weight, None, eps)
+
+
+def layer_norm(hidden: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Return the LayerNorm of each row (Ba et al., 2016), computed in float32.
+
+    A row's result depends on that row alone. Compiled once for each dtype and width.
+
+    Args:
+        hidden: [T, H], contiguous, float32, float16 or bfloat16.
+        weight: [H] float32.
+        bias: [H] float32.
+        eps: added to the variance.
+
+    Returns:
+        [T, H] in the dtype of `hidden`.
+    """
+    return _launch_norm(hidden, weight, bias, eps)
+
+
+def _launch_norm(hidden: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     rows, width = hidden.shape
     normed = torch.empty_like(hidden)
     block = triton.next_power_of_2(width)
     warps = max(1, min(16, block // _NUMBERS_PER_WARP))
-    _norm[(rows,)](hidden, weight, normed, eps, WIDTH=width, BLOCK=block, num_warps=warps)
+    _norm[(rows,)](hidden, weight, bias, normed, eps, WIDTH=width, BLOCK=block, num_warps=warps)
     return normed
 
 
 @triton.jit
-def _norm(hidden, weight, normed, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _norm(hidden, weight, bias, normed, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """LayerNorm; without a bias, RMSNorm."""
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     here = tl.program_id(0).to(tl.int64) * WIDTH + columns
     row = tl.load(hidden + here, mask=inside, other=0.0).to(tl.float32)
     factors = tl.load(weight + columns, mask=inside, other=0.0)
+    if bias is not None:
+        row = tl.where(inside, row - tl.sum(row) / WIDTH, 0.0)
     scale = tl.rsqrt(tl.sum(row * row) / WIDTH + eps)
     scaled = row * scale * factors
+    if bias is not None:
+        scaled += tl.load(bias + columns, mask=inside, other=0.0)
     tl.store(normed + here, scaled.to(normed.dtype.element_ty), mask=inside)
 
 
 def rotate_store(
     projected: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     positions: Tensor,
     tables: Tensor,
     rows: Tensor,
@@ -63,14 +91,14 @@ def rotate_store(
     Interleaved pairs (2i, 2i + 1) of the first R numbers of a head are rotated in float32, with each product
     and sum rounded separately, as in the plain code; the rest of a head is not rotated.
 
-    Compiled once for each dtype, number of heads, head_dim, R and block_size. No other argument causes
-    another compilation, provided that the addresses of `projected`, `cos`, `sin`, `keys` and `values` are
-    multiples of 16.
+    Compiled once for each dtype, number of heads, head_dim, R and block_size, and without rotation. No
+    other argument causes another compilation, provided that the addresses of `projected`, `cos`, `sin`,
+    `keys` and `values` are multiples of 16.
 
     Args:
         projected: [T, query heads + 2 * KV heads, head_dim], contiguous: queries, then keys, then values.
             The queries are rotated in place; the keys are left unchanged.
-        cos: [positions, R / 2] float32, contiguous; R is even and at most head_dim.
+        cos: [positions, R / 2] float32, contiguous; R is even and at most head_dim. None: nothing is rotated.
         sin: like `cos`.
         positions: [T] int32, each token's position in its sequence; negative for padding, for which nothing
             is written.
@@ -95,7 +123,8 @@ def rotate_store(
         QUERY_HEADS=query_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
-        PAIRS=cos.shape[1],
+        DIMS=padded_dims(head_dim),
+        PAIRS=0 if cos is None else cos.shape[1],
         BLOCK_SIZE=block_size,
         HEADS=_HEADS,
         num_warps=4,
@@ -119,6 +148,7 @@ def _rotate_store(
     QUERY_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -128,30 +158,33 @@ def _rotate_store(
     if position < 0:
         return
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    dims = tl.arange(0, HEAD_DIM)[None, :]
+    dims = tl.arange(0, DIMS)[None, :]
+    filled = dims < HEAD_DIM
     here = projected + (token.to(tl.int64) * (QUERY_HEADS + 2 * KV_HEADS) + heads) * HEAD_DIM + dims
-    plain = tl.load(here, mask=heads < QUERY_HEADS + 2 * KV_HEADS, other=0.0)
+    plain = tl.load(here, mask=(heads < QUERY_HEADS + 2 * KV_HEADS) & filled, other=0.0)
 
-    half: tl.constexpr = HEAD_DIM // 2
-    pairs = tl.arange(0, half)
-    angle = position * PAIRS + pairs
-    cosine = tl.load(cos + angle, mask=pairs < PAIRS, other=0.0)[None, :]
-    sine = tl.load(sin + angle, mask=pairs < PAIRS, other=0.0)[None, :]
-    even, odd = tl.split(plain.to(tl.float32).reshape(HEADS, half, 2))
-    turned = tl.join(even * cosine - odd * sine, odd * cosine + even * sine).reshape(HEADS, HEAD_DIM)
-    rotary = dims < 2 * PAIRS
-    rotated = tl.where(rotary, turned.to(plain.dtype), plain)
-    tl.store(here, rotated, mask=(heads < QUERY_HEADS) & rotary)
+    rotated = plain
+    if cos is not None:
+        half: tl.constexpr = DIMS // 2
+        pairs = tl.arange(0, half)
+        angle = position * PAIRS + pairs
+        cosine = tl.load(cos + angle, mask=pairs < PAIRS, other=0.0)[None, :]
+        sine = tl.load(sin + angle, mask=pairs < PAIRS, other=0.0)[None, :]
+        even, odd = tl.split(plain.to(tl.float32).reshape(HEADS, half, 2))
+        turned = tl.join(even * cosine - odd * sine, odd * cosine + even * sine).reshape(HEADS, DIMS)
+        rotary = dims < 2 * PAIRS
+        rotated = tl.where(rotary, turned.to(plain.dtype), plain)
+        tl.store(here, rotated, mask=(heads < QUERY_HEADS) & rotary)
 
     table = tables + tl.load(rows + token).to(tl.int64) * table_stride
     block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
     place = (block * BLOCK_SIZE + position % BLOCK_SIZE) * KV_HEADS
     key_heads = heads - QUERY_HEADS
     is_key = (key_heads >= 0) & (key_heads < KV_HEADS)
-    tl.store(keys + (place + key_heads) * HEAD_DIM + dims, rotated, mask=is_key)
+    tl.store(keys + (place + key_heads) * HEAD_DIM + dims, rotated, mask=is_key & filled)
     value_heads = key_heads - KV_HEADS
     is_value = (value_heads >= 0) & (value_heads < KV_HEADS)
-    tl.store(values + (place + value_heads) * HEAD_DIM + dims, plain, mask=is_value)
+    tl.store(values + (place + value_heads) * HEAD_DIM + dims, plain, mask=is_value & filled)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -170,8 +203,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
     rows, both = gate_up.shape
     width = both // 2
     gated = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    _swiglu[rows, triton.cdiv(width, _SWIGLU_BLOCK)](
-        gate_up, gated, WIDTH=width, BLOCK=_SWIGLU_BLOCK, num_warps=_SWIGLU_WARPS
+    _swiglu[rows, triton.cdiv(width, _ACTIVATION_BLOCK)](
+        gate_up, gated, WIDTH=width, BLOCK=_ACTIVATION_BLOCK, num_warps=_ACTIVATION_WARPS
     )
     return gated
 
@@ -193,3 +226,33 @@ def _swiglu(gate_up, gated, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     gate = tl.load(here, mask=inside, other=0.0)
     up = tl.load(here + WIDTH, mask=inside, other=0.0)
     tl.store(gated + row * WIDTH + columns, silu_times(gate, up), mask=inside)
+
+
+def gelu(inputs: Tensor) -> Tensor:
+    """Return GELU in its form with tanh (Hendrycks and Gimpel, 2016), computed in float32, in place.
+
+    Compiled once for each dtype and width.
+
+    Args:
+        inputs: [T, F], contiguous, float32, float16 or bfloat16.
+
+    Returns:
+        `inputs`.
+    """
+    rows, width = inputs.shape
+    _gelu[rows, triton.cdiv(width, _ACTIVATION_BLOCK)](
+        inputs, WIDTH=width, BLOCK=_ACTIVATION_BLOCK, num_warps=_ACTIVATION_WARPS
+    )
+    return inputs
+
+
+@triton.jit
+def _gelu(inputs, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = inputs + row * WIDTH + columns
+    number = tl.load(here, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    inner = 0.7978845608028654 * number * (1.0 + 0.044715 * number * number)
+    # (1 + tanh(inner)) / 2, which neither overflows nor turns into NaN.
+    result = number / (1.0 + tl.exp(-2.0 * inner))
+    tl.store(here, result.to(inputs.dtype.element_ty), mask=columns < WIDTH)

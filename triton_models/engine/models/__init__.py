@@ -39,6 +39,17 @@ class Rotary:
 
 
 @dataclass(frozen=True, slots=True)
+class Alibi:
+    """How fast each head's scores fall with the distance to a key: `slope * (key's - query's position)`.
+
+    Added to the scaled scores. After Press et al., "Train Short, Test Long" (arXiv 2108.12409), section 3.
+    """
+
+    slopes: Tensor
+    """[query heads] float32."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkRows:
     """New tokens of one sequence: rows `start` to `end` - 1 of the step, from position `offset` on.
 
@@ -78,8 +89,8 @@ class StepLayout:
 class Operations(Protocol):
     """What a model computes with. Unless a method says otherwise, it may overwrite the activations given.
 
-    T is the number of tokens in the step. All tensors but the weights of norms and the rotary tables have the
-    model's dtype.
+    T is the number of tokens in the step. All tensors but the weights of norms, the rotary tables and slopes
+    have the model's dtype.
     """
 
     @property
@@ -87,14 +98,15 @@ class Operations(Protocol):
         """[T] int64: each token's place in its own sequence."""
         ...
 
-    def attend(self, layer: int, projected: Tensor, rotary: Rotary | None) -> Tensor:
-        """Rotate queries and keys, store keys and values; each token attends to its sequence up to itself.
+    def attend(self, layer: int, projected: Tensor, rotary: Rotary | Alibi | None) -> Tensor:
+        """Store keys and values; each token attends to its sequence up to itself.
 
         Args:
             layer: index of the layer.
             projected: [T, query heads + 2 * KV heads, head_dim]: all query heads, then key heads, then value
                 heads. Consecutive query heads share a KV head.
-            rotary: the model's tables; None: queries and keys are rotated already.
+            rotary: how the model knows positions: queries and keys are rotated by these tables, or scores
+                fall with the distance. None: it has rotated them itself.
 
         Returns:
             [T, query heads * head_dim].
@@ -108,16 +120,27 @@ class Operations(Protocol):
         """
         ...
 
+    def layer_norm(self, hidden: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+        """Return the LayerNorm of `hidden`, [T, width], computed in float32, without changing `hidden`.
+
+        `weight`, `bias`: [width] float32; `epsilon` is added to the variance.
+        """
+        ...
+
     def linear(self, inputs: Tensor, matrix: Linear) -> Tensor:
         """Return `matrix(inputs)`: [T, K] gives [T, N]."""
         ...
 
     def add_linear(self, hidden: Tensor, inputs: Tensor, matrix: Linear) -> Tensor:
-        """Return `hidden + matrix(inputs)`, for a matrix without bias: [T, N] and [T, K] give [T, N]."""
+        """Return `hidden + matrix(inputs)`: [T, N] and [T, K] give [T, N]."""
         ...
 
     def linear_swiglu(self, inputs: Tensor, matrix: Linear) -> Tensor:
         """Return silu(first half) * second half of `matrix(inputs)`; no bias: [T, K] gives [T, N / 2]."""
+        ...
+
+    def linear_gelu(self, inputs: Tensor, matrix: Linear) -> Tensor:
+        """Return GELU of `matrix(inputs)`, in its form with tanh: [T, K] gives [T, N]."""
         ...
 
 

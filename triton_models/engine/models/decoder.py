@@ -196,7 +196,6 @@ class Decoder:
         self, hidden: Tensor, inputs: Tensor, matrix: Linear, norm: Tensor | None, operations: Operations
     ) -> Tensor:
         """Return `hidden + matrix(inputs)`, with the second normed if there is a norm for it."""
-        if norm is None and matrix.bias is None:
+        if norm is None:
             return operations.add_linear(hidden, inputs, matrix)
-        added = operations.linear(inputs, matrix)
-        return hidden + (added if norm is None else operations.norm(added, norm, self.config.epsilon))
+        return hidden + operations.norm(operations.linear(inputs, matrix), norm, self.config.epsilon)

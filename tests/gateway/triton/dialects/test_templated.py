@@ -109,3 +109,12 @@ async def test_only_answers_to_conversations_are_read(dialect: Dialect) -> None:
         prepared = (await dialect.prepare(generation(prompt), NO_FORMAT)).prompt
         assert isinstance(prepared, RenderedPrompt)
         assert prepared.converses == converses
+
+
+async def test_a_model_without_a_template_continues_texts_alone(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template=None)
+    dialect = Dialects([f"m={tmp_path}"]).choose("m", CHATGLM.inputs)
+    text = await sent(dialect, generation(PlainText(text="the")), NO_FORMAT)
+    assert text.prompt_token_ids == [257]
+    with pytest.raises(InvalidRequestError, match="no chat template of this model: use completions"):
+        await sent(dialect, generation(), NO_FORMAT)

@@ -61,18 +61,24 @@ class PagedCase:
         size = (tokens, heads, self.shape.head_dim)
         return torch.randn(size, generator=self._generator).to(self.device, self._dtype)
 
+    def slopes(self) -> Tensor:
+        """Return slopes, as ALiBi has them, for the query heads."""
+        return 2.0 ** -torch.arange(1, self.shape.query_heads + 1, dtype=torch.float32, device=self.device)
+
     def integers(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=self.device)
 
-    def attend(self, sequence: int, queries: Tensor, offset: int) -> Tensor:
+    def attend(self, sequence: int, queries: Tensor, offset: int, slopes: Tensor | None = None) -> Tensor:
         """Return what float64 makes of the queries at positions from `offset`."""
         keys, values = (
             part.double().repeat_interleave(self.shape.group, dim=1) for part in self.contents[sequence]
         )
         scores = torch.einsum("qhd,khd->hqk", queries.double(), keys) * self.shape.head_dim**-0.5
         positions = torch.arange(len(keys), device=self.device)
-        hidden = positions[None, :] > offset + positions[: len(queries), None]
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        distances = positions[None, :] - offset - positions[: len(queries), None]
+        if slopes is not None:
+            scores += slopes.double()[:, None, None] * distances
+        weights = scores.masked_fill(distances > 0, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, values)
 
 

@@ -53,26 +53,37 @@ def expected(case: PagedCase, queries: Tensor) -> Tensor:
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3),
     splits=st.integers(1, 7),
     group=st.sampled_from([1, 3, 4, 16]),
+    head_dim=st.sampled_from([16, 20]),
     block_size=st.sampled_from([16, 32]),
     seed=st.integers(0, 1000),
 )
 @hypothesis_settings(max_examples=25)
 def test_equals_direct_attention(
-    *, device: torch.device, lengths: list[int], splits: int, group: int, block_size: int, seed: int
+    *,
+    device: torch.device,
+    lengths: list[int],
+    splits: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    seed: int,
 ) -> None:
-    case = PagedCase(lengths, Shape(group=group, block_size=block_size), device=device, seed=seed)
+    shape = Shape(group=group, head_dim=head_dim, block_size=block_size)
+    case = PagedCase(lengths, shape, device=device, seed=seed)
     queries = case.random(len(lengths), case.shape.query_heads)
     actual = decode(case, queries, splits, list(range(len(lengths))))
     assert_close(actual, expected(case, queries))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("splits", [1, 3])
-def test_each_dtype_with_the_default_constants(device: torch.device, dtype: torch.dtype, splits: int) -> None:
-    shape = Shape(group=16, kv_heads=1, head_dim=128)
+@pytest.mark.parametrize(("head_dim", "splits"), [(128, 1), (128, 3), (80, 3), (100, 1)])
+def test_each_dtype_with_the_default_constants(
+    device: torch.device, dtype: torch.dtype, head_dim: int, splits: int
+) -> None:
+    shape = Shape(group=16, kv_heads=1, head_dim=head_dim)
     case = PagedCase([259, 16], shape, dtype=dtype, device=device)
     queries = case.random(2, 16)
-    workspace = DecodeWorkspace(rows=2, query_heads=16, kv_heads=1, head_dim=128, device=device)
+    workspace = DecodeWorkspace(rows=2, query_heads=16, kv_heads=1, head_dim=head_dim, device=device)
     out = torch.full_like(queries, torch.nan)
     decode_attention(
         queries, case.keys, case.values, case.tables, case.integers(case.table_rows),
@@ -92,6 +103,17 @@ def test_a_row_is_the_same_bits_however_it_is_split_and_whatever_is_beside_it(
     for splits in (2, 5, SEGMENTS, SEGMENTS + 8):
         assert torch.equal(decode(case, queries, splits, [1]), alone)
     assert torch.equal(decode(case, queries, 3, [2, 1, 0])[1:2], alone)
+
+
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 16), (3, 20)])
+def test_slopes_make_scores_fall_with_the_distance(device: torch.device, group: int, head_dim: int) -> None:
+    case = PagedCase([70, 5], Shape(group=group, head_dim=head_dim), device=device)
+    queries, slopes = case.random(2, case.shape.query_heads), case.slopes()
+    whole = decode(case, queries, 1, [0, 1], slopes=slopes)
+    for number, length in enumerate(case.lengths):
+        wanted = case.attend(number, queries[number, None], length - 1, slopes)
+        assert_close(whole[number, None], wanted)
+    assert torch.equal(decode(case, queries, 3, [0, 1], slopes=slopes), whole)
 
 
 def test_a_view_into_the_projection_is_read_in_place(device: torch.device) -> None:
@@ -152,7 +174,7 @@ def test_splits_fill_the_device_and_no_more() -> None:
 
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256, 1024])
+@pytest.mark.parametrize("head_dim", [8, 16, 32, 64, 80, 96, 100, 128, 256, 1024])
 def test_tiles_are_what_a_dot_takes(head_dim: int, dtype: torch.dtype, crowded: bool) -> None:
     tile = decode_config(head_dim, dtype, crowded=crowded).tile
     assert tile >= 16
@@ -182,6 +204,11 @@ def test_in_float32_rounding_does_not_depend_on_the_batch() -> None:
 
 def test_query_heads_are_filled_up_to_what_a_dot_takes() -> None:
     assert [padded_group(heads, 1) for heads in (1, 16, 17, 32)] == [16, 16, 32, 32]
+
+
+def test_the_workspace_has_no_room_for_heads_that_only_fill_a_tile() -> None:
+    workspace = DecodeWorkspace(rows=2, query_heads=4, kv_heads=4, head_dim=80, device=torch.device("cpu"))
+    assert workspace.sums.shape == (2, 4, SEGMENTS, 1, 128)
 
 
 def test_a_reset_workspace_forgets_a_launch_that_failed_midway() -> None:

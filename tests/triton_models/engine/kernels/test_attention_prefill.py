@@ -19,7 +19,11 @@ SMALL = PrefillConfig(rows=16, keys=16, warps=4, stages=2)
 
 
 def prefill(
-    case: PagedCase, queries: list[Tensor], offsets: list[int], config: PrefillConfig = SMALL
+    case: PagedCase,
+    queries: list[Tensor],
+    offsets: list[int],
+    config: PrefillConfig = SMALL,
+    slopes: Tensor | None = None,
 ) -> list[Tensor]:
     """Attend every sequence's queries in one launch, rows of the step in the sequences' order."""
     chunks, start = [], 0
@@ -33,23 +37,31 @@ def prefill(
     projected = torch.cat(queries).repeat(1, 2, 1)
     out = torch.full((start, shape.query_heads, shape.head_dim), torch.nan).to(projected)
     prefill_attention(
-        projected[:, : shape.query_heads], case.keys, case.values, case.tables, tiles, out, config=config
-    )
+        projected[:, : shape.query_heads], case.keys, case.values, case.tables, tiles, out,
+        config=config, slopes=slopes,
+    )  # fmt: skip
     return list(torch.split(out, [len(part) for part in queries]))
 
 
 @given(
     chunks=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 25)), min_size=1, max_size=3),
     group=st.sampled_from([1, 3, 4, 16]),
+    head_dim=st.sampled_from([16, 20]),
     block_size=st.sampled_from([16, 32]),
     seed=st.integers(0, 1000),
 )
 @hypothesis_settings(max_examples=20)
 def test_equals_direct_attention(
-    device: torch.device, chunks: list[tuple[int, int]], group: int, block_size: int, seed: int
+    *,
+    device: torch.device,
+    chunks: list[tuple[int, int]],
+    group: int,
+    head_dim: int,
+    block_size: int,
+    seed: int,
 ) -> None:
     offsets = [offset for offset, _ in chunks]
-    shape = Shape(group=group, kv_heads=1, block_size=block_size)
+    shape = Shape(group=group, kv_heads=1, head_dim=head_dim, block_size=block_size)
     case = PagedCase([offset + count for offset, count in chunks], shape, device=device, seed=seed)
     queries = [case.random(count, shape.query_heads) for _, count in chunks]
     for number, actual in enumerate(prefill(case, queries, offsets)):
@@ -57,13 +69,25 @@ def test_equals_direct_attention(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("offset", [0, 130])
-def test_each_dtype_with_the_default_constants(device: torch.device, dtype: torch.dtype, offset: int) -> None:
-    shape = Shape(group=16, kv_heads=2, head_dim=128)
+@pytest.mark.parametrize(("head_dim", "offset"), [(128, 0), (128, 130), (80, 130), (100, 0)])
+def test_each_dtype_with_the_default_constants(
+    device: torch.device, dtype: torch.dtype, head_dim: int, offset: int
+) -> None:
+    shape = Shape(group=16, kv_heads=2, head_dim=head_dim)
     case = PagedCase([offset + 20], shape, dtype=dtype, device=device)
     queries = case.random(20, 32)
-    (actual,) = prefill(case, [queries], [offset], prefill_config(128, dtype))
+    (actual,) = prefill(case, [queries], [offset], prefill_config(head_dim, dtype))
     assert_close(actual, case.attend(0, queries, offset))
+
+
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 16), (3, 20)])
+def test_slopes_make_scores_fall_with_the_distance(device: torch.device, group: int, head_dim: int) -> None:
+    offsets, counts = [50, 0], [9, 20]
+    lengths = [offset + count for offset, count in zip(offsets, counts, strict=True)]
+    case = PagedCase(lengths, Shape(group=group, head_dim=head_dim), device=device)
+    queries = [case.random(count, case.shape.query_heads) for count in counts]
+    for number, actual in enumerate(prefill(case, queries, offsets, slopes=case.slopes())):
+        assert_close(actual, case.attend(number, queries[number], offsets[number], case.slopes()))
 
 
 def test_a_row_is_the_same_bits_whatever_is_beside_it(device: torch.device) -> None:
@@ -104,7 +128,7 @@ def test_tiles_cover_every_query_once_and_start_with_the_longest_past() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 16, 32, 64, 80, 96, 100, 128, 256])
 def test_tiles_are_what_a_dot_takes(head_dim: int, dtype: torch.dtype) -> None:
     config = prefill_config(head_dim, dtype)
     for each in (config.rows, config.keys):

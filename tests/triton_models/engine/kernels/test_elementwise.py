@@ -1,11 +1,13 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu as torch_gelu
+from torch.nn.functional import layer_norm as torch_layer_norm
 from torch.nn.functional import rms_norm, silu
 
 from tests.triton_models.engine.kernels.paged import NOWHERE
 from tests.triton_models.engine.rotated import rotate_in_place
-from triton_models.engine.kernels.elementwise import norm, rotate_store, swiglu
+from triton_models.engine.kernels.elementwise import gelu, layer_norm, norm, rotate_store, swiglu
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-5
@@ -36,6 +38,23 @@ def test_norm_is_within_a_rounding(dtype: torch.dtype, width: int, device: torch
     assert ((normed.double() - exact).abs() <= spacing + 1e-6).all()
     # Only what lies next to a rounding's boundary may fall to its other side.
     assert dtype == torch.float32 or (normed == exact.to(dtype)).double().mean() > 0.99
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [80, 128, 2560])
+def test_layer_norm_is_within_a_rounding(dtype: torch.dtype, width: int, device: torch.device) -> None:
+    hidden = random(3, width, dtype=dtype, device=device) + 5
+    before = hidden.clone()
+    weight, bias = norm_weight(width, device), random(width, dtype=torch.float32, device=device, seed=2)
+    exact = torch_layer_norm(hidden.double(), (width,), weight.double(), bias.double(), EPS)
+
+    normed = layer_norm(hidden, weight, bias, EPS)
+
+    assert torch.equal(hidden, before)
+    assert normed.dtype == dtype
+    spacing = torch.finfo(dtype).eps * exact.abs()
+    assert ((normed.double() - exact).abs() <= spacing + 1e-5).all()
+    assert torch.equal(layer_norm(hidden[1:2].clone(), weight, bias, EPS), normed[1:2])
 
 
 def test_row_depends_on_nothing_else(device: torch.device) -> None:
@@ -83,12 +102,13 @@ class TokensAndCache:
         self.keys = torch.full((6, BLOCK_SIZE, kv_heads, head_dim), 7.0, dtype=dtype, device=device)
         self.values = self.keys.clone()
 
-    def run(self, positions: list[int]) -> None:
+    def run(self, positions: list[int], *, rotates: bool = True) -> None:
         def integers(numbers: list[int] | list[list[int]]) -> Tensor:
             return torch.tensor(numbers, dtype=torch.int32, device=self.keys.device)
 
         rotate_store(
-            self.projected, self.cos, self.sin, integers(positions), integers(TABLES), integers(ROWS),
+            self.projected, self.cos if rotates else None, self.sin if rotates else None,
+            integers(positions), integers(TABLES), integers(ROWS),
             self.keys, self.values, query_heads=self.query_heads,
         )  # fmt: skip
 
@@ -96,7 +116,15 @@ class TokensAndCache:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("query_heads", "kv_heads", "head_dim", "pairs"),
-    [(32, 2, 128, 32), (6, 2, 16, 4), (4, 1, 32, 8), (3, 3, 16, 8), (2, 1, 16, 3)],
+    [
+        (32, 2, 128, 32),
+        (6, 2, 16, 4),
+        (4, 1, 32, 8),
+        (3, 3, 16, 8),
+        (2, 1, 16, 3),
+        (4, 4, 20, 5),
+        (2, 1, 96, 48),
+    ],
 )
 def test_equals_the_plain_rotation_bit_for_bit(
     *, device: torch.device, query_heads: int, kv_heads: int, head_dim: int, pairs: int, dtype: torch.dtype
@@ -115,6 +143,15 @@ def test_equals_the_plain_rotation_bit_for_bit(
     untouched = [slot for slot in range(len(keys)) if slot not in SLOTS]
     assert (keys[untouched] == 7).all()
     assert (values[untouched] == 7).all()
+
+
+def test_without_rotation_keys_and_values_are_only_stored(device: torch.device) -> None:
+    step = TokensAndCache(3, 3, 20, 5, dtype=torch.float32, device=device)
+    original = step.projected.clone()
+    step.run(POSITIONS, rotates=False)
+    assert torch.equal(step.projected, original)
+    assert torch.equal(step.keys.flatten(0, 1)[SLOTS], original[:, 3:6])
+    assert torch.equal(step.values.flatten(0, 1)[SLOTS], original[:, 6:])
 
 
 def test_padding_writes_nothing(device: torch.device) -> None:
@@ -161,3 +198,17 @@ def test_nan_spoils_its_row_alone(device: torch.device) -> None:
     gate_up = torch.ones((3, 64), device=device)
     gate_up[1, 5] = torch.nan
     assert swiglu(gate_up).isnan().any(dim=1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [40, 1100])
+def test_gelu_is_within_a_rounding(dtype: torch.dtype, width: int, device: torch.device) -> None:
+    inputs = random(3, width, dtype=dtype, device=device)
+    inputs[0, :4] = torch.tensor([-1e4, -200.0, 200.0, 1e4])
+    exact = torch_gelu(inputs.double(), approximate="tanh")
+
+    result = gelu(inputs)
+
+    assert result is inputs
+    spacing = torch.finfo(dtype).eps * exact.abs()
+    assert ((result.double() - exact).abs() <= spacing + 1e-6).all()

@@ -14,7 +14,7 @@ import torch
 
 from tests.triton_models.engine.fake_model import ids, request, run
 from tests.triton_models.engine.uncaptured import do_again
-from tests.triton_models.native_checkpoint import write_native
+from tests.triton_models.native_checkpoint import write_bloom, write_native
 from triton_models.checkpoint import load_model
 from triton_models.engine import engine, ops_cuda
 from triton_models.engine.backend import PLAIN, Backend, cuda_backend
@@ -104,6 +104,23 @@ def test_a_model_of_transformers_answers_as_in_plain_torch(
         made = Engine(model, SMALL, backend=backend)
         for key, prompt in (("a", (5, 6, 7)), ("b", range(20))):
             made.add(request(key, prompt, SamplingParams(temperature=0.0, max_tokens=3)))
+        answers.append({key: ids(outputs) for key, outputs in run(made).items()})
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("rows", [32, 2])
+def test_bloom_answers_as_in_plain_torch(
+    kernels: Backend, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """By our products, and with more rows than they take; heads of no power of two, in width and number."""
+    write_bloom(tmp_path, vocab_size=128, hidden_size=120, n_head=6, n_layer=1)
+    model = load_model(tmp_path, torch.float32, device)
+    monkeypatch.setattr(ops_cuda, "MAX_ROWS", rows)
+    answers = []
+    for backend in (PLAIN, kernels):
+        made = Engine(model, SMALL, backend=backend)
+        for key, prompt in (("a", (5, 6, 7)), ("b", range(20))):
+            made.add(request(key, prompt, SamplingParams(temperature=0.0, max_tokens=2)))
         answers.append({key: ids(outputs) for key, outputs in run(made).items()})
     assert answers[0] == answers[1]
 

@@ -10,10 +10,10 @@ from tests.triton_models.engine.fake_model import ids, request, run
 from tests.triton_models.engine.models.whole_pass import whole_passes
 from tests.triton_models.native_checkpoint import write_native
 from triton_models.checkpoint import load_model
+from triton_models.directory import NATIVE_TYPES
 from triton_models.engine.engine import Engine
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
-from triton_models.native import MODEL_TYPES
 
 CPU = torch.device("cpu")
 PROMPT = [3, 300, 17, 99, 250, 41, 41, 8, 160, 5, 77]
@@ -52,7 +52,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 def test_every_family_is_compared() -> None:
-    assert {family for family, _ in CASES} == set(MODEL_TYPES)
+    assert {family for family, _ in CASES} == set(NATIVE_TYPES)
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)

@@ -3,7 +3,7 @@
 import torch
 
 from tests.triton_models.engine.rotated import rotate_in_place
-from triton_models.engine.models import CausalModel, Rotary
+from triton_models.engine.models import Alibi, CausalModel, Rotary
 from triton_models.engine.ops_torch import PlainMath, split_heads
 
 
@@ -26,11 +26,16 @@ class WholeSequence(PlainMath):
         self.positions = torch.arange(length)
         self._kv_heads = kv_heads
 
-    def attend(self, layer: int, projected: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        cos, sin = rotary.cos[self.positions, None], rotary.sin[self.positions, None]
-        rotate_in_place(projected[:, : -self._kv_heads], cos, sin)
+    def attend(self, layer: int, projected: torch.Tensor, rotary: Rotary | Alibi | None) -> torch.Tensor:
+        distances = self.positions - self.positions[:, None]
+        mask = torch.zeros(distances.shape)
+        if isinstance(rotary, Rotary):
+            cos, sin = rotary.cos[self.positions, None], rotary.sin[self.positions, None]
+            rotate_in_place(projected[:, : -self._kv_heads], cos, sin)
+        elif isinstance(rotary, Alibi):
+            mask = rotary.slopes[:, None, None] * distances
         queries, keys, values = (each.transpose(0, 1) for each in split_heads(projected, self._kv_heads))
         attended = torch.nn.functional.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, enable_gqa=True
+            queries, keys, values, attn_mask=mask.masked_fill(distances > 0, -torch.inf), enable_gqa=True
         )
         return attended.transpose(0, 1).flatten(1)
