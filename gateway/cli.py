@@ -181,6 +181,11 @@ def main(context: click.Context) -> None:
     help="consecutive steps in which a burst of prompts may run without decodes",
 )
 @click.option(
+    "--draft-tokens",
+    type=click.IntRange(0, 64),
+    help="guesses at an answer's next tokens in one step, where it repeats what was written before",
+)
+@click.option(
     "--kv-memory-gib", type=click.FloatRange(0, min_open=True), help="memory of an engine's KV cache"
 )
 @click.option(

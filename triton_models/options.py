@@ -194,6 +194,15 @@ OPTIONS: Final = (
         least=0,
     ),
     Option(
+        name="draft_tokens",
+        kind=int,
+        help="Guesses at an answer's next tokens in one step, where it repeats what was written before.",
+        default="8",
+        gpu=0,  # not measured on one yet
+        least=0,
+        most=64,
+    ),
+    Option(
         name="heartbeat_s",
         kind=float,
         help="Seconds of silence after which a running request gets a heartbeat.",

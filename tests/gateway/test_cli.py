@@ -119,7 +119,7 @@ def test_up(served: list[Any]) -> None:
         "0",
     ]
     limits = ["--max-waiting", "3", "--max-batched-tokens", "9", "--burst-tokens", "12"]
-    limits += ["--burst-steps", "0"]
+    limits += ["--burst-steps", "0", "--draft-tokens", "4"]
     contracts = ["--contract", "a=unbatched", "--contract", "batched"]
     assert run("up", *arguments, *KSERVE, "--device", "cpu", *limits, *contracts)[0] == 0
     (replica,), settings = served
@@ -134,6 +134,7 @@ def test_up(served: list[Any]) -> None:
         max_batched_tokens=9,
         burst_tokens=12,
         burst_steps=0,
+        draft_tokens=4,
     )
     assert (settings.upstreams, [*settings.models], settings.max_waiting) == (("127.0.0.1:1",), ["m", "n"], 3)
     assert (settings.drain_s, settings.log_level, settings.log_format) == (5.0, "warning", "plain")

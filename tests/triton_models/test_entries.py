@@ -27,6 +27,7 @@ OPTIONS_SET = {
     "max_batched_tokens": 256,
     "burst_tokens": 512,
     "burst_steps": 4,
+    "draft_tokens": 2,
     "heartbeat_s": 1.0,
     "trace_endpoint": "http://collector:4318/v1/traces",
 }

@@ -44,6 +44,10 @@ class StepStats:
     prefill_tokens: int
     decode_tokens: int
     """Tokens of decoding sequences that became part of an answer."""
+    guessed_tokens: int = 0
+    """Guesses at these (`Drafter`)."""
+    right_guesses: int = 0
+    """Those that became part of an answer."""
     seconds: float
     """From scheduling to sampled tokens."""
 
@@ -244,16 +248,39 @@ class Engine:
 
     def _collect(self, step: Step) -> StepStats:
         """Wait for a step's results and apply them."""
-        accepted = [self._accept(each) for each in self._runner.collect(step)]
+        results = self._runner.collect(step)
+        accepted = [self._accept(each) for each in results]
         self._uncollected.popleft()
+        prompts = {chunk.sequence for chunk in step.prefills}
+        guessed, right = self._learn(step)
         now = time.perf_counter()
         started, self._collected_at = max(step.scheduled_at, self._collected_at), now
         return StepStats(
-            batch_size=len(step.decodes) + len(step.prefills),
+            batch_size=len(step.chunks),
             prefill_tokens=sum(chunk.count for chunk in step.prefills),
-            decode_tokens=sum(accepted[: len(step.decodes)]),
+            decode_tokens=sum(
+                one
+                for each, one in zip(results, accepted, strict=True)
+                if not prompts or each.sequence not in prompts
+            ),
+            guessed_tokens=guessed,
+            right_guesses=right,
             seconds=now - started,
         )
+
+    @staticmethod
+    def _learn(step: Step) -> tuple[int, int]:
+        """Tell the drafters which of a step's guesses were right; return how many there were, and right."""
+        guessed = right = 0
+        for chunk in step.drafts:
+            sequence = chunk.sequence
+            if chunk.guesses and sequence.drafter is not None:
+                # None at all, if it ended before these results came.
+                gained = max(0, len(sequence.tokens) - chunk.start - 2)
+                sequence.drafter.learn(len(chunk.guesses), gained, len(sequence.tokens))
+                guessed += len(chunk.guesses)
+                right += gained
+        return guessed, right
 
     def _take_requests_and_cancels(self) -> None:
         """Put new requests on the waiting list; end those that were cancelled or timed out."""

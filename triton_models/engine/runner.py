@@ -27,7 +27,7 @@ from triton_models.engine.slots import (
     stage_slots,
     upload,
 )
-from triton_models.engine.step import Sampled, Step, sampled_tokens
+from triton_models.engine.step import Sampled, Step, rows_that_sample, sampled_tokens
 
 log = logging.getLogger(__name__)
 
@@ -139,14 +139,14 @@ class Runner:
     @_on_device
     def begin(self, step: Step) -> None:
         """Have the device compute a step up to its logits; `sample` it before the next one is begun."""
-        step.sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
+        step.sampling, step.followed = rows_that_sample(step.chunks)
         chunks = chunk_rows(step)
         scored = scored_chunks(step, chunks)
         staging = Staging()
         captured = self._stage(staging, step, chunks)
-        stage_slots(staging, step.decodes, step.prefills, self._cache.block_size)
+        stage_slots(staging, step.decodes, step.told, self._cache.block_size)
         stage_penalties(staging, step.prefills)
-        stage_sampling(staging, step.sampling)
+        stage_sampling(staging, step.sampling, step.followed)
         stage_scores(staging, scored)
         staged = Staged(**staging.upload(self._model.device))
         self._slots.load(staged)
@@ -154,7 +154,7 @@ class Runner:
         if staged.new_blocks.numel():
             self._cache.clear(staged.new_blocks)
         longest = max((chunk.end for chunk in step.decodes), default=0)
-        if step.prefills:
+        if step.told:
             hidden = self._compute_prompts(staged, chunks, longest, captured)
             if scored:
                 step.scores = score(scored, staged, hidden, self._step.logits)
@@ -204,7 +204,7 @@ class Runner:
             step.done.synchronize()
         results: list[Sampled] = []
         if step.outputs is not None:
-            results = sampled_tokens(step.sampling, step.outputs, step.mask_faults)
+            results = sampled_tokens(step, step.outputs)
         return results if step.scores is None else with_scores(results, step.scores)
 
     def _stage(self, staging: Staging, step: Step, chunks: tuple[ChunkRows, ...]) -> CapturedSteps | None:
@@ -252,28 +252,28 @@ class Runner:
 
 
 def chunk_rows(step: Step) -> tuple[ChunkRows, ...]:
-    """Return which rows of a step hold the chunks of its prompts."""
+    """Return which rows of a step hold the chunks whose tokens the host tells."""
     chunks = []
     row = len(step.decodes)
-    for chunk in step.prefills:
+    for chunk in step.told:
         chunks.append(ChunkRows(slot_of(chunk.sequence), row, row + chunk.count, chunk.start))
         row += chunk.count
     return tuple(chunks)
 
 
 def stage_prompts(staging: Staging, step: Step, *, padding: int, spare: int) -> None:
-    """Stage the prompts' tokens, then `padding` rows of the slot `spare`; also the rows that sample."""
+    """Stage what prompts and drafts compute, then `padding` rows of the slot `spare`; also who samples."""
     slots: list[int] = []
     tokens: list[int] = []
     positions: list[int] = []
     rows = list(range(len(step.decodes)))
-    for chunk in step.prefills:
-        sequence = chunk.sequence
-        slots += [slot_of(sequence)] * chunk.count
-        tokens += sequence.tokens[chunk.start : chunk.end]
+    for chunk in step.told:
+        slots += [slot_of(chunk.sequence)] * chunk.count
+        tokens += chunk.tokens
         positions += range(chunk.start, chunk.end)
         if chunk.samples:
-            rows.append(len(step.decodes) + len(tokens) - 1)
+            end = len(step.decodes) + len(tokens)
+            rows += range(end - len(chunk.guesses) - 1, end)
     slots += [spare] * padding
     tokens += [0] * padding
     positions += [-1] * padding

@@ -9,7 +9,7 @@ by boolean masks, whose number of rows the host would have to fetch first, and t
 features a step uses. The last stage is a `Chooser`: kernels on a GPU, NumPy and torch on a CPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,8 +78,13 @@ class SamplerOutputs:
         )
 
 
-def stage_sampling(staging: Staging, sampling: list[Sequence]) -> None:
-    """Stage what a step's rows need in addition to what their slots hold; for most rows, nothing."""
+def stage_sampling(
+    staging: Staging, sampling: list[Sequence], followed: Mapping[int, tuple[int, int]]
+) -> None:
+    """Stage what a step's rows need in addition to what their slots hold; for most rows, nothing.
+
+    `sampling`, `followed`: as in `Step`.
+    """
     penalised: list[int] = []
     bias_rows: list[int] = []
     bias_ids: list[int] = []
@@ -97,7 +102,8 @@ def stage_sampling(staging: Staging, sampling: list[Sequence]) -> None:
         bias_rows += [row] * len(params.logit_bias)
         bias_ids += params.logit_bias
         bias_values += params.logit_bias.values()
-        if sequence.length - len(sequence.request.prompt_ids) < params.min_tokens:
+        ahead, _ = followed.get(row, (0, 0))
+        if sequence.length + ahead - len(sequence.request.prompt_ids) < params.min_tokens:
             banned_rows += [row] * len(params.stop_token_ids)
             banned_ids += params.stop_token_ids
         if params.mask is not None:
@@ -105,6 +111,8 @@ def stage_sampling(staging: Staging, sampling: list[Sequence]) -> None:
         if params.logprobs is not None:
             logprobs.append(row)
     staging.integers("sampling_slots", [slot_of(sequence) for sequence in sampling])
+    ahead_of = [followed.get(row, (0, 0))[0] for row in range(len(sampling))] if followed else []
+    staging.integers("ahead", ahead_of)
     staging.integers("penalised_rows", penalised)
     staging.integers("biased", bias_rows + bias_ids)
     staging.floats("bias_values", bias_values)
@@ -124,6 +132,8 @@ def sampler_inputs(
     rows, penalised, logprobs = staged.sampling_slots, staged.penalised_rows, staged.logprob_rows
     params = [each.request.sampling for each in sampling]
     inputs = plain_inputs(slots, rows)
+    if staged.ahead.numel():
+        inputs.counters = inputs.counters + staged.ahead
     inputs.random = any(not each.greedy for each in params)
     inputs.truncated = any(each.truncated and not each.greedy for each in params)
     if penalised.numel():

@@ -18,6 +18,9 @@ _rank = attrgetter("rank")
 _REGAINED_IN = 32
 """Number of steps with decodes that earn one more step without them."""
 
+DRAFT_ROWS = 32
+"""Rows of a step, of one token each, up to which guesses are made."""
+
 _TOKENS_PER_END = 512
 """A step that pauses the decodes must finish at least one prompt per this many tokens: the first tokens of
 several requests are worth a pause, the middle of long prompts is not."""
@@ -141,6 +144,7 @@ class Scheduler:
         self._burst_tokens = settings.largest_step
         self._least_ends = least_ends(self._burst_tokens)
         self._prefixes = PrefixCache(block_manager, enabled=settings.prefix_cache)
+        self._draft_tokens = settings.draft_tokens
         self._max_running = settings.max_running
         self._max_batched_tokens = settings.max_batched_tokens
         self.waiting = WaitingList()
@@ -185,7 +189,7 @@ class Scheduler:
             return step
         self._burst.resumed()
         self._schedule_decodes(step)
-        self._schedule_prompts(step, budget - len(step.decodes))
+        self._schedule_prompts(step, budget - len(step.decodes) - sum(each.count for each in step.drafts))
         return step
 
     def _schedule_prompts(self, step: Step, budget: int) -> None:
@@ -255,11 +259,48 @@ class Scheduler:
             if sequence.state is not decode:
                 continue
             computed = sequence.computed
-            if sequence.in_flight and computed + 1 >= sequence.max_length:
+            if sequence.in_flight and (
+                sequence.drafted
+                or computed + 1 >= sequence.max_length
+                or self._may_guess_soon(sequence, step)
+            ):
                 continue
             if computed == len(sequence.blocks) * block_size and not self._make_room(sequence, step):
                 continue
-            step.decodes.append(Chunk(sequence, computed, 1, True))  # noqa: FBT003 - see Chunk
+            guesses = self._guess(sequence, step)
+            chunk = Chunk(sequence, computed, 1 + len(guesses), True, guesses)  # noqa: FBT003 - see Chunk
+            (step.drafts if guesses or sequence.drafted else step.decodes).append(chunk)
+            sequence.drafted = bool(guesses)
+
+    def _most_guesses(self, sequence: Sequence, step: Step) -> int:
+        """Return how many tokens of a decoding sequence may be guessed in a step.
+
+        Guesses take no block that another sequence may need soon, and no step gets large by them: a large one
+        takes longer for each row.
+        """
+        if not self._draft_tokens or sequence.drafter is None:
+            return 0
+        rows = DRAFT_ROWS - len(self.running) - sum(len(each.guesses) for each in step.drafts)
+        free = max(0, self._blocks.available - len(self.running))
+        room = (len(sequence.blocks) + free) * self._blocks.block_size - sequence.length
+        # The last token needs no guess: it is drawn after the one before.
+        return min(self._draft_tokens, rows, room, sequence.max_length - sequence.length - 1)
+
+    def _may_guess_soon(self, sequence: Sequence, step: Step) -> bool:
+        """Whether to leave out a sequence whose newest token is in flight, to guess once that is known."""
+        most = self._most_guesses(sequence, step)
+        return most > 0 and sequence.drafter is not None and sequence.drafter.expects(sequence.tokens)
+
+    def _guess(self, sequence: Sequence, step: Step) -> tuple[int, ...]:
+        """Guess a decoding sequence's next tokens, if all before are known; takes the blocks for them."""
+        most = 0 if sequence.in_flight else self._most_guesses(sequence, step)
+        if most < 1 or sequence.drafter is None:
+            return ()
+        guesses = sequence.drafter.draft(sequence.tokens, most)
+        missing = self._blocks.blocks_for(sequence.length + len(guesses)) - len(sequence.blocks)
+        if missing > 0:
+            self._take_blocks(sequence, missing, step)
+        return guesses
 
     def _make_room(self, sequence: Sequence, step: Step) -> bool:
         """Give a decoding sequence the block its next token needs; False if it was preempted itself."""
@@ -318,6 +359,7 @@ class Scheduler:
         if sequence.slot is not None:
             heappush(self._slots, sequence.slot)
             sequence.slot = None
+        sequence.drafted = False
 
     def _take_blocks(self, sequence: Sequence, count: int, step: Step) -> None:
         taken = self._blocks.allocate(count)

@@ -66,7 +66,7 @@ class Scores:
 def scored_chunks(step: Step, rows: tuple[ChunkRows, ...]) -> list[ScoredChunk]:
     """Return the parts of a step's prompts to be scored; `rows`: the step's rows of each prompt chunk."""
     found = []
-    for chunk, place in zip(step.prefills, rows, strict=True):
+    for chunk, place in zip(step.told, rows, strict=True):
         sequence = chunk.sequence
         if not sequence.unscored:
             continue
@@ -128,7 +128,8 @@ def with_scores(results: list[Sampled], scores: Scores) -> list[Sampled]:
     Must be called once for each step, in order.
     """
     values, ids, ranks = scores.logprobs.tolist(), scores.top_ids.tolist(), scores.ranks.tolist()
-    by_sequence = {each.sequence: each for each in results}
+    scored = {chunk.sequence for chunk in scores.chunks}
+    by_sequence = {each.sequence: each for each in results if each.sequence in scored}
     at = 0
     for chunk in scores.chunks:
         sequence = chunk.sequence
@@ -150,7 +151,8 @@ def with_scores(results: list[Sampled], scores: Scores) -> list[Sampled]:
             for token, row in zip(tokens, new, strict=True)
         )
         by_sequence[sequence] = replace(result, prompt_logprobs=prompt_logprobs)
-    return list(by_sequence.values())
+    with_others = [by_sequence.pop(each.sequence, each) for each in results]
+    return with_others + list(by_sequence.values())
 
 
 def _ranked(logprobs: TokenLogprobs, at_least_as_likely: int) -> TokenLogprobs:

@@ -4,6 +4,7 @@ import enum
 import secrets
 from dataclasses import KW_ONLY, dataclass, field
 
+from triton_models.engine.drafts import Drafter
 from triton_models.engine.sampling import TOP_LOGPROBS_LIMIT, SamplingParams
 from triton_models.errors import InvalidRequestError, PromptTooLongError
 
@@ -191,6 +192,10 @@ class Sequence:
     scored: int = 0
     """Tokens of the prompt after its first whose log-probabilities were requested and reported."""
     scheduled_at: float | None = None
+    drafter: Drafter | None = field(init=False)
+    """Guesses at its next tokens; None for a request whose rules for one token depend on those before."""
+    drafted: bool = False
+    """Whether its newest tokens were guesses, so that the device does not know yet how many were right."""
 
     def __post_init__(self) -> None:
         """Derive the rest."""
@@ -200,6 +205,7 @@ class Sequence:
         self.seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         self.tokens = [*request.prompt_ids, *request.generated_ids]
         self.max_length = len(request.prompt_ids) + self.max_tokens
+        self.drafter = None if self.masked or request.sampling.penalised else Drafter()
 
     @property
     def generated(self) -> int:
@@ -218,9 +224,13 @@ class Sequence:
         return len(self.tokens) + self.in_flight
 
     def append(self, token_id: int) -> None:
-        """Append the value of the oldest token in flight."""
+        """Append the value of the oldest token in flight, or the one after a guess that was right."""
         self.tokens.append(token_id)
-        self.in_flight -= 1
+        if self.in_flight:
+            self.in_flight -= 1
+        elif self.state is SequenceState.DECODE:
+            # The step has computed the guess, too. (What a preempted sequence has computed is lost.)
+            self.computed += 1
 
     def start_over(self) -> None:
         """Go back to WAITING with only the known tokens: what was computed is lost."""
@@ -229,6 +239,7 @@ class Sequence:
         self.blocks = []
         self.slot = None
         self.computed = self.in_flight = 0
+        self.drafted = False
 
     def move_to(self, state: SequenceState) -> None:
         """Change the state.
@@ -247,15 +258,22 @@ class Chunk:
     """`count` tokens of a sequence, from position `start` on, that are computed in a step.
 
     `samples`: whether they include the sequence's newest token, so that the step samples the next one. This
-    is decided when the step is scheduled, since the sequence grows afterwards.
+    is decided when the step is scheduled, since the sequence grows afterwards. `guesses`: the last of the
+    tokens, if they are not the sequence's but guesses at what comes next; the step samples after each.
     """
 
     sequence: Sequence
     start: int
     count: int
     samples: bool
+    guesses: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
-        """Tokens of the sequence that are in the KV cache after the step."""
+        """Tokens of the sequence, guesses included, that are in the KV cache after the step."""
         return self.start + self.count
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that are computed."""
+        return [*self.sequence.tokens[self.start : self.end], *self.guesses]

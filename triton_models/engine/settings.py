@@ -35,6 +35,8 @@ class EngineSettings:
     memory_share: float | None = None
     """Share of the device's memory that is this engine's, weights included, where other engines start on the
     same device; None: what is free."""
+    draft_tokens: int = 8
+    """Most guesses at one sequence's next tokens in a step (see `Drafter`); 0: none."""
     prefix_cache: bool = True
     """Whether sequences that begin with the same tokens share the KV blocks of these."""
     failure_limit: int = 3
@@ -42,7 +44,7 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        lowest = {"max_waiting": 0, "burst_steps": 0, "max_context": 2}
+        lowest = {"max_waiting": 0, "burst_steps": 0, "draft_tokens": 0, "max_context": 2}
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in {"kv_memory_gib", "memory_share", "prefix_cache"} or value is None:

@@ -85,6 +85,8 @@ class Staged:
     """Three columns, entries of `PenaltyTable.seen`: their slots, tokens and values."""
 
     sampling_slots: Tensor
+    ahead: Tensor
+    """How many guesses are between each sampling row and what is known; empty: none anywhere."""
     penalised_rows: Tensor
     """Among the rows that sample, as all that follow."""
     biased: Tensor
@@ -225,8 +227,8 @@ def slot_of(sequence: Sequence) -> int:
     return sequence.slot
 
 
-def stage_slots(staging: Staging, decodes: list[Chunk], prefills: list[Chunk], block_size: int) -> None:
-    """Stage the whole slot state of sequences with prompts in a step, and its decodes' new blocks."""
+def stage_slots(staging: Staging, decodes: list[Chunk], told: list[Chunk], block_size: int) -> None:
+    """Stage the whole slot state of sequences whose tokens the host tells, and the decodes' new blocks."""
     slots: list[int] = []
     columns: list[int] = []
     blocks: list[int] = []
@@ -239,7 +241,7 @@ def stage_slots(staging: Staging, decodes: list[Chunk], prefills: list[Chunk], b
     loaded: list[int] = []
     integers: list[int] = []
     floats: list[float] = []
-    for chunk in prefills:
+    for chunk in told:
         sequence, slot = chunk.sequence, slot_of(chunk.sequence)
         params = sequence.request.sampling
         loaded.append(slot)

@@ -22,7 +22,11 @@ class Step:
     """
 
     decodes: list[Chunk] = field(default_factory=list)
+    """Decoding sequences with one token each, which the device knows."""
+    drafts: list[Chunk] = field(default_factory=list)
+    """Decoding sequences with guesses, or without but after guesses: the host tells their tokens."""
     prefills: list[Chunk] = field(default_factory=list)
+    """Chunks of prompts."""
     new_blocks: list[int] = field(default_factory=list)
     """Allocated for the step; they hold stale values."""
     preemptions: int = 0
@@ -31,7 +35,10 @@ class Step:
 
     # Once it is begun, so that the forward pass is queued on the device, but not the sampling:
     sampling: list[Sequence] = field(default_factory=list)
-    """The sequences that it samples for: the decodes', then those whose prompts end here."""
+    """The sequence of each row that samples: the decodes', the drafts', then those whose prompts end here.
+    One with guesses has a row for its newest token and one for each guess."""
+    followed: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """The rows among these that follow a guess: how many of its sequence's rows are before, and the guess."""
     scores: "Scores | None" = None
     """Log-probabilities of prompts, if any are requested."""
 
@@ -51,8 +58,13 @@ class Step:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """Every chunk, decodes first."""
-        return self.decodes + self.prefills
+        """Every chunk, in the order of the step's rows."""
+        return self.decodes + self.drafts + self.prefills
+
+    @property
+    def told(self) -> list[Chunk]:
+        """The chunks whose tokens the host tells, all but the decodes."""
+        return self.drafts + self.prefills
 
     @property
     def masks_wait(self) -> bool:
@@ -61,8 +73,9 @@ class Step:
 
     def advance(self) -> None:
         """Record that the step was launched: steps launched later find its keys and values."""
-        for chunk in self.decodes:
+        for chunk in self.decodes + self.drafts:
             sequence = chunk.sequence
+            # Guesses count once they turn out right: `Sequence.append`.
             sequence.computed += 1
             sequence.in_flight += 1
         for chunk in self.prefills:
@@ -93,15 +106,35 @@ class Sampled:
         return cls(sequence, fault=(FinishReason.ERROR, "the model's output is not finite"), invalid=True)
 
 
-def sampled_tokens(
-    sampling: list[Sequence], outputs: SamplerOutputs, mask_faults: dict[str, Fault]
-) -> list[Sampled]:
-    """Match a step's outputs, which are on the host, with the sequences that it sampled for."""
+def rows_that_sample(chunks: list[Chunk]) -> tuple[list[Sequence], dict[int, tuple[int, int]]]:
+    """Return `Step.sampling` and `Step.followed` of a step with these chunks."""
+    sampling: list[Sequence] = []
+    followed: dict[int, tuple[int, int]] = {}
+    for chunk in chunks:
+        if chunk.samples:
+            sampling.append(chunk.sequence)
+            for before, guess in enumerate(chunk.guesses, 1):
+                followed[len(sampling)] = before, guess
+                sampling.append(chunk.sequence)
+    return sampling, followed
+
+
+def sampled_tokens(step: Step, outputs: SamplerOutputs) -> list[Sampled]:
+    """Match a step's outputs, which are on the host, with the sequences that it sampled for.
+
+    What was sampled after a wrong guess is left out: the sequence goes on differently.
+    """
     tokens, finite, allowed = outputs.status.tolist()
-    logprobs = _logprobs(sampling, tokens, outputs)
+    logprobs = _logprobs(step.sampling, tokens, outputs)
     results = []
-    for row, sequence in enumerate(sampling):
-        fault = mask_faults.get(sequence.request.request_id)
+    right = True
+    for row, sequence in enumerate(step.sampling):
+        if row in step.followed:
+            right = right and tokens[row - 1] == step.followed[row][1]
+            if not right:
+                continue
+        right = True
+        fault = step.mask_faults.get(sequence.request.request_id)
         if fault is not None:
             results.append(Sampled(sequence, fault=fault, invalid=not finite[row]))
         elif not finite[row]:

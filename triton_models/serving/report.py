@@ -26,6 +26,8 @@ _COUNTERS = {
     "prompt_tokens_total": "Prompt tokens of accepted requests",
     "generated_tokens_total": "Tokens sampled",
     "prefix_hit_tokens_total": "Prompt tokens found in the prefix cache",
+    "draft_tokens_total": "Guesses at next tokens",
+    "accepted_draft_tokens_total": "Guesses that became part of an answer",
     "preemptions_total": "Sequences that gave up their KV blocks and are computed again",
     "failed_steps_total": "Engine steps that failed, and the requests in them with it",
 }
@@ -92,6 +94,9 @@ class EngineMetrics:
         """Note one engine step."""
         self._observations.append(("batch_size", stats.batch_size))
         self._observations.append(("step_seconds", stats.seconds))
+        if stats.guessed_tokens:
+            self._add("draft_tokens_total", stats.guessed_tokens)
+            self._add("accepted_draft_tokens_total", stats.right_guesses)
 
     def first_token(self, queue_seconds: float, seconds: float) -> None:
         """Note a request's first token: seconds it waited, seconds from receipt to the token."""

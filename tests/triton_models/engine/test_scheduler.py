@@ -35,6 +35,7 @@ def scheduler(
         max_batched_tokens=budget,
         largest_step=max(budget, burst_tokens),
         burst_steps=burst_steps,
+        draft_tokens=0,
         prefix_cache=True,
     )
     return Scheduler(manager, settings), manager

@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from tests.triton_models.serving.fakes import FakePbUtils, wait_until
-from triton_models.engine.engine import EngineStats
+from triton_models.engine.engine import EngineStats, StepStats
 from triton_models.engine.sequence import FinishReason
 from triton_models.serving.report import PREFIX, EngineMetrics
 
@@ -55,6 +55,15 @@ def test_whatever_ends_a_request_is_counted(metrics: EngineMetrics, pb_utils: Fa
         assert pb_utils.metric("requests_total", finish_reason=reason).value == 1
     assert pb_utils.metric("generated_tokens_total").value == 2 * len(FinishReason)
     assert pb_utils.metric("prefix_hit_tokens_total").value == len(FinishReason)
+
+
+def test_guesses_are_counted_with_their_step(metrics: EngineMetrics, pb_utils: FakePbUtils) -> None:
+    step = StepStats(batch_size=2, prefill_tokens=0, decode_tokens=5, seconds=0.1)
+    metrics.step(step)
+    metrics.step(replace(step, guessed_tokens=4, right_guesses=3))
+    metrics.stop()
+    assert pb_utils.metric("draft_tokens_total").value == 4
+    assert pb_utils.metric("accepted_draft_tokens_total").value == 3
 
 
 def counted(pb_utils: FakePbUtils, name: str) -> float:

@@ -1,0 +1,182 @@
+"""Guesses at the next tokens: fewer steps, the same answers."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.triton_models.engine.fake_model import GREEDY, VOCABULARY, FakeModel, ids, logits_of, request, run
+from tests.triton_models.engine.wild_mix import EvenTokens
+from triton_models.engine.backend import PLAIN, Backend
+from triton_models.engine.drafts import Drafter
+from triton_models.engine.engine import Engine, StepStats
+from triton_models.engine.models import Operations
+from triton_models.engine.sampling import SamplingParams
+from triton_models.engine.scheduler import DRAFT_ROWS
+from triton_models.engine.sequence import Request, TokenOutput
+from triton_models.engine.settings import EngineSettings
+
+CYCLE = 9
+OVERLAPPED = replace(PLAIN, overlap=True)
+SETTINGS = EngineSettings(
+    max_running=6, max_waiting=500, max_batched_tokens=40, block_size=4, kv_blocks=100, draft_tokens=8
+)
+
+
+class Copier(FakeModel):
+    """Likes to count up in a cycle, and sometimes does something else: how often depends on all tokens."""
+
+    def __init__(self, *, liking: float = 7.0) -> None:
+        super().__init__()
+        self._liking = liking
+
+    def forward(self, tokens: Tensor, operations: Operations) -> Tensor:
+        return torch.cat([super().forward(tokens, operations), tokens.float()[:, None]], dim=1)
+
+    def logits(self, hidden: Tensor, operations: Operations) -> Tensor:
+        logits = logits_of(hidden[:, 0])
+        logits[torch.arange(len(hidden)), (hidden[:, 1].long() + 1) % CYCLE] += self._liking
+        return logits
+
+
+def engine(model: FakeModel, backend: Backend = PLAIN, **changes: int) -> Engine:
+    return Engine(model, replace(SETTINGS, **changes), backend=backend)
+
+
+def some_requests(count: int) -> list[Request]:
+    dice = random.Random(3)
+    made = []
+    for number in range(count):
+        kinds: dict[str, Any] = {
+            "temperature": dice.choice((0.0, 0.7, 1.3)),
+            "top_p": dice.choice((1.0, 1.0, 0.8)),
+            "top_k": dice.choice((0, 0, 5)),
+            "logprobs": dice.choice((None, None, 2)),
+            "min_tokens": dice.choice((0, 0, 1, 1)),
+            "presence_penalty": dice.choice((0.0, 0.0, 0.0, 0.5)),
+            "logit_bias": dice.choice(({}, {}, {4: 3.0, 5: -100.0})),
+            "mask": dice.choice((None, None, None, EvenTokens())),
+            "stop_token_ids": frozenset(dice.sample(range(VOCABULARY - 1), dice.choice((0, 0, 3)))),
+            "max_tokens": dice.choice((1, 2, 9, 40, 60)),
+        }
+        if kinds["min_tokens"]:
+            kinds["min_tokens"] = dice.choice((1, kinds["max_tokens"]))
+        prompt = [dice.randrange(CYCLE) for _ in range(dice.choice((1, 3, 20)))]
+        asked = request(str(number), prompt, SamplingParams(seed=number, **kinds))
+        made.append(replace(asked, prompt_logprobs=dice.choice((None, None, None, 1))))
+    return made
+
+
+def test_what_followed_the_newest_tokens_before_is_guessed() -> None:
+    drafter = Drafter()
+    assert drafter.draft([1, 2, 3, 4, 5, 9, 2, 3], 8) == ()
+    assert drafter.draft([1, 2, 3, 4, 5, 9, 2, 3, 4], 8) == (5, 9)
+    assert drafter.draft([1, 2, 3, 4, 5, 9, 2, 3, 4], 1) == (5,)
+    assert drafter.draft([1, 2, 3, 4, 5, 9, 2, 3, 4, 7, 2, 3, 4], 8) == (7, 2)  # the last of two places
+
+
+def test_bytes_that_are_no_token_are_passed_over() -> None:
+    # The bytes of 1, 1, 1, shifted by one, stand within those of 256 and its like.
+    assert Drafter().draft([7, 1, 1, 1, 8, 256, 256, 256, 256, 1, 1, 1], 2) == (8, 256)
+    assert Drafter().draft([256, 256, 256, 256, 5, 1, 1, 1], 2) == ()
+
+
+def test_guesses_that_are_right_become_more_and_wrong_ones_pause() -> None:
+    drafter, tokens = Drafter(), [0, 1, 2] * 40
+    assert len(drafter.draft(tokens, 20)) == 2
+    drafter.learn(2, 2, len(tokens))
+    assert len(drafter.draft(tokens, 20)) == 4
+    drafter.learn(4, 1, len(tokens))
+    assert len(drafter.draft(tokens, 20)) == 2
+    drafter.learn(2, 0, len(tokens))
+    assert drafter.draft(tokens, 20) == ()
+    assert drafter.draft([*tokens, 0], 20) == (1,)
+    drafter.learn(1, 0, len(tokens) + 1)
+    assert [bool(drafter.draft([0, 1, 2] * 40 + [0, 1, 2, 0, 1][:more], 20)) for more in range(1, 6)] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+@pytest.mark.parametrize("backend", [PLAIN, OVERLAPPED], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("blocks", [100, 34], ids=["room", "preemptions"])
+def test_every_answer_is_the_one_without_guesses(backend: Backend, blocks: int) -> None:
+    plain, drafted = (answers(backend, draft_tokens, blocks) for draft_tokens in (0, 8))
+    assert drafted.keys() == plain.keys()
+    for key, outputs in plain.items():
+        assert ids(drafted[key]) == ids(outputs)
+        assert drafted[key][-1].finish_reason == outputs[-1].finish_reason
+        assert numbers(drafted[key]) == pytest.approx(numbers(outputs), abs=1e-4)
+
+
+def answers(backend: Backend, draft_tokens: int, blocks: int) -> dict[str, list[TokenOutput]]:
+    made = engine(Copier(), backend, draft_tokens=draft_tokens, kv_blocks=blocks)
+    made.add(*some_requests(60))
+    outputs = run(made)
+    assert made.stats().kv_blocks_used == 0
+    assert blocks == 100 or made.stats().preemptions
+    return outputs
+
+
+def numbers(outputs: list[TokenOutput]) -> list[float]:
+    """Every log-probability that was reported, the answer's and then the prompt's."""
+    told = [each.logprobs for each in outputs if each.logprobs]
+    told += [one for each in outputs for one in each.prompt_logprobs]
+    return [number for each in told for number in (each.logprob, *(value for _, value in each.top))]
+
+
+@pytest.mark.parametrize("backend", [PLAIN, OVERLAPPED], ids=["plain", "overlapped"])
+def test_copying_takes_few_steps(backend: Backend) -> None:
+    made = engine(Copier(liking=1000.0), backend)
+    made.add(request("a", range(CYCLE), SamplingParams(temperature=0.0, max_tokens=100)))
+    stats: list[StepStats] = []
+    while made.open_requests:
+        step = made.step()
+        assert step is not None
+        stats.append(step)
+    assert sum(each.decode_tokens for each in stats) == 99
+    assert sum(each.right_guesses for each in stats) == 99 - (len(stats) - 1)
+    assert len(stats) < 25
+    assert not made.stats().kv_blocks_used
+
+
+def test_what_never_repeats_takes_no_rows_more() -> None:
+    model = FakeModel()
+    made = engine(model)
+    made.add(request("a", range(20), replace(GREEDY, max_tokens=60)))
+    run(made)
+    extra = sum(len(step) for step in model.steps) - (20 + 59)
+    assert extra <= 4  # by accident, three tokens may have stood together before
+
+
+def test_a_full_step_has_no_guesses() -> None:
+    many = DRAFT_ROWS
+    model = Copier(liking=1000.0)
+    made = engine(model, max_running=many, max_batched_tokens=600, kv_blocks=many * 8)
+    made.add(*(request(str(each), range(CYCLE), GREEDY) for each in range(many)))
+    run(made)
+    assert max(len(step) for step in model.steps[1:]) == many
+
+
+def test_a_request_ends_at_a_stop_among_right_guesses() -> None:
+    model = Copier(liking=1000.0)
+    made = engine(model)
+    stop = SamplingParams(
+        temperature=0.0, max_tokens=90, stop_token_ids=frozenset({40}), logit_bias={40: 0.0}
+    )
+    made.add(request("a", [*range(CYCLE)] * 3, stop))
+    for _ in range(3):
+        made.step()
+    assert made.cancel("a")
+    outputs = run(made)["a"]
+    assert outputs[-1].finish_reason == "cancelled"
+    assert made.stats().kv_blocks_used == 0
+    counted = SamplingParams(temperature=0.0, max_tokens=90, stop_token_ids=frozenset({CYCLE - 2}))
+    made.add(request("b", [*range(CYCLE)] * 3, counted))
+    assert ids(run(made)["b"]) == [*range(CYCLE - 1)]
