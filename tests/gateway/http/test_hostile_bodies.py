@@ -55,7 +55,7 @@ async def served() -> AsyncIterator[Served]:
 
 async def still_answers(served: Served, door: str) -> None:
     assert (await served.http.post(door, json=DOORS[door])).status_code == 200
-    await until(lambda: served.gateway.body_bytes.own == 0)
+    await until(lambda: served.gateway.bodies.held == 0)
     await served.until_idle()
 
 
@@ -140,7 +140,7 @@ async def test_a_stream_of_tiny_messages_has_an_answer_to_each(running: Running)
         assert ModelStreamInferResponse.FromString(answers[0]).error_message
         assert await stub.ModelInfer(question())
         await served.until_idle()
-        assert served.gateway.body_bytes.own == 0
+        assert served.gateway.bodies.held == 0
 
 
 async def test_a_stream_is_served_a_few_requests_at_a_time(running: Running) -> None:
