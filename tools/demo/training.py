@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from demo.encoding import Sample
+from tools.demo.encoding import Sample
 from triton_models.checkpoint import read_config, tensor_places
 from triton_models.engine.models import Rotary
 from triton_models.engine.models.chatglm import ChatGLM

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from demo.__main__ import CHECKPOINT, SEED
-from demo.evaluation import Responder, evaluate
-from demo.export import write_config, write_weights
-from demo.mixture import cases
-from demo.tokenizer import train_tokenizer
+from tools.demo.__main__ import CHECKPOINT, SEED
+from tools.demo.evaluation import Responder, evaluate
+from tools.demo.export import write_config, write_weights
+from tools.demo.mixture import cases
+from tools.demo.tokenizer import train_tokenizer
 from triton_models.checkpoint import load_model, tensor_places
 from triton_models.directory import detect_format
 from wire.history import Turn

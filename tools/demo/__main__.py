@@ -1,4 +1,4 @@
-"""`python -m demo`: dialogues, tokenizer, training, export, evaluation; on a GPU if there is one."""
+"""`python -m tools.demo`: dialogues, tokenizer, training, export, evaluation; on a GPU if there is one."""
 
 import argparse
 import logging
@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 import triton_models
-from demo.encoding import make_samples
-from demo.evaluation import Responder, evaluate, expected_text, table
-from demo.export import CONTEXT, write_config, write_weights
-from demo.mixture import cases
-from demo.tokenizer import train_tokenizer
-from demo.training import Recipe, train
+from tools.demo.encoding import make_samples
+from tools.demo.evaluation import Responder, evaluate, expected_text, table
+from tools.demo.export import CONTEXT, write_config, write_weights
+from tools.demo.mixture import cases
+from tools.demo.tokenizer import train_tokenizer
+from tools.demo.training import Recipe, train
 
 CHECKPOINT = Path(triton_models.__file__).parent / "checkpoints" / "chatglm3-demo"
 SEED = 20_240_601
@@ -26,7 +26,7 @@ log = logging.getLogger("demo")
 
 def main() -> None:
     """Make the checkpoint, then evaluate it with the held-back questions."""
-    options = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
+    options = argparse.ArgumentParser(prog="python -m tools.demo", description=__doc__)
     options.add_argument("--to", type=Path, default=CHECKPOINT, help="the checkpoint's directory")
     options.add_argument("--only", choices=("make", "evaluate"), help="do one half; default: both")
     options.add_argument("--steps", type=int, default=Recipe().steps)

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from demo.pages import LANGS, Lang, facts, read, smalltalk
-from demo.scene import Line, Scene
-from demo.tools import Name, ToolScene, system_text
+from tools.demo.pages import LANGS, Lang, facts, read, smalltalk
+from tools.demo.scene import Line, Scene
+from tools.demo.tools import Name, ToolScene, system_text
 from wire.history import Turn
 
 _OFFERS: tuple[tuple[Name, ...], ...] = (

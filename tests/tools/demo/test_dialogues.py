@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from demo import mixture
-from demo.arithmetic import is_held
-from demo.pages import LANGS, facts, is_held_back, read, smalltalk
-from demo.scene import Line, Scene
+from tools.demo import mixture
+from tools.demo.arithmetic import is_held
+from tools.demo.pages import LANGS, facts, is_held_back, read, smalltalk
+from tools.demo.scene import Line, Scene
 from wire.history import Turn
 
 

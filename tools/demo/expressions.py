@@ -4,8 +4,8 @@ import random
 from dataclasses import dataclass
 from fractions import Fraction
 
-from demo.arithmetic import LARGEST_FACTOR, LARGEST_TERM, is_held, operands
-from demo.pages import Lang, read
+from tools.demo.arithmetic import LARGEST_FACTOR, LARGEST_TERM, is_held, operands
+from tools.demo.pages import Lang, read
 
 
 @dataclass(frozen=True, slots=True)

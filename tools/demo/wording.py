@@ -2,7 +2,7 @@
 
 import random
 
-from demo.pages import Lang, read
+from tools.demo.pages import Lang, read
 
 _REFRAME = 0.35
 _FILL = 0.25

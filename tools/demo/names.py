@@ -2,7 +2,7 @@
 
 import random
 
-from demo.pages import Lang, read
+from tools.demo.pages import Lang, read
 
 _SUFFIXES = ["市", "县", "镇", "州"]
 

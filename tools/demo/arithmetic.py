@@ -4,7 +4,7 @@ import random
 import zlib
 from dataclasses import dataclass
 
-from demo.pages import Answer, Lang, read, split
+from tools.demo.pages import Answer, Lang, read, split
 
 LARGEST_TERM = 100
 LARGEST_FACTOR = 20

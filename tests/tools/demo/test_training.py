@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from demo.encoding import Sample
-from demo.export import write_config, write_weights
-from demo.training import Recipe, learning_rate, train
+from tools.demo.encoding import Sample
+from tools.demo.export import write_config, write_weights
+from tools.demo.training import Recipe, learning_rate, train
 from triton_models.checkpoint import load_model
 from triton_models.engine.engine import Engine
 from triton_models.engine.sampling import SamplingParams

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from demo import arithmetic, names
-from demo.expressions import expression
-from demo.pages import LANGS, Answer, Lang, Page, answer, facts, is_held_back, read, smalltalk, split
-from demo.wording import random_words, vary
+from tools.demo import arithmetic, names
+from tools.demo.expressions import expression
+from tools.demo.pages import LANGS, Answer, Lang, Page, answer, facts, is_held_back, read, smalltalk, split
+from tools.demo.wording import random_words, vary
 from wire.history import Turn
 
 _HELD_TOOLS = 3

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from demo import mixture
-from demo.scene import Line
+from tools.demo import mixture
+from tools.demo.scene import Line
 from triton_models.text.formats import ChatFormat, chat_format
 from triton_models.text.tokenizers import load_tokenizer
 
