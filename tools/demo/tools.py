@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from tools.demo import names
 from tools.demo.expressions import expression
-from tools.demo.pages import LANGS, Lang, read, split
+from tools.demo.pages import read, split
 from tools.demo.scene import Line, Scene
+from tools.demo.values import LANGS, Lang
 from wire.history import Turn
 
 Name = Literal["get_weather", "calculate"]

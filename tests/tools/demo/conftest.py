@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tools.demo.__main__ import CHECKPOINT
 from tools.demo.evaluation import Responder
+from tools.demo.values import CHECKPOINT
 
 
 @pytest.fixture(scope="session", autouse=True)
