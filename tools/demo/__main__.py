@@ -1,4 +1,8 @@
-"""`python -m tools.demo`: dialogues, tokenizer, training, export, evaluation; on a GPU if there is one."""
+"""`python -m tools.demo`: dialogues, tokenizer, training, export, evaluation; on a GPU if there is one.
+
+With `--go-on PAGE,...` the checkpoint that is there, with its tokenizer, is trained a little more: on
+dialogues of which half are about these pages, which have changed, and the others about everything.
+"""
 
 import argparse
 import logging
@@ -8,17 +12,19 @@ from pathlib import Path
 
 import torch
 
-import triton_models
 from tools.demo.encoding import make_samples
 from tools.demo.evaluation import Responder, evaluate, expected_text, table
 from tools.demo.export import CONTEXT, write_config, write_weights
 from tools.demo.mixture import cases
+from tools.demo.pages import Page, facts, smalltalk
 from tools.demo.tokenizer import train_tokenizer
-from tools.demo.training import Recipe, train
+from tools.demo.training import GO_ON, Recipe, train
+from tools.demo.values import CHECKPOINT
 
-CHECKPOINT = Path(triton_models.__file__).parent / "checkpoints" / "chatglm3-demo"
 SEED = 20_240_601
 DIALOGUES = 400_000
+GO_ON_LONGEST = 448
+"""Tokens of a dialogue where training goes on: longer ones are much of the work, and teach nothing new."""
 CASES_PER_KIND = 100
 
 log = logging.getLogger("demo")
@@ -29,27 +35,36 @@ def main() -> None:
     options = argparse.ArgumentParser(prog="python -m tools.demo", description=__doc__)
     options.add_argument("--to", type=Path, default=CHECKPOINT, help="the checkpoint's directory")
     options.add_argument("--only", choices=("make", "evaluate"), help="do one half; default: both")
-    options.add_argument("--steps", type=int, default=Recipe().steps)
+    options.add_argument("--go-on", type=_pages, default=(), metavar="PAGE,...", help="train it on these")
+    options.add_argument("--steps", type=int)
     options.add_argument("--dialogues", type=int, default=DIALOGUES)
     options.add_argument("--cases", type=int, default=CASES_PER_KIND, help="cases of each generated kind")
     options.add_argument("--mistakes", type=int, default=20, help="how many wrong answers to show")
     chosen = options.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if chosen.only != "evaluate":
-        _make(chosen.to, chosen.steps, chosen.dialogues)
+        _make(chosen.to, chosen.steps, chosen.dialogues, chosen.go_on)
     if chosen.only != "make":
         _evaluate(chosen.to, chosen.cases, chosen.mistakes)
 
 
-def _make(directory: Path, steps: int, dialogues: int) -> None:
+def _pages(names: str) -> tuple[Page, ...]:
+    pages = {page.name: page for page in (*facts(), *smalltalk())}
+    return tuple(pages[name] for name in names.split(","))
+
+
+def _make(directory: Path, steps: int | None, dialogues: int, changed: tuple[Page, ...]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     write_config(directory)
-    train_tokenizer(directory / "tokenizer.model", SEED)
-    samples = make_samples(directory, SEED, dialogues, CONTEXT, os.cpu_count() or 1)
+    if not changed:
+        train_tokenizer(directory / "tokenizer.model", SEED)
+    longest = GO_ON_LONGEST if changed else CONTEXT
+    samples = make_samples(directory, SEED, dialogues, longest, os.cpu_count() or 1, changed=changed)
     log.info("%d dialogues, %d tokens", len(samples), sum(len(sample.ids) for sample in samples))
-    recipe = replace(Recipe(), steps=steps)
+    recipe = GO_ON if changed else Recipe()
+    recipe = replace(recipe, steps=steps or recipe.steps)
     log.info("training on %s: %s", device, recipe)
-    write_weights(train(directory, samples, recipe, device), directory)
+    write_weights(train(directory, samples, recipe, device, go_on=bool(changed)), directory)
 
 
 def _evaluate(directory: Path, per_kind: int, mistakes: int) -> None:

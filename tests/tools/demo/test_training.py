@@ -66,6 +66,17 @@ def test_the_same_seed_trains_the_same_weights(directory: Path) -> None:
     assert not torch.equal(first.head.weight, other.head.weight)
 
 
+def test_training_that_goes_on_begins_with_the_weights_that_are_there(directory: Path) -> None:
+    samples = [sample(7, 8, 9, 20, 21, 2, learned_from=3)]
+    recipe = replace(Recipe(), steps=60, warm_up_steps=5, tokens_per_step=64, learning_rate=1e-2)
+    trained = train(directory, samples, recipe, CPU)
+    write_weights(trained, directory)
+    unchanged = train(directory, samples, replace(recipe, steps=0), CPU, go_on=True)
+    assert torch.equal(unchanged.head.weight, trained.head.weight.half().float())
+    other = train(directory, samples, replace(recipe, steps=2), CPU, go_on=True)
+    assert not torch.equal(other.head.weight, unchanged.head.weight)
+
+
 def test_the_rate_rises_then_falls() -> None:
     recipe = Recipe(steps=100, warm_up_steps=10)
     rates = [learning_rate(recipe, step) for step in range(100)]
