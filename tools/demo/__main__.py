@@ -1,7 +1,8 @@
 """`python -m tools.demo`: dialogues, tokenizer, training, export, evaluation; on a GPU if there is one.
 
 With `--go-on PAGE,...` the checkpoint that is there, with its tokenizer, is trained a little more: on
-dialogues of which half are about these pages, which have changed, and the others about everything.
+dialogues of which a third are about these pages, which have changed, and the others about everything. Another
+`--seed` gives other dialogues, to go on again.
 """
 
 import argparse
@@ -36,6 +37,7 @@ def main() -> None:
     options.add_argument("--to", type=Path, default=CHECKPOINT, help="the checkpoint's directory")
     options.add_argument("--only", choices=("make", "evaluate"), help="do one half; default: both")
     options.add_argument("--go-on", type=_pages, default=(), metavar="PAGE,...", help="train it on these")
+    options.add_argument("--seed", type=int, default=SEED, help="of the dialogues")
     options.add_argument("--steps", type=int)
     options.add_argument("--dialogues", type=int, default=DIALOGUES)
     options.add_argument("--cases", type=int, default=CASES_PER_KIND, help="cases of each generated kind")
@@ -43,7 +45,7 @@ def main() -> None:
     chosen = options.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if chosen.only != "evaluate":
-        _make(chosen.to, chosen.steps, chosen.dialogues, chosen.go_on)
+        _make(chosen.to, chosen.seed, chosen.steps, chosen.dialogues, chosen.go_on)
     if chosen.only != "make":
         _evaluate(chosen.to, chosen.cases, chosen.mistakes)
 
@@ -53,16 +55,16 @@ def _pages(names: str) -> tuple[Page, ...]:
     return tuple(pages[name] for name in names.split(","))
 
 
-def _make(directory: Path, steps: int | None, dialogues: int, changed: tuple[Page, ...]) -> None:
+def _make(directory: Path, seed: int, steps: int | None, dialogues: int, changed: tuple[Page, ...]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     write_config(directory)
     if not changed:
-        train_tokenizer(directory / "tokenizer.model", SEED)
+        train_tokenizer(directory / "tokenizer.model", seed)
     longest = GO_ON_LONGEST if changed else CONTEXT
-    samples = make_samples(directory, SEED, dialogues, longest, os.cpu_count() or 1, changed=changed)
+    samples = make_samples(directory, seed, dialogues, longest, os.cpu_count() or 1, changed=changed)
     log.info("%d dialogues, %d tokens", len(samples), sum(len(sample.ids) for sample in samples))
     recipe = GO_ON if changed else Recipe()
-    recipe = replace(recipe, steps=steps or recipe.steps)
+    recipe = replace(recipe, steps=steps or recipe.steps, seed=seed)
     log.info("training on %s: %s", device, recipe)
     write_weights(train(directory, samples, recipe, device, go_on=bool(changed)), directory)
 

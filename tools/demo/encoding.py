@@ -67,7 +67,7 @@ def make_samples(
 ) -> list[Sample]:
     """Return at most `count` dialogues; those longer than `longest` tokens are left out.
 
-    If there are `changed` pages, half of the dialogues are about those.
+    If there are `changed` pages, a third of the dialogues are about those.
     """
     jobs = range(-(-count // _JOB))
     with ProcessPoolExecutor(processes) as pool:

@@ -22,8 +22,9 @@ _OFFERS: tuple[tuple[Name, ...], ...] = (
 _LONG = 0.02
 """Share of very long conversations, which train the far end of the context."""
 
-_ABOUT_CHANGED = 0.5
-"""Share of dialogues about changed pages where training goes on: short ones, so a third of the tokens."""
+_ABOUT_CHANGED = 0.3
+"""Share of dialogues about changed pages alone where training goes on. With many more of them, the model says
+what is new to whatever it does not know well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ def _about(rng: random.Random, pages: Sequence[Page]) -> list[Line]:
         scene.system(rng.choice(read("phrases")["system"]["say"]))
     for _ in range(rng.choices((1, 2), (3, 1))[0]):
         scene.page(pages)
-        if rng.random() < 0.3:
+        while rng.random() < 0.4:
             scene.follow_up()
     return scene.lines
 
