@@ -13,8 +13,8 @@ import gateway.errors
 from gateway.cli import main
 from gateway.openai.chat_request import ChatRequest
 from gateway.settings import Settings, settings_table
-from tools.demo.pages import facts, fill, raw, smalltalk
-from tools.demo.values import _NATIVE, _OWN, CHECKPOINT, LANGS, ROOT, Lang, _named, routes, values
+from tools.demo.pages import facts, raw, smalltalk
+from tools.demo.values import _NATIVE, _OWN, CHECKPOINT, LANGS, ROOT, Lang, _named, fill, routes, values
 
 FILES = ("project", "usage", "concepts", "smalltalk", "unknown")
 STATUSES = {
