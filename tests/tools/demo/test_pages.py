@@ -22,7 +22,7 @@ STATUSES = {
     for each in vars(gateway.errors).values()
     if isinstance(each, type) and issubclass(each, gateway.errors.GatewayError) and hasattr(each, "status")
 }
-MEASURED = {"1.4", "180"}
+MEASURED = {"1.6", "180"}
 """Of an installation, as in docs/getting-started.md."""
 NUMBER = r"(?a)(?<![\w.:$-])\d+(?:\.\d+)?(?![\w-]*[A-Za-z-])"
 """Not within a name, such as ChatGLM3-6B, x86-64 or cuda:0."""
