@@ -166,6 +166,7 @@ def make_scheduler(
         max_batched_tokens=max_batched_tokens,
         burst_tokens=burst_tokens,
         burst_steps=burst_steps,
+        draft_tokens=0,
     )
     return Scheduler(BlockManager(_BLOCKS, _BLOCK_SIZE), settings)
 
