@@ -26,6 +26,9 @@ FRONT = [
         "SECURITY.md",
         "CONTRIBUTING.md",
         "examples/README.md",
+        "bench/LOG.md",
+        *(f"bench/log/{path.name}" for path in (ROOT / "bench/log").glob("*.md")),
+        "bench/gpu/README.md",
         "tests/golden/README.md",
     )
 ]
