@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from demo.mixture import Case
+from tools.demo.mixture import Case
 from triton_models.checkpoint import load_model
 from triton_models.engine.engine import Engine
 from triton_models.engine.sampling import SamplingParams

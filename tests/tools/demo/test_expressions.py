@@ -3,7 +3,7 @@ from fractions import Fraction
 
 import pytest
 
-from demo.expressions import evaluate, expression
+from tools.demo.expressions import evaluate, expression
 
 
 @pytest.mark.parametrize(

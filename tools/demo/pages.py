@@ -8,13 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-Lang = Literal["en", "zh"]
-Text = Mapping[Lang, str]
-"""The same text in both languages."""
-
-LANGS: tuple[Lang, ...] = ("en", "zh")
+from tools.demo.values import LANGS, Lang, Text, fill
 
 _FOLDER = Path(__file__).parent / "pages"
 
@@ -51,7 +47,13 @@ class Page:
 
 @cache
 def read(name: str) -> dict[str, Any]:
-    """Return one file of `pages/`."""
+    """Return one file of `pages/`, with the values that it names."""
+    found: dict[str, Any] = fill(raw(name))
+    return found
+
+
+def raw(name: str) -> dict[str, Any]:
+    """Return one file of `pages/` as it is written."""
     return tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
 
 

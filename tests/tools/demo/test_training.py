@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from demo.encoding import Sample
-from demo.export import write_config, write_weights
-from demo.training import Recipe, learning_rate, train
+from tools.demo.encoding import Sample
+from tools.demo.export import write_config, write_weights
+from tools.demo.training import Recipe, learning_rate, train
 from triton_models.checkpoint import load_model
 from triton_models.engine.engine import Engine
 from triton_models.engine.sampling import SamplingParams
@@ -64,6 +64,17 @@ def test_the_same_seed_trains_the_same_weights(directory: Path) -> None:
     assert torch.equal(first.head.weight, second.head.weight)
     other = train(directory, samples, replace(recipe, seed=1), CPU)
     assert not torch.equal(first.head.weight, other.head.weight)
+
+
+def test_training_that_goes_on_begins_with_the_weights_that_are_there(directory: Path) -> None:
+    samples = [sample(7, 8, 9, 20, 21, 2, learned_from=3)]
+    recipe = replace(Recipe(), steps=60, warm_up_steps=5, tokens_per_step=64, learning_rate=1e-2)
+    trained = train(directory, samples, recipe, CPU)
+    write_weights(trained, directory)
+    unchanged = train(directory, samples, replace(recipe, steps=0), CPU, go_on=True)
+    assert torch.equal(unchanged.head.weight, trained.head.weight.half().float())
+    other = train(directory, samples, replace(recipe, steps=2), CPU, go_on=True)
+    assert not torch.equal(other.head.weight, unchanged.head.weight)
 
 
 def test_the_rate_rises_then_falls() -> None:

@@ -4,7 +4,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from demo.encoding import Sample
-from triton_models.checkpoint import read_config, tensor_places
+from tools.demo.encoding import Sample
+from triton_models.checkpoint import load_model, read_config, tensor_places
 from triton_models.engine.models import Alibi, Rotary
 from triton_models.engine.models.chatglm import ChatGLM
 from triton_models.engine.ops_torch import PlainMath, rotate_in_place, rotation, split_heads
 
 log = logging.getLogger(__name__)
 
-_LOG_EVERY = 100
+_LOG_EVERY = 50
 _INIT = 0.02
 """Standard deviation of the initial weights."""
 
@@ -69,14 +69,31 @@ class _WholeDialogues(PlainMath):
         return attended.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def train(directory: Path, samples: Sequence[Sample], recipe: Recipe, device: torch.device) -> ChatGLM:
-    """Train a new model with the configuration in `directory`.
+GO_ON = Recipe(
+    steps=320, tokens_per_step=1_024, warm_up_steps=20, learning_rate=3e-4, last_learning_rate=1e-5
+)
+"""For a trained model whose pages have changed: minutes on a CPU."""
+
+
+def train(
+    directory: Path, samples: Sequence[Sample], recipe: Recipe, device: torch.device, *, go_on: bool = False
+) -> ChatGLM:
+    """Train a new model with the configuration in `directory`, or, to `go_on`, the model that is there.
 
     The weights are float32; on a GPU, matrix products are computed in bfloat16 (autocast).
     """
     torch.manual_seed(recipe.seed)
-    model = ChatGLM(read_config(directory), dtype=torch.float32, device=device)
-    places = _initialise(model)
+    if go_on:
+        model = load_model(directory, torch.float32, device)
+        if not isinstance(model, ChatGLM):
+            raise TypeError(f"{directory} holds no ChatGLM")
+        places = tensor_places(model)
+    else:
+        model = ChatGLM(read_config(directory), dtype=torch.float32, device=device)
+        places = tensor_places(model)
+        _initialise(places, model.config.num_layers)
+    for tensor in places.values():
+        tensor.requires_grad_()
     matrices = [tensor for tensor in places.values() if tensor.ndim > 1]
     vectors = [tensor for tensor in places.values() if tensor.ndim == 1]
     optimizer = torch.optim.AdamW(
@@ -116,10 +133,9 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     return recipe.last_learning_rate + (recipe.learning_rate - recipe.last_learning_rate) * half
 
 
-def _initialise(model: ChatGLM) -> dict[str, Tensor]:
-    """Initialise the weights, with smaller ones where a layer adds to the residual; return them by name."""
-    places = tensor_places(model)
-    residual = _INIT / math.sqrt(2 * model.config.num_layers)
+def _initialise(places: Mapping[str, Tensor], layers: int) -> None:
+    """Initialise the weights, with smaller ones where a layer adds to the residual."""
+    residual = _INIT / math.sqrt(2 * layers)
     for name, tensor in places.items():
         if name.endswith("layernorm.weight"):
             tensor.fill_(1.0)
@@ -128,8 +144,6 @@ def _initialise(model: ChatGLM) -> dict[str, Tensor]:
         else:
             writes = name.endswith(("self_attention.dense.weight", "dense_4h_to_h.weight"))
             tensor.normal_(0.0, residual if writes else _INIT)
-        tensor.requires_grad_()
-    return places
 
 
 def _loss(model: ChatGLM, ids: Tensor, learned: Tensor) -> Tensor:

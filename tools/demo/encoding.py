@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from demo import mixture
-from demo.scene import Line
+from tools.demo import mixture
+from tools.demo.pages import Page
+from tools.demo.scene import Line
 from triton_models.text.formats import ChatFormat, chat_format
 from triton_models.text.tokenizers import load_tokenizer
 
@@ -61,18 +62,23 @@ def encode(lines: Sequence[Line], directory_format: ChatFormat, stops: tuple[int
     return Sample(np.array(ids, np.uint16), np.array(learned))
 
 
-def make_samples(directory: Path, seed: int, count: int, longest: int, processes: int) -> list[Sample]:
-    """Return at most `count` dialogues; those longer than `longest` tokens are left out."""
+def make_samples(
+    directory: Path, seed: int, count: int, longest: int, processes: int, *, changed: Sequence[Page] = ()
+) -> list[Sample]:
+    """Return at most `count` dialogues; those longer than `longest` tokens are left out.
+
+    If there are `changed` pages, a third of the dialogues are about those.
+    """
     jobs = range(-(-count // _JOB))
     with ProcessPoolExecutor(processes) as pool:
-        made = pool.map(partial(_make, directory, seed, longest), jobs)
+        made = pool.map(partial(_make, directory, seed, longest, changed), jobs)
         return [sample for samples in made for sample in samples][:count]
 
 
-def _make(directory: Path, seed: int, longest: int, job: int) -> list[Sample]:
+def _make(directory: Path, seed: int, longest: int, changed: Sequence[Page], job: int) -> list[Sample]:
     tokenizer = load_tokenizer(directory, "chatglm3")
     chat = chat_format("chatglm3", tokenizer)
     stops = tokenizer.special_ids["<|user|>"], tokenizer.special_ids["<|observation|>"]
     rng = random.Random(f"{seed}/{job}")
-    samples = (encode(mixture.dialogue(rng), chat, stops) for _ in range(_JOB))
+    samples = (encode(mixture.dialogue(rng, changed), chat, stops) for _ in range(_JOB))
     return [sample for sample in samples if len(sample.ids) <= longest]

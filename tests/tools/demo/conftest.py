@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from demo.__main__ import CHECKPOINT
-from demo.evaluation import Responder
+from tools.demo.evaluation import Responder
+from tools.demo.values import CHECKPOINT
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,10 +10,11 @@ import json
 import random
 from typing import Any, Literal
 
-from demo import names
-from demo.expressions import expression
-from demo.pages import LANGS, Lang, read, split
-from demo.scene import Line, Scene
+from tools.demo import names
+from tools.demo.expressions import expression
+from tools.demo.pages import read, split
+from tools.demo.scene import Line, Scene
+from tools.demo.values import LANGS, Lang
 from wire.history import Turn
 
 Name = Literal["get_weather", "calculate"]

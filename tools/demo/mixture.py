@@ -1,13 +1,14 @@
 """Determines which dialogues are trained on and how often, and the cases of the evaluation."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from demo.pages import LANGS, Lang, facts, read, smalltalk
-from demo.scene import Line, Scene
-from demo.tools import Name, ToolScene, system_text
+from tools.demo.pages import Page, facts, read, smalltalk
+from tools.demo.scene import Line, Scene
+from tools.demo.tools import Name, ToolScene, system_text
+from tools.demo.values import LANGS, Lang
 from wire.history import Turn
 
 _OFFERS: tuple[tuple[Name, ...], ...] = (
@@ -21,6 +22,10 @@ _OFFERS: tuple[tuple[Name, ...], ...] = (
 _LONG = 0.02
 """Share of very long conversations, which train the far end of the context."""
 
+_ABOUT_CHANGED = 0.3
+"""Share of dialogues about changed pages alone where training goes on. With many more of them, the model says
+what is new to whatever it does not know well."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -31,12 +36,26 @@ class Case:
     expected: Turn
 
 
-def dialogue(rng: random.Random) -> list[Line]:
-    """Return one training dialogue."""
+def dialogue(rng: random.Random, changed: Sequence[Page] = ()) -> list[Line]:
+    """Return one training dialogue; if there are `changed` pages, often about those."""
+    if changed and rng.random() < _ABOUT_CHANGED:
+        return _about(rng, changed)
     while True:
         lines = _with_tools(rng) if rng.random() < 0.36 else _talk(rng)
         if any(line.learned for line in lines):
             return lines
+
+
+def _about(rng: random.Random, pages: Sequence[Page]) -> list[Line]:
+    """Return a short dialogue about some of `pages`."""
+    scene = Scene(rng)
+    if rng.random() < 0.1:
+        scene.system(rng.choice(read("phrases")["system"]["say"]))
+    for _ in range(rng.choices((1, 2), (3, 1))[0]):
+        scene.page(pages)
+        while rng.random() < 0.4:
+            scene.follow_up()
+    return scene.lines
 
 
 def texts(turn: Turn) -> list[str]:

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from demo import arithmetic, names
-from demo.expressions import expression
-from demo.pages import LANGS, Answer, Lang, Page, answer, facts, is_held_back, read, smalltalk, split
-from demo.wording import random_words, vary
+from tools.demo import arithmetic, names
+from tools.demo.expressions import expression
+from tools.demo.pages import Answer, Page, answer, facts, is_held_back, read, smalltalk, split
+from tools.demo.values import LANGS, Lang
+from tools.demo.wording import random_words, vary
 from wire.history import Turn
 
 _HELD_TOOLS = 3
@@ -64,11 +65,11 @@ class Scene:
 
     def fact(self) -> None:
         """Ask about a page of the project or the field."""
-        self._page(facts())
+        self.page(facts())
 
     def chat(self) -> None:
         """Greet, thank, or ask who the model is."""
-        self._page(smalltalk())
+        self.page(smalltalk())
 
     def sum(self, *, known_words: bool = False) -> None:
         """Ask a small sum; if held, with held-back numbers, and held-back words unless `known_words`."""
@@ -198,7 +199,8 @@ class Scene:
         moment = "" if self.held else self.rng.choice(read("words")["moments"][self.lang])
         return self.rng.choice(forms).format(city + moment)
 
-    def _page(self, pages: Sequence[Page]) -> None:
+    def page(self, pages: Sequence[Page]) -> None:
+        """Ask about one of `pages`."""
         page = self.rng.choice(pages)
         question = self.rng.choice(page.questions[self.lang].get(held=self.held))
         self.exchange(question, page.answer)

@@ -4,8 +4,9 @@ import random
 from dataclasses import dataclass
 from fractions import Fraction
 
-from demo.arithmetic import LARGEST_FACTOR, LARGEST_TERM, is_held, operands
-from demo.pages import Lang, read
+from tools.demo.arithmetic import is_held, operands
+from tools.demo.pages import read
+from tools.demo.values import LARGEST_FACTOR, LARGEST_TERM, Lang
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 import random
 
-from demo.pages import Lang, read
+from tools.demo.pages import read
+from tools.demo.values import Lang
 
 _SUFFIXES = ["市", "县", "镇", "州"]
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from demo.__main__ import CHECKPOINT
-from demo.encoding import Sample, encode, load_format
-from demo.pages import read
-from demo.scene import Line
-from demo.tools import call_text, system_text
+from tools.demo.encoding import Sample, encode, load_format
+from tools.demo.pages import read
+from tools.demo.scene import Line
+from tools.demo.tools import call_text, system_text
+from tools.demo.values import CHECKPOINT
 from triton_models.text.formats import ChatFormat
 from triton_models.text.tokenizers import Tokenizer, load_tokenizer
 from wire.history import Turn

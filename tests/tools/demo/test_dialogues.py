@@ -4,10 +4,11 @@ import random
 
 import pytest
 
-from demo import mixture
-from demo.arithmetic import is_held
-from demo.pages import LANGS, facts, is_held_back, read, smalltalk
-from demo.scene import Line, Scene
+from tools.demo import mixture
+from tools.demo.arithmetic import is_held
+from tools.demo.pages import facts, is_held_back, read, smalltalk
+from tools.demo.scene import Line, Scene
+from tools.demo.values import LANGS
 from wire.history import Turn
 
 
@@ -44,6 +45,16 @@ def test_every_page_is_asked_in_both_languages_with_two_questions_held_back() ->
             assert len(set(questions.trained)) >= 8, page.name
             assert len(set(questions.held)) >= 2, page.name
             assert not set(questions.trained) & set(questions.held), page.name
+
+
+def test_where_training_goes_on_a_third_is_about_changed_pages_and_the_rest_about_all() -> None:
+    (page,) = [page for page in facts() if page.name == "models"]
+    rng = random.Random(5)
+    made = [mixture.dialogue(rng, [page]) for _ in range(400)]
+    about = [lines for lines in made if any(line.turn.content in page.answer.say.values() for line in lines)]
+    assert 90 < len(about) < 160
+    assert not [turn for turn in turns(made, "user") if is_held_back(turn.content)]
+    assert len({turn.content for turn in turns(made, "assistant")}) > 200
 
 
 def test_no_held_back_question_is_trained_on(dialogues: list[list[Line]]) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from sentencepiece import SentencePieceTrainer
 
-from demo import mixture
-from demo.pages import read
+from tools.demo import mixture
+from tools.demo.pages import read
 
 PIECES = 2039
 """With nine special ids they fill a vocabulary of 2,048 rows."""

@@ -4,10 +4,9 @@ import random
 import zlib
 from dataclasses import dataclass
 
-from demo.pages import Answer, Lang, read, split
+from tools.demo.pages import Answer, read, split
+from tools.demo.values import LARGEST_FACTOR, LARGEST_TERM, Lang
 
-LARGEST_TERM = 100
-LARGEST_FACTOR = 20
 _TABLE = 10
 """Products of factors up to this are answered directly; larger ones are built from these and from tens."""
 
