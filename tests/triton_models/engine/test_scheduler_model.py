@@ -209,15 +209,19 @@ class SchedulerModel(RuleBasedStateMachine):
         self.seen["large"] += tokens > BUDGET
         scheduled = [chunk.sequence for chunk in batch.chunks]
         assert len(set(scheduled)) == len(scheduled)
-        stood_back = bool(decoding and batch.prefills and not batch.decodes and not batch.preemptions)
+        waiting = {each for each in decoding if each.in_flight and each.drafter._expecting}
+        none_left = batch.decodes or batch.drafts or batch.preemptions or waiting.issuperset(decoding)
+        stood_back = bool(batch.prefills and not none_left)
         self.in_a_row = self.in_a_row + 1 if stood_back else 0
         self.seen["stood back"] += stood_back
         assert self.in_a_row <= self.burst_steps
         for each in [] if stood_back else decoding:
             # One that was preempted may be back at once, if others hold what it needs; one whose newest token
             # is in flight may wait for that, to guess what follows.
-            waits = each.state is SequenceState.WAITING or (each.in_flight and each.drafter._expecting)
-            assert (each in scheduled) == (not waits)
+            if each in scheduled:
+                assert each.state is not SequenceState.WAITING
+            else:
+                assert each.state is SequenceState.WAITING or each in waiting
         for chunk in batch.chunks:
             assert chunk.start == chunk.sequence.computed
             assert chunk.count > 0
