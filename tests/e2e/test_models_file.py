@@ -100,10 +100,10 @@ async def test_names_of_one_entry_differ_in_what_is_set(gateway: ServeProcess) -
     [
         ({"max_completion_tokens": 201}, "max_completion_tokens"),
         ({"n": 3}, "n"),
-        ({"messages": say("x" * 200)}, None),
+        ({"messages": say("x" * 200)}, "messages"),
     ],
 )
-async def test_limits_are_a_400(gateway: ServeProcess, asked: Any, param: str | None) -> None:
+async def test_limits_are_a_400(gateway: ServeProcess, asked: Any, param: str) -> None:
     async with client(gateway) as sdk:
         with pytest.raises(openai.BadRequestError) as caught:
             await sdk.chat.completions.create(**{"model": "plain", "messages": ASK} | asked)
