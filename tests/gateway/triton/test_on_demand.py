@@ -241,7 +241,8 @@ async def test_an_idle_model_is_unloaded_and_comes_back(
     pool = await demand(triton, unload_idle_s=0.3, pinned=["b"])
     await asyncio.gather(said(pool, "a"), said(pool, "b"))
     await until(lambda: in_memory(triton) == {"b"})
-    await until(lambda: observer.unloads == [("a", "idle")])
+    # More than once, where the machine is so slow that it becomes idle before its request comes to it.
+    await until(lambda: set(observer.unloads) == {("a", "idle")})
     assert await said(pool, "a") == "Hello"
 
 
