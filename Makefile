@@ -13,10 +13,17 @@ VLLM := .venv-vllm
 # The Pythons that the wheel's tritonserver has a stub for.
 PYTHON_CHECK := import sys; v = sys.version_info; v[:2] in ((3, 11), (3, 12)) or sys.exit("tritongate needs Python 3.11 or 3.12, and $(PYTHON) is %d.%d. Install one of them, such as the system packages python3.12 and python3.12-venv. Then: make up PYTHON=python3.12" % v[:2])
 
+# Without an NVIDIA driver, PyTorch's build for CPUs: hundreds of megabytes instead of gigabytes with the CUDA libraries. uv knows
+# where that is; where it cannot be reached, the usual way follows.
+DRIVER := /proc/driver/nvidia/version
+TORCH_FOR_CPUS = { $(MAKE) --no-print-directory $(LOCK)/.installed && UV_HTTP_TIMEOUT=30 $(LOCK)/bin/uv pip install \
+	--python $(BIN)/python --torch-backend cpu "$$(grep '^torch==' constraints.txt)"; }
+
 # A stamp per kind of install, so that repeated `make` calls cost nothing and a changed pyproject reinstalls.
 $(VENV)/.up: pyproject.toml constraints.txt
 	@$(PYTHON) -c '$(PYTHON_CHECK)'
 	$(PYTHON) -m venv $(VENV)
+	@test -e $(DRIVER) || $(TORCH_FOR_CPUS) || echo 'There is no PyTorch for CPUs alone to be had: pip takes what it finds.'
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[embedded]'
 	touch $@
 

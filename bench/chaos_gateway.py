@@ -37,5 +37,5 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:
         sys.exit(workers.main())
     workers.PROGRAM = ("-m", "bench.chaos_gateway")
-    EmbeddedTritons.wait_ready = _wait_behind_relays  # type: ignore[method-assign]
+    EmbeddedTritons.wait_ready = _wait_behind_relays  # type: ignore[method-assign, assignment]
     main()

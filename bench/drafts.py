@@ -8,7 +8,7 @@ is made as likely as `following`: that share of the guesses is right, and else t
 import math
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
@@ -23,6 +23,9 @@ from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request
 from triton_models.engine.settings import EngineSettings
 
+LARGE = replace(
+    MEDIUM, num_layers=28, hidden_size=4096, ffn_hidden_size=13696, num_attention_heads=32, kv_channels=128
+)
 PERIOD = 50
 NEW_TOKENS = 96
 
@@ -69,7 +72,7 @@ class Repeating:
         logits = self._model.logits(hidden, operations)
         likely, others = self._scores
         logits.fill_(max(others, -1e4))
-        logits[torch.arange(len(tokens)), (tokens + 1) % PERIOD] = likely
+        logits.scatter_(1, (tokens[:, None] + 1) % PERIOD, likely)
         return logits
 
 
@@ -79,12 +82,16 @@ def measure(
     """Measure one batch size with each of these `draft_tokens`, in turns."""
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     seen: dict[int, tuple[float, float]] = {}
+    engines: dict[int, Engine] = {}
     for _ in range(rounds + 1):
         for count in counts:
-            settings = EngineSettings(max_running=max(batch, 1), max_context=512, draft_tokens=count)
-            engine = Engine(Repeating(model, following), settings)
-            taken, *seen[count] = _run(engine, batch)  # type: ignore[assignment]
+            settings = EngineSettings(
+                max_running=batch, max_batched_tokens=256, max_context=512, kv_blocks=1024, draft_tokens=count
+            )
+            engines[count] = engines.get(count) or Engine(Repeating(model, following), settings)
+            taken, per_step, right = _run(engines[count], batch)
             seconds[count].append(taken)
+            seen[count] = per_step, right
     usual = statistics.median(seconds[counts[0]][1:])
     return [
         DraftRow(
@@ -129,12 +136,16 @@ def _run(engine: Engine, batch: int) -> tuple[float, float, float]:
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--batch", "batches", type=int, multiple=True, default=(1, 8, 32), show_default=True)
 @click.option("--draft-tokens", "counts", type=int, multiple=True, default=(0, 4, 8, 16), show_default=True)
-def main(rounds: int, batches: tuple[int, ...], counts: tuple[int, ...]) -> None:
-    """Print a table for a random model of 100 million parameters on this CPU."""
+@click.option("--following", "shares", type=float, multiple=True, default=(0.0, 0.5, 0.8, 0.95))
+def main(rounds: int, batches: tuple[int, ...], counts: tuple[int, ...], shares: tuple[float, ...]) -> None:
+    """Print a table for random models: of 100 million parameters on a CPU, ChatGLM3-6B's shape on a GPU."""
     with torch.inference_mode():
-        model = random_model(MEDIUM, dtype=torch.float32, device=torch.device("cpu"))
+        if torch.cuda.is_available():
+            model = random_model(LARGE, dtype=torch.bfloat16, device=torch.device("cuda"))
+        else:
+            model = random_model(MEDIUM, dtype=torch.float32, device=torch.device("cpu"))
     rows: list[DraftRow] = []
-    for following in (0.0, 0.5, 0.8, 0.95):
+    for following in shares:
         for batch in batches:
             rows += measure(model, following, batch, counts, rounds)
     click.echo(table(DraftRow, rows))

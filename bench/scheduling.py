@@ -1,8 +1,8 @@
 """Predicts closed loops: the real scheduler, on a virtual clock: `python -m bench.scheduling`.
 
 Nothing is computed. A step takes as long as one of its kind was measured to take on an H200 with
-ChatGLM3-6B's shape (bench/LOG.md), so the figures show what a change of the scheduler's rules does, not what
-a server does.
+ChatGLM3-6B's shape (bench/log/2026-11.md), so the figures show what a change of the scheduler's
+rules does, not what a server does.
 """
 
 import heapq
@@ -166,6 +166,7 @@ def make_scheduler(
         max_batched_tokens=max_batched_tokens,
         burst_tokens=burst_tokens,
         burst_steps=burst_steps,
+        draft_tokens=0,
     )
     return Scheduler(BlockManager(_BLOCKS, _BLOCK_SIZE), settings)
 

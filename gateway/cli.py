@@ -53,11 +53,11 @@ _ELSEWHERE = {
     "unload": "clients",
 }
 """In which module of `gateway.commands` each command is."""
-_UP_DRAIN_S = 5.0
+UP_DRAIN_S = 5.0
 _UP_KEY_NAME = "api-key"
 """What logs and metrics call the key of `up --api-key`."""
-_UP_PORTS = {"kserve_http_port": 8000, "kserve_grpc_port": 8001}
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
+UP_PORTS = {"kserve_http_port": 8000, "kserve_grpc_port": 8001}
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ENGINES = ("own", "transformers")
 _QUANTISATIONS = ("int8", "fp8", "int4")
 
@@ -165,7 +165,7 @@ def main(context: click.Context) -> None:
     show_default=True,
     help="whose forward pass computes; that of transformers is slower, for other causal models it implements",
 )
-@click.option("--dtype", type=click.Choice(_DTYPES), default="auto", show_default=True)
+@click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True)
 @click.option(
     "--quantization", type=click.Choice(_QUANTISATIONS), help="weights of fewer bits, quantised while loading"
 )
@@ -213,8 +213,8 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
     settings = _load(config, flags)
     chosen = {"log_level", "log_format"} & settings.model_fields_set
     quiet = {} if chosen else {"log_level": "warning", "log_format": "plain"}
-    ports = {name: port for name, port in _UP_PORTS.items() if name not in settings.model_fields_set}
-    settings = settings.model_copy(update={"drain_s": min(settings.drain_s, _UP_DRAIN_S), **quiet, **ports})
+    ports = {name: port for name, port in UP_PORTS.items() if name not in settings.model_fields_set}
+    settings = settings.model_copy(update={"drain_s": min(settings.drain_s, UP_DRAIN_S), **quiet, **ports})
     device, count, models = options.pop("device"), options.pop("replicas"), options.pop("model")
     try:
         replicas = plan_replicas(

@@ -169,7 +169,7 @@ OPTIONS: Final = (
     ),
     # A GPU computes many tokens in the time it takes to read the weights once. With four times as many prompt
     # tokens in a step, each takes 7 % less time, but the decodes in it stall four times as long
-    # (bench/LOG.md): worth it only while many prompts wait.
+    # (bench/log/2026-11.md): worth it only while many prompts wait.
     Option(
         name="max_batched_tokens",
         kind=int,

@@ -263,7 +263,7 @@ def deploy(
 ) -> None:
     """Write manifests for Kubernetes: gateways, Tritons, and what scales them; `kubectl apply -f` takes them.
 
-    The secrets `gateway` and `triton` and the volume claims are yours to create: deploy/README.md says how.
+    The secrets `gateway` and `triton` and the volume claims are yours to create: docs/kubernetes.md says how.
     """
     least, most = instances
     if least == most and scaler is not None:

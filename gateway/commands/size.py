@@ -120,7 +120,9 @@ def read_shape(directory: Path) -> Shape:
         )
     except (KeyError, TypeError, ValueError) as error:
         kind = document.get("model_type") if isinstance(document, dict) else None
-        raise SizingError(f"{path}: model_type {kind!r} cannot be sized ({error})") from error
+        raise SizingError(
+            f"{path}: not a checkpoint that can be sized: model_type {kind!r} ({error})"
+        ) from error
 
 
 def _count(value: Any) -> int:

@@ -179,7 +179,8 @@ Item = Annotated[
         _kind_of,
         custom_error_type="item_type",
         custom_error_message="only items of the types message, function_call, function_call_output and "
-        "reasoning are supported",
+        "reasoning are supported, as they came: references need a server that keeps responses "
+        "(many clients send whole items with store=False)",
     ),
 ]
 
@@ -331,7 +332,7 @@ class ResponsesRequest(GenerationRequest):
         dict.fromkeys(
             ("background", "conversation", "previous_response_id"),
             "needs a server that keeps responses, which this one does not: "
-            "send the whole conversation in input",
+            "send the whole conversation in input (as many clients do with store=False)",
         )
     )
 

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+_WITH_LLAMA_INDEX = {"test_llama_index", "test_instructor"}
 # Each environment has its own clients, and that of `make test` none. Where one should be and is not, no test
 # runs: a failure, to pytest.
 collect_ignore = [
     file.name
     for file in Path(__file__).parent.glob("test_*.py")
-    if not importlib.util.find_spec("llama_index" if "llama_index" in file.name else "langchain_openai")
+    if not importlib.util.find_spec("llama_index" if file.stem in _WITH_LLAMA_INDEX else "langchain_openai")
 ]
 
 

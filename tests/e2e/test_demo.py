@@ -6,8 +6,8 @@ from typing import Any
 import openai
 import pytest
 
-from demo.pages import read
-from demo.tools import system_text
+from tools.demo.pages import read
+from tools.demo.tools import system_text
 
 pytestmark = pytest.mark.e2e
 

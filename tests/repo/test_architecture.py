@@ -11,7 +11,7 @@ TEXT = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 INTERNALS = tuple(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("internals-*.md")))
 DOCUMENTS = ("ARCHITECTURE.md", "CONTRIBUTING.md", "wire/README.md", *INTERNALS)
 SIDES = {"gateway": "Gateway", "triton_models": "Model side"}
-TREES = (*SIDES, "wire", "deploy", "tests", "bench", "demo", "docs", "examples")
+TREES = (*SIDES, "wire", "deploy", "tests", "bench", "tools", "docs", "examples")
 ELSEWHERE = {"errors.py", "version.py"}
 """The first is named in the text above the tables; of the second there is nothing to say."""
 

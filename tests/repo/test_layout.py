@@ -4,7 +4,9 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,15 @@ def test_no_other_room_of_the_gateway_knows_a_model_by_name() -> None:
     assert not offences
 
 
+def test_what_is_installed_is_the_product_alone() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    include = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert "tools" in folders
+    matched = {name for name in folders if any(fnmatch(name, each) for each in include)}
+    assert matched == set(PACKAGES)
+
+
 def test_one_module_imports_vllm() -> None:
     importing = {
         path.name
@@ -134,7 +145,7 @@ def test_two_modules_import_transformers() -> None:
 def test_no_file_is_longer_than_its_limit() -> None:
     lengths = {
         str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
-        for folder in (*PACKAGES, "tests", "bench", "deploy", "examples")
+        for folder in (*PACKAGES, "tests", "bench", "tools", "deploy", "examples")
         for path in sources(folder)
     }
     assert not {name: length for name, length in lengths.items() if length > LONGEST_FILE}

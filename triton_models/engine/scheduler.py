@@ -145,6 +145,7 @@ class Scheduler:
         self._least_ends = least_ends(self._burst_tokens)
         self._prefixes = PrefixCache(block_manager, enabled=settings.prefix_cache)
         self._draft_tokens = settings.draft_tokens
+        self._draft_rows = min(DRAFT_ROWS, settings.max_batched_tokens)
         self._max_running = settings.max_running
         self._max_batched_tokens = settings.max_batched_tokens
         self.waiting = WaitingList()
@@ -265,6 +266,8 @@ class Scheduler:
                 or self._may_guess_soon(sequence, step)
             ):
                 continue
+            if sequence.drafted or computed % block_size == 0:
+                self._prefixes.register(sequence, computed)
             if computed == len(sequence.blocks) * block_size and not self._make_room(sequence, step):
                 continue
             guesses = self._guess(sequence, step)
@@ -280,7 +283,7 @@ class Scheduler:
         """
         if not self._draft_tokens or sequence.drafter is None:
             return 0
-        rows = DRAFT_ROWS - len(self.running) - sum(len(each.guesses) for each in step.drafts)
+        rows = self._draft_rows - len(self.running) - sum(len(each.guesses) for each in step.drafts)
         free = max(0, self._blocks.available - len(self.running))
         room = (len(sequence.blocks) + free) * self._blocks.block_size - sequence.length
         # The last token needs no guess: it is drawn after the one before.
@@ -304,7 +307,6 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, step: Step) -> bool:
         """Give a decoding sequence the block its next token needs; False if it was preempted itself."""
-        self._prefixes.register(sequence, sequence.computed)
         while not self._blocks.available:
             victim = self.running[-1]
             self._preempt(victim, step)

@@ -345,6 +345,11 @@ def test_items_refused(item: Any, path: str) -> None:
     assert refused.value.param == path
 
 
+def test_a_reference_to_an_item_says_how_clients_send_it_whole() -> None:
+    with pytest.raises(InvalidRequestError, match="store=False"):
+        messages(ASKED, {"type": "item_reference", "id": "msg_1"})
+
+
 def test_a_refusal_in_an_earlier_answer_is_its_text() -> None:
     refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
     assert [(each.role, each.content) for each in messages(ASKED, refused)][1:] == [("assistant", "No.")]

@@ -22,11 +22,11 @@ class DictDevice:
         """What each sequence's tokens are, those in flight included."""
 
     def compute(self, step: Step) -> list[tuple[Sequence, int]]:
-        """Do a step; returns what it samples."""
+        """Do a step; returns what it samples, but for what follows a wrong guess."""
         cleared = set(step.new_blocks)
         self.cells = {cell: text for cell, text in self.cells.items() if cell[0] not in cleared}
         for chunk in step.chunks:
-            text = self.texts[chunk.sequence]
+            text = [*self.texts[chunk.sequence], *chunk.guesses]
             for position in range(chunk.start, chunk.end):
                 cell = self.cell(chunk, position)
                 # Cleared and never written since: so nobody writes to what another wrote, or twice.
@@ -35,12 +35,19 @@ class DictDevice:
         sampled = []
         for chunk in step.chunks:
             text = self.texts[chunk.sequence]
+            guessed = [*text, *chunk.guesses]
             for position in range(chunk.end):
-                assert self.cells[self.cell(chunk, position)] == tuple(text[: position + 1])
+                assert self.cells[self.cell(chunk, position)] == tuple(guessed[: position + 1])
             if chunk.samples:
-                assert chunk.end == len(text)
-                text.append(next_token(text))
-                sampled.append((chunk.sequence, text[-1]))
+                assert chunk.end == len(guessed)
+                for guess in (*chunk.guesses, None):
+                    text.append(next_token(text))
+                    sampled.append((chunk.sequence, text[-1]))
+                    if guess != text[-1]:
+                        break
+                # Behind the newest token, whose cell is the next step's to write, are wrong guesses.
+                for position in range(len(text) - 1, chunk.end):
+                    del self.cells[self.cell(chunk, position)]
         return sampled
 
     def cell(self, chunk: Chunk, position: int) -> tuple[int, int]:

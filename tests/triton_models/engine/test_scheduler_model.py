@@ -59,9 +59,17 @@ class SchedulerModel(RuleBasedStateMachine):
         prefix_cache=st.sampled_from([True, True, False]),
         burst_steps=st.sampled_from([0, 1, 3, 3]),
         burst_tokens=st.sampled_from([BUDGET, BUDGET, 2 * BUDGET]),
+        draft_tokens=st.sampled_from([0, 1, 4]),
     )
     def start(
-        self, blocks: int, *, overlap: bool, prefix_cache: bool, burst_steps: int, burst_tokens: int
+        self,
+        blocks: int,
+        *,
+        overlap: bool,
+        prefix_cache: bool,
+        burst_steps: int,
+        burst_tokens: int,
+        draft_tokens: int,
     ) -> None:
         self.blocks = BlockManager(blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(
@@ -72,6 +80,7 @@ class SchedulerModel(RuleBasedStateMachine):
                 prefix_cache=prefix_cache,
                 burst_steps=burst_steps,
                 burst_tokens=burst_tokens,
+                draft_tokens=draft_tokens,
             ),
         )
         self.burst_tokens = burst_tokens
@@ -182,7 +191,7 @@ class SchedulerModel(RuleBasedStateMachine):
             each
             for each in running
             if each.state is SequenceState.DECODE
-            and not (each.in_flight and each.generated + 1 >= each.max_tokens)
+            and not (each.in_flight and (each.drafted or each.generated + 1 >= each.max_tokens))
         ]
         batch = self.scheduler.schedule()
         self.seen["steps"] += 1
@@ -200,18 +209,25 @@ class SchedulerModel(RuleBasedStateMachine):
         self.seen["large"] += tokens > BUDGET
         scheduled = [chunk.sequence for chunk in batch.chunks]
         assert len(set(scheduled)) == len(scheduled)
-        stood_back = bool(decoding and batch.prefills and not batch.decodes and not batch.preemptions)
+        waiting = {each for each in decoding if each.in_flight and each.drafter._expecting}
+        none_left = batch.decodes or batch.drafts or batch.preemptions or waiting.issuperset(decoding)
+        stood_back = bool(batch.prefills and not none_left)
         self.in_a_row = self.in_a_row + 1 if stood_back else 0
         self.seen["stood back"] += stood_back
         assert self.in_a_row <= self.burst_steps
         for each in [] if stood_back else decoding:
-            # One that was preempted may be back at once, if others hold what it needs.
-            assert (each in scheduled) == (each.state is not SequenceState.WAITING)
+            # One that was preempted may be back at once, if others hold what it needs; one whose newest token
+            # is in flight may wait for that, to guess what follows.
+            if each in scheduled:
+                assert each.state is not SequenceState.WAITING
+            else:
+                assert each.state is SequenceState.WAITING or each in waiting
         for chunk in batch.chunks:
             assert chunk.start == chunk.sequence.computed
             assert chunk.count > 0
-            assert chunk.samples == (chunk.end == chunk.sequence.length)
-            assert chunk.sequence.length <= chunk.sequence.max_length
+            assert chunk.samples == (chunk.end == chunk.sequence.length + len(chunk.guesses))
+            assert chunk.sequence.length + len(chunk.guesses) <= chunk.sequence.max_length
+            self.seen["guesses"] += len(chunk.guesses)
         # The best-ranked is never a victim, so something always gets on.
         assert running[0].state is not SequenceState.WAITING if running else True
         assert len(set(batch.new_blocks)) == len(batch.new_blocks)
@@ -275,3 +291,4 @@ def test_every_history_keeps_the_rules() -> None:
     assert SchedulerModel.seen["large"] > 20
     assert SchedulerModel.seen["found"] > 100
     assert SchedulerModel.seen["stood back"] > 10
+    assert SchedulerModel.seen["guesses"] > 1000

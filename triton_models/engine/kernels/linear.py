@@ -18,7 +18,7 @@ from triton.runtime.errors import OutOfResources
 from triton_models.engine.kernels.elementwise import silu_times
 
 MAX_ROWS = 32
-"""Most rows of `x`: with more, arithmetic matters, and a library's products are faster (bench/LOG.md)."""
+"""Most rows of `x`: with more, arithmetic matters, and a library is faster (bench/log/2026-11.md)."""
 
 _MAX_TILES = 4096
 _MIN_ROWS = 16
@@ -42,7 +42,7 @@ class Tiling:
 
 
 _TILINGS: dict[tuple[int, int, bool], Tiling] = {
-    # ChatGLM3-6B, by (outputs, K, gated): the best of a search on an H200 (bench/LOG.md).
+    # ChatGLM3-6B, by (outputs, K, gated): the best of a search on an H200 (bench/log/2026-11.md).
     (4608, 4096, False): Tiling(block_n=64, block_k=128, splits=4, warps=4, stages=3),
     (4096, 4096, False): Tiling(block_n=64, block_k=128, splits=4, warps=4, stages=3),
     (13696, 4096, True): Tiling(block_n=64, block_k=128, splits=1, warps=4, stages=3),
