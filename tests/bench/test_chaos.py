@@ -82,7 +82,10 @@ def test_a_triton_is_healthy_if_every_process_says_so() -> None:
 
 @contextlib.asynccontextmanager
 async def echoing() -> AsyncIterator[str]:
+    handlers: list[asyncio.Task[None] | None] = []
+
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handlers.append(asyncio.current_task())
         with contextlib.suppress(OSError):
             while piece := await reader.read(100):
                 writer.write(piece)
@@ -91,6 +94,7 @@ async def echoing() -> AsyncIterator[str]:
     server = await asyncio.start_server(echo, "127.0.0.1", 0)
     async with server:
         yield "{}:{}".format(*server.sockets[0].getsockname())
+        await asyncio.gather(*(each for each in handlers if each is not None))
 
 
 async def test_a_network_passes_on_and_can_be_cut_and_held(tmp_path: Path) -> None:
