@@ -129,7 +129,7 @@ fuzz: $(VENV)/.fuzz
 docs: install-dev
 	$(BIN)/python -m mkdocs build --strict
 
-# Three Tritons are killed, stopped and slowed at random under mixed clients; 1 if a promise does not hold. SEED repeats a run.
+# Three Tritons are killed, stopped, slowed and cut off at random under mixed clients; 1 if a promise does not hold. SEED repeats a run.
 SECONDS := 600
 CHAOS_CLIENTS := 200
 chaos: install-dev

@@ -1,22 +1,25 @@
-"""Kills, stops and slows three Tritons at random under mixed clients, and checks that every promise holds.
+"""Kills, stops, slows and cuts off three Tritons under mixed clients, and checks that every promise holds.
 
 `python -m bench.chaos --seconds 60 --clients 24`; the seed that it prints repeats what is done to them.
-In float32 every answer must be the undisturbed one, whatever happened to the Triton that was writing it. It
-prints how the requests ended and what was left afterwards, and exits with 1 if anything does not hold.
+In float32 every answer must be the undisturbed one, whatever happened to the Triton that was writing it. Only
+the death of a gateway process may end one, by the end of its connection. No request may be refused while a
+Triton was healthy all the time. It prints how the requests ended and what was left afterwards, and exits with
+1 if anything does not hold.
 """
 
 import asyncio
+import bisect
 import collections
 import contextlib
+import itertools
 import os
 import random
 import re
 import secrets
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,8 @@ import httpx
 import psutil
 
 from bench.chaos_clients import Case, Clients, Ending, KserveCase, Manner, Result
+from bench.chaos_relay import Relay, network
+from bench.chaos_stack import WORKERS, Holdings, Stack, flags_of
 from bench.gpu.servers import free_port, up
 from bench.resume import answers, bodies
 
@@ -40,119 +45,90 @@ _THINKS_S = 0.3
 _PAUSE_S = (1.0, 6.0)
 """Between two disturbances."""
 _STOPPED_S = (0.2, 14.0)
-"""A stopped server; the gateway gives up a silent one after ten seconds."""
+"""A stopped server, or a network that is cut or stands still; the gateway gives up a silent Triton after ten
+seconds."""
 _SLOWED_S = 8.0
 _SLICE_S = 0.05
 """A slowed process runs so long, and then stands still twice as long."""
+_NOTICED_S = 5.0
+"""So long after what was done to a Triton, the gateway may still call it healthy though it is not."""
+_REPLACED_S = 15.0
+"""So long a process of the gateway may be missing."""
+_LOOK_S = 0.5
+_UNSEEN_S = 3.0
+"""Nothing is claimed of a time in which nobody looked for longer."""
 _SETTLED_S = 120.0
 _MORE_TASKS = 4
 _MORE_DESCRIPTORS = 8
 """Channels that come and go."""
 _MORE_MEMORY_MIB = 64
-_MIB = 2**20
-_SHARED = Path("/dev/shm")  # noqa: S108 - where the regions are
 _FAULTS_OF_CODE = ("Traceback (most recent call last)", "was never retrieved", "was never awaited")
 
 
+Act = Callable[[Any, float], Awaitable[None]]
+"""Does something to a process or a relay, for so many seconds if it lasts."""
+_KILL_WORKER = "kill a gateway process"
+
+
+class Health:
+    """Which Tritons every process of the gateway called healthy, over time."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._numbers = {relay.address: relay.number for relay in stack.relays}
+        self._url = stack.url
+        self._seen: list[tuple[float, frozenset[int]]] = []
+
+    async def watch(self) -> None:
+        """Look for ever."""
+        async with httpx.AsyncClient(base_url=self._url, timeout=_UNSEEN_S) as http:
+            while True:
+                healthy: frozenset[int] = frozenset()
+                with contextlib.suppress(httpx.HTTPError):
+                    healthy = self._healthy((await http.get("/metrics")).text)
+                self._seen.append((time.monotonic(), healthy))
+                await asyncio.sleep(_LOOK_S)
+
+    def throughout(self, began: float, ended: float) -> frozenset[int]:
+        """Return the Tritons that were healthy at every look, from one before to one after."""
+        times = [at for at, _ in self._seen]
+        first, last = bisect.bisect_left(times, began) - 1, bisect.bisect_right(times, ended)
+        if first < 0 or last >= len(times):
+            return frozenset()
+        looks = times[first : last + 1]
+        if any(later - earlier > _UNSEEN_S for earlier, later in itertools.pairwise(looks)):
+            return frozenset()
+        return frozenset.intersection(*(healthy for _, healthy in self._seen[first : last + 1]))
+
+    def _healthy(self, exposition: str) -> frozenset[int]:
+        pattern = r'(?m)^tritongate_upstream_healthy\{.*upstream="([^"]+)".*\} 1(?:\.0)?$'
+        votes = collections.Counter(re.findall(pattern, exposition))
+        return frozenset(number for address, number in self._numbers.items() if votes[address] == WORKERS)
+
+
 @dataclass(frozen=True, slots=True)
-class Holdings:
-    """What the gateway's process has."""
+class Deed:
+    """What was done, and until when it lasted, by `time.monotonic`."""
 
-    tasks: int
-    descriptors: int
-    memory_mib: int
-
-
-class Stack:
-    """The gateway, and the Tritons that it started."""
-
-    def __init__(self, url: str, log: Path, tasks: Path) -> None:
-        self.url = url
-        self.log = log
-        self._tasks = tasks
-        (self.gateway,) = psutil.Process().children()
-        self.prefixes: set[str] = set()
-        """What the names of all servers' shared memory began with."""
-        self.processes: dict[int, psutil.Process] = {}
-        """All that were ever seen below the gateway."""
-
-    def _below(self, pattern: str) -> list[psutil.Process]:
-        below = self.gateway.children(recursive=True)
-        self.processes |= {each.pid: each for each in below}
-        found = []
-        for each in below:
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                if re.search(pattern, " ".join(each.cmdline()[:3])):
-                    found.append(each)
-        return sorted(found, key=lambda each: each.pid)
-
-    def servers(self) -> list[psutil.Process]:
-        """Return the tritonservers."""
-        found = self._below(r"bin/tritonserver( |$)")
-        for each in found:
-            self.prefixes.update(_flags(each, r"--backend-config=python,shm-region-prefix-name=(.*)"))
-        return found
-
-    def stubs(self) -> list[psutil.Process]:
-        """Return the processes of models."""
-        return self._below(r"^\S*triton_python_backend_stub( |$)")
-
-    def supervisors(self) -> list[psutil.Process]:
-        """Return what starts the tritonservers."""
-        return self._below(r"-m triton_models.embedded$")
-
-    def metric(self, name: str) -> float:
-        """Return the sum of the samples of a metric of the gateway."""
-        return _sum(httpx.get(self.url + "/metrics", timeout=60).text, name)
-
-    def requests(self, model: str) -> float:
-        """Return how many requests for the model the gateway has counted, whatever became of them."""
-        text = httpx.get(self.url + "/metrics", timeout=60).text
-        asked = "\n".join(line for line in text.splitlines() if f'model="{model}"' in line)
-        return _sum(asked, "tritongate_requests_total")
-
-    def engines_run(self) -> float:
-        """Return how many requests run in all engines."""
-        total = 0.0
-        for server in self.servers():
-            for port in _flags(server, r"--metrics-port=(\d+)"):
-                text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
-                total += _sum(text, "tritongate_engine_requests_running")
-                total += _sum(text, "tritongate_engine_requests_waiting")
-        return total
-
-    def holdings(self) -> Holdings:
-        """Return what the gateway's process has now."""
-        self._tasks.unlink(missing_ok=True)
-        self.gateway.send_signal(signal.SIGUSR1)
-        while not self._tasks.exists():
-            time.sleep(0.01)
-        tasks = int(self._tasks.read_text(encoding="ascii"))
-        return Holdings(tasks, self.gateway.num_fds(), self.gateway.memory_info().rss // _MIB)
-
-    def left_in_memory(self) -> list[str]:
-        """Return the shared memory of all servers that there have been."""
-        return [each.name for prefix in self.prefixes for each in _SHARED.glob(f"{prefix}*")]
-
-
-def _flags(process: psutil.Process, pattern: str) -> list[str]:
-    with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-        return [found[1] for word in process.cmdline() if (found := re.fullmatch(pattern, word))]
-    return []
-
-
-def _sum(exposition: str, name: str) -> float:
-    return sum(float(found) for found in re.findall(rf"(?m)^{name}(?:\{{.*\}})? (\S+)$", exposition))
+    name: str
+    began: float
+    ended: float
+    triton: int | None
+    """To which Triton; None: to none that ran."""
 
 
 class Disturbance:
-    """What is done to the servers; `dice` decide, of nothing else."""
+    """What is done to the servers, the network and the gateway; `dice` decide, of nothing else."""
 
     def __init__(self, stack: Stack, dice: random.Random) -> None:
-        self.done: collections.Counter[str] = collections.Counter()
+        self.deeds: list[Deed] = []
         self._stack = stack
         self._dice = dice
         self._began = time.monotonic()
+
+    @property
+    def done(self) -> collections.Counter[str]:
+        """How often each was done."""
+        return collections.Counter(deed.name for deed in self.deeds)
 
     async def run(self, seconds: float) -> None:
         """Disturb for so long, and leave nothing stopped."""
@@ -161,17 +137,36 @@ class Disturbance:
                 await asyncio.sleep(min(left, self._dice.uniform(*_PAUSE_S)))
                 lasting.create_task(self._disturb())
 
+    def killed_a_worker(self, result: Result) -> bool:
+        """Whether a process of the gateway died, or had not long been dead, while the request ran."""
+        return any(
+            deed.name == _KILL_WORKER and result.began - _REPLACED_S <= deed.began <= result.ended
+            for deed in self.deeds
+        )
+
+    def spared(self, tritons: frozenset[int], result: Result) -> bool:
+        """Whether to one of these Tritons nothing was done while the request ran, nor shortly before."""
+        touched = {
+            deed.triton
+            for deed in self.deeds
+            if deed.began <= result.ended and deed.ended + _NOTICED_S >= result.began
+        }
+        return bool(tritons - touched)
+
     def _disturb(self) -> Coroutine[Any, Any, None]:
         stack = self._stack
-        whats: dict[str, tuple[Callable[[], list[psutil.Process]], Callable[..., Any]]] = {
-            "kill a server": (stack.servers, psutil.Process.kill),
-            "kill a stub": (stack.stubs, psutil.Process.kill),
-            "end a server": (stack.servers, psutil.Process.terminate),
-            "kill a supervisor": (stack.supervisors, psutil.Process.kill),
+        whats: dict[str, tuple[Callable[[], Sequence[Any]], Act]] = {
+            "kill a server": (stack.servers, _kill),
+            "kill a stub": (stack.stubs, _kill),
+            "end a server": (stack.servers, _end),
+            "kill a supervisor": (stack.supervisors, _kill),
             "stop a server": (stack.servers, _stop),
             "stop a stub": (stack.stubs, _stop),
             "slow a server": (stack.servers, _slow),
             "slow a stub": (stack.stubs, _slow),
+            "cut a network": (lambda: stack.relays, _cut),
+            "hold a network": (lambda: stack.relays, _hold),
+            _KILL_WORKER: (stack.one_of_all_workers, _kill),
         }
         name = self._dice.choice(list(whats))
         which, seconds = self._dice.random(), self._dice.uniform(*_STOPPED_S)
@@ -179,25 +174,31 @@ class Disturbance:
         return self._act(name, find, act, which, seconds)
 
     async def _act(
-        self,
-        name: str,
-        find: Callable[[], list[psutil.Process]],
-        act: Callable[..., Any],
-        which: float,
-        seconds: float,
+        self, name: str, find: Callable[[], Sequence[Any]], act: Act, which: float, seconds: float
     ) -> None:
         found = find()
         if not found:
             return
         victim = found[int(which * len(found))]
-        self.done[name] += 1
-        lasts = f" for {seconds:.1f} s" if act is _stop else ""
-        click.echo(f"{time.monotonic() - self._began:6.1f} s  {name} ({victim.pid}){lasts}")
+        is_relay = isinstance(victim, Relay)
+        triton = victim.number if is_relay else self._stack.number_of(victim)
+        fixed: dict[Act, float] = {_kill: 0.0, _end: 0.0, _slow: _SLOWED_S}
+        seconds = fixed.get(act, seconds)
+        now = time.monotonic()
+        self.deeds.append(Deed(name, now, now + seconds, triton))
+        lasts = f" for {seconds:.1f} s" if seconds else ""
+        who = f"of {triton}" if is_relay else f"{victim.pid}, of {triton}"
+        click.echo(f"{now - self._began:6.1f} s  {name} ({who}){lasts}")
         with contextlib.suppress(psutil.NoSuchProcess):
-            if act is _stop or act is _slow:
-                await act(victim, seconds)
-            else:
-                act(victim)
+            await act(victim, seconds)
+
+
+async def _kill(process: psutil.Process, _seconds: float) -> None:
+    process.kill()
+
+
+async def _end(process: psutil.Process, _seconds: float) -> None:
+    process.terminate()
 
 
 async def _stop(process: psutil.Process, seconds: float) -> None:
@@ -208,20 +209,38 @@ async def _stop(process: psutil.Process, seconds: float) -> None:
         process.resume()
 
 
-async def _slow(process: psutil.Process, _seconds: float) -> None:
-    for _ in range(int(_SLOWED_S / (3 * _SLICE_S))):
+async def _slow(process: psutil.Process, seconds: float) -> None:
+    for _ in range(int(seconds / (3 * _SLICE_S))):
         await _stop(process, 2 * _SLICE_S)
         await asyncio.sleep(_SLICE_S)
 
 
-async def _settle(stack: Stack, before: Holdings | None) -> tuple[Holdings, list[str]]:
+async def _cut(relay: Relay, seconds: float) -> None:
+    relay.cut()
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        relay.mend()
+
+
+async def _hold(relay: Relay, seconds: float) -> None:
+    relay.hold()
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        relay.mend()
+
+
+async def _settle(stack: Stack, before: Holdings | None) -> tuple[Holdings | None, list[str]]:
     """Wait until everything is as it should be at rest; return what the gateway has, and what is not so."""
     deadline = time.monotonic() + _SETTLED_S
+    has = None
     while True:
         # One after the other, on a thread: with nothing else to do.
         faults = await asyncio.to_thread(_unsettled, stack)
-        has = await asyncio.to_thread(stack.holdings)
-        if before is not None:
+        if not faults:
+            has = await asyncio.to_thread(stack.holdings)
+        if before is not None and has is not None:
             for name, most in (
                 ("tasks", before.tasks + _MORE_TASKS),
                 ("descriptors", before.descriptors + _MORE_DESCRIPTORS),
@@ -237,10 +256,11 @@ async def _settle(stack: Stack, before: Holdings | None) -> tuple[Holdings, list
 def _unsettled(stack: Stack) -> list[str]:
     try:
         found = {
-            "healthy upstreams": (stack.metric("tritongate_upstream_healthy"), _REPLICAS),
+            "healthy upstreams": (stack.metric("tritongate_upstream_healthy"), WORKERS * _REPLICAS),
             "requests in flight": (stack.metric("tritongate_requests_in_flight"), 0),
             "requests in engines": (stack.engines_run(), 0),
             "servers": (len(stack.servers()), _REPLICAS),
+            "processes of the gateway": (len(stack.workers()), WORKERS),
         }
     except httpx.HTTPError as error:
         return [f"metrics: {error!r}"]
@@ -248,7 +268,7 @@ def _unsettled(stack: Stack) -> list[str]:
     living = {
         prefix
         for server in stack.servers()
-        for prefix in _flags(server, r"--backend-config=python,shm-region-prefix-name=(.*)")
+        for prefix in flags_of(server, r"--backend-config=python,shm-region-prefix-name=(.*)")
     }
     left = [name for name in stack.left_in_memory() if not name.startswith(tuple(living))]
     return [*faults, *(f"shared memory of a dead server: {name}" for name in left)]
@@ -260,7 +280,7 @@ async def _client(
     results = []
     while time.monotonic() < until:
         results.append(await clients.ask(dice, cases, kserve))
-        refused = results[-1].ending in (Ending.REFUSED, Ending.BROKEN_OFF)
+        refused = results[-1].ending in (Ending.REFUSED, Ending.BROKEN_OFF, Ending.LOST)
         await asyncio.sleep(dice.uniform(0, _THINKS_S) + refused)
     return results
 
@@ -271,6 +291,7 @@ async def _storm(
     """Return how all requests ended, and what does not hold otherwise."""
     async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
+    await _settle(stack, None)  # until every process of the gateway knows every Triton
     requests = bodies(_CASES, _TOKENS, model)
     right = await answers(stack.url, requests)
     if errors := [each.error for each in right if each.error is not None]:
@@ -286,6 +307,8 @@ async def _storm(
             raise click.ClickException(f"undisturbed, and yet: {'; '.join(faults)}")
         counted = stack.requests(model)
         disturbance = Disturbance(stack, random.Random(seed))  # noqa: S311 - repeatable
+        health = Health(stack)
+        watching = asyncio.create_task(health.watch())
         until = time.monotonic() + seconds
         running = [
             asyncio.create_task(
@@ -295,12 +318,16 @@ async def _storm(
         ]
         await disturbance.run(seconds)
         results = [result for each in await asyncio.gather(*running) for result in each]
+        await asyncio.sleep(_UNSEEN_S)
+        watching.cancel()
     finally:
         await clients.close()
     after, faults = await _settle(stack, before)
+    faults += _undue(results, disturbance, health)
     counted = stack.requests(model) - counted
     left = sum(result.ending is Ending.LEFT for result in results)
-    if not len(results) - left <= counted <= len(results):
+    # A process that died took its numbers along.
+    if not disturbance.done[_KILL_WORKER] and not len(results) - left <= counted <= len(results):
         faults.append(f"{counted:g} requests counted of {len(results)}, of whose clients {left} left")
     resumed = stack.metric("tritongate_resumed_total")
     click.echo(f"done: {dict(disturbance.done)}; {resumed:g} answers resumed, {counted:g} requests counted")
@@ -309,16 +336,37 @@ async def _storm(
     return results, faults
 
 
+def _undue(results: list[Result], disturbance: Disturbance, health: Health) -> list[str]:
+    """Return which requests should have been answered."""
+    faults = []
+    for result in results:
+        said = f"{result.manner}: {result.detail[:400]}"
+        if result.ending is Ending.LOST and not disturbance.killed_a_worker(result):
+            faults.append(f"lost, and no process of the gateway had died: {said}")
+        elif result.ending is Ending.BROKEN_OFF and not disturbance.killed_a_worker(result):
+            faults.append(f"broken off, and it could have been resumed: {said}")
+        elif result.ending is Ending.REFUSED and disturbance.spared(
+            health.throughout(result.began, result.ended), result
+        ):
+            faults.append(f"refused, and a Triton was healthy all the time: {said}")
+    return faults
+
+
 @contextlib.contextmanager
 def _running(flags: tuple[str, ...], folder: Path) -> Iterator[tuple[Stack, str]]:
-    """Run three Tritons and their gateway, which is one process."""
-    log, tasks, port = folder / "up.log", folder / "tasks", free_port()
-    os.environ["CHAOS_TASKS"] = str(tasks)
-    arguments = ["--replicas", str(_REPLICAS), "--device", "cpu", "--dtype", "float32", "--workers", "1"]
+    """Run three Tritons and their gateway, and a relay in between for each."""
+    log, tasks, tritons, port = folder / "up.log", folder / "tasks", folder / "tritons", free_port()
+    tasks.mkdir()
+    arguments = ["--replicas", str(_REPLICAS), "--device", "cpu", "--dtype", "float32"]
+    arguments += ["--workers", str(WORKERS)]
     arguments += ["--kserve-grpc-port", str(port), "--request-timeout-s", str(_REQUEST_TIMEOUT_S)]
     program = (sys.executable, "-m", "bench.chaos_gateway")
-    with up(*arguments, "--log-level", "warning", *flags, log=log, program=program) as url:
-        yield Stack(url, log, tasks), f"127.0.0.1:{port}"
+    arguments += ["--log-level", "warning", *flags]
+    with network(_REPLICAS, tritons) as relays:
+        addresses = " ".join(relay.address for relay in relays)
+        os.environ |= {"CHAOS_TASKS": str(tasks), "CHAOS_TRITONS": str(tritons), "CHAOS_RELAYS": addresses}
+        with up(*arguments, log=log, program=program) as url:
+            yield Stack(url, log, tasks, relays), f"127.0.0.1:{port}"
 
 
 def _table(results: list[Result]) -> None:
@@ -329,7 +377,9 @@ def _table(results: list[Result]) -> None:
     totals = collections.Counter(result.ending for result in results)
     click.echo(f"{'all':18}" + "".join(f"{totals[ending]:12}" for ending in Ending))
     said = collections.Counter(
-        result.detail[:160] for result in results if result.ending in (Ending.REFUSED, Ending.BROKEN_OFF)
+        re.sub(r"chaos-\d+: ", "", result.detail)[:160]
+        for result in results
+        if result.ending in (Ending.REFUSED, Ending.BROKEN_OFF, Ending.LOST)
     )
     for detail, times in said.most_common(8):
         click.echo(f"{times:5} x {detail}")

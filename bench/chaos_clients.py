@@ -6,7 +6,8 @@ import itertools
 import json
 import random
 import socket
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -39,6 +40,8 @@ class Ending(enum.StrEnum):
     """With an error instead of an answer."""
     BROKEN_OFF = "broken off"
     """The beginning of the right answer, and then an error."""
+    LOST = "lost"
+    """At most the beginning of the right answer, and then the end of the connection."""
     LEFT = "left"
     """The client went away, with at most the beginning of the right answer."""
     WRONG = "WRONG"
@@ -52,6 +55,7 @@ class Manner(enum.StrEnum):
     READS_SLOWLY = "reads slowly"
     VANISHES = "vanishes"
     KSERVE = "KServe gRPC"
+    KSERVE_HTTP = "KServe HTTP"
     KSERVE_VANISHES = "KServe, vanishes"
 
 
@@ -78,6 +82,9 @@ class Result:
     manner: Manner
     ending: Ending
     detail: str = ""
+    began: float = 0.0
+    """By `time.monotonic`, as the next."""
+    ended: float = 0.0
 
 
 class Clients:
@@ -108,6 +115,11 @@ class Clients:
 
     async def ask(self, dice: random.Random, cases: list[Case], kserve: list[KserveCase]) -> Result:
         """Make a request of a random kind."""
+        began = time.monotonic()
+        result = await self._ask(dice, cases, kserve)
+        return replace(result, began=began, ended=time.monotonic())
+
+    async def _ask(self, dice: random.Random, cases: list[Case], kserve: list[KserveCase]) -> Result:
         if dice.random() < 0.25:  # noqa: PLR2004
             return await self.infer(dice, dice.choice(kserve), vanishes=dice.random() < 0.25)  # noqa: PLR2004
         case = dice.choice(cases)
@@ -127,6 +139,8 @@ class Clients:
             if manner is not Manner.VANISHES:
                 return Result(manner, Ending.WRONG, f"{own}: no ending within {LIMIT_S:g} s")
             ending, detail = Ending.LEFT, ""
+        except httpx.TransportError as error:
+            ending, detail = Ending.LOST, f"{own}: {error!r}"
         except (httpx.HTTPError, ValueError) as error:
             return Result(manner, Ending.WRONG, f"{own}: {error!r}")
         else:
@@ -163,26 +177,47 @@ class Clients:
         return None
 
     async def infer(self, dice: random.Random, case: KserveCase, *, vanishes: bool) -> Result:
-        """Ask as Triton's clients do."""
-        manner = Manner.KSERVE_VANISHES if vanishes else Manner.KSERVE
+        """Ask as Triton's clients do, over gRPC or HTTP."""
+        over_http = dice.random() < 0.5  # noqa: PLR2004
+        manner = Manner.KSERVE_HTTP if over_http else Manner.KSERVE
+        manner = Manner.KSERVE_VANISHES if vanishes else manner
         own = f"chaos-{next(self._numbers)}"
         stay_s = dice.uniform(0, _LONGEST_STAY_S) if vanishes else LIMIT_S
         try:
             async with asyncio.timeout(stay_s):
-                answer = await self._stub.ModelInfer(self._request(own, case.prompt))
+                ending, detail = await (self._infer_http if over_http else self._infer)(own, case)
         except TimeoutError:
-            if vanishes:
-                return Result(manner, Ending.LEFT)
-            return Result(manner, Ending.WRONG, f"{own}: no ending within {LIMIT_S:g} s")
+            ending, detail = Ending.LEFT, ""
+            if not vanishes:
+                ending, detail = Ending.WRONG, f"{own}: no ending within {LIMIT_S:g} s"
+        return Result(manner, ending, detail)
+
+    async def _infer(self, own: str, case: KserveCase) -> tuple[Ending, str]:
+        try:
+            answer = await self._stub.ModelInfer(self._request(own, case.prompt))
         except grpc.aio.AioRpcError as error:
             said = f"{error.code().name}: {error.details()}"
             lost = not error.details() or any(part in said for part in _TRANSPORT)
-            return Result(manner, Ending.WRONG if lost else Ending.REFUSED, said)
-        if answer.id != own:
-            return Result(manner, Ending.WRONG, f"asked as {own}, answered as {answer.id}")
-        if (text := _response(answer)) != case.text:
-            return Result(manner, Ending.WRONG, f"{own} differs: {case.text!r}, {text!r}")
-        return Result(manner, Ending.ANSWERED)
+            return Ending.LOST if lost else Ending.REFUSED, said
+        return _compared(own, answer.id, case, _response(answer))
+
+    async def _infer_http(self, own: str, case: KserveCase) -> tuple[Ending, str]:
+        inputs = [
+            {"name": name, "shape": [1, 1], "datatype": "BYTES", "data": [value]}
+            for name, value in _tensors(case.prompt).items()
+        ]
+        body = {"id": own, "inputs": inputs, "outputs": [{"name": "response"}]}
+        try:
+            response = await self.http.post(f"/v2/models/{self._model}/infer", json=body)
+            document = response.json()
+            if response.status_code != httpx.codes.OK:
+                return Ending.REFUSED, f"{response.status_code}: {document['error']}"
+            (output,) = document["outputs"]
+            return _compared(own, document["id"], case, output["data"][0].encode())
+        except httpx.TransportError as error:
+            return Ending.LOST, f"{own}: {error!r}"
+        except (ValueError, LookupError, TypeError) as error:
+            return Ending.WRONG, f"{own}: {error!r}"
 
     async def learn(self, prompt: str) -> KserveCase:
         """Return the case of a prompt, of which the answer is now the right one."""
@@ -191,11 +226,22 @@ class Clients:
 
     def _request(self, number: str, prompt: str) -> pb.ModelInferRequest:
         request = pb.ModelInferRequest(model_name=self._model, id=number)
-        tensors = {"prompt": prompt, "history": "", "temperature": "0", "max_token": "120"}
-        for name, value in tensors.items():
+        for name, value in _tensors(prompt).items():
             request.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
             request.raw_input_contents.append(pack_strings([value.encode()]))
         return request
+
+
+def _compared(own: str, number: str, case: KserveCase, text: bytes) -> tuple[Ending, str]:
+    if number != own:
+        return Ending.WRONG, f"asked as {own}, answered as {number}"
+    if text != case.text:
+        return Ending.WRONG, f"{own} differs: {case.text!r}, {text!r}"
+    return Ending.ANSWERED, ""
+
+
+def _tensors(prompt: str) -> dict[str, str]:
+    return {"prompt": prompt, "history": "", "temperature": "0", "max_token": "120"}
 
 
 async def _read(response: httpx.Response, answer: Answer, dice: random.Random | None) -> None:

@@ -56,6 +56,8 @@ _MISSES = 5
 """Unanswered questions in a row that mean a worker hangs: half a minute or so."""
 _MISSES_AT_START = 30
 """The same until its first answer: it imports and starts meanwhile."""
+PROGRAM: Sequence[str] = ("-P", "-m", "gateway.workers")
+"""Of a worker, for Python; -P: no modules from the working directory, which may be anyone's."""
 _LONGEST_FOLDER = 80
 """A socket's path has at most 107 bytes (unix(7))."""
 
@@ -252,9 +254,7 @@ class _Worker:
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-P",  # no modules from the working directory, which may be anyone's
-                "-m",
-                "gateway.workers",
+                *PROGRAM,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 pass_fds=(*(listener.fileno() for listener in self._listeners.http), self._place.table),

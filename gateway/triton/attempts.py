@@ -88,14 +88,18 @@ class Attempts:
         return request, self.answer
 
     def choose(self, replicas: Sequence[Replica]) -> Replica | None:
-        """Return the ready replica that may know the prompt's beginning, or the least burdened one."""
+        """Return the ready replica that may know the prompt's beginning, or the least burdened one.
+
+        One that is on trial gets few requests at once, unless there is no other: nothing is refused for that.
+        """
         ready = [replica for replica in replicas if replica.state is ReplicaState.READY]
+        ready = [replica for replica in ready if replica.has_room] or ready
         request = self.request
         if len(ready) > 1 and isinstance(request, Generation):
             key = prefix_key(request.model, request.prompt)
             if key is not None:
                 return nearest(ready, key)
-        return least_outstanding(replicas)
+        return least_outstanding(ready)
 
     @contextlib.contextmanager
     def call(self, replica: Replica) -> Iterator[tuple[Span, Headers]]:

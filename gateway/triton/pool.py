@@ -160,6 +160,7 @@ class TritonUpstream:
                     async for event in events:
                         if type(event) is Delta:
                             attempts.delivered = True
+                            replica.on_trial = False
                             if not generated and event.tokens:
                                 call.add_event("first_token")
                                 generated = True
@@ -202,7 +203,9 @@ class TritonUpstream:
                     headers=headers,
                 )
                 async with contextlib.aclosing(responses):
-                    return embedder.read(request, [response async for response in responses])
+                    vector = embedder.read(request, [response async for response in responses])
+                replica.on_trial = False
+                return vector
 
     async def load(self, model_id: str, *, reload: bool, upstream: str | None) -> list[EntriesChanged]:
         """Load a model: see `gateway.core.upstream.Upstream.load`."""

@@ -3,6 +3,8 @@
 Health is determined by probes, sent to the model itself where its contract has them, because Triton goes on
 calling a model ready after its process has died. A request whose failure suggests that the replica is at
 fault has it probed at once, which decides; unless a connection broke, it is out of the selection until then.
+One that comes back is on trial: a passed probe says that its model was loaded and its engine goes round, or,
+of models without probes, only that Triton calls it ready. None runs the model for a client.
 
 Knows nothing of requests beyond their number, nor of other replicas.
 """
@@ -98,6 +100,9 @@ _STATE_AFTER = {
 }
 """Faults of a request that put its replica in doubt, and its state until the next probe."""
 
+TRIAL_LIMIT = 4
+"""Requests at once on a replica that came back and has answered nothing yet, if there are other replicas."""
+
 _FAULT_OF = {
     ReplicaState.UNREACHABLE: Fault.UNREACHABLE,
     ReplicaState.STUCK: Fault.SILENT,
@@ -153,6 +158,8 @@ class Replica:
         self.outstanding = 0
         """Number of requests running on it."""
         self.last_chosen = 0
+        self.on_trial = False
+        """Whether it came back and has answered nothing since: whoever gets an answer clears it."""
         self.wanted = not on_demand
         """Whether it is meant to be loaded."""
         self.yielding = False
@@ -177,6 +184,11 @@ class Replica:
     def upstream(self) -> str:
         """The address of its Triton."""
         return self.client.address
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it takes another request while it is on trial, if it is."""
+        return not self.on_trial or self.outstanding < TRIAL_LIMIT
 
     @property
     def dialect(self) -> str | None:
@@ -398,6 +410,7 @@ class Replica:
         self.reason = reason
         if state is self.state:
             return
+        self.on_trial = state is ReplicaState.READY and self.state is not ReplicaState.UNKNOWN
         self.state = state
         level = logging.INFO if state is ReplicaState.READY else logging.WARNING
         _log.log(

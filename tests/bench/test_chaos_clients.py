@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.chaos_clients import Case, Clients, Ending, Manner
+from bench.chaos_clients import Case, Clients, Ending, KserveCase, Manner
 from bench.resume import Answer
 
 DONE = "[DONE]"
@@ -75,3 +75,58 @@ async def test_an_error_says_what_is_wrong_and_an_answer_is_to_its_own_request(c
     assert await asked(clients, ERROR, status=503) is Ending.REFUSED
     assert await asked(clients, "busy", status=503) is Ending.WRONG
     assert await asked(clients, *RIGHT, number="another's") is Ending.WRONG
+
+
+class Broken(httpx.AsyncByteStream):
+    """The beginning of a stream whose server dies."""
+
+    def __init__(self, beginning: str) -> None:
+        self._beginning = beginning
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield f"data: {self._beginning}\n\n".encode()
+        raise httpx.ReadError("gone")
+
+
+@pytest.mark.parametrize(("beginning", "ending"), [(RIGHT[0], Ending.LOST), (chunk("two"), Ending.WRONG)])
+async def test_a_lost_connection_is_no_error_of_the_gateways(
+    clients: Clients, beginning: str, ending: Ending
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        headers = {"X-Request-Id": request.headers["x-request-id"]}
+        return httpx.Response(200, stream=Broken(beginning), headers=headers)
+
+    clients.http = httpx.AsyncClient(base_url="http://gateway", transport=httpx.MockTransport(answer))
+    case = Case({"stream": True}, answer_of(*RIGHT))
+    assert (await clients.chat(random.Random(0), case, Manner.STREAMS)).ending is ending
+
+
+class OverHttp(random.Random):
+    """Dice that choose KServe over HTTP."""
+
+    def random(self) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "number", "ending"),
+    [
+        (200, "two", None, Ending.ANSWERED),
+        (200, "three", None, Ending.WRONG),
+        (200, "two", "another's", Ending.WRONG),
+        (503, None, None, Ending.REFUSED),
+        (200, None, None, Ending.WRONG),
+    ],
+)
+async def test_an_answer_of_kserve_is_the_right_one_or_an_error(
+    clients: Clients, status: int, text: str | None, number: str | None, ending: Ending
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        own = number or json.loads(request.content)["id"]
+        outputs = [{"name": "response", "datatype": "BYTES", "shape": [1, 1], "data": [text]}]
+        document = {"error": "away"} if text is None else {"id": own, "outputs": outputs}
+        return httpx.Response(status, json=document)
+
+    clients.http = httpx.AsyncClient(base_url="http://gateway", transport=httpx.MockTransport(answer))
+    result = await clients.infer(OverHttp(), KserveCase("one", b"two"), vanishes=False)
+    assert (result.manner, result.ending) == (Manner.KSERVE_HTTP, ending)

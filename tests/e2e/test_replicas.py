@@ -1,8 +1,9 @@
-"""`tritongate up --replicas 2`: one gateway, two Tritons, of which one dies, and no answer with it."""
+"""`tritongate up --replicas 2`: one gateway, two Tritons, of which one goes, and no answer with it."""
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ REPLICAS = 2
 CLIENTS = 64
 TOKENS = 120
 """Of the shortest answer."""
+FEW_CLIENTS, MANY_TOKENS = 18, 400
+"""Two of each kind, and so long that the answers run on while the test finds out which server writes them."""
 WITHIN_S = 100.0
 PATH = "/v1/chat/completions"
 ASK: dict[str, Any] = {
@@ -125,6 +128,58 @@ async def test_one_of_two_dies_under_load_and_no_answer_with_it(up: UpProcess) -
     assert up.stop() == 0
     assert not any(region_files(region) for region in regions)
     assert "Replica" in up.output
+
+
+async def test_a_dead_model_and_an_ended_server_cost_no_answer(up: UpProcess) -> None:
+    requests = bodies(FEW_CLIENTS, MANY_TOKENS, ASK["model"])
+    async with asyncio.timeout(3 * WITHIN_S):
+        undisturbed = await answers(up.base_url, requests)
+        assert [answer.error for answer in undisturbed] == [None] * FEW_CLIENTS
+        for lose in (kill_model, end_server):
+            await asyncio.to_thread(wait_until, lambda: up_and_idle(up), WITHIN_S)
+            resumed = up.gauge("tritongate_resumed_total")
+
+            async def disturb(lose: Callable[[Server], None] = lose) -> None:
+                lose(await asyncio.to_thread(busy_server, up))
+
+            disturbed = await answers(up.base_url, requests, disturb)
+            pairs = zip(undisturbed, disturbed, strict=True)
+            assert [before.differs(after) for before, after in pairs] == [None] * FEW_CLIENTS
+            assert up.gauge("tritongate_resumed_total") > resumed
+    assert up.gauge("tritongate_requests_in_flight") == 0
+    assert up.stop() == 0
+
+
+def kill_model(server: Server) -> None:
+    (stub,) = [
+        each
+        for each in server.process.children(recursive=True)
+        if "triton_python_backend_stub" in command_of(each)[0]
+    ]
+    stub.kill()
+
+
+def end_server(server: Server) -> None:
+    server.process.terminate()
+
+
+def busy_server(up: UpProcess) -> Server:
+    """Return a server once it has requests."""
+    found: list[Server] = []
+
+    def look() -> bool:
+        found[:] = [each for each in servers(up) if each.gauge("requests_running")]
+        return bool(found)
+
+    wait_until(look)
+    return found[0]
+
+
+def up_and_idle(up: UpProcess) -> bool:
+    with contextlib.suppress(httpx.TransportError):  # of a server that is being started again
+        both = servers(up) if up.gauge("tritongate_upstream_healthy") == REPLICAS else []
+        return len(both) == REPLICAS and not any(each.gauge("requests_running") for each in both)
+    return False
 
 
 def region_files(prefix: str) -> list[Path]:

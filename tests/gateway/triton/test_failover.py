@@ -13,8 +13,9 @@ from gateway.core.events import Accepted, Delta, Event
 from gateway.errors import InvalidRequestError, RateLimitError, UnavailableError
 from gateway.telemetry.tracing import Trace, Tracing, current_trace
 from gateway.triton.attempts import least_outstanding
+from gateway.triton.errors import Fault, TritonError
 from gateway.triton.pool import TritonUpstream
-from gateway.triton.replicas import HealthPolicy, Replica, ReplicaState
+from gateway.triton.replicas import TRIAL_LIMIT, HealthPolicy, Replica, ReplicaState
 from tests.gateway.triton.fake_triton import accepted, finished, generation, losing, refusing, reply, until
 from wire.meta import Meta
 
@@ -46,6 +47,61 @@ async def test_generations_spread_over_the_replicas(tritons: Any, serve: Serve) 
     release.set()
     await asyncio.gather(*tasks)
     assert (len(first.requests), len(second.requests)) == (3, 3)
+
+
+async def test_a_replica_that_came_back_gets_few_requests_until_it_has_answered_one(
+    tritons: Any, serve: Serve
+) -> None:
+    first, second = await tritons(), await tritons()
+    pool = await serve(first, second)
+    back = next(each for each in pool.replicas() if each.upstream == second.address)
+    assert not back.on_trial
+    back.suspect(TritonError(Fault.SILENT, "nothing came"))
+    await until(lambda: back.state is ReplicaState.READY)
+    assert back.on_trial
+    answering, release = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield accepted()
+        await answering.wait()
+        yield reply("y", Meta(tokens=1))
+        await release.wait()
+        yield finished("x", 1)
+
+    first.model.answer = second.model.answer = answer
+    tasks = [asyncio.create_task(collect(pool, generation())) for _ in range(4 * TRIAL_LIMIT)]
+    await until(lambda: len(first.requests) + len(second.requests) == len(tasks))
+    assert len(second.requests) == TRIAL_LIMIT
+    answering.set()
+    await until(lambda: not back.on_trial)
+    tasks += [asyncio.create_task(collect(pool, generation())) for _ in range(2 * TRIAL_LIMIT)]
+    await until(lambda: len(first.requests) + len(second.requests) == len(tasks))
+    assert len(second.requests) > TRIAL_LIMIT
+    release.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_a_replica_that_came_back_gets_everything_where_there_is_no_other(
+    triton: Any, serve: Serve
+) -> None:
+    pool = await serve(triton)
+    (back,) = pool.replicas()
+    back.suspect(TritonError(Fault.SILENT, "nothing came"))
+    await until(lambda: back.state is ReplicaState.READY)
+    release = asyncio.Event()
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield accepted()
+        await release.wait()
+        yield finished("x", 1)
+
+    triton.model.answer = answer
+    tasks = [asyncio.create_task(collect(pool, generation())) for _ in range(2 * TRIAL_LIMIT)]
+    await until(lambda: len(triton.requests) == len(tasks))
+    assert back.on_trial
+    release.set()
+    await asyncio.gather(*tasks)
+    assert not back.on_trial
 
 
 @pytest.mark.parametrize("seen", ["nothing", "accepted", "a heartbeat"])
