@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from triton_models.engine.blocks import KVCache
+from triton_models.engine.drafts import DraftLimits
 from triton_models.engine.linear import Linear, pack, why_not_packed
 from triton_models.engine.models import CausalModel, ChunkRows, Operations, StepLayout
 from triton_models.engine.ops_torch import TorchOperations
@@ -54,6 +55,8 @@ class Backend:
     """Whether steps are captured as CUDA graphs."""
     overlap: bool
     """Whether the next step is scheduled while the device computes this one."""
+    drafts: DraftLimits
+    """What guesses may cost."""
     reason: str
     """Why these were chosen, for the log."""
     convert: Callable[[Linear], Linear] | None = None
@@ -66,6 +69,7 @@ PLAIN = Backend(
     clears_blocks=True,
     graphs=False,
     overlap=False,
+    drafts=DraftLimits(),
     reason="plain torch operations",
 )
 """For any device."""
@@ -100,5 +104,6 @@ def cuda_backend(dtype: torch.dtype) -> Backend:
         clears_blocks=False,
         graphs=True,
         overlap=True,
+        drafts=DraftLimits(rows=256, worth=0.3),
         reason=f"own kernels, CUDA graphs and overlapped steps, {dtype}",
     )

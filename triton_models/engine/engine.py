@@ -87,6 +87,7 @@ class Engine:
         if backend.convert is not None:
             model.convert(backend.convert)
         self._overlap = backend.overlap
+        self._drafts = backend.drafts
         self.settings = settings
         self._vocabulary = model.vocab_size
         self._clock = clock
@@ -222,7 +223,7 @@ class Engine:
 
     def _start_scheduler(self) -> None:
         self._blocks = BlockManager(self._capacity.kv_blocks, self.settings.block_size)
-        self._scheduler = Scheduler(self._blocks, self.settings)
+        self._scheduler = Scheduler(self._blocks, self.settings, self._drafts)
 
     def _launch(self) -> Step | None:
         """Schedule a step and have the device compute it; None if there is nothing to compute.

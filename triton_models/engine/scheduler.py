@@ -8,6 +8,7 @@ from heapq import heappop, heappush
 from operator import attrgetter
 
 from triton_models.engine.blocks import BlockManager
+from triton_models.engine.drafts import DraftLimits
 from triton_models.engine.prefix import PrefixCache
 from triton_models.engine.sequence import Chunk, Sequence, SequenceState
 from triton_models.engine.settings import EngineSettings
@@ -17,9 +18,6 @@ _rank = attrgetter("rank")
 
 _REGAINED_IN = 32
 """Number of steps with decodes that earn one more step without them."""
-
-DRAFT_ROWS = 32
-"""Rows of a step, of one token each, up to which guesses are made."""
 
 _TOKENS_PER_END = 512
 """A step that pauses the decodes must finish at least one prompt per this many tokens: the first tokens of
@@ -130,6 +128,9 @@ class Scheduler:
       preempted: it gives up its blocks and waits again; its known tokens are recomputed later. The
       best-ranked one is never the victim, and any admitted sequence fits into the whole cache alone, so there
       is always progress.
+    * Guesses at next tokens (`Drafter`) are made for all decodes of a step or none, since they need the tokens
+      in flight to be known, and no others may be left out of a step: it takes about as long without them.
+      None are made while prompts are computed or wait.
     * A step may be scheduled while the tokens of the previous one are still in flight. What depends on
       their values waits for them: readmission after a preemption. (Token masks do, too, but only the sampling
       needs those: `Runner`.)
@@ -138,14 +139,18 @@ class Scheduler:
     later steps run after it on the same stream, and clear or fill them first.
     """
 
-    def __init__(self, block_manager: BlockManager, settings: EngineSettings) -> None:
+    def __init__(
+        self, block_manager: BlockManager, settings: EngineSettings, drafts: DraftLimits | None = None
+    ) -> None:
         self._blocks = block_manager
         self._burst = BurstAllowance(settings.burst_steps)
         self._burst_tokens = settings.largest_step
         self._least_ends = least_ends(self._burst_tokens)
         self._prefixes = PrefixCache(block_manager, enabled=settings.prefix_cache)
         self._draft_tokens = settings.draft_tokens
-        self._draft_rows = min(DRAFT_ROWS, settings.max_batched_tokens)
+        self._drafts = drafts or DraftLimits()
+        self._waited = False
+        """Whether the last step was left empty, to make guesses once the tokens in flight are known."""
         self._max_running = settings.max_running
         self._max_batched_tokens = settings.max_batched_tokens
         self.waiting = WaitingList()
@@ -188,8 +193,15 @@ class Scheduler:
         if step.prefills:
             self._burst.paused()
             return step
+        decoding = [each for each in self.running if each.state is SequenceState.DECODE]
+        if any(each.in_flight and each.drafted for each in decoding):
+            return step
+        most = self._most_guesses(decoding)
+        self._waited = most > 0 and any(each.in_flight for each in decoding)
+        if self._waited:
+            return step
         self._burst.resumed()
-        self._schedule_decodes(step)
+        self._schedule_decodes(decoding, most, step)
         self._schedule_prompts(step, budget - len(step.decodes) - sum(each.count for each in step.drafts))
         return step
 
@@ -253,50 +265,47 @@ class Scheduler:
         self._prefixes.register(sequence, start + count)
         return count
 
-    def _schedule_decodes(self, step: Step) -> None:
-        block_size, decode = self._blocks.block_size, SequenceState.DECODE
-        # Victims are taken from the end of this same list, never before the loop's current position.
-        for sequence in self.running:
-            if sequence.state is not decode:
+    def _schedule_decodes(self, decoding: list[Sequence], most: int, step: Step) -> None:
+        """Schedule the next token of each of these, and up to `most` guesses."""
+        block_size = self._blocks.block_size
+        for sequence in decoding:
+            # One may have been preempted for another before it; never one that is scheduled already.
+            if sequence.state is not SequenceState.DECODE:
                 continue
             computed = sequence.computed
-            if sequence.in_flight and (
-                sequence.drafted
-                or computed + 1 >= sequence.max_length
-                or self._may_guess_soon(sequence, step)
-            ):
+            if sequence.in_flight and computed + 1 >= sequence.max_length:
                 continue
             if sequence.drafted or computed % block_size == 0:
                 self._prefixes.register(sequence, computed)
             if computed == len(sequence.blocks) * block_size and not self._make_room(sequence, step):
                 continue
-            guesses = self._guess(sequence, step)
+            guesses = self._guess(sequence, most, step)
             chunk = Chunk(sequence, computed, 1 + len(guesses), True, guesses)  # noqa: FBT003 - see Chunk
             (step.drafts if guesses or sequence.drafted else step.decodes).append(chunk)
             sequence.drafted = bool(guesses)
 
-    def _most_guesses(self, sequence: Sequence, step: Step) -> int:
-        """Return how many tokens of a decoding sequence may be guessed in a step.
-
-        Guesses take no block that another sequence may need soon, and no step gets large by them: a large one
-        takes longer for each row.
-        """
-        if not self._draft_tokens or sequence.drafter is None:
+    def _most_guesses(self, decoding: list[Sequence]) -> int:
+        """Return how many guesses each of these may have in the next step; 0 also where it is not worth it."""
+        if not self._draft_tokens or not decoding or len(self.running) > len(decoding) or self.waiting:
             return 0
-        rows = self._draft_rows - len(self.running) - sum(len(each.guesses) for each in step.drafts)
+        rows = min(self._drafts.rows, self._max_batched_tokens)
+        most = min(self._draft_tokens, rows // len(decoding) - 1)
+        if most < 1:
+            return 0
+        waited = self._waited
+        drafters = [(each.drafter, each.tokens) for each in decoding if each.drafter is not None]
+        expected = sum(drafter.expects(tokens, waited=waited) for drafter, tokens in drafters)
+        return most if expected and expected >= self._drafts.worth * len(decoding) else 0
+
+    def _guess(self, sequence: Sequence, most: int, step: Step) -> tuple[int, ...]:
+        """Guess up to `most` of a decoding sequence's next tokens; takes the blocks for them.
+
+        Guesses take no block that another sequence may need soon. The last token needs no guess: it is drawn
+        after the one before.
+        """
         free = max(0, self._blocks.available - len(self.running))
         room = (len(sequence.blocks) + free) * self._blocks.block_size - sequence.length
-        # The last token needs no guess: it is drawn after the one before.
-        return min(self._draft_tokens, rows, room, sequence.max_length - sequence.length - 1)
-
-    def _may_guess_soon(self, sequence: Sequence, step: Step) -> bool:
-        """Whether to leave out a sequence whose newest token is in flight, to guess once that is known."""
-        most = self._most_guesses(sequence, step)
-        return most > 0 and sequence.drafter is not None and sequence.drafter.expects(sequence.tokens)
-
-    def _guess(self, sequence: Sequence, step: Step) -> tuple[int, ...]:
-        """Guess a decoding sequence's next tokens, if all before are known; takes the blocks for them."""
-        most = 0 if sequence.in_flight else self._most_guesses(sequence, step)
+        most = min(most, room, sequence.max_length - sequence.length - 1)
         if most < 1 or sequence.drafter is None:
             return ()
         guesses = sequence.drafter.draft(sequence.tokens, most)

@@ -11,19 +11,21 @@ from torch import Tensor
 from tests.triton_models.engine.fake_model import GREEDY, VOCABULARY, FakeModel, ids, logits_of, request, run
 from tests.triton_models.engine.wild_mix import EvenTokens
 from triton_models.engine.backend import PLAIN, Backend
-from triton_models.engine.drafts import Drafter
+from triton_models.engine.drafts import Drafter, DraftLimits
 from triton_models.engine.engine import Engine, StepStats
 from triton_models.engine.models import Operations
 from triton_models.engine.sampling import SamplingParams
-from triton_models.engine.scheduler import DRAFT_ROWS
 from triton_models.engine.sequence import Request, TokenOutput
 from triton_models.engine.settings import EngineSettings
 
 CYCLE = 9
-OVERLAPPED = replace(PLAIN, overlap=True)
+OVERLAPPED = replace(PLAIN, overlap=True, drafts=DraftLimits(rows=256, worth=0.3))
 SETTINGS = EngineSettings(
     max_running=6, max_waiting=500, max_batched_tokens=40, block_size=4, kv_blocks=100, draft_tokens=8
 )
+
+
+COPYING = SamplingParams(temperature=0.0)
 
 
 class Copier(FakeModel):
@@ -131,19 +133,48 @@ def numbers(outputs: list[TokenOutput]) -> list[float]:
     return [number for each in told for number in (each.logprob, *(value for _, value in each.top))]
 
 
-@pytest.mark.parametrize("backend", [PLAIN, OVERLAPPED], ids=["plain", "overlapped"])
-def test_copying_takes_few_steps(backend: Backend) -> None:
-    made = engine(Copier(liking=1000.0), backend)
-    made.add(request("a", range(CYCLE), SamplingParams(temperature=0.0, max_tokens=100)))
-    stats: list[StepStats] = []
+def steps_of(made: Engine) -> list[StepStats]:
+    stats = []
     while made.open_requests:
         step = made.step()
         assert step is not None
         stats.append(step)
+    return stats
+
+
+@pytest.mark.parametrize("backend", [PLAIN, OVERLAPPED], ids=["plain", "overlapped"])
+def test_copying_takes_few_steps(backend: Backend) -> None:
+    made = engine(Copier(liking=1000.0), backend)
+    made.add(request("a", range(CYCLE), SamplingParams(temperature=0.0, max_tokens=100)))
+    stats = steps_of(made)
     assert sum(each.decode_tokens for each in stats) == 99
     assert sum(each.right_guesses for each in stats) == 99 - (len(stats) - 1)
     assert len(stats) < 25
     assert not made.stats().kv_blocks_used
+
+
+def test_sequences_that_copy_together_stay_together() -> None:
+    made = engine(Copier(liking=1000.0), OVERLAPPED, max_batched_tokens=128)
+    made.add(*(request(str(each), range(CYCLE), replace(COPYING, max_tokens=60)) for each in range(6)))
+    stats = steps_of(made)
+    assert {each.batch_size for each in stats} == {6}
+    assert len(stats) < 60 // 4
+
+
+def test_nobody_waits_for_the_guesses_of_one_in_six() -> None:
+    made = engine(Copier(liking=1000.0), OVERLAPPED, max_batched_tokens=128)
+    others = replace(COPYING, max_tokens=60, logit_bias=dict.fromkeys(range(CYCLE), -2000.0))
+    made.add(*(request(str(each), range(CYCLE), others) for each in range(5)))
+    made.add(request("copier", range(CYCLE), replace(COPYING, max_tokens=60)))
+    assert len(steps_of(made)) <= 60 + 6
+
+
+def test_a_wait_for_nothing_is_not_repeated_soon() -> None:
+    drafter, tokens = Drafter(), [1, 2, 3, 4] * 2
+    assert drafter.expects(tokens)
+    assert not drafter.expects([*tokens, 9], waited=True)
+    assert not drafter.expects([*tokens, 9, 1, 2, 3][:11], waited=False)  # the pause
+    assert drafter.expects([*tokens, 9, 1, 2, 3], waited=False)
 
 
 def test_what_never_repeats_takes_no_rows_more() -> None:
@@ -156,7 +187,7 @@ def test_what_never_repeats_takes_no_rows_more() -> None:
 
 
 def test_a_full_step_has_no_guesses() -> None:
-    many = DRAFT_ROWS
+    many = DraftLimits().rows
     model = Copier(liking=1000.0)
     made = engine(model, max_running=many, max_batched_tokens=600, kv_blocks=many * 8)
     made.add(*(request(str(each), range(CYCLE), GREEDY) for each in range(many)))

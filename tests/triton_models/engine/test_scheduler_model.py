@@ -191,7 +191,7 @@ class SchedulerModel(RuleBasedStateMachine):
             each
             for each in running
             if each.state is SequenceState.DECODE
-            and not (each.in_flight and (each.drafted or each.generated + 1 >= each.max_tokens))
+            and not (each.in_flight and each.generated + 1 >= each.max_tokens)
         ]
         batch = self.scheduler.schedule()
         self.seen["steps"] += 1
@@ -209,19 +209,19 @@ class SchedulerModel(RuleBasedStateMachine):
         self.seen["large"] += tokens > BUDGET
         scheduled = [chunk.sequence for chunk in batch.chunks]
         assert len(set(scheduled)) == len(scheduled)
-        waiting = {each for each in decoding if each.in_flight and each.drafter._expecting}
-        none_left = batch.decodes or batch.drafts or batch.preemptions or waiting.issuperset(decoding)
-        stood_back = bool(batch.prefills and not none_left)
+        if not batch.chunks:
+            # Decodes may wait for the tokens in flight, to guess what follows them: all of them.
+            self.seen["waits"] += bool(decoding)
+            return
+        stood_back = bool(
+            batch.prefills and not (batch.decodes or batch.drafts or batch.preemptions) and decoding
+        )
         self.in_a_row = self.in_a_row + 1 if stood_back else 0
         self.seen["stood back"] += stood_back
         assert self.in_a_row <= self.burst_steps
         for each in [] if stood_back else decoding:
-            # One that was preempted may be back at once, if others hold what it needs; one whose newest token
-            # is in flight may wait for that, to guess what follows.
-            if each in scheduled:
-                assert each.state is not SequenceState.WAITING
-            else:
-                assert each.state is SequenceState.WAITING or each in waiting
+            # One that was preempted may be back at once, if others hold what it needs.
+            assert (each in scheduled) == (each.state is not SequenceState.WAITING)
         for chunk in batch.chunks:
             assert chunk.start == chunk.sequence.computed
             assert chunk.count > 0
@@ -292,3 +292,4 @@ def test_every_history_keeps_the_rules() -> None:
     assert SchedulerModel.seen["found"] > 100
     assert SchedulerModel.seen["stood back"] > 10
     assert SchedulerModel.seen["guesses"] > 1000
+    assert SchedulerModel.seen["waits"] > 100
