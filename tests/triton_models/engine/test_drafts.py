@@ -1,25 +1,22 @@
 """Guesses at the next tokens: fewer steps, the same answers."""
 
-import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.triton_models.engine.fake_model import GREEDY, VOCABULARY, FakeModel, ids, logits_of, request, run
-from tests.triton_models.engine.wild_mix import EvenTokens
+from tests.triton_models.engine.fake_model import GREEDY, FakeModel, ids, logits_of, request, run
+from tests.triton_models.engine.guessed_mix import CYCLE, KINDS, some_requests
 from triton_models.engine.backend import PLAIN, Backend
 from triton_models.engine.drafts import Drafter
 from triton_models.engine.engine import Engine, StepStats
 from triton_models.engine.models import Operations
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.scheduler import DRAFT_ROWS
-from triton_models.engine.sequence import Request, TokenOutput
+from triton_models.engine.sequence import TokenOutput
 from triton_models.engine.settings import EngineSettings
 
-CYCLE = 9
 OVERLAPPED = replace(PLAIN, overlap=True)
 SETTINGS = EngineSettings(
     max_running=6, max_waiting=500, max_batched_tokens=40, block_size=4, kv_blocks=100, draft_tokens=8
@@ -29,7 +26,7 @@ SETTINGS = EngineSettings(
 class Copier(FakeModel):
     """Likes to count up in a cycle, and sometimes does something else: how often depends on all tokens."""
 
-    def __init__(self, *, liking: float = 7.0) -> None:
+    def __init__(self, *, liking: float = 9.0) -> None:
         super().__init__()
         self._liking = liking
 
@@ -44,30 +41,6 @@ class Copier(FakeModel):
 
 def engine(model: FakeModel, backend: Backend = PLAIN, **changes: int) -> Engine:
     return Engine(model, replace(SETTINGS, **changes), backend=backend)
-
-
-def some_requests(count: int) -> list[Request]:
-    dice = random.Random(3)
-    made = []
-    for number in range(count):
-        kinds: dict[str, Any] = {
-            "temperature": dice.choice((0.0, 0.7, 1.3)),
-            "top_p": dice.choice((1.0, 1.0, 0.8)),
-            "top_k": dice.choice((0, 0, 5)),
-            "logprobs": dice.choice((None, None, 2)),
-            "min_tokens": dice.choice((0, 0, 1, 1)),
-            "presence_penalty": dice.choice((0.0, 0.0, 0.0, 0.5)),
-            "logit_bias": dice.choice(({}, {}, {4: 3.0, 5: -100.0})),
-            "mask": dice.choice((None, None, None, EvenTokens())),
-            "stop_token_ids": frozenset(dice.sample(range(VOCABULARY - 1), dice.choice((0, 0, 3)))),
-            "max_tokens": dice.choice((1, 2, 9, 40, 60)),
-        }
-        if kinds["min_tokens"]:
-            kinds["min_tokens"] = dice.choice((1, kinds["max_tokens"]))
-        prompt = [dice.randrange(CYCLE) for _ in range(dice.choice((1, 3, 20)))]
-        asked = request(str(number), prompt, SamplingParams(seed=number, **kinds))
-        made.append(replace(asked, prompt_logprobs=dice.choice((None, None, None, 1))))
-    return made
 
 
 def test_what_followed_the_newest_tokens_before_is_guessed() -> None:
@@ -104,24 +77,39 @@ def test_guesses_that_are_right_become_more_and_wrong_ones_pause() -> None:
     ]
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", [PLAIN, OVERLAPPED], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("blocks", [100, 34], ids=["room", "preemptions"])
-def test_every_answer_is_the_one_without_guesses(backend: Backend, blocks: int) -> None:
-    plain, drafted = (answers(backend, draft_tokens, blocks) for draft_tokens in (0, 8))
+def test_every_answer_is_the_one_without_guesses(backend: Backend, blocks: int, kind: str) -> None:
+    """500 requests in all."""
+    plain, _ = answers(backend, 0, blocks, kind)
+    drafted, right = answers(backend, 8, blocks, kind)
     assert drafted.keys() == plain.keys()
     for key, outputs in plain.items():
         assert ids(drafted[key]) == ids(outputs)
         assert drafted[key][-1].finish_reason == outputs[-1].finish_reason
+        assert drafted[key][-1].error == outputs[-1].error
         assert numbers(drafted[key]) == pytest.approx(numbers(outputs), abs=1e-4)
+    assert right > 10
 
 
-def answers(backend: Backend, draft_tokens: int, blocks: int) -> dict[str, list[TokenOutput]]:
+def answers(
+    backend: Backend, draft_tokens: int, blocks: int, kind: str
+) -> tuple[dict[str, list[TokenOutput]], int]:
+    """The outputs by request, and how many guesses were right."""
     made = engine(Copier(), backend, draft_tokens=draft_tokens, kv_blocks=blocks)
-    made.add(*some_requests(60))
-    outputs = run(made)
+    made.add(*some_requests(32, kind, seed=2 * blocks + backend.overlap))
+    outputs: dict[str, list[TokenOutput]] = {}
+    right = 0
+    while made.open_requests:
+        stats = made.step()
+        right += stats.right_guesses if stats else 0
+        for output in made.take_outputs():
+            outputs.setdefault(output.request_id, []).append(output)
     assert made.stats().kv_blocks_used == 0
+    assert made.stats().failed_steps == 0
     assert blocks == 100 or made.stats().preemptions
-    return outputs
+    return outputs, right
 
 
 def numbers(outputs: list[TokenOutput]) -> list[float]:
