@@ -253,7 +253,7 @@ class LimitedMask:
             words.fill_(-1)
         else:
             self._grammar.fill(words)
-        row = self._limit(words, tokens[:at])
+        row = self._limit(words, ())
         early = self._tokens < self._min_tokens  # the engine then removes the stop ids
         if not (row & ~self._stop_bits if early else row).any():
             raise TokenMaskError("allowed_token_ids and bad_words leave no token with which it can go on")

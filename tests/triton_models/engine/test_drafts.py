@@ -1,5 +1,7 @@
 """Guesses at the next tokens: fewer steps, the same answers."""
 
+import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -7,15 +9,23 @@ import torch
 from torch import Tensor
 
 from tests.triton_models.engine.fake_model import GREEDY, FakeModel, ids, logits_of, request, run
-from tests.triton_models.engine.guessed_mix import CYCLE, KINDS, some_requests
+from tests.triton_models.engine.guessed_mix import (
+    CYCLE,
+    END,
+    GRAMMARS,
+    KINDS,
+    TOKENIZER,
+    some_requests,
+)
 from triton_models.engine.backend import PLAIN, Backend
 from triton_models.engine.drafts import Drafter
 from triton_models.engine.engine import Engine, StepStats
 from triton_models.engine.models import Operations
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.scheduler import DRAFT_ROWS
-from triton_models.engine.sequence import TokenOutput
+from triton_models.engine.sequence import FinishReason, TokenOutput
 from triton_models.engine.settings import EngineSettings
+from wire.grammar import Grammar
 
 OVERLAPPED = replace(PLAIN, overlap=True)
 SETTINGS = EngineSettings(
@@ -39,6 +49,57 @@ class Copier(FakeModel):
         return logits
 
 
+class Writer(FakeModel):
+    """Writes an answer after a prompt of one token."""
+
+    def __init__(self, answer: Sequence[int]) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def forward(self, tokens: Tensor, operations: Operations) -> Tensor:
+        return torch.cat([super().forward(tokens, operations), operations.positions[:, None]], dim=1)
+
+    def logits(self, hidden: Tensor, operations: Operations) -> Tensor:
+        logits = logits_of(hidden[:, 0])
+        for row, position in enumerate(hidden[:, 1].long().tolist()):
+            logits[row, self._answer[min(position, len(self._answer) - 1)]] += 1000.0
+        return logits
+
+
+class Known:
+    """A mask that allows one text, and says so; its calls named `failing` raise."""
+
+    def __init__(self, text: Sequence[int], *, failing: str = "") -> None:
+        self.text = text
+        self.failing = failing
+        self.told = 0
+
+    def fill(self, words: Tensor) -> None:
+        words[self.text[self.told] // 32] |= 1 << self.text[self.told] % 32
+
+    def accept(self, token_id: int) -> None:
+        assert token_id == self.text[self.told]
+        self.told += 1
+
+    def forced(self) -> Sequence[int]:
+        self._fail("forced")
+        return self.text[self.told :]
+
+    def takes(self, tokens: Sequence[int]) -> int:
+        self._fail("takes")
+        left = self.text[self.told :]
+        return next((at for at, each in enumerate(tokens) if [each] != left[at : at + 1]), len(tokens))
+
+    def fill_ahead(self, tokens: Sequence[int], rows: Sequence[Tensor]) -> None:
+        for at, row in enumerate(rows, self.told + 1):
+            row[self.text[at] // 32] |= 1 << self.text[at] % 32
+            self._fail("fill_ahead")
+
+    def _fail(self, name: str) -> None:
+        if name == self.failing:
+            raise ZeroDivisionError
+
+
 def engine(model: FakeModel, backend: Backend = PLAIN, **changes: int) -> Engine:
     return Engine(model, replace(SETTINGS, **changes), backend=backend)
 
@@ -55,6 +116,33 @@ def test_bytes_that_are_no_token_are_passed_over() -> None:
     # The bytes of 1, 1, 1, shifted by one, stand within those of 256 and its like.
     assert Drafter().draft([7, 1, 1, 1, 8, 256, 256, 256, 256, 1, 1, 1], 2) == (8, 256)
     assert Drafter().draft([256, 256, 256, 256, 5, 1, 1, 1], 2) == ()
+
+
+def test_nothing_is_guessed_that_ends_the_answer_or_follows_its_end() -> None:
+    known = [1, 2, 3, 4, 9, 5, 0, 1, 2, 3]
+    assert Drafter().draft(known, 8) == (4, 9)
+    assert Drafter(stop_ids=frozenset({9})).draft(known, 8) == (4,)
+    assert Drafter(stop_ids=frozenset({4})).draft(known, 8) == ()
+
+
+def test_a_text_that_must_come_is_guessed_whole_and_copies_as_far_as_the_mask_takes_them() -> None:
+    known = [1, 2, 3, 4, 9, 5, 0, 1, 2, 3]
+    drafter = Drafter(Known([7, 8, 7, 8, 6]))
+    assert drafter.draft(known, 3) == (7, 8, 7)
+    assert drafter.draft(known, 8) == (7, 8, 7, 8, 6)
+    drafter.learn(5, 1, len(known))
+    assert drafter.draft(known, 8) == (7, 8)
+    drafter.learn(2, 0, len(known))
+    assert drafter.draft(known, 8) == ()  # the mask does not take 4
+    assert Drafter(Known([4, 8, 6])).draft(known, 8) == (4, 8, 6)
+    assert Drafter(Known([4])).draft(known, 8) == (4,)
+
+
+def test_a_sequence_waits_for_its_token_where_much_text_must_follow() -> None:
+    drafter = Drafter(Known([7, 8, 6]))
+    assert drafter.expects([1])
+    assert not Drafter(Known([7, 8])).expects([1])
+    assert drafter.draft([1, 7], 8) == (7, 8, 6)
 
 
 def test_guesses_that_are_right_become_more_and_wrong_ones_pause() -> None:
@@ -89,6 +177,7 @@ def test_every_answer_is_the_one_without_guesses(backend: Backend, blocks: int, 
         assert ids(drafted[key]) == ids(outputs)
         assert drafted[key][-1].finish_reason == outputs[-1].finish_reason
         assert drafted[key][-1].error == outputs[-1].error
+        assert outputs[-1].error != "the request's token mask failed"
         assert numbers(drafted[key]) == pytest.approx(numbers(outputs), abs=1e-4)
     assert right > 10
 
@@ -132,6 +221,52 @@ def test_copying_takes_few_steps(backend: Backend) -> None:
     assert sum(each.right_guesses for each in stats) == 99 - (len(stats) - 1)
     assert len(stats) < 25
     assert not made.stats().kv_blocks_used
+
+
+@pytest.mark.parametrize("backend", [PLAIN, OVERLAPPED], ids=["plain", "overlapped"])
+def test_what_a_schema_forces_takes_no_steps(backend: Backend) -> None:
+    """Of each key, all tokens are known but the last, which may be one with what follows."""
+    keys = {"fuelcard": {"type": "integer"}, "strey": {"type": "boolean"}}
+    schema = {"properties": keys, "required": [*keys], "additionalProperties": False}
+    grammar = GRAMMARS.compile(Grammar("json_schema", json.dumps(schema)))
+    text = [*TOKENIZER.encode('{"fuelcard":12, "strey":true}'), END]
+    forced = len("fuelcard") + len(("str", "e", "y"))
+    taken = {}
+    for draft_tokens in (0, 8):
+        made = engine(Writer(text), backend, draft_tokens=draft_tokens)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=60, mask=grammar.mask(), stop_token_ids=frozenset({END})
+        )
+        made.add(request("a", [0], params))
+        stats: list[StepStats] = []
+        while made.open_requests:
+            step = made.step()
+            stats += [step] if step else []
+        assert ids(made.take_outputs()) == text
+        assert 1 + sum(each.decode_tokens for each in stats) == len(text)
+        assert sum(each.right_guesses for each in stats) == len(text) - len(stats)
+        taken[draft_tokens] = len(stats)
+    assert taken[0] == len(text)
+    # With overlap, the first of each key is in flight before it can be guessed.
+    assert taken[8] <= len(text) - forced + (2 if backend.overlap else 0)
+
+
+@pytest.mark.parametrize("backend", [PLAIN, OVERLAPPED], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("failing", ["", "forced", "takes", "fill_ahead"])
+def test_a_mask_that_fails_while_it_looks_ahead_costs_guesses_and_no_answer(
+    failing: str, backend: Backend, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = [each % 11 for each in range(40)]
+    made = engine(FakeModel(), backend)
+    made.add(request("a", [0], SamplingParams(max_tokens=40, mask=Known(text, failing=failing))))
+    steps = 0
+    with caplog.at_level("CRITICAL"):
+        while made.open_requests:
+            steps += made.step() is not None
+    outputs = made.take_outputs()
+    assert ids(outputs) == text
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    assert (steps == 40) is bool(failing)
 
 
 def test_what_never_repeats_takes_no_rows_more() -> None:
