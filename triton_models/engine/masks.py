@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import methodcaller
 
 import numpy as np
@@ -19,30 +19,54 @@ log = logging.getLogger(__name__)
 _MASK = "a token mask"
 
 
-def fill_masks(masked: list[Sequence], vocabulary: int) -> tuple[Tensor | None, dict[str, Fault]]:
+def fill_masks(
+    sampling: list[Sequence], followed: Mapping[int, tuple[int, int]], vocabulary: int
+) -> tuple[Tensor | None, dict[str, Fault]]:
     """Let the mask of each sequence write its allowed tokens; masks of a kind that can, all at once.
 
     Masks of sequences that have ended are not called, and allow nothing: their tokens are dropped.
 
+    Args:
+        sampling: as in `Step`.
+        followed: as in `Step`; a mask that fails in such a row allows nothing there, which is no fault yet.
+        vocabulary: number of tokens.
+
     Returns:
-        The words, [M, ceil(vocabulary / 32)] int32, and the faults by request. Without sequences, None.
+        The words of the M rows with masks, [M, ceil(vocabulary / 32)] int32, and the faults by request.
+        Without such rows, None.
     """
+    masked = [row for row, each in enumerate(sampling) if each.masked]
     if not masked:
         return None, {}
     # NumPy's, since torch clears this in several threads and waits for them, for tens of milliseconds on a
     # busy machine.
     words = torch.from_numpy(np.zeros((len(masked), -(-vocabulary // MASK_BITS)), dtype=np.int32))
     kinds: dict[type, list[tuple[Sequence, Tensor]]] = defaultdict(list)
-    for sequence, row in zip(masked, words, strict=True):
-        if sequence.state is not SequenceState.FINISHED:
-            kinds[type(sequence.request.sampling.mask)].append((sequence, row))
+    ahead: dict[Sequence, list[tuple[int, Tensor]]] = defaultdict(list)
+    for row, target in zip(masked, words, strict=True):
+        sequence = sampling[row]
+        if sequence.state is SequenceState.FINISHED:
+            continue
+        if row in followed:
+            ahead[sequence].append((followed[row][1], target))
+        else:
+            kinds[type(sequence.request.sampling.mask)].append((sequence, target))
     faults: dict[str, Fault] = {}
     for entries in kinds.values():
         if len(entries) == 1 or not _fill_together(entries, faults):
-            for sequence, row in entries:
-                if (fault := _call(sequence, methodcaller("fill", row))) is not None:
+            for sequence, target in entries:
+                if (fault := _call(sequence, methodcaller("fill", target))) is not None:
                     faults[sequence.request.request_id] = fault
+    for sequence, places in ahead.items():
+        _fill_ahead(sequence, *zip(*places, strict=True))
     return words, faults
+
+
+def _fill_ahead(sequence: Sequence, guesses: tuple[int, ...], rows: tuple[Tensor, ...]) -> None:
+    """Fill the rows after a sequence's guesses; a mask that fails allows nothing there."""
+    if _call(sequence, methodcaller("fill_ahead", guesses, rows)) is not None:
+        for row in rows:
+            row.zero_()
 
 
 def _fill_together(entries: list[tuple[Sequence, Tensor]], faults: dict[str, Fault]) -> bool:

@@ -175,9 +175,7 @@ class Runner:
         if staged is None or logits is None:
             raise RuntimeError("only a step that was begun can be sampled, and once")
         device = self._model.device
-        words, step.mask_faults = fill_masks(
-            [each for each in sampling if each.masked], self._model.vocab_size
-        )
+        words, step.mask_faults = fill_masks(sampling, step.followed, self._model.vocab_size)
         outputs = None
         if step.captured and self._captured is not None:
             outputs = SamplerOutputs(self._captured.finish(len(staged.decode_slots)), None, None)
@@ -188,7 +186,7 @@ class Runner:
             tokens = outputs.status[0]
             self._slots.advance(staged.decode_slots[: len(step.decodes)], staged.sampling_slots, tokens)
             if rules.penalties is not None:
-                rules.penalties.count(tokens)
+                rules.penalties.count(outputs.status)
         step.staged = step.logits = None
         step.outputs = outputs
         if device.type == "cuda":

@@ -19,7 +19,15 @@ from torch import Tensor
 from triton_models.engine.draw import Limits, draw, row_keys
 from triton_models.engine.sampling import GREEDY_BELOW
 from triton_models.engine.sequence import Sequence
-from triton_models.engine.slots import PenalisedRows, PenaltyTable, SlotTable, Staged, Staging, slot_of
+from triton_models.engine.slots import (
+    GuessedRows,
+    PenalisedRows,
+    PenaltyTable,
+    SlotTable,
+    Staged,
+    Staging,
+    slot_of,
+)
 
 MASK_BITS = 32
 
@@ -86,6 +94,8 @@ def stage_sampling(
     `sampling`, `followed`: as in `Step`.
     """
     penalised: list[int] = []
+    places_before: list[int] = []
+    guesses_before: list[int] = []
     bias_rows: list[int] = []
     bias_ids: list[int] = []
     bias_values: list[float] = []
@@ -97,12 +107,14 @@ def stage_sampling(
         params = sequence.request.sampling
         if params.plain:
             continue
+        ahead, _ = followed.get(row, (0, 0))
         if params.penalised:
+            places_before += [len(penalised)] * ahead
+            guesses_before += [followed[each][1] for each in range(row - ahead + 1, row + 1)]
             penalised.append(row)
         bias_rows += [row] * len(params.logit_bias)
         bias_ids += params.logit_bias
         bias_values += params.logit_bias.values()
-        ahead, _ = followed.get(row, (0, 0))
         if sequence.length + ahead - len(sequence.request.prompt_ids) < params.min_tokens:
             banned_rows += [row] * len(params.stop_token_ids)
             banned_ids += params.stop_token_ids
@@ -111,9 +123,11 @@ def stage_sampling(
         if params.logprobs is not None:
             logprobs.append(row)
     staging.integers("sampling_slots", [slot_of(sequence) for sequence in sampling])
-    ahead_of = [followed.get(row, (0, 0))[0] for row in range(len(sampling))] if followed else []
-    staging.integers("ahead", ahead_of)
+    places = [followed.get(row, (0, -1)) for row in range(len(sampling))] if followed else []
+    staging.integers("ahead", [ahead for ahead, _ in places])
+    staging.integers("guesses", [guess for _, guess in places])
     staging.integers("penalised_rows", penalised)
+    staging.integers("guesses_before", places_before + guesses_before)
     staging.integers("biased", bias_rows + bias_ids)
     staging.floats("bias_values", bias_values)
     staging.integers("banned", banned_rows + banned_ids)
@@ -137,7 +151,10 @@ def sampler_inputs(
     inputs.random = any(not each.greedy for each in params)
     inputs.truncated = any(each.truncated and not each.greedy for each in params)
     if penalised.numel():
-        inputs.penalties = PenalisedRows(penalties, penalised, rows[penalised])
+        guessed = GuessedRows(staged.ahead, staged.guesses, staged.guesses_before)
+        inputs.penalties = PenalisedRows(
+            penalties, penalised, rows[penalised], guessed if staged.ahead.numel() else None
+        )
     if staged.biased.numel():
         inputs.bias = *staged.biased.view(2, -1), staged.bias_values
     if staged.banned.numel():

@@ -67,6 +67,32 @@ class BatchedMask(TokenMask, Protocol):
         ...
 
 
+@runtime_checkable
+class AheadMask(TokenMask, Protocol):
+    """A token mask that can look ahead of what it was told, and stays where it is; only so there are guesses.
+
+    An exception from any of these ends the guesses, not the request.
+    """
+
+    def forced(self) -> Sequence[int]:
+        """Return the next tokens, as a tokenizer splits the text that must come; empty if many texts may.
+
+        The last token of that text is left out where it may be one with what follows.
+        """
+        ...
+
+    def takes(self, tokens: Sequence[int]) -> int:
+        """Return how many of `tokens` may come next, one after the other."""
+        ...
+
+    def fill_ahead(self, tokens: Sequence[int], rows: Sequence[Tensor]) -> None:
+        """Do what `fill` does for each of `rows`, each after one more of `tokens`, which it takes.
+
+        Rows that it cannot fill are left as they are: then the guesses before count as wrong there.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen; never affects other requests.

@@ -128,9 +128,8 @@ class Scheduler:
       preempted: it gives up its blocks and waits again; its known tokens are recomputed later. The
       best-ranked one is never the victim, and any admitted sequence fits into the whole cache alone, so there
       is always progress.
-    * Guesses at next tokens (`Drafter`) are made for all decodes of a step or none, since they need the tokens
-      in flight to be known, and no others may be left out of a step: it takes about as long without them.
-      None are made while prompts are computed or wait.
+    * Guesses at next tokens (`Drafter`) need the tokens in flight to be known. Where they are worth it, every
+      decode waits for these: a step without those that need not wait takes as long as one with them.
     * A step may be scheduled while the tokens of the previous one are still in flight. What depends on
       their values waits for them: readmission after a preemption. (Token masks do, too, but only the sampling
       needs those: `Runner`.)
@@ -285,16 +284,18 @@ class Scheduler:
             sequence.drafted = bool(guesses)
 
     def _most_guesses(self, decoding: list[Sequence]) -> int:
-        """Return how many guesses each of these may have in the next step; 0 also where it is not worth it."""
-        if not self._draft_tokens or not decoding or len(self.running) > len(decoding) or self.waiting:
+        """Return how many guesses each of these may have in the next step; 0 where they are not worth it."""
+        if not self._draft_tokens or not decoding:
             return 0
         rows = min(self._drafts.rows, self._max_batched_tokens)
         most = min(self._draft_tokens, rows // len(decoding) - 1)
         if most < 1:
             return 0
-        waited = self._waited
-        drafters = [(each.drafter, each.tokens) for each in decoding if each.drafter is not None]
-        expected = sum(drafter.expects(tokens, waited=waited) for drafter, tokens in drafters)
+        expected = sum(
+            each.drafter.expects(each.tokens, flying=each.in_flight > 0, waited=self._waited)
+            for each in decoding
+            if each.drafter is not None
+        )
         return most if expected and expected >= self._drafts.worth * len(decoding) else 0
 
     def _guess(self, sequence: Sequence, most: int, step: Step) -> tuple[int, ...]:

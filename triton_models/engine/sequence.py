@@ -5,7 +5,7 @@ import secrets
 from dataclasses import KW_ONLY, dataclass, field
 
 from triton_models.engine.drafts import Drafter
-from triton_models.engine.sampling import TOP_LOGPROBS_LIMIT, SamplingParams
+from triton_models.engine.sampling import TOP_LOGPROBS_LIMIT, AheadMask, SamplingParams
 from triton_models.errors import InvalidRequestError, PromptTooLongError
 
 
@@ -193,19 +193,24 @@ class Sequence:
     """Tokens of the prompt after its first whose log-probabilities were requested and reported."""
     scheduled_at: float | None = None
     drafter: Drafter | None = field(init=False)
-    """Guesses at its next tokens; None for a request whose rules for one token depend on those before."""
+    """Guesses at its next tokens; None if its token mask cannot look ahead."""
     drafted: bool = False
     """Whether its newest tokens were guesses, so that the device does not know yet how many were right."""
 
     def __post_init__(self) -> None:
         """Derive the rest."""
         request = self.request
-        self.masked = request.sampling.mask is not None
+        mask = request.sampling.mask
+        self.masked = mask is not None
         self.rank = (self.arrived_at + PRIORITY_S * request.priority, self.arrival)
         self.seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         self.tokens = [*request.prompt_ids, *request.generated_ids]
         self.max_length = len(request.prompt_ids) + self.max_tokens
-        self.drafter = None if self.masked or request.sampling.penalised else Drafter()
+        self.drafter = (
+            Drafter(mask, request.sampling.stop_token_ids)
+            if mask is None or isinstance(mask, AheadMask)
+            else None
+        )
 
     @property
     def generated(self) -> int:

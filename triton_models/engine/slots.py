@@ -87,8 +87,12 @@ class Staged:
     sampling_slots: Tensor
     ahead: Tensor
     """How many guesses are between each sampling row and what is known; empty: none anywhere."""
+    guesses: Tensor
+    """The last of these guesses; -1: none. Empty as `ahead` is."""
     penalised_rows: Tensor
     """Among the rows that sample, as all that follow."""
+    guesses_before: Tensor
+    """Two columns: places in `penalised_rows`, and each guess before their rows."""
     biased: Tensor
     """Two columns: rows and ids; the values are next."""
     bias_values: Tensor
@@ -185,12 +189,35 @@ class PenaltyTable:
 
 
 @dataclass(frozen=True, slots=True)
+class GuessedRows:
+    """Which of a step's S rows follow guesses: see `Staged` for the three fields."""
+
+    ahead: Tensor
+    guesses: Tensor
+    guesses_before: Tensor
+
+    def right(self, status: Tensor) -> Tensor:
+        """Return whether all guesses before each row were right, as `sampled_tokens` has it: [S] bool.
+
+        Args:
+            status: [3, S] int64, see `SamplerOutputs`.
+        """
+        tokens, _, allowed = status
+        wrong = (self.ahead > 0) & ((tokens.roll(1) != self.guesses) | (allowed == 0))
+        count = wrong.cumsum(0)
+        first = torch.arange(len(count), device=count.device) - self.ahead
+        right: Tensor = count == count[first]
+        return right
+
+
+@dataclass(frozen=True, slots=True)
 class PenalisedRows:
-    """The P of a step's S rows that have penalties. `rows`, `slots`: [P] int64."""
+    """The P of a step's S rows that have penalties. `rows`, `slots`: [P] int64. `guessed`: if any are."""
 
     table: PenaltyTable
     rows: Tensor
     slots: Tensor
+    guessed: GuessedRows | None = None
 
     def apply(self, logits: Tensor) -> None:
         """Apply the penalties in place: repetition, then frequency, then presence.
@@ -203,6 +230,10 @@ class PenalisedRows:
             logits: [S, vocab] float32.
         """
         values, seen = logits[self.rows], self.table.seen[self.slots]
+        if self.guessed is not None:
+            # These are copies: in a row after guesses, they count as generated for this row alone.
+            places, tokens = self.guessed.guesses_before.view(2, -1)
+            seen.index_put_((places, tokens), seen.new_full((), GENERATED), accumulate=True)
         repetition, presence, frequency = self.table.factors[:, self.slots, None]
         repeated = torch.where(values > 0, values / repetition, values * repetition)
         values = torch.where(seen > 0, repeated, values)
@@ -211,9 +242,18 @@ class PenalisedRows:
         values -= presence * (counts > 0)
         logits[self.rows] = values
 
-    def count(self, tokens: Tensor) -> None:
-        """Count the sampled tokens: [S] int64, valid ids even in rows that failed."""
-        self.table.seen[self.slots, tokens[self.rows]] += GENERATED
+    def count(self, status: Tensor) -> None:
+        """Count the sampled tokens, but for those after wrong guesses.
+
+        Args:
+            status: [3, S] int64, see `SamplerOutputs`; its ids are valid even in rows that failed.
+        """
+        seen, counted = self.table.seen, self.table.seen.new_full((len(status[0]),), GENERATED)
+        if self.guessed is not None:
+            counted *= self.guessed.right(status)
+        places = self.slots * seen.shape[1] + status[0, self.rows]
+        # One sequence may have several rows with the same token.
+        seen.view(-1).scatter_add_(0, places, counted[self.rows])
 
 
 def slot_of(sequence: Sequence) -> int:

@@ -122,18 +122,20 @@ def rows_that_sample(chunks: list[Chunk]) -> tuple[list[Sequence], dict[int, tup
 def sampled_tokens(step: Step, outputs: SamplerOutputs) -> list[Sampled]:
     """Match a step's outputs, which are on the host, with the sequences that it sampled for.
 
-    What was sampled after a wrong guess is left out: the sequence goes on differently.
+    What was sampled after a wrong guess is left out: the sequence goes on differently. `GuessedRows.right` is
+    the same rule on the device.
     """
     tokens, finite, allowed = outputs.status.tolist()
     logprobs = _logprobs(step.sampling, tokens, outputs)
     results = []
     right = True
     for row, sequence in enumerate(step.sampling):
-        if row in step.followed:
-            right = right and tokens[row - 1] == step.followed[row][1]
-            if not right:
-                continue
-        right = True
+        # A row that allows nothing had no mask, or fails again as the next step's first row.
+        right = row not in step.followed or (
+            right and bool(allowed[row]) and tokens[row - 1] == step.followed[row][1]
+        )
+        if not right:
+            continue
         fault = step.mask_faults.get(sequence.request.request_id)
         if fault is not None:
             results.append(Sampled(sequence, fault=fault, invalid=not finite[row]))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triton_models.engine.sampling import SamplingParams, TokenMask
+from triton_models.engine.sampling import AheadMask, SamplingParams
 from triton_models.engine.sequence import Request
 from triton_models.errors import (
     InvalidRequestError,
@@ -75,8 +75,8 @@ def engine_requests(
     prompt = tuple(prompt_ids)
     least = _least(generation, max_tokens)
 
-    def mask(generated: Sequence[int]) -> TokenMask | None:
-        held: TokenMask | None = None if grammar is None else grammar.mask()
+    def mask(generated: Sequence[int]) -> AheadMask | None:
+        held: AheadMask | None = None if grammar is None else grammar.mask()
         if limits is not None:
             held = limits.mask(held, stop_ids=stop_ids, min_tokens=least)
         if held is not None:
@@ -219,7 +219,7 @@ class TokenLimits:
         """Return a row with a bit for each of `flags`, [vocabulary] of 0 or 1."""
         return np.packbits(np.pad(flags, (0, -len(flags) % _WORD_BITS)), bitorder="little").view(np.uint32)
 
-    def mask(self, grammar: TokenMask | None, *, stop_ids: Collection[int], min_tokens: int) -> "LimitedMask":
+    def mask(self, grammar: AheadMask | None, *, stop_ids: Collection[int], min_tokens: int) -> "LimitedMask":
         """Return the mask of one choice.
 
         Args:
@@ -234,7 +234,7 @@ class LimitedMask:
     """The tokens with which one answer may continue, by `limits` and by its grammar, if it has one."""
 
     def __init__(
-        self, limits: TokenLimits, grammar: TokenMask | None, stop_bits: Bits, min_tokens: int
+        self, limits: TokenLimits, grammar: AheadMask | None, stop_bits: Bits, min_tokens: int
     ) -> None:
         self._limits = limits
         self._grammar = grammar
@@ -249,15 +249,11 @@ class LimitedMask:
         Raises:
             TokenMaskError: there are none, or the grammar has a fault.
         """
-        row: Bits = words.numpy().view(np.uint32)
         if self._grammar is None:
-            row[:] = self._limits.allowed
+            words.fill_(-1)
         else:
             self._grammar.fill(words)
-            row &= self._limits.allowed
-        for ids in self._limits.ends.get(self._last[-1], ()) if self._last else ():
-            if list(self._last)[1 - len(ids) :] == list(ids[:-1]):
-                row[ids[-1] // _WORD_BITS] &= _ALL ^ (1 << ids[-1] % _WORD_BITS)
+        row = self._limit(words, ())
         early = self._tokens < self._min_tokens  # the engine then removes the stop ids
         if not (row & ~self._stop_bits if early else row).any():
             raise TokenMaskError("allowed_token_ids and bad_words leave no token with which it can go on")
@@ -272,3 +268,31 @@ class LimitedMask:
         self._last.append(token_id)
         if self._grammar is not None:
             self._grammar.accept(token_id)
+
+    def forced(self) -> Sequence[int]:
+        """Return the next tokens by the grammar, where it forces any."""
+        return () if self._grammar is None else self._grammar.forced()
+
+    def takes(self, tokens: Sequence[int]) -> int:
+        """Return how many of `tokens` the grammar takes; among them may be some that the limits remove."""
+        return len(tokens) if self._grammar is None else self._grammar.takes(tokens)
+
+    def fill_ahead(self, tokens: Sequence[int], rows: Sequence[Tensor]) -> None:
+        """Do what `fill` does for each of `rows`, each after one more of `tokens`."""
+        if self._grammar is None:
+            for words in rows:
+                words.fill_(-1)
+        else:
+            self._grammar.fill_ahead(tokens, rows)
+        for at, words in enumerate(rows, 1):
+            self._limit(words, tokens[:at])
+
+    def _limit(self, words: Tensor, ahead: Sequence[int]) -> Bits:
+        """Remove what the limits do not allow after the answer and the tokens `ahead`; return the row."""
+        row: Bits = words.numpy().view(np.uint32)
+        row &= self._limits.allowed
+        last = [*self._last, *ahead]
+        for ids in self._limits.ends.get(last[-1], ()) if last else ():
+            if last[1 - len(ids) :] == list(ids[:-1]):
+                row[ids[-1] // _WORD_BITS] &= _ALL ^ (1 << ids[-1] % _WORD_BITS)
+        return row

@@ -12,7 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from itertools import takewhile
 from typing import Final, Protocol, TypeVar
 
 import llguidance
@@ -23,7 +24,7 @@ from triton_models.errors import InvalidGrammarError, TokenMaskError, panics_are
 from triton_models.text.call_grammar import call_document, parts
 from triton_models.text.formats import ChatFormat
 from triton_models.text.grammar_text import about_grammar, about_mask, text_document
-from triton_models.text.tokenizers import Tokenizer
+from triton_models.text.tokenizers import Tokenizer, ids_within
 from wire.grammar import Grammar
 
 CACHED: Final = 64
@@ -31,6 +32,9 @@ CACHED: Final = 64
 
 CACHED_CHARACTERS: Final = 2_000_000
 """Most characters of all cached grammars. The largest were measured to take 200 bytes per character."""
+
+FORCED_BYTES: Final = 256
+"""Of a text that must come, so many bytes are split into tokens: more than a step's guesses."""
 
 LIMITS: Final = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -64,6 +68,8 @@ MiB would overflow, which ends the process. Memory is only used as deep as the r
 _LIBRARY = "llguidance"
 _NO_MASK = "the answer cannot go on by its grammar"
 _WORD_BITS = 32
+_SPECIAL_ID = b"\xff"
+"""What llguidance puts before a special id among bytes."""
 _TOO_FEW_CPUS = 2
 
 T = TypeVar("T")
@@ -89,13 +95,17 @@ class CompiledGrammar:
     Attributes:
         matcher: the parser at the beginning of an answer.
         allowed: the bits of the ids that may be part of any answer.
+        encode: splits a part of an answer into ids, as a model most likely does.
         tokens: number of tokens of all answers; it does no harm if threads occasionally count two as one.
         failed: whether it is used for no further answer: the fault may be in the shared state.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher, allowed: NDArray[np.int32]) -> None:
+    def __init__(
+        self, matcher: llguidance.LLMatcher, allowed: NDArray[np.int32], encode: Callable[[str], list[int]]
+    ) -> None:
         self.matcher = matcher
         self.allowed = allowed
+        self.encode = encode
         self.tokens = 0
         self.failed = False
 
@@ -108,6 +118,11 @@ class CompiledGrammar:
         """Return the mask for a new answer; thread-safe."""
         with panics_are_errors(_LIBRARY), self.noting_failure():
             return GrammarMask(self)
+
+    def may_hold(self, token_id: int) -> bool:
+        """Whether the id may be part of any answer."""
+        word, bit = divmod(token_id, _WORD_BITS)
+        return word < len(self.allowed) and bool(self.allowed[word] >> bit & 1)
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
@@ -123,11 +138,18 @@ class CompiledGrammar:
 
 
 class GrammarMask:
-    """The tokens with which one answer may continue. Used by one thread at a time."""
+    """The tokens with which one answer may continue. Used by one thread at a time.
+
+    What looks ahead is a second parser, told the same tokens: whatever a guess does to it, as reaching a
+    limit, the answer goes on as without guesses. (Copies of the first would take longer the longer the answer
+    is.) Once it has failed, it forces nothing and takes no token.
+    """
 
     def __init__(self, grammar: CompiledGrammar) -> None:
         self.grammar = grammar
         self.matcher = grammar.matcher.deep_copy()
+        self._scout: llguidance.LLMatcher | None = None
+        """Made when it is first needed."""
 
     def fill(self, words: Words) -> None:
         """Write to `words` a set bit for each token that may come next, and clear the others.
@@ -177,6 +199,50 @@ class GrammarMask:
             self.grammar.tokens += 1
             if not self.matcher.consume_token(token_id):
                 raise self.error("the answer has left its grammar")
+            if self._scout is not None:
+                self._scout.consume_token(token_id)
+
+    @property
+    def scout(self) -> llguidance.LLMatcher:
+        """The parser that looks ahead."""
+        if self._scout is None:
+            self._scout = self.matcher.deep_copy()
+        return self._scout
+
+    def forced(self) -> Sequence[int]:
+        """Return the next tokens, as the tokenizer splits the text that must come, but for the last.
+
+        llguidance's own forcing is off (`grammar_text`), and stays so: these are guesses, which a model that
+        splits the text differently does not follow.
+        """
+        with self.grammar.noting_failure():
+            text, *_ = self.scout.compute_ff_bytes()[:FORCED_BYTES].split(_SPECIAL_ID)
+        # One byte is one token at most.
+        return self.grammar.encode(text.decode("utf-8", "ignore"))[:-1] if len(text) > 1 else ()
+
+    def takes(self, tokens: Sequence[int]) -> int:
+        """Return how many of `tokens` may come next, one after the other."""
+        # llguidance would fail on an id that it does not know.
+        known = list(takewhile(self.grammar.may_hold, tokens))
+        with self.grammar.noting_failure():
+            return self.scout.validate_tokens(known)
+
+    def fill_ahead(self, tokens: Sequence[int], rows: Sequence[Words]) -> None:
+        """Do what `fill` does for each of `rows`, each after one more of `tokens`; leave those that fail."""
+        scout, told = self.scout, 0
+        with self.grammar.noting_failure():
+            for token_id, row in zip(tokens, rows, strict=True):
+                # A wrong guess makes states of the lexer, too.
+                self.grammar.tokens += 1
+                if not scout.consume_token(token_id):
+                    break
+                told += 1
+                words = np.zeros_like(self.grammar.allowed)
+                scout.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+                if scout.is_error():
+                    break
+                row.numpy()[: len(words)] = words & self.grammar.allowed
+            scout.rollback(told)
 
     def error(self, what: str) -> TokenMaskError:
         """Return `what` with its reason, as an error after which the grammar is used for no new answer."""
@@ -204,6 +270,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, chat_format: ChatFormat) -> None:
         """Prepare llguidance's form of the vocabulary, which takes tenths of a second."""
         self._format = chat_format
+        self._text_tokenizer = tokenizer
         self._pieces = _Pieces(tokenizer)
         self._tokenizer = llguidance.LLTokenizer(self._pieces, eos_token=sorted(chat_format.stop_ids))
         self._allowed = np.zeros(-(-tokenizer.size // _WORD_BITS) * _WORD_BITS, dtype=np.uint8)
@@ -294,7 +361,8 @@ class Grammars:
         matcher = llguidance.LLMatcher(self._tokenizer, document.text(), limits=LIMITS, log_level=0)
         if matcher.is_error():
             raise InvalidGrammarError(about_grammar(matcher.get_error(), document))
-        compiled = CompiledGrammar(matcher, np.packbits(allowed, bitorder="little").view(np.int32))
+        words = np.packbits(allowed, bitorder="little").view(np.int32)
+        compiled = CompiledGrammar(matcher, words, partial(ids_within, self._text_tokenizer))
         # This compiles now what llguidance compiles on first use, and checks that an answer can begin.
         for opening in document.openings:
             try:

@@ -288,16 +288,22 @@ def bad_word_ids(tokenizer: Tokenizer, words: Iterable[str]) -> list[tuple[int, 
     Raises:
         TextError: a word contains lone surrogates.
     """
-    before = tokenizer.encode(_BREAK)
     found: dict[tuple[int, ...], None] = {}
     for each in words:
         word = each.lstrip() or each
-        within = tokenizer.encode(_BREAK + word)
-        ways = [tokenizer.encode(word), tokenizer.encode(" " + word)]
-        if within[: len(before)] == before:
-            ways.append(within[len(before) :])
+        ways = [tokenizer.encode(word), tokenizer.encode(" " + word), ids_within(tokenizer, word)]
         found |= dict.fromkeys(tuple(ids) for ids in ways if ids)
     return list(found)
+
+
+def ids_within(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids that `tokenizer` makes of `text` within a longer one; none if they cannot be told.
+
+    Raises:
+        TextError: `text` contains lone surrogates.
+    """
+    before, ids = tokenizer.encode(_BREAK), tokenizer.encode(_BREAK + text)
+    return ids[len(before) :] if ids[: len(before)] == before else []
 
 
 def _utf8(text: str) -> bytes:

@@ -1,24 +1,31 @@
 """Guesses at the next tokens: fewer steps, the same answers."""
 
-import random
+import json
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.triton_models.engine.fake_model import GREEDY, VOCABULARY, FakeModel, ids, logits_of, request, run
-from tests.triton_models.engine.wild_mix import EvenTokens
+from tests.triton_models.engine.fake_model import GREEDY, FakeModel, ids, logits_of, request, run
+from tests.triton_models.engine.guessed_mix import (
+    CYCLE,
+    END,
+    GRAMMARS,
+    KINDS,
+    TOKENIZER,
+    some_requests,
+)
 from triton_models.engine.backend import PLAIN, Backend
 from triton_models.engine.drafts import Drafter, DraftLimits
 from triton_models.engine.engine import Engine, StepStats
 from triton_models.engine.models import Operations
 from triton_models.engine.sampling import SamplingParams
-from triton_models.engine.sequence import Request, TokenOutput
+from triton_models.engine.sequence import FinishReason, TokenOutput
 from triton_models.engine.settings import EngineSettings
+from wire.grammar import Grammar
 
-CYCLE = 9
 OVERLAPPED = replace(PLAIN, overlap=True, drafts=DraftLimits(rows=256, worth=0.3))
 SETTINGS = EngineSettings(
     max_running=6, max_waiting=500, max_batched_tokens=40, block_size=4, kv_blocks=100, draft_tokens=8
@@ -31,7 +38,7 @@ COPYING = SamplingParams(temperature=0.0)
 class Copier(FakeModel):
     """Likes to count up in a cycle, and sometimes does something else: how often depends on all tokens."""
 
-    def __init__(self, *, liking: float = 7.0) -> None:
+    def __init__(self, *, liking: float = 9.0) -> None:
         super().__init__()
         self._liking = liking
 
@@ -44,32 +51,59 @@ class Copier(FakeModel):
         return logits
 
 
+class Writer(FakeModel):
+    """Writes an answer after a prompt of one token."""
+
+    def __init__(self, answer: Sequence[int]) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def forward(self, tokens: Tensor, operations: Operations) -> Tensor:
+        return torch.cat([super().forward(tokens, operations), operations.positions[:, None]], dim=1)
+
+    def logits(self, hidden: Tensor, operations: Operations) -> Tensor:
+        logits = logits_of(hidden[:, 0])
+        for row, position in enumerate(hidden[:, 1].long().tolist()):
+            logits[row, self._answer[min(position, len(self._answer) - 1)]] += 1000.0
+        return logits
+
+
+class Known:
+    """A mask that allows one text, and says so; its calls named `failing` raise."""
+
+    def __init__(self, text: Sequence[int], *, failing: str = "") -> None:
+        self.text = text
+        self.failing = failing
+        self.told = 0
+
+    def fill(self, words: Tensor) -> None:
+        words[self.text[self.told] // 32] |= 1 << self.text[self.told] % 32
+
+    def accept(self, token_id: int) -> None:
+        assert token_id == self.text[self.told]
+        self.told += 1
+
+    def forced(self) -> Sequence[int]:
+        self._fail("forced")
+        return self.text[self.told :]
+
+    def takes(self, tokens: Sequence[int]) -> int:
+        self._fail("takes")
+        left = self.text[self.told :]
+        return next((at for at, each in enumerate(tokens) if [each] != left[at : at + 1]), len(tokens))
+
+    def fill_ahead(self, tokens: Sequence[int], rows: Sequence[Tensor]) -> None:
+        for at, row in enumerate(rows, self.told + 1):
+            row[self.text[at] // 32] |= 1 << self.text[at] % 32
+            self._fail("fill_ahead")
+
+    def _fail(self, name: str) -> None:
+        if name == self.failing:
+            raise ZeroDivisionError
+
+
 def engine(model: FakeModel, backend: Backend = PLAIN, **changes: int) -> Engine:
     return Engine(model, replace(SETTINGS, **changes), backend=backend)
-
-
-def some_requests(count: int) -> list[Request]:
-    dice = random.Random(3)
-    made = []
-    for number in range(count):
-        kinds: dict[str, Any] = {
-            "temperature": dice.choice((0.0, 0.7, 1.3)),
-            "top_p": dice.choice((1.0, 1.0, 0.8)),
-            "top_k": dice.choice((0, 0, 5)),
-            "logprobs": dice.choice((None, None, 2)),
-            "min_tokens": dice.choice((0, 0, 1, 1)),
-            "presence_penalty": dice.choice((0.0, 0.0, 0.0, 0.5)),
-            "logit_bias": dice.choice(({}, {}, {4: 3.0, 5: -100.0})),
-            "mask": dice.choice((None, None, None, EvenTokens())),
-            "stop_token_ids": frozenset(dice.sample(range(VOCABULARY - 1), dice.choice((0, 0, 3)))),
-            "max_tokens": dice.choice((1, 2, 9, 40, 60)),
-        }
-        if kinds["min_tokens"]:
-            kinds["min_tokens"] = dice.choice((1, kinds["max_tokens"]))
-        prompt = [dice.randrange(CYCLE) for _ in range(dice.choice((1, 3, 20)))]
-        asked = request(str(number), prompt, SamplingParams(seed=number, **kinds))
-        made.append(replace(asked, prompt_logprobs=dice.choice((None, None, None, 1))))
-    return made
 
 
 def test_what_followed_the_newest_tokens_before_is_guessed() -> None:
@@ -84,6 +118,33 @@ def test_bytes_that_are_no_token_are_passed_over() -> None:
     # The bytes of 1, 1, 1, shifted by one, stand within those of 256 and its like.
     assert Drafter().draft([7, 1, 1, 1, 8, 256, 256, 256, 256, 1, 1, 1], 2) == (8, 256)
     assert Drafter().draft([256, 256, 256, 256, 5, 1, 1, 1], 2) == ()
+
+
+def test_nothing_is_guessed_that_ends_the_answer_or_follows_its_end() -> None:
+    known = [1, 2, 3, 4, 9, 5, 0, 1, 2, 3]
+    assert Drafter().draft(known, 8) == (4, 9)
+    assert Drafter(stop_ids=frozenset({9})).draft(known, 8) == (4,)
+    assert Drafter(stop_ids=frozenset({4})).draft(known, 8) == ()
+
+
+def test_a_text_that_must_come_is_guessed_whole_and_copies_as_far_as_the_mask_takes_them() -> None:
+    known = [1, 2, 3, 4, 9, 5, 0, 1, 2, 3]
+    drafter = Drafter(Known([7, 8, 7, 8, 6]))
+    assert drafter.draft(known, 3) == (7, 8, 7)
+    assert drafter.draft(known, 8) == (7, 8, 7, 8, 6)
+    drafter.learn(5, 1, len(known))
+    assert drafter.draft(known, 8) == (7, 8)
+    drafter.learn(2, 0, len(known))
+    assert drafter.draft(known, 8) == ()  # the mask does not take 4
+    assert Drafter(Known([4, 8, 6])).draft(known, 8) == (4, 8, 6)
+    assert Drafter(Known([4])).draft(known, 8) == (4,)
+
+
+def test_of_a_text_that_must_follow_the_first_token_may_be_in_flight() -> None:
+    drafter = Drafter(Known([7, 8, 6]))
+    assert drafter.expects([1], flying=True) == 2
+    assert not Drafter(Known([7])).expects([1], flying=True)
+    assert drafter.draft([1, 7], 8) == (7, 8, 6)
 
 
 def test_guesses_that_are_right_become_more_and_wrong_ones_pause() -> None:
@@ -106,24 +167,40 @@ def test_guesses_that_are_right_become_more_and_wrong_ones_pause() -> None:
     ]
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", [PLAIN, OVERLAPPED], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("blocks", [100, 34], ids=["room", "preemptions"])
-def test_every_answer_is_the_one_without_guesses(backend: Backend, blocks: int) -> None:
-    plain, drafted = (answers(backend, draft_tokens, blocks) for draft_tokens in (0, 8))
+def test_every_answer_is_the_one_without_guesses(backend: Backend, blocks: int, kind: str) -> None:
+    """500 requests in all."""
+    plain, _ = answers(backend, 0, blocks, kind)
+    drafted, right = answers(backend, 8, blocks, kind)
     assert drafted.keys() == plain.keys()
     for key, outputs in plain.items():
         assert ids(drafted[key]) == ids(outputs)
         assert drafted[key][-1].finish_reason == outputs[-1].finish_reason
+        assert drafted[key][-1].error == outputs[-1].error
+        assert outputs[-1].error != "the request's token mask failed"
         assert numbers(drafted[key]) == pytest.approx(numbers(outputs), abs=1e-4)
+    assert right > 10
 
 
-def answers(backend: Backend, draft_tokens: int, blocks: int) -> dict[str, list[TokenOutput]]:
+def answers(
+    backend: Backend, draft_tokens: int, blocks: int, kind: str
+) -> tuple[dict[str, list[TokenOutput]], int]:
+    """The outputs by request, and how many guesses were right."""
     made = engine(Copier(), backend, draft_tokens=draft_tokens, kv_blocks=blocks)
-    made.add(*some_requests(60))
-    outputs = run(made)
+    made.add(*some_requests(32, kind, seed=2 * blocks + backend.overlap))
+    outputs: dict[str, list[TokenOutput]] = {}
+    right = 0
+    while made.open_requests:
+        stats = made.step()
+        right += stats.right_guesses if stats else 0
+        for output in made.take_outputs():
+            outputs.setdefault(output.request_id, []).append(output)
     assert made.stats().kv_blocks_used == 0
+    assert made.stats().failed_steps == 0
     assert blocks == 100 or made.stats().preemptions
-    return outputs
+    return outputs, right
 
 
 def numbers(outputs: list[TokenOutput]) -> list[float]:
@@ -175,6 +252,52 @@ def test_a_wait_for_nothing_is_not_repeated_soon() -> None:
     assert not drafter.expects([*tokens, 9], waited=True)
     assert not drafter.expects([*tokens, 9, 1, 2, 3][:11], waited=False)  # the pause
     assert drafter.expects([*tokens, 9, 1, 2, 3], waited=False)
+
+
+@pytest.mark.parametrize("backend", [PLAIN, OVERLAPPED], ids=["plain", "overlapped"])
+def test_what_a_schema_forces_takes_no_steps(backend: Backend) -> None:
+    """Of each key, all tokens are known but the last, which may be one with what follows."""
+    keys = {"fuelcard": {"type": "integer"}, "strey": {"type": "boolean"}}
+    schema = {"properties": keys, "required": [*keys], "additionalProperties": False}
+    grammar = GRAMMARS.compile(Grammar("json_schema", json.dumps(schema)))
+    text = [*TOKENIZER.encode('{"fuelcard":12, "strey":true}'), END]
+    forced = len("fuelcard") + len(("str", "e", "y"))
+    taken = {}
+    for draft_tokens in (0, 8):
+        made = engine(Writer(text), backend, draft_tokens=draft_tokens)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=60, mask=grammar.mask(), stop_token_ids=frozenset({END})
+        )
+        made.add(request("a", [0], params))
+        stats: list[StepStats] = []
+        while made.open_requests:
+            step = made.step()
+            stats += [step] if step else []
+        assert ids(made.take_outputs()) == text
+        assert 1 + sum(each.decode_tokens for each in stats) == len(text)
+        assert sum(each.right_guesses for each in stats) == len(text) - len(stats)
+        taken[draft_tokens] = len(stats)
+    assert taken[0] == len(text)
+    # With overlap, the first of each key is in flight before it can be guessed.
+    assert taken[8] <= len(text) - forced + (2 if backend.overlap else 0)
+
+
+@pytest.mark.parametrize("backend", [PLAIN, OVERLAPPED], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("failing", ["", "forced", "takes", "fill_ahead"])
+def test_a_mask_that_fails_while_it_looks_ahead_costs_guesses_and_no_answer(
+    failing: str, backend: Backend, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = [each % 11 for each in range(40)]
+    made = engine(FakeModel(), backend)
+    made.add(request("a", [0], SamplingParams(max_tokens=40, mask=Known(text, failing=failing))))
+    steps = 0
+    with caplog.at_level("CRITICAL"):
+        while made.open_requests:
+            steps += made.step() is not None
+    outputs = made.take_outputs()
+    assert ids(outputs) == text
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    assert (steps == 40) is bool(failing)
 
 
 def test_what_never_repeats_takes_no_rows_more() -> None:

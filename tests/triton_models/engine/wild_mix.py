@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -22,6 +23,17 @@ class EvenTokens:
 
     def accept(self, token_id: int) -> None:
         assert token_id % 2 == 0
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+    def takes(self, tokens: Sequence[int]) -> int:
+        return next((at for at, token_id in enumerate(tokens) if token_id % 2), len(tokens))
+
+    def fill_ahead(self, tokens: Sequence[int], rows: Sequence[Tensor]) -> None:
+        assert self.takes(tokens) == len(tokens) == len(rows)
+        for row in rows:
+            self.fill(row)
 
 
 @dataclass

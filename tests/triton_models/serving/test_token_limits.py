@@ -1,5 +1,6 @@
 """`allowed_token_ids`, `bad_words` and `truncate_prompt_tokens`, from the request to its responses."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,17 @@ class Only:
 
     def accept(self, token_id: int) -> None:
         self.accepted.append(token_id)
+
+    def forced(self) -> Sequence[int]:
+        return self.ids if len(self.ids) == 1 else ()
+
+    def takes(self, tokens: Sequence[int]) -> int:
+        return next((at for at, token_id in enumerate(tokens) if token_id not in self.ids), len(tokens))
+
+    def fill_ahead(self, tokens: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        assert self.takes(tokens) == len(tokens)
+        for row in rows:
+            self.fill(row)
 
 
 def allowed(mask: Any, vocabulary: int = 70) -> list[int]:
