@@ -20,7 +20,7 @@ import torch
 
 from bench.gpu import servers
 from bench.gpu.comparison import ComparedRow, Comparison, Plan, compared
-from bench.gpu.engine_steps import StepRow, measure_steps
+from bench.gpu.engine_steps import SAMPLINGS, StepRow, measure_steps
 from bench.usual import Measured, UsualRow, measure_shape
 from bench.usual import Plan as UsualPlan
 from gateway.commands.bench import Numbers
@@ -65,6 +65,15 @@ _DEFAULT = "other,ours,engine"
     "--masked", type=Numbers(), default="0", show_default=True, help="of these, how many have a token mask"
 )
 @click.option(
+    "--sampling",
+    "samplings",
+    multiple=True,
+    type=click.Choice([*SAMPLINGS]),
+    default=("plain",),
+    show_default=True,
+    help="of the engine alone; repeated: with each",
+)
+@click.option(
     "--usual-clients", type=Numbers(), default="4,32", show_default=True, help="and sizes of padded batches"
 )
 @click.option("--usual-s", default=8.0, show_default=True, help="seconds of each of them: no batch after")
@@ -95,6 +104,7 @@ def main(
     batches: tuple[float, ...],
     quantization: tuple[str, ...],
     masked: tuple[float, ...],
+    samplings: tuple[str, ...],
     usual_clients: tuple[float, ...],
     usual_s: float,
     processes: int,
@@ -142,7 +152,13 @@ def main(
         for each in quantization:
             form = None if each == "none" else each
             measured = measure_steps(
-                checkpoint, sizes, device=device, dtype=dtype, masked=some, quantization=form
+                checkpoint,
+                sizes,
+                device=device,
+                dtype=dtype,
+                masked=some,
+                quantization=form,
+                samplings=samplings,
             )
             steps += _steps_in_time(comparison, plan, measured)
     usual_rows: list[UsualRow] = []

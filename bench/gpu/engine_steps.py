@@ -5,8 +5,9 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -19,6 +20,13 @@ from triton_models.engine.engine import Engine
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request
 from triton_models.engine.settings import EngineSettings
+
+SAMPLINGS: dict[str, dict[str, float]] = {
+    "plain": {},
+    "top_p": {"temperature": 0.8, "top_p": 0.8},
+    "penalties": {"top_k": 50, "repetition_penalty": 1.1, "presence_penalty": 0.2},
+}
+"""Sampling parameters beside the temperature, by name."""
 
 _STEPS = 64
 _MAX_BATCHED_TOKENS = 1024
@@ -33,6 +41,8 @@ class StepRow:
     batch: int
     masked: int
     """Sequences of the batch that have a token mask."""
+    sampling: str
+    """One of `SAMPLINGS`."""
     context: int
     step_ms_p50: float
     step_ms_p99: float
@@ -61,10 +71,12 @@ def measure_steps(
     context: int = 512,
     masked: tuple[int, ...] = (0,),
     quantization: str | None = None,
+    samplings: tuple[str, ...] = ("plain",),
 ) -> Iterator[StepRow]:
     """Measure a model of the checkpoint's shape with random weights at each batch size.
 
-    Each is measured with every number of `masked` sequences among them that is not larger.
+    Each is measured with every number of `masked` sequences among them that is not larger, and with each of
+    `samplings`.
     """
     model = random_model(
         read_config(checkpoint),
@@ -84,24 +96,27 @@ def measure_steps(
     prompt = context - _STEPS // 2
     ask = partial(_requests, vocabulary=model.vocab_size, prompt=prompt)
     _prefill(engine, ask("not counted", batch=1, masked=0, steps=4))
-    for batch in batches:
-        for some in masked:
-            if some <= batch:
-                requests = partial(ask, f"{batch}, {some} masked", batch=batch, masked=some)
-                # The prompts are in the prefix cache afterwards. So the sequences begin to decode nearly
-                # together, and are still all there when the last one does.
-                prefill_s = _prefill(engine, requests(steps=4))
-                decodes = _decode(engine, requests(steps=_STEPS))
-                yield _row(quantization or dtype, (batch, some, context), prefill_s, decodes)
+    for batch, some, sampling in product(batches, masked, samplings):
+        if some <= batch:
+            name = f"{batch}, {some} masked, {sampling}"
+            requests = partial(ask, name, batch=batch, masked=some, sampling=sampling)
+            # The prompts are in the prefix cache afterwards. So the sequences begin to decode nearly
+            # together, and are still all there when the last one does.
+            prefill_s = _prefill(engine, requests(steps=4))
+            decodes = _decode(engine, requests(steps=_STEPS))
+            yield _row((quantization or dtype, sampling), (batch, some, context), prefill_s, decodes)
 
 
-def _row(weights: str, sizes: tuple[int, int, int], prefill_s: float, steps_s: list[float]) -> StepRow:
-    batch, masked, context = sizes
+def _row(
+    names: tuple[str, str], sizes: tuple[int, int, int], prefill_s: float, steps_s: list[float]
+) -> StepRow:
+    (weights, sampling), (batch, masked, context) = names, sizes
     milliseconds = [1000 * each for each in steps_s]
     return StepRow(
         weights=weights,
         batch=batch,
         masked=masked,
+        sampling=sampling,
         context=context,
         step_ms_p50=statistics.median(milliseconds),
         step_ms_p99=percentile(milliseconds, 99),
@@ -111,7 +126,7 @@ def _row(weights: str, sizes: tuple[int, int, int], prefill_s: float, steps_s: l
 
 
 def _requests(
-    name: str, *, vocabulary: int, batch: int, masked: int, prompt: int, steps: int
+    name: str, *, vocabulary: int, batch: int, masked: int, prompt: int, steps: int, sampling: str = "plain"
 ) -> list[Request]:
     """Return `batch` requests; the same name gives the same prompts."""
     dice = random.Random(name)  # noqa: S311 - prompts are no secret
@@ -119,11 +134,10 @@ def _requests(
         Request(
             request_id=str(number),
             prompt_ids=tuple(dice.choices(range(vocabulary), k=prompt)),
-            sampling=SamplingParams(
-                temperature=1.0,
-                seed=number,
-                max_tokens=steps,
+            sampling=replace(
+                SamplingParams(temperature=1.0, seed=number, max_tokens=steps),
                 mask=_Everything() if number < masked else None,
+                **SAMPLINGS[sampling],  # type: ignore[arg-type] - numbers for those that take numbers
             ),
         )
         for number in range(batch)

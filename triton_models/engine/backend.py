@@ -95,12 +95,13 @@ def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
 def cuda_backend(dtype: torch.dtype) -> Backend:
     """Return the backend for a GPU: our own kernels, captured steps, host and device working in parallel."""
     # These need the package triton, which not every build of torch installs, and nobody needs without a GPU.
+    from triton_models.engine.kernels.penalties import penalise  # noqa: PLC0415
     from triton_models.engine.kernels.sampling import choose  # noqa: PLC0415
     from triton_models.engine.ops_cuda import CudaOperations  # noqa: PLC0415
 
     return Backend(
         operations=CudaOperations,
-        sample=lambda logits, inputs: sample(logits, inputs, choose),
+        sample=lambda logits, inputs: sample(logits, inputs, choose, penalise),
         clears_blocks=False,
         graphs=True,
         overlap=True,

@@ -65,6 +65,11 @@ class SamplerInputs:
         """Whether any row's logits are changed before a token is chosen."""
         return any(each is not None for each in (self.penalties, self.bias, self.banned, self.masks))
 
+    @property
+    def removes(self) -> bool:
+        """Whether tokens are removed from any row."""
+        return self.banned is not None or self.masks is not None
+
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutputs:
@@ -212,13 +217,23 @@ def choose(logits: Tensor, inputs: SamplerInputs) -> Tensor:
     return torch.from_numpy(status).to(logits.device)
 
 
-def sample(logits: Tensor, inputs: SamplerInputs, choose: Chooser = choose) -> SamplerOutputs:
+Penaliser = Callable[[PenalisedRows, Tensor], None]
+"""Applies penalties to [S, vocab] float32 logits in place."""
+
+
+def sample(
+    logits: Tensor,
+    inputs: SamplerInputs,
+    choose: Chooser = choose,
+    penalise: Penaliser = PenalisedRows.apply,
+) -> SamplerOutputs:
     """Choose a token per row.
 
     Args:
         logits: [S, vocab] of any float dtype; may be changed in place.
         inputs: the rows' rules.
         choose: the last stage, of which a device may have a faster implementation.
+        penalise: the same of the penalties.
 
     Returns:
         What was chosen. If a row's logits are not finite, or no token is allowed, its token is meaningless.
@@ -228,10 +243,12 @@ def sample(logits: Tensor, inputs: SamplerInputs, choose: Chooser = choose) -> S
     raw = None if reported is None else logits[reported].float().log_softmax(dim=-1)
     if inputs.constrained:
         logits = logits.float()
-        finite = torch.isfinite(logits).all(dim=-1)
-        _apply_constraints(logits, inputs)
+        # Removed tokens have logits of -inf on purpose; nothing else makes a finite logit infinite.
+        finite = torch.isfinite(logits).all(dim=-1) if inputs.removes else None
+        _apply_constraints(logits, inputs, penalise)
         status = choose(logits, inputs)
-        status[1] = finite  # Removed tokens have logits of -inf on purpose.
+        if finite is not None:
+            status[1] = finite
     else:
         status = choose(logits, inputs)
     if raw is None:
@@ -241,10 +258,10 @@ def sample(logits: Tensor, inputs: SamplerInputs, choose: Chooser = choose) -> S
     return SamplerOutputs(status, torch.cat([sampled, top], dim=1), top_ids)
 
 
-def _apply_constraints(logits: Tensor, inputs: SamplerInputs) -> None:
+def _apply_constraints(logits: Tensor, inputs: SamplerInputs, penalise: Penaliser) -> None:
     """Apply penalties, add biases, and remove tokens that are banned or not allowed, in place."""
     if inputs.penalties is not None:
-        inputs.penalties.apply(logits)
+        penalise(inputs.penalties, logits)
     if inputs.bias is not None:
         rows, ids, values = inputs.bias
         logits.index_put_((rows, ids), values.float(), accumulate=True)

@@ -23,6 +23,16 @@ def test_masked_sequences_are_counted_apart(tmp_path: Path) -> None:
     assert [(row.batch, row.masked) for row in rows] == [(1, 0), (1, 1), (3, 0), (3, 1), (3, 2)]
 
 
+def test_every_way_to_sample_gives_a_row(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, replace(TINY, num_layers=1), torch.device("cpu"))
+    rows = list(
+        measure_steps(
+            tmp_path, (2,), device="cpu", dtype="float32", context=48, samplings=("plain", "penalties")
+        )
+    )
+    assert [(row.batch, row.sampling) for row in rows] == [(2, "plain"), (2, "penalties")]
+
+
 def test_no_prompt_of_the_rate_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step, computed = Engine.step, []
 
