@@ -198,7 +198,6 @@ OPTIONS: Final = (
         kind=int,
         help="Guesses at an answer's next tokens in one step, where it repeats what was written before.",
         default="8",
-        gpu=0,  # not measured on one yet
         least=0,
         most=64,
     ),

@@ -39,8 +39,14 @@ class DraftLimits:
     rows: int = 32
     """Rows of a step, of one token each, up to which guesses are made."""
     worth: float = 0.0
-    """Right guesses for each decoding sequence that are worth a wait for the tokens in flight. Meanwhile the
-    device idles; where nothing is in flight when a step is scheduled, there is nothing to wait for."""
+    """Right guesses for each decoding sequence that are worth a wait for the tokens in flight, where there is
+    one; meanwhile the device idles. Where a step is scheduled with none in flight, nothing is lost."""
+    worth_more: float = 0.0
+    """What each decoding sequence adds to that: the more there are, the longer the host takes."""
+
+    def worthwhile(self, right: float, sequences: int) -> bool:
+        """Whether to guess where so many guesses of so many decoding sequences should be right."""
+        return right > 0 and right >= sequences * (self.worth + self.worth_more * sequences)
 
 
 class _Trust:

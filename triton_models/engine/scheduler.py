@@ -19,6 +19,9 @@ _rank = attrgetter("rank")
 _REGAINED_IN = 32
 """Number of steps with decodes that earn one more step without them."""
 
+_FEW_ROWS = 32
+"""Rows that may sample in one step although `max_running`, for which memory was measured, is less."""
+
 _TOKENS_PER_END = 512
 """A step that pauses the decodes must finish at least one prompt per this many tokens: the first tokens of
 several requests are worth a pause, the middle of long prompts is not."""
@@ -287,7 +290,7 @@ class Scheduler:
         """Return how many guesses each of these may have in the next step; 0 where they are not worth it."""
         if not self._draft_tokens or not decoding:
             return 0
-        rows = min(self._drafts.rows, self._max_batched_tokens)
+        rows = min(self._drafts.rows, self._max_batched_tokens, max(self._max_running, _FEW_ROWS))
         most = min(self._draft_tokens, rows // len(decoding) - 1)
         if most < 1:
             return 0
@@ -296,7 +299,7 @@ class Scheduler:
             for each in decoding
             if each.drafter is not None
         )
-        return most if expected and expected >= self._drafts.worth * len(decoding) else 0
+        return most if self._drafts.worthwhile(expected, len(decoding)) else 0
 
     def _guess(self, sequence: Sequence, most: int, step: Step) -> tuple[int, ...]:
         """Guess up to `most` of a decoding sequence's next tokens; takes the blocks for them.

@@ -26,7 +26,7 @@ from triton_models.engine.sequence import FinishReason, TokenOutput
 from triton_models.engine.settings import EngineSettings
 from wire.grammar import Grammar
 
-OVERLAPPED = replace(PLAIN, overlap=True, drafts=DraftLimits(rows=256, worth=0.3))
+OVERLAPPED = replace(PLAIN, overlap=True, drafts=DraftLimits(rows=256, worth=0.3, worth_more=1 / 64))
 SETTINGS = EngineSettings(
     max_running=6, max_waiting=500, max_batched_tokens=40, block_size=4, kv_blocks=100, draft_tokens=8
 )
@@ -235,7 +235,7 @@ def test_sequences_that_copy_together_stay_together() -> None:
     made.add(*(request(str(each), range(CYCLE), replace(COPYING, max_tokens=60)) for each in range(6)))
     stats = steps_of(made)
     assert {each.batch_size for each in stats} == {6}
-    assert len(stats) < 60 // 4
+    assert len(stats) < 60 // 3
 
 
 def test_nobody_waits_for_the_guesses_of_one_in_six() -> None:

@@ -44,7 +44,8 @@ def test_the_logits_are_those_of_the_plain_operations(device: torch.device, *, g
     rows.apply(plain)
     penalise(rows, logits)
     assert not torch.equal(plain, random(device))
-    assert torch.equal(logits, plain)
+    # A GPU multiplies and subtracts in one step, rounding once.
+    torch.testing.assert_close(logits, plain, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
