@@ -212,6 +212,7 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
         flags["api_keys"] = [{"name": _UP_KEY_NAME, "key": api_key, "scopes": [*Scope]}]
     settings = _load(config, flags)
     chosen = {"log_level", "log_format"} & settings.model_fields_set
+    limited = "max_in_flight" in settings.model_fields_set
     quiet = {} if chosen else {"log_level": "warning", "log_format": "plain"}
     ports = {name: port for name, port in UP_PORTS.items() if name not in settings.model_fields_set}
     settings = settings.model_copy(update={"drain_s": min(settings.drain_s, UP_DRAIN_S), **quiet, **ports})
@@ -245,6 +246,7 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
                 "repository_key": SecretStr(ready.repository_key),
                 "models": models,
                 "warn_of_faults": False,  # it is private
+                **({} if limited else {"max_in_flight": settings.max_in_flight * len(addresses)}),
                 **dict.fromkeys(("upstream_ca", "upstream_cert", "upstream_key"), ()),
             }
             return run_gateway(

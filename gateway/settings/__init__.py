@@ -215,7 +215,8 @@ class Settings(BaseSettings):
     max_in_flight: int = Field(
         512,
         ge=1,
-        description="answers in progress at once; a request counts once for each of its choices; more wait",
+        description="answers in progress at once; a request counts once for each of its choices; more wait; "
+        "`up` has the default for each of its Tritons",
     )
     max_waiting: int = Field(512, ge=0, description="requests that may wait; more are refused with a 429")
     max_connections: int = Field(

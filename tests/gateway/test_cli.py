@@ -148,6 +148,9 @@ def test_one_gateway_serves_all_replicas(served: list[Any]) -> None:
     replicas, settings = served
     assert [replica.name for replica in replicas] == ["Replica 1 (cuda:0)", "Replica 2 (cuda:1)"]
     assert settings.upstreams == ("127.0.0.1:1", "127.0.0.1:2")
+    assert settings.max_in_flight == 2 * Settings.model_fields["max_in_flight"].default
+    assert run("up", "--port", "0", *KSERVE, "--replicas", "2", "--max-in-flight", "9")[0] == 0
+    assert served[-1].max_in_flight == 9
     status, text = run("up", "--device", "cuda:0,auto")
     assert (status, "auto stands alone" in text) == (2, True)
 
