@@ -17,8 +17,8 @@ from packaging.utils import NormalizedName, canonicalize_name
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 
-HOSTS = frozenset({"torch", "transformers"})
-"""Packages that the host has."""
+HOSTS = frozenset({"torch", "transformers", "huggingface-hub"})
+"""Packages that the host has; the last one in a version that suits its transformers."""
 BINARIES = frozenset({"nvidia-pytriton"})
 """Packages that are used without their Python dependencies."""
 TOOLS = ("aiohttp",)
