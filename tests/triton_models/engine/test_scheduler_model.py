@@ -209,7 +209,7 @@ class SchedulerModel(RuleBasedStateMachine):
         self.seen["large"] += tokens > BUDGET
         scheduled = [chunk.sequence for chunk in batch.chunks]
         assert len(set(scheduled)) == len(scheduled)
-        waiting = {each for each in decoding if each.in_flight and each.drafter._expecting}
+        waiting = {each for each in decoding if each.in_flight and each.drafter._expected}
         none_left = batch.decodes or batch.drafts or batch.preemptions or waiting.issuperset(decoding)
         stood_back = bool(batch.prefills and not none_left)
         self.in_a_row = self.in_a_row + 1 if stood_back else 0
