@@ -1,6 +1,5 @@
 import copy
 import json
-import random
 import re
 import threading
 from collections import deque
@@ -221,34 +220,7 @@ def test_masks_filled_at_once_are_those_filled_one_by_one(
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_mask_looks_ahead_as_it_goes_on_and_stays_where_it_is(walker: Walker, seed: int) -> None:
-    compiled = walker.grammars.compile(Grammar("json_schema", json.dumps(SCHEMAS["record"])))
-    ids = walker.walk("json_schema", json.dumps(SCHEMAS["record"]), seed=seed).ids
-    ahead, usual = compiled.mask(), compiled.mask()
-    wrong = [
-        walker.tokenizer.size + 10**6,
-        *{*walker.tokenizer.special_ids.values()} - walker.format.stop_ids,
-    ]
-    dice, at = random.Random(seed), 0
-    while at < len(ids):
-        forced = list(ahead.forced())
-        assert ahead.takes(forced) == len(forced)
-        some = ids[at : at + dice.randrange(1, 9)]
-        assert ahead.takes([*some, dice.choice(wrong), ids[0]]) == len(some)
-        for tokens in (forced, some):
-            copy = compiled.mask()
-            for token_id in ids[:at]:
-                copy.accept(token_id)
-            rows = [Words(walker.tokenizer.size) for _ in tokens]
-            ahead.fill_ahead(tokens, rows)
-            for token_id, row in zip(tokens, rows, strict=True):
-                copy.accept(token_id)
-                expected = Words(walker.tokenizer.size)
-                copy.fill(expected)
-                assert np.array_equal(row.row, expected.row)
-        assert walker.allowed(ahead) == walker.allowed(usual)
-        ahead.accept(ids[at])
-        usual.accept(ids[at])
-        at += 1
+    walker.look_ahead(Grammar("json_schema", json.dumps(SCHEMAS["record"])), seed=seed)
 
 
 def test_a_text_that_must_come_is_split_by_the_tokenizer_but_for_its_last_token(walker: Walker) -> None:
