@@ -196,7 +196,7 @@ OPTIONS: Final = (
     Option(
         name="draft_tokens",
         kind=int,
-        help="Guesses at an answer's next tokens in one step, where it repeats what was written before or follows a schema.",
+        help="Guesses at an answer's next tokens in one step, where it repeats text or obeys a schema.",
         default="8",
         gpu=0,  # not measured on one yet
         least=0,
