@@ -183,7 +183,7 @@ def main(context: click.Context) -> None:
 @click.option(
     "--draft-tokens",
     type=click.IntRange(0, 64),
-    help="guesses at an answer's next tokens in one step, where it repeats what was written before",
+    help="guesses at an answer's next tokens in one step, where it repeats text or obeys a schema",
 )
 @click.option(
     "--kv-memory-gib", type=click.FloatRange(0, min_open=True), help="memory of an engine's KV cache"

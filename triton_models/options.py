@@ -196,7 +196,7 @@ OPTIONS: Final = (
     Option(
         name="draft_tokens",
         kind=int,
-        help="Guesses at an answer's next tokens in one step, where it repeats what was written before.",
+        help="Guesses at an answer's next tokens in one step, where it repeats text or obeys a schema.",
         default="8",
         least=0,
         most=64,

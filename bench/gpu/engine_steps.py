@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request
 from triton_models.engine.settings import EngineSettings
 
-SAMPLINGS: dict[str, dict[str, float]] = {
+SAMPLINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "top_p": {"temperature": 0.8, "top_p": 0.8},
     "penalties": {"top_k": 50, "repetition_penalty": 1.1, "presence_penalty": 0.2},
@@ -137,7 +138,7 @@ def _requests(
             sampling=replace(
                 SamplingParams(temperature=1.0, seed=number, max_tokens=steps),
                 mask=_Everything() if number < masked else None,
-                **SAMPLINGS[sampling],  # type: ignore[arg-type] - numbers for those that take numbers
+                **SAMPLINGS[sampling],
             ),
         )
         for number in range(batch)

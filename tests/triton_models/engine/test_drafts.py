@@ -300,6 +300,23 @@ def test_a_mask_that_fails_while_it_looks_ahead_costs_guesses_and_no_answer(
     assert (steps == 40) is bool(failing)
 
 
+@pytest.mark.parametrize("backend", [PLAIN, OVERLAPPED], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_where_nothing_is_guessed_every_step_is_as_without_guesses(backend: Backend, masked: bool) -> None:
+    computed = []
+    for draft_tokens in (0, 8):
+        model = Writer([3 * each % 59 for each in range(59)])  # no token comes twice
+        made = engine(model, backend, draft_tokens=draft_tokens)
+        grammar = GRAMMARS.compile(Grammar("regex", "(.|\n)*"))
+        for number in range(6):
+            mask = grammar.mask() if masked else None
+            params = SamplingParams(seed=number, max_tokens=40 + number, mask=mask)
+            made.add(request(str(number), [number], params))
+        run(made)
+        computed.append(model.steps)
+    assert computed[0] == computed[1]
+
+
 def test_what_never_repeats_takes_no_rows_more() -> None:
     model = FakeModel()
     made = engine(model)

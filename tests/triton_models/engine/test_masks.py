@@ -1,5 +1,5 @@
 import logging
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -116,7 +116,7 @@ def allowed(words: torch.Tensor) -> list[list[int]]:
 
 
 def test_masks_of_one_kind_are_filled_in_one_call() -> None:
-    words, faults = fill_masks(masked(60), 60)
+    words, faults = fill_masks(masked(60), {}, 60)
     assert words.shape == (60, 2)
     assert allowed(words) == [[number] for number in range(60)]
     assert Together.calls == [60]
@@ -124,21 +124,61 @@ def test_masks_of_one_kind_are_filled_in_one_call() -> None:
 
 
 def test_one_mask_needs_no_call_for_many() -> None:
-    words, _ = fill_masks(masked(1), 60)
+    words, _ = fill_masks(masked(1), {}, 60)
     assert allowed(words) == [[0]]
     assert not Together.calls
 
 
 def test_without_masks_there_is_nothing() -> None:
-    assert fill_masks([], 60) == (None, {})
+    assert fill_masks([], {}, 60) == (None, {})
 
 
 def test_masks_of_ended_requests_are_not_called() -> None:
     sequences = masked(3)
     sequences[0].move_to(SequenceState.FINISHED)
-    words, _ = fill_masks(sequences, 60)
+    words, _ = fill_masks(sequences, {}, 60)
     assert allowed(words) == [[], [1], [2]]
     assert Together.calls == [2]
+
+
+class Alternating(Together):
+    """Allows its token and the next in turn, and can look ahead until that fails."""
+
+    def __init__(self, token: int, *, rows: int = 60) -> None:
+        super().__init__(token)
+        self.rows = rows
+
+    def takes(self, tokens: list[int]) -> int:
+        raise NotImplementedError
+
+    def forced(self) -> list[int]:
+        raise NotImplementedError
+
+    def fill_ahead(self, tokens: list[int], rows: list[torch.Tensor]) -> None:
+        for at, (_, row) in enumerate(zip(tokens, rows, strict=True), 1):
+            if at > self.rows:
+                raise TokenMaskError("too far")
+            row[0] |= 1 << self.token + at % 2
+
+
+def test_rows_after_guesses_are_filled_ahead_and_no_fault_if_they_cannot_be() -> None:
+    def sequence(mask: Any) -> Sequence:
+        made = request(str(id(mask)), [1], SamplingParams(mask=mask))
+        return Sequence(made, arrival=0, arrived_at=0.0, max_tokens=8)
+
+    free, first, other = sequence(None), sequence(Alternating(3)), sequence(Alternating(8, rows=1))
+    sampling = [first, first, first, free, free, other, other, other]
+    followed = {1: (1, 3), 2: (2, 4), 4: (1, 9), 6: (1, 8), 7: (2, 9)}
+    Together.calls.clear()
+    words, faults = fill_masks(sampling, followed, 60)
+    assert words is not None
+    assert allowed(words) == [[3], [4], [3], [8], [], []]
+    assert Together.calls == [2]
+    assert not faults
+    other.move_to(SequenceState.FINISHED)
+    words, _ = fill_masks(sampling, followed, 60)
+    assert words is not None
+    assert allowed(words) == [[3], [4], [3], [], [], []]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +194,7 @@ def test_a_mask_that_fails_among_others_fails_alone(
     broken: BaseException, fault: tuple[FinishReason, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.CRITICAL):
-        words, faults = fill_masks(masked(4, broken=broken), 60)
+        words, faults = fill_masks(masked(4, broken=broken), {}, 60)
     assert faults == {"1": fault}
     assert [row for number, row in enumerate(allowed(words)) if number != 1] == [[0], [2], [3]]
     assert Together.calls == [4]

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.triton_models.engine.sampler_rows import (
     tokens,
 )
 from triton_models.engine.sampler import SamplerInputs, sample
+from triton_models.engine.slots import GuessedRows
 
 DRAWS = 20_000
 
@@ -209,8 +211,12 @@ def test_nothing_before_the_last_stage_waits_for_the_device() -> None:
         {"temperature": 1.0, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "allowed": [1, 2], "logprobs": 3},
         {"repetition": 1.1, "frequency": 1.0, **HISTORY, "bias": {5: 1.0}, "banned": [4], "logprobs": 20},
     ]
-    made = on_meta(inputs(rows))
+    there = inputs(rows)
+    assert there.penalties is not None
+    ahead, guesses, before = torch.tensor([0, 1]), torch.tensor([-1, 7]), torch.tensor([0, 7])
+    there.penalties = replace(there.penalties, guessed=GuessedRows(ahead, guesses, before))
+    made = on_meta(there)
     outputs = sample(torch.empty((2, VOCABULARY), device="meta"), made, choose_there)
     assert made.penalties is not None
-    made.penalties.count(outputs.status[0])
+    made.penalties.count(outputs.status)
     assert outputs.status.device.type == "meta"

@@ -77,6 +77,29 @@ def test_a_grammar_applies_as_well_and_hears_each_token() -> None:
     assert grammar.accepted == [3]
 
 
+@pytest.mark.parametrize("grammar", [None, Only(1, 2, 4, 31)])
+def test_what_is_ahead_counts_as_if_it_was_told(grammar: Only | None) -> None:
+    limits = TokenLimits([1, 2, 31], [(1, 2, 31), (2, 2)], 70)
+    mask, told = (limits.mask(grammar, stop_ids=(), min_tokens=0) for _ in range(2))
+    for mine in (mask, told):
+        mine.accept(1)
+    tokens = [2, 1, 2, 2, 31]
+    assert mask.takes([*tokens, 9]) == (len(tokens) + 1 if grammar is None else len(tokens))
+    rows = [torch.zeros(3, dtype=torch.int32) for _ in tokens]
+    mask.fill_ahead(tokens, rows)
+    for token_id, row in zip(tokens, rows, strict=True):
+        told.accept(token_id)
+        wanted = torch.zeros(3, dtype=torch.int32)
+        told.fill(wanted)
+        assert torch.equal(row, wanted)
+    assert allowed(mask) == [1, 2, 31]
+    assert mask.forced() == ()
+
+
+def test_what_a_grammar_forces_is_forced_under_limits_too() -> None:
+    assert TokenLimits([1], [], 70).mask(Only(1), stop_ids=(), min_tokens=0).forced() == (1,)
+
+
 @pytest.mark.parametrize(
     ("ids", "banned", "grammar", "min_tokens"),
     [([3], [(3,)], None, 0), ([3], [], Only(4), 0), ([2], [], None, 1), ([2, 3], [(3,)], None, 1)],

@@ -126,6 +126,14 @@ def test_arguments_obey_the_schema(walker: Walker, name: str, strict: bool) -> N
     assert ended > len(SEEDS) / 3
 
 
+def test_masks_look_ahead_to_the_next_call_and_not_beyond(walker: Walker) -> None:
+    tools = [CallableTool(name, obj(city={"type": "boolean"}), strict=True) for name in ("get_a", "get_b")]
+    forced = sum(
+        walker.look_ahead(Grammar("tool_calls", rules(*tools, required=True)), seed) for seed in range(4)
+    )
+    assert forced > 20
+
+
 def test_required_calls_name_their_tools(walker: Walker) -> None:
     tools = [
         CallableTool("get_a", obj(a={"type": "boolean"})),

@@ -80,3 +80,35 @@ class Walker:
             segments += [len(said) + at for at, _ in delta.segments]
             said += delta.text
         return Walk(said + answer.finish().text, ids, ended=False, segments=segments)
+
+    def look_ahead(self, grammar: Grammar, seed: int = 0) -> int:
+        """Walk with one mask that looks ahead at each token and one that does not; return how many it forced.
+
+        It must take what comes and what it forces, and nothing that can never come; fill the rows as a mask
+        that was told those tokens; and stay as it is.
+        """
+        compiled = self.grammars.compile(grammar)
+        ids = self.walk(grammar.kind, grammar.text, seed=seed).ids
+        ahead, usual = compiled.mask(), compiled.mask()
+        never = [self.tokenizer.size + 10**6, self.tokenizer.special_ids["[MASK]"]]
+        dice = random.Random(seed)
+        count = 0
+        for at, token_id in enumerate(ids):
+            forced, some = list(ahead.forced()), ids[at : at + dice.randrange(1, 9)]
+            count += len(forced)
+            assert ahead.takes(forced) == len(forced)
+            assert ahead.takes([*some, dice.choice(never), ids[0]]) == len(some)
+            for tokens in (forced, some):
+                told = compiled.mask()
+                told.matcher = usual.matcher.deep_copy()
+                rows = [Words(self.tokenizer.size) for _ in tokens]
+                ahead.fill_ahead(tokens, rows)
+                for each, row in zip(tokens, rows, strict=True):
+                    told.accept(each)
+                    wanted = Words(self.tokenizer.size)
+                    told.fill(wanted)
+                    assert np.array_equal(row.row, wanted.row)
+            assert self.allowed(ahead) == self.allowed(usual)
+            ahead.accept(token_id)
+            usual.accept(token_id)
+        return count
