@@ -38,7 +38,7 @@ class ReplaceableGateway(Command):
         self.wait_for(self._begins)
 
     def _begins(self) -> bool:
-        workers = self._settings["workers"]
+        workers = int(self._settings["workers"])
         return self.said("listening") == workers and self.said("replica is ready") >= workers
 
     def configure(self, settings: dict[str, Any]) -> None:
