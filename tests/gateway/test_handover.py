@@ -8,6 +8,7 @@ import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -184,23 +185,31 @@ def test_readiness_is_told_to_whoever_is_there(
     assert "could not be told" in caplog.text
 
 
-async def client(url: str, verify: ssl.SSLContext | bool, statuses: list[object], *, keeps: bool) -> None:
-    """Ask without a pause, over one connection or each time over a new one, until cancelled."""
-    body = {"model": "m", "messages": MESSAGES, "stream": keeps}
-    while True:
-        async with httpx.AsyncClient(base_url=url, timeout=WITHIN_S, verify=verify) as http:
-            try:
-                while (status := (await http.post(CHAT, json=body)).status_code) == 200 and keeps:
-                    statuses.append(status)
-                statuses.append(status)
-            except httpx.TransportError as error:
-                statuses.append(repr(error))
+@dataclass
+class Asking:
+    """Clients that ask without a pause, each over one connection, or each time over a new one."""
 
+    url: str
+    verify: ssl.SSLContext
+    statuses: list[object] = field(default_factory=list)
+    """What they got: a status, or how the connection failed."""
+    over: bool = False
 
-async def more(statuses: list[object]) -> None:
-    """Wait for some more answers."""
-    count = len(statuses) + 2 * CLIENTS
-    await until(lambda: len(statuses) >= count, within_s=WITHIN_S)
+    async def client(self, *, keeps: bool) -> None:
+        body = {"model": "m", "messages": MESSAGES, "stream": keeps}
+        while not self.over:
+            async with httpx.AsyncClient(base_url=self.url, timeout=WITHIN_S, verify=self.verify) as http:
+                try:
+                    self.statuses.append((await http.post(CHAT, json=body)).status_code)
+                    while keeps and not self.over:
+                        self.statuses.append((await http.post(CHAT, json=body)).status_code)
+                except httpx.TransportError as error:
+                    self.statuses.append(repr(error))
+
+    async def more(self) -> None:
+        """Wait for some more answers."""
+        count = len(self.statuses) + 2 * CLIENTS
+        await until(lambda: len(self.statuses) >= count, within_s=WITHIN_S)
 
 
 @pytest.mark.parametrize("tls", [False, True])
@@ -215,25 +224,22 @@ async def test_each_successor_may_have_another_number_of_workers(
         settings |= {"tls_cert": files.cert, "tls_key": files.key}
         url, verify = f"https://127.0.0.1:{port}", ssl.create_default_context(cafile=files.cert)
     gateway = await asyncio.to_thread(ReplaceableGateway, tmp_path / "config.yaml", settings)
-    statuses: list[object] = []
+    load = Asking(url, verify)
     with gateway:
         async with asyncio.TaskGroup() as group:
-            asking = [
-                group.create_task(client(url, verify, statuses, keeps=number % 2 == 0))
-                for number in range(CLIENTS)
-            ]
+            for number in range(CLIENTS):
+                group.create_task(load.client(keeps=number % 2 == 0))
             left = []
-            await more(statuses)
+            await load.more()
             for workers in (2, 3, 1) if not tls else (2,):
                 gateway.configure({"workers": workers})
                 left += await gateway.replace()
                 assert len(gateway.workers()) == (workers if workers > 1 else 0)
-                await more(statuses)
+                await load.more()
             # Also those whose clients keep asking over the same connection.
             assert not await asyncio.to_thread(wait_ended, left, WITHIN_S)
-            for each in asking:
-                each.cancel()
-        assert set(statuses) == {200}
+            load.over = True
+        assert set(load.statuses) == {200}
 
 
 async def test_a_gateway_ends_with_its_last_answer(triton: FakeTriton, tmp_path: Path) -> None:
