@@ -127,19 +127,11 @@ async def hand_over(sockets: Sequence[socket.socket]) -> bool:
     if os.getpid() == 1:
         _log.error("not handed over: the first process of a container must stay")
         return False
-    reading, writing = os.pipe()
-    passed = {writing: _READY} | {each.fileno(): _SOCKET for each in sockets}
-    words = [f"{name}={descriptor}" for descriptor, name in passed.items()]
     try:
-        process = subprocess.Popen(  # noqa: ASYNC220, S603 - our own command; it takes milliseconds
-            [sys.executable, *PROGRAM, *words, "--", *_own_command()], pass_fds=tuple(passed)
-        )
-    except OSError:
+        process, reading = _start(sockets)
+    except OSError:  # for example, no memory for another process
         _log.exception("not handed over: the successor could not be started")
-        os.close(reading)
         return False
-    finally:
-        os.close(writing)
     _log.info("handing over", extra={"successor": process.pid})
     ready = False
     try:
@@ -158,6 +150,25 @@ async def hand_over(sockets: Sequence[socket.socket]) -> bool:
     if ready:
         notify(f"MAINPID={process.pid}")
     return ready
+
+
+def _start(sockets: Sequence[socket.socket]) -> "tuple[subprocess.Popen[bytes], int]":
+    """Start the successor; return it, and the descriptor from which its word can be read.
+
+    Raises:
+        OSError: it could not be started.
+    """
+    reading, writing = os.pipe()
+    passed = {writing: _READY} | {each.fileno(): _SOCKET for each in sockets}
+    words = [f"{name}={descriptor}" for descriptor, name in passed.items()]
+    command = [sys.executable, *PROGRAM, *words, "--", *_own_command()]
+    try:
+        return subprocess.Popen(command, pass_fds=tuple(passed)), reading  # noqa: S603 - our own command
+    except OSError:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
 
 
 def _own_command() -> list[str]:

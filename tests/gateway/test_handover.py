@@ -91,6 +91,16 @@ async def test_a_successor_that_is_not_ready(
     assert not psutil.Process().children()
 
 
+async def test_a_successor_that_cannot_be_started(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_before = psutil.Process().num_fds()
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert not await hand_over([])
+    assert "could not be started" in caplog.text
+    assert psutil.Process().num_fds() == open_before
+
+
 async def test_the_first_process_of_a_container_stays(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
