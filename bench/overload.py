@@ -3,7 +3,7 @@
 Starts `tritongate up` with the built-in model and few places. As many clients as may be at work or wait show
 its capacity; then 20 times as many come, of which most are refused and try again after one to two seconds:
 Retry-After says one. Each row has the times of answers, of refusals, and of `/health` on a new connection
-each, the gateway's part of a core, and its memory before and after.
+each, the gateway's part of a core, and its memory before and after. A second table says which promises held.
 """
 
 import asyncio
@@ -28,6 +28,13 @@ _RETRY_AFTER_S = 1.0
 _PROBE_EVERY_S = 0.1
 _REFUSED = ("status 429", "status 503")
 
+_SERVED_TIMES = 1.5
+"""How much longer than at full load those served may wait, at the 99th percentile."""
+_REFUSED_MS = 300.0
+"""How long refusals may take, at the median."""
+_GROWTH_MIB = 32.0
+"""What the flood may leave in memory: 320 connections took 5 MiB (LOG.md, 2026-11-25)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverloadRow:
@@ -47,6 +54,29 @@ class OverloadRow:
     busy_cores: float
     mib_before: float
     mib_after: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether a promise held under the flood."""
+
+    promise: str
+    limit: float
+    seen: float
+    holds: str
+
+
+def judge(full: OverloadRow, flood: OverloadRow) -> list[Verdict]:
+    """Compare a flood with full load, and with what is promised."""
+    found = {
+        "answers at p99, times full load": (_SERVED_TIMES, flood.served_p99 / full.served_p99),
+        "refusals at p50, ms": (_REFUSED_MS, flood.refused_p50),
+        "growth of memory, MiB": (_GROWTH_MIB, flood.mib_after - flood.mib_before),
+    }
+    return [
+        Verdict(promise=promise, limit=limit, seen=seen, holds="yes" if seen <= limit else "NO")
+        for promise, (limit, seen) in found.items()
+    ]
 
 
 @dataclass(slots=True)
@@ -157,8 +187,10 @@ def _row(clients: int, seconds: float, seen: _Seen, busy_cores: float, rss: tupl
 @click.option("--tokens", default=32, show_default=True, help="of each answer")
 @click.option("--seconds", default=60.0, show_default=True, help="of each of the two measurements")
 def main(places: int, times: int, tokens: int, seconds: float) -> None:
-    """Measure on this machine and print a table for LOG.md."""
-    click.echo(table(OverloadRow, measure(places, times, tokens, seconds)))
+    """Measure on this machine and print two tables for LOG.md."""
+    full, flood = measure(places, times, tokens, seconds)
+    click.echo(table(OverloadRow, [full, flood]))
+    click.echo("\n" + table(Verdict, judge(full, flood)))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,8 +41,6 @@ from gateway.triton.pool import TritonUpstream
 from gateway.triton.public import NamesObserver, Plan, PublicModels
 from gateway.triton.replicas import ReplicaState, UpstreamObserver
 
-_FIRST_LOOK_WITHIN_S = 3.0
-_LOOK_EVERY_S = 0.02
 _TOKENIZED_AT_ONCE = 8
 """A tokenizer entry handles one request at a time, so more than its next few wait in the gateway."""
 
@@ -100,8 +98,6 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
         await gateway.upstream.start()
         tasks = [asyncio.create_task(work) for work in _background(gateway, public, place)]
         try:
-            if place is not None:
-                await _first_look(gateway)
             yield
         finally:
             for task in tasks:
@@ -177,18 +173,6 @@ def _background(
                 partial(metrics.file_read, metrics.models_file_reloads),
                 folder,
             )
-
-
-async def _first_look(gateway: Gateway) -> None:
-    """Wait a little for the models before the first request is served.
-
-    Connections to a process that died wait for the one that replaces it, which finds as many requests at its
-    start, and would answer them that it has not reached any Triton yet.
-    """
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_FIRST_LOOK_WITHIN_S):
-            while not gateway.ready():  # noqa: ASYNC110 - as in `gateway.server`
-                await asyncio.sleep(_LOOK_EVERY_S)
 
 
 def triton_upstream(

@@ -6,6 +6,8 @@ clients would not get a 503. Here the listener stays open until the last running
     first SIGTERM or SIGINT   503 for readiness and new requests; running ones have `drain_s` to finish, the
                               rest then ends with an error; exit status 0
     second one                end at once; exit status 128 + signal
+    SIGUSR2                   another process takes over (see `gateway.handover`): no more connections; those
+                              there are go on for `drain_s`, each until its next answer; exit status 0
 """
 
 import asyncio
@@ -16,8 +18,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 
 import uvicorn
@@ -26,17 +27,17 @@ from fastapi import FastAPI
 
 from gateway.app import create_app
 from gateway.core.upstream import Upstream
-from gateway.errors import ListenError
+from gateway.handover import HandOver, next_end, until_stopped
 from gateway.http.protocol import BoundedHttpProtocol
 from gateway.http.record import Gateway
 from gateway.http.tls import Certificate
 from gateway.kserve.grpc import GrpcServer
 from gateway.limits.admission import Drain
+from gateway.listeners import BACKLOG, Listeners, base_url, bind_gateway, listen_gateway
 from gateway.settings import Settings
 from gateway.telemetry.logs import configure_logging
 from gateway.telemetry.metrics import Place
 
-BACKLOG = 2048
 _LAST_WORDS_S = 1.0
 """How long ended requests get to write their error to the client."""
 
@@ -47,176 +48,54 @@ _YOUNG_OBJECTS = 10_000
 fifteenth of the time of a gateway that streams."""
 _FULL_COLLECTION_EVERY = 100
 """Collections of the middle generation; Python's default is 10."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _READY_POLL_S = 0.02
+_FIRST_LOOK_S = 3.0
+"""How long a worker waits for its models before it accepts connections. Those to a process that died wait for
+the one that replaces it, which would answer them that it has not reached any Triton yet."""
+_GONE_POLL_S = 0.05
+_SETTLE_S = 1.0
+"""How long connections that were just accepted may take to count: a TLS handshake comes first."""
 _OTHER_DESCRIPTORS = 512
 """Of files, of the Tritons, and of gRPC's connections."""
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listeners:
-    """What one process of a gateway listens on."""
-
-    http: tuple[socket.socket, ...]
-    """The first is the gateway's own port; all serve the same, but perhaps the last."""
-    with_metrics: bool = False
-    """Whether the last one is for metrics alone."""
-    grpc: str | None = None
-    """Address, host:port, at which gRPC opens a socket of its own; None: no gRPC."""
-    reserved: socket.socket | None = None
-    """Keeps the address of gRPC for this gateway: bound, never listening. Only the first process has it."""
-
-    def close(self) -> None:
-        """Close the sockets."""
-        for each in self.http:
-            each.close()
-        if self.reserved is not None:
-            self.reserved.close()
-
-
-def bind_gateway(
-    host: str,
-    ports: Sequence[int],
-    *,
-    grpc_port: int | None = None,
-    metrics_address: str | None = None,
-    count: int = 1,
-) -> list[Listeners]:
-    """Bind all addresses of a gateway of `count` processes, without listening yet.
-
-    The kernel distributes connections among the processes that listen.
-
-    Args:
-        host: address to listen on.
-        ports: for HTTP; 0 takes a free one.
-        grpc_port: for gRPC; None: no gRPC.
-        metrics_address: host:port for metrics alone; None: they have none of their own.
-        count: number of processes.
-
-    Raises:
-        ListenError: as for `bind`, of any of them.
-    """
-    with contextlib.ExitStack() as bound:
-
-        def bind_all(port: int, count: int, *, shared: bool, host: str = host) -> list[socket.socket]:
-            # A shared address would be shared with another program, too: there must be none.
-            with bind(host, port) as free:
-                port = free.getsockname()[1]
-            return [bound.enter_context(bind(host, port, shared=shared)) for _ in range(count)]
-
-        sockets = [bind_all(port, count, shared=count > 1) for port in ports]
-        metrics: list[list[socket.socket]] = []
-        if metrics_address is not None:
-            metrics_host, _, metrics_port = metrics_address.rpartition(":")
-            metrics = [bind_all(int(metrics_port), count, shared=count > 1, host=metrics_host)]
-        reserved = address = None
-        if grpc_port is not None:
-            # gRPC takes no socket, so the address is shared with those that it opens.
-            (reserved,) = bind_all(grpc_port, 1, shared=True)
-            name, grpc_port = reserved.getsockname()[:2]
-            address = f"[{name}]:{grpc_port}" if ":" in name else f"{name}:{grpc_port}"
-        bound.pop_all()
-    return [
-        Listeners(
-            http=http,
-            with_metrics=bool(metrics),
-            grpc=address,
-            reserved=reserved if number == 0 else None,
-        )
-        for number, http in enumerate(zip(*sockets, *metrics, strict=True))
-    ]
-
-
-def listen_gateway(listeners: Sequence[Listeners]) -> None:
-    """Listen on what `bind_gateway` returned; nobody listens for gRPC yet, but nobody else does either.
-
-    Raises:
-        ListenError: another program listens on one of the addresses by now. Until someone does, the kernel
-            lets other gateways of this user bind a shared address too, and would share the connections out
-            among all of them.
-    """
-    shared = [] if len(listeners) == 1 else list(listeners[0].http)
-    for each in (*shared, *filter(None, [listeners[0].reserved])):
-        bind(*each.getsockname()[:2]).close()
-    for each in (each for own in listeners for each in own.http):
-        try:
-            each.listen(BACKLOG)
-        except OSError as error:  # taken between `bind` and now
-            port = each.getsockname()[1]
-            raise ListenError(f"cannot listen on port {port}: {error.strerror}") from None
-
-
-def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Bind an address without listening yet; port 0 takes a free port.
-
-    Args:
-        host: an address or a name; an IPv6 address may be in brackets, as in a URL.
-        port: the port.
-        shared: with other sockets that share it.
-
-    Raises:
-        ListenError: the address is in use, not permitted, or does not exist.
-    """
-    host = host.strip("[]")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ListenError(f"cannot listen on {host}: {error.strerror}") from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ListenError(f"cannot listen on {host} port {port}: {error.strerror}") from None
-    return listener
-
-
-def claim(listener: socket.socket) -> socket.socket:
-    """Hold the address of a bound socket against other starts on this machine, until the result is closed.
-
-    As long as nobody listens, the kernel lets others bind the address, too.
-
-    Raises:
-        ListenError: another process holds it.
-    """
-    host, port = listener.getsockname()[:2]
-    held = socket.socket(socket.AF_UNIX)
-    try:
-        held.bind(f"\0tritongate {host} {port}")  # no file: the kernel forgets it with the process
-    except OSError:
-        held.close()
-        raise ListenError(
-            f"cannot listen on {host} port {port}: another tritongate is starting there, or runs"
-        ) from None
-    return held
-
-
-def base_url(listener: socket.socket, *, tls: bool = False) -> str:
-    """Return the URL at which clients on this machine reach `listener`."""
-    scheme = "https" if tls else "http"
-    host, port = listener.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
-        host = "127.0.0.1"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
 class Server(uvicorn.Server):
-    """uvicorn without its own signal handlers; `up` is set once it listens."""
+    """uvicorn without its own signal handlers, and with sockets that come and go while it runs.
+
+    `up` is set once the application has started.
+    """
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.up = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening."""
+        """Start the application, and listen on `sockets`."""
         await super().startup(sockets)
         self.up.set()
+
+    async def listen(self, sockets: Sequence[socket.socket]) -> None:
+        """Accept connections from these, too, which are closed with the others."""
+
+        def protocol() -> asyncio.Protocol:
+            made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+                config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+            return made
+
+        loop = asyncio.get_running_loop()
+        for each in sockets:
+            self.servers.append(
+                await loop.create_server(protocol, sock=each, ssl=self.config.ssl, backlog=BACKLOG)
+            )
+
+    def stop_listening(self) -> None:
+        """Accept no more connections; those there are go on."""
+        for each in self.servers:
+            each.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -232,6 +111,8 @@ def run(
     on_ready: Callable[[str], None] | None = None,
     on_stop: Callable[[], None] | None = None,
     place: Place | None = None,
+    succeeds: bool = False,
+    hand_over: HandOver | None = None,
 ) -> int:
     """Serve until a signal ends it, and return the process's exit status.
 
@@ -245,6 +126,9 @@ def run(
         on_ready: called with the base URL once every model is ready.
         on_stop: called when a signal begins the drain.
         place: among the processes of this gateway; None: it is the only one.
+        succeeds: whether another process serves until this one accepts connections, which it only does once
+            every model is ready.
+        hand_over: called at SIGUSR2; None: nobody can take over.
 
     Raises:
         ListenError: an address cannot be listened on.
@@ -264,7 +148,15 @@ def run(
         _allow_descriptors(settings.max_connections + _OTHER_DESCRIPTORS)
         _shorten_pauses()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(app, settings, listeners, on_ready, on_stop))
+            first_look_s = None if succeeds else 0.0 if place is None else _FIRST_LOOK_S
+            opens = partial(
+                _open,
+                gateway=app.state.gateway,
+                listeners=listeners,
+                first_look_s=first_look_s,
+                on_ready=on_ready,
+            )
+            return runner.run(_serve(app, settings, opens, on_stop, hand_over))
 
 
 def _allow_descriptors(count: int) -> None:
@@ -312,45 +204,48 @@ def make_server(app: FastAPI, cert: str | None = None, key: str | None = None) -
 async def _serve(
     app: FastAPI,
     settings: Settings,
-    listeners: Listeners,
-    on_ready: Callable[[str], None] | None,
+    open_: Callable[["Server", GrpcServer], Awaitable[None]],
     on_stop: Callable[[], None] | None,
+    hand_over: HandOver | None,
 ) -> int:
-    cert, key = settings.tls_cert, settings.tls_key
-    url = base_url(listeners.http[0], tls=cert is not None)  # uvicorn closes the sockets in the end
-    server = make_server(app, cert, key)
-    certificate = Certificate(cert, key) if cert and key else None
+    server, certificate = make_server(app, settings.tls_cert, settings.tls_key), None
+    if settings.tls_cert and settings.tls_key:
+        certificate = Certificate(settings.tls_cert, settings.tls_key)
     grpc_server = GrpcServer(app.state.door, app.state.records, certificate)
     with caught_signals() as signals:
-        if listeners.grpc is not None:
-            await grpc_server.start(listeners.grpc)
-        serving = asyncio.create_task(server.serve(sockets=list(listeners.http)))
+        serving = asyncio.create_task(server.serve(sockets=[]))
         up = asyncio.create_task(server.up.wait())
         await asyncio.wait({serving, up}, return_when=asyncio.FIRST_COMPLETED)
         if not up.done():
             up.cancel()
             await serving
             return 1
-        _log.info("listening", extra={"url": url})
         if certificate is not None and server.config.ssl is not None:
             certificate.follow(server.config.ssl)
-        announcing = asyncio.create_task(_announce(app.state.gateway, url, on_ready))
-        stop = asyncio.create_task(signals.get())
-        await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
-        announcing.cancel()
-        if serving.done():
+        opening = asyncio.ensure_future(open_(server, grpc_server))
+        stop = asyncio.create_task(until_stopped(signals, hand_over))
+        await asyncio.wait({serving, stop, opening}, return_when=asyncio.FIRST_COMPLETED)
+        if opening.done() and opening.exception() is None:
+            await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
+        opening.cancel()
+        if not stop.done():
             stop.cancel()
+            server.should_exit = True
             await serving
+            if opening.done():
+                opening.result()
             return 1
         if on_stop is not None:
             on_stop()
-        draining = asyncio.create_task(_drain(app.state.gateway.drain, settings.drain_s))
-        second = asyncio.create_task(signals.get())
+        leaving = _leave(app, server, grpc_server, settings.drain_s) if stop.result() else None
+        drain = app.state.gateway.drain
+        draining = asyncio.create_task(leaving or _drain(drain, settings.drain_s))
+        second = asyncio.create_task(next_end(signals))
         await asyncio.wait({draining, second}, return_when=asyncio.FIRST_COMPLETED)
         if second.done():
             draining.cancel()
             server.force_exit = True
-            app.state.gateway.drain.end()
+            drain.end()
         second.cancel()
         server.should_exit = True
         await grpc_server.stop(0 if server.force_exit else _LAST_WORDS_S)
@@ -358,12 +253,52 @@ async def _serve(
         return 128 + second.result() if second.done() and not second.cancelled() else 0
 
 
-async def _announce(gateway: Gateway, url: str, on_ready: Callable[[str], None] | None) -> None:
-    if on_ready is None:
-        return
+async def _open(
+    server: Server,
+    grpc_server: GrpcServer,
+    *,
+    gateway: Gateway,
+    listeners: Listeners,
+    first_look_s: float | None,
+    on_ready: Callable[[str], None] | None,
+) -> None:
+    """Accept connections once the models are ready, or `first_look_s` have passed; None: not before.
+
+    Raises:
+        ListenError: another program has the address of gRPC.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(first_look_s):
+            await _ready(gateway)
+    url = base_url(listeners.http[0], tls=server.config.is_ssl)  # uvicorn closes the sockets in the end
+    await server.listen(listeners.http)
+    if listeners.grpc is not None:
+        await grpc_server.start(listeners.grpc)
+    _log.info("listening", extra={"url": url})
+    if on_ready is not None:
+        await _ready(gateway)
+        on_ready(url)
+
+
+async def _ready(gateway: Gateway) -> None:
     while not gateway.ready():  # noqa: ASYNC110 - the seam is asked for readiness, it does not announce it
         await asyncio.sleep(_READY_POLL_S)
-    on_ready(url)
+
+
+async def _leave(app: FastAPI, server: Server, grpc_server: GrpcServer, drain_s: float) -> None:
+    """Leave new connections to another process, serve those there are to their end, and `_drain`."""
+    _log.info("handed over", extra={"drain_s": drain_s})
+    deadline = asyncio.get_running_loop().time() + drain_s
+    connections, drain = app.state.connections, app.state.gateway.drain
+    connections.closing = True
+    server.stop_listening()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout_at(deadline):
+            await grpc_server.stop(drain_s)
+            await asyncio.sleep(_SETTLE_S)
+            while connections.open:  # noqa: ASYNC110 - rare, and bounded
+                await asyncio.sleep(_GONE_POLL_S)
+    await _drain(drain, max(0.0, deadline - asyncio.get_running_loop().time()))
 
 
 async def _drain(drain: Drain, drain_s: float) -> None:
@@ -377,10 +312,10 @@ async def _drain(drain: Drain, drain_s: float) -> None:
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator["asyncio.Queue[int]"]:
-    """Collect SIGTERM and SIGINT in a queue."""
+    """Collect SIGTERM, SIGINT and SIGUSR2 in a queue."""
     loop = asyncio.get_running_loop()
     caught: asyncio.Queue[int] = asyncio.Queue()
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
     for number in before:
         loop.add_signal_handler(number, caught.put_nowait, number)
     try:

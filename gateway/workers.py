@@ -5,7 +5,7 @@
 The kernel distributes connections among the listeners. This process holds those for HTTP too, so that
 connections waiting for a worker that died are served by its replacement; if that dies soon as well, they are
 reset, and new ones go to the other workers. It serves nothing itself. Signals work as in `gateway.server` and
-are passed on; after the first, no worker is replaced.
+are passed on; after the first, no worker is replaced. SIGUSR2 is passed on once another process serves.
 
 A worker is `python -m gateway.workers`. It reads its order (settings, sockets, place), one line of JSON, from
 standard input, and writes one line to standard output when every model is ready. When standard input ends,
@@ -23,21 +23,17 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from pydantic import SecretStr
 
+from gateway.handover import HandOver, Inherited, hand_over, next_end, until_stopped
 from gateway.limits.counters import mark_ended, new_table
-from gateway.server import (
-    BACKLOG,
-    Listeners,
-    base_url,
-    bind_gateway,
-    caught_signals,
-    listen_gateway,
-)
+from gateway.listeners import BACKLOG, Listeners, base_url, bind_gateway, listen_gateway
+from gateway.server import caught_signals
 from gateway.server import run as run_alone
 from gateway.settings import Settings
 from gateway.settings.values import revealed
@@ -74,15 +70,19 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     grpc: str | None
     """The address for gRPC, if there is one."""
     place: Place
+    succeeds: bool = False
+    """Whether the workers of another process serve until this one is ready."""
 
 
 _decoder = msgspec.json.Decoder(Order, dec_hook=lambda kind, text: kind(text))  # of the place's path
 
 
-def encode_order(settings: Settings, listeners: Listeners, place: Place) -> bytes:
+def encode_order(settings: Settings, listeners: Listeners, place: Place, *, succeeds: bool = False) -> bytes:
     """Return an order as the line that the worker reads."""
     http = [listener.fileno() for listener in listeners.http]
-    order = Order(settings=settings.model_dump(), http=http, grpc=listeners.grpc, place=place)
+    order = Order(
+        settings=settings.model_dump(), http=http, grpc=listeners.grpc, place=place, succeeds=succeeds
+    )
     return msgspec.json.encode(order, enc_hook=_plain) + b"\n"
 
 
@@ -105,6 +105,7 @@ def run(
     settings: Settings,
     *,
     listeners: Sequence[Listeners] = (),
+    inherited: Inherited | None = None,
     on_ready: Callable[[str], None] | None = None,
     on_stop: Callable[[], None] | None = None,
 ) -> int:
@@ -115,6 +116,8 @@ def run(
     Args:
         settings: the gateway's; limits on requests apply to all workers together.
         listeners: from `bind_gateway`, those of each worker; closed at the end. Empty: they are made here.
+        inherited: from the process that started this one, which in turn may hand over to another; None: it
+            may not.
         on_ready: called with the base URL once every model is ready in every worker.
         on_stop: called when a signal begins the drain.
 
@@ -127,9 +130,22 @@ def run(
         grpc_port=settings.kserve_grpc_port,
         metrics_address=settings.metrics_address,
         count=settings.workers,
+        inherited=inherited,
     )
+    succeeds = inherited is not None and inherited.succeeds
+    may_leave: HandOver | None = None
+    if inherited is not None:
+        sockets = [each for own in listeners for each in (*own.http, own.reserved) if each is not None]
+        may_leave = partial(hand_over, [*dict.fromkeys(sockets)])
     if len(listeners) == 1:
-        return run_alone(settings, listeners=listeners[0], on_ready=on_ready, on_stop=on_stop)
+        return run_alone(
+            settings,
+            listeners=listeners[0],
+            on_ready=on_ready,
+            on_stop=on_stop,
+            succeeds=succeeds,
+            hand_over=may_leave,
+        )
     configure_logging(settings.log_level, settings.log_format)
     listen_gateway(listeners)
     with tempfile.TemporaryDirectory(prefix="tritongate-", dir=_folder()) as folder, new_table() as table:
@@ -137,7 +153,11 @@ def run(
             Place(number=number, count=len(listeners), folder=Path(folder), table=table)
             for number in range(len(listeners))
         ]
-        return asyncio.run(_run(settings, listeners, places, on_ready, on_stop))
+        workers = [
+            _Worker(settings, own, place, succeeds=succeeds)
+            for own, place in zip(listeners, places, strict=True)
+        ]
+        return asyncio.run(_run(settings, workers, on_ready, on_stop, may_leave))
 
 
 def _folder() -> str | None:
@@ -147,26 +167,27 @@ def _folder() -> str | None:
 
 async def _run(
     settings: Settings,
-    listeners: Sequence[Listeners],
-    places: Sequence[Place],
+    workers: Sequence["_Worker"],
     on_ready: Callable[[str], None] | None,
     on_stop: Callable[[], None] | None,
+    may_leave: HandOver | None,
 ) -> int:
-    workers = [_Worker(settings, own, place) for own, place in zip(listeners, places, strict=True)]
-    url = base_url(listeners[0].http[0], tls=settings.tls_cert is not None)
+    url = base_url(workers[0].listeners.http[0], tls=settings.tls_cert is not None)
     with caught_signals() as signals:
         keeping = [asyncio.create_task(worker.keep()) for worker in workers]
         announcing = asyncio.create_task(_announce(workers, url, on_ready))
         ended: asyncio.Future[Any] = asyncio.gather(*keeping)
-        first: asyncio.Future[Any] = asyncio.create_task(signals.get())
+        leave = None if may_leave is None else partial(_leave, workers, may_leave)
+        first: asyncio.Future[Any] = asyncio.create_task(until_stopped(signals, leave))
         await asyncio.wait([first, ended], return_when=asyncio.FIRST_COMPLETED)
         if first.done() and on_stop is not None:
             on_stop()
+        handed_over = first.done() and first.result()
         first.cancel()
         announcing.cancel()
         for worker in workers:
-            worker.end()
-        second: asyncio.Future[Any] = asyncio.create_task(signals.get())
+            worker.end(signal.SIGUSR2 if handed_over else signal.SIGTERM)
+        second: asyncio.Future[Any] = asyncio.create_task(next_end(signals))
         await asyncio.wait(
             [second, ended], timeout=settings.drain_s + _STUCK_S, return_when=asyncio.FIRST_COMPLETED
         )
@@ -180,6 +201,17 @@ async def _run(
             worker.kill()
         await ended
         return status
+
+
+async def _leave(workers: Sequence["_Worker"], may_leave: HandOver) -> bool:
+    """Let another process take over; while it starts, the sockets are its own, too."""
+    for worker in workers:
+        worker.shares = True
+    try:
+        return await may_leave()
+    finally:
+        for worker in workers:
+            worker.shares = worker.listeners.shared
 
 
 async def _announce(workers: Sequence["_Worker"], url: str, on_ready: Callable[[str], None] | None) -> None:
@@ -196,14 +228,20 @@ class _Worker:
         settings: the gateway's.
         listeners: the worker's own; closed here when no further process will need them.
         place: its number among the workers.
+        succeeds: whether the workers of another process serve until this one is ready.
     """
 
-    def __init__(self, settings: Settings, listeners: Listeners, place: Place) -> None:
+    def __init__(
+        self, settings: Settings, listeners: Listeners, place: Place, *, succeeds: bool = False
+    ) -> None:
         self.ready = asyncio.Event()
         """Set once all its models have been ready."""
-        self._listeners = listeners
+        self.listeners = listeners
+        self.shares = listeners.shared
+        """Whether other processes accept connections from its sockets."""
+        self._settings = settings
         self._place = place
-        self._order = encode_order(settings, listeners, place)
+        self._succeeds = succeeds
         self._process: asyncio.subprocess.Process | None = None
         self._ending = asyncio.Event()
 
@@ -231,17 +269,19 @@ class _Worker:
 
     def _turn_away(self) -> None:
         """Stop listening until the next process does: nobody should wait for one that may not come."""
+        if self.shares:
+            return
         # One that does not listen is left alone: what it accepts later would be shut down from the beginning.
-        for listener in self._listeners.http:
+        for listener in self.listeners.http:
             if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 listener.shutdown(socket.SHUT_RDWR)
 
-    def end(self) -> None:
+    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Pass a signal on, and replace the process no more: the first makes it drain, the second end."""
         self._ending.set()
-        self._listeners.close()
+        self.listeners.close()
         if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(signal.SIGTERM)
+            self._process.send_signal(number)
 
     def kill(self) -> None:
         """Kill the process if it has not ended: it is stuck. After `end`."""
@@ -257,7 +297,7 @@ class _Worker:
                 *PROGRAM,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                pass_fds=(*(listener.fileno() for listener in self._listeners.http), self._place.table),
+                pass_fds=(*(listener.fileno() for listener in self.listeners.http), self._place.table),
                 start_new_session=True,  # a terminal's Ctrl-C is passed on from here, once
             )
         except OSError:  # for example, no memory for another process
@@ -268,7 +308,8 @@ class _Worker:
             process.terminate()
         assert process.stdin is not None  # noqa: S101 - pipes were asked for
         assert process.stdout is not None  # noqa: S101
-        process.stdin.write(self._order)
+        succeeds = self._succeeds and not self.ready.is_set()
+        process.stdin.write(encode_order(self._settings, self.listeners, self._place, succeeds=succeeds))
         watching = asyncio.create_task(self._watch(process))
         if await process.stdout.readline():
             self.ready.set()
@@ -306,10 +347,17 @@ def main() -> int:
         listeners=listeners,
         on_ready=lambda _url: print("ready", flush=True),  # noqa: T201 - read by the parent
         place=order.place,
+        succeeds=order.succeeds,
+        hand_over=_handed_over,
     )
     if orphaned.is_set():  # else the parent removes it
         shutil.rmtree(order.place.folder, ignore_errors=True)
     return status
+
+
+async def _handed_over() -> bool:
+    """The parent sends SIGUSR2 when another process has the sockets."""
+    return True
 
 
 def _end_with_input(orphaned: threading.Event) -> None:

@@ -88,6 +88,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """The head is complete."""
         self._end_head()
         super().on_headers_complete()
+        if self._bound.closing and self.cycle is not None:
+            self.cycle.keep_alive = False
         if self.parser.get_http_version() == "1.0" and self.cycle is not None:
             cycle = self.cycle
             cycle.send = _unchunked(cycle)  # type: ignore[method-assign, assignment]  # of this answer alone

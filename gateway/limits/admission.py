@@ -218,6 +218,8 @@ class Connections:
     def __init__(self, most: int, shared: SharedCounters) -> None:
         self._most = most
         self._open = shared.gauge()
+        self.closing = False
+        """Whether each one of this process is closed after its next answer: another process gets the rest."""
 
     @property
     def open(self) -> int:

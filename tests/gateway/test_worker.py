@@ -8,7 +8,7 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.server import Listeners
+from gateway.listeners import Listeners
 from gateway.settings import Settings
 from gateway.telemetry.metrics import Place
 from gateway.workers import decode_order, encode_order

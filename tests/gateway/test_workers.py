@@ -16,7 +16,7 @@ import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from gateway import workers
-from gateway.server import bind_gateway
+from gateway.listeners import bind_gateway
 from gateway.settings import load_settings
 from gateway.telemetry import metrics as worker_metrics
 from tests.gateway.kserve.legacy import body, question

@@ -56,6 +56,20 @@ async def test_they_are_kept_found_renamed_exported_and_deleted(opened: Opened) 
         await expect(links).to_have_text(["pears"])
 
 
+async def test_who_goes_on_at_once_keeps_the_focus(opened: Opened) -> None:
+    """What the browser keeps is written later; the page is not moved by that."""
+    async with opened(echo) as (page, _):
+        await ask(page, "apples")
+        await answered(page)
+        undo, search = page.get_by_role("button", name="Undo"), page.locator("#search")
+        for button, left in (("#delete", 0), ("#toast button", 1)):
+            click = f"document.querySelector('{button}').click()"
+            await page.evaluate(click + "; document.querySelector('#search').focus()")
+            await expect(undo).to_have_count(1 - left)
+            await expect(page.locator("#list a")).to_have_count(left)
+            await expect(search).to_be_focused()
+
+
 async def test_editing_and_retrying(opened: Opened) -> None:
     async with opened(echo) as (page, served):
         await ask(page, "one")

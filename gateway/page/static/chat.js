@@ -273,13 +273,13 @@ by("export").addEventListener("click", () => {
 by("export-all").addEventListener("click", () => {
   download("tritongate.json", "application/json", JSON.stringify([...conversations.values()], null, 2));
 });
-by("delete").addEventListener("click", async () => {
+by("delete").addEventListener("click", () => {
   const gone = current;
   running.get(gone.id)?.abort();
   conversations.delete(gone.id);
-  await remove(gone.id).catch(() => {});
-  open(fresh());
-  toast(t("deleted"), t("undo"), async () => { await save(gone); open(gone); });
+  remove(gone.id).catch(() => {});
+  open(fresh()); // at once: later it would take the focus from where the user is by then
+  toast(t("deleted"), t("undo"), () => { save(gone); open(gone); });
 });
 
 // Settings.

@@ -10,6 +10,7 @@ const opened = new Promise((resolve, reject) => {
 async function run(mode, work) {
   const transaction = (await opened).transaction("conversations", mode);
   const request = work(transaction.objectStore("conversations"));
+  transaction.commit(); // there are no other requests, and the page may be left before this one has been answered
   return new Promise((resolve, reject) => {
     transaction.oncomplete = () => resolve(request.result);
     transaction.onabort = transaction.onerror = () => reject(transaction.error);

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from gateway.commands.check import check
-from gateway.server import bind
+from gateway.listeners import bind
 from tests.gateway.serving import settings
 from tests.gateway.triton.fake_resolver import FakeResolver
 from tests.gateway.triton.fake_triton import FakeModel, FakeTriton
