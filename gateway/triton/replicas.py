@@ -53,7 +53,9 @@ class HealthPolicy:
     stuck_after_s: float = 60.0
     """An engine whose last loop iteration is older than this is stuck; on a slow CPU a step takes seconds."""
     backoff_first_s: float = 0.25
-    backoff_limit_s: float = 5.0
+    backoff_limit_s: float = 1.0
+    """A gateway of several processes is ready when one of them has seen a Triton; the others see it so much later
+    at most."""
 
 
 class UpstreamObserver(Protocol):
