@@ -18,6 +18,10 @@ _rank = attrgetter("rank")
 _REGAINED_IN = 32
 """Number of steps with decodes that earn one more step without them."""
 
+LOGITS_ROWS = 64
+"""Tokens of a step, of all prompts together, whose logits are reported. For a vocabulary of 250,000 ids they
+take 64 MB."""
+
 DRAFT_ROWS = 32
 """Rows of a step, of one token each, up to which guesses are made."""
 
@@ -130,6 +134,8 @@ class Scheduler:
       preempted: it gives up its blocks and waits again; its known tokens are recomputed later. The
       best-ranked one is never the victim, and any admitted sequence fits into the whole cache alone, so there
       is always progress.
+    * Of prompts whose logits are reported, a step has at most `LOGITS_ROWS` tokens: each of them costs the
+      memory and the time of a decode's logits.
     * A step may be scheduled while the tokens of the previous one are still in flight. What depends on
       their values waits for them: readmission after a preemption. (Token masks do, too, but only the sampling
       needs those: `Runner`.)
@@ -221,6 +227,8 @@ class Scheduler:
         for each in self._next_prompts():
             if most_urgent is not None and each.request.priority > most_urgent:
                 return mixed
+            if each.request.logits:
+                continue  # which a step has only a few rows of
             tokens += len(each.tokens) - each.computed
             prompts += 1
             ends += tokens <= self._burst_tokens
@@ -249,6 +257,11 @@ class Scheduler:
         """Schedule as much of a prompt as the budget allows; returns the number of tokens."""
         start = sequence.computed
         count = min(len(sequence.tokens) - start, budget)
+        if sequence.request.logits:
+            count = min(count, LOGITS_ROWS - step.logits_rows)
+            step.logits_rows += count
+            if not count:
+                return 0
         step.prefills.append(Chunk(sequence, start, count, start + count == sequence.length))
         self._prefixes.register(sequence, start + count)
         return count
