@@ -80,6 +80,8 @@ class Gateway:
     admission: Admission
     """Limits generations."""
     tokenizing: Admission
+    logits: Admission
+    """Whose permits are the bytes of logits that answers hold."""
     """Limits tokenizations, which work while the engines are full."""
     bodies: Bodies
     keyring: Keyring

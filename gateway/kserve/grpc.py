@@ -30,7 +30,7 @@ from gateway.errors import (
 from gateway.http.record import Records, RequestRecord
 from gateway.http.run import check_limits
 from gateway.http.tls import Certificate
-from gateway.kserve.contracts import BYTES, MAX_TENSORS, VERSION, InferRequest, Tensor
+from gateway.kserve.contracts import BYTES, INT64, MAX_TENSORS, VERSION, InferRequest, Tensor
 from gateway.kserve.door import Door
 from gateway.settings.values import Scope
 
@@ -57,6 +57,8 @@ _CODES: Final[Mapping[int, grpc.StatusCode]] = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 """By the status of an error over HTTP; all others are INTERNAL."""
+_CONTENTS: Final = {BYTES: "bytes_contents", INT64: "int64_contents"}
+"""Where elements of a datatype are that are not raw."""
 _PROBES: Final = ("ServerLive", "ServerReady")
 _INFERENCE: Final = ("ModelInfer", "ModelStreamInfer")
 _ADMIN: Final = ("RepositoryModelLoad", "RepositoryModelUnload")
@@ -310,10 +312,10 @@ def _read(request: Any) -> InferRequest:
     inputs = []
     for number, tensor in enumerate(request.inputs):
         path, contents = f"inputs.{number}", tensor.contents
-        at = "contents.bytes_contents" if tensor.datatype == BYTES else "contents.int_contents"
+        field = _CONTENTS.get(tensor.datatype, "int_contents")
+        elements, at = getattr(contents, field), f"contents.{field}"
         if raw and tensor.HasField("contents"):
             raise InvalidRequestError(f"{path}.contents: raw_input_contents are there, too.")
-        elements = contents.bytes_contents if tensor.datatype == BYTES else contents.int_contents
         if raw:
             elements, at = raw[number], "contents"
         inputs.append(Tensor.read(tensor.name, tensor.datatype, tensor.shape, elements, path=path, at=at))
@@ -332,7 +334,7 @@ def _write(request: InferRequest, outputs: Sequence[Tensor]) -> Any:
     response = service_pb2.ModelInferResponse(model_name=request.model, model_version=VERSION, id=request.id)
     for tensor in outputs:
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-        response.raw_output_contents.append(tensor.packed())
+        response.raw_output_contents.append(bytes(tensor.packed()))
     return response
 
 

@@ -5,7 +5,7 @@ statistics, model configuration and model repository. Tensors are read into `gat
 """
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Annotated, Any, TypeVar
@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, BeforeValidator, Field
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from gateway.errors import InvalidRequestError
 from gateway.http.routes import (
@@ -30,6 +30,11 @@ from gateway.kserve.door import Door
 from gateway.openai.document import read_object, read_optional_object, validate
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
+
+_BINARY = "application/octet-stream"
+_PIECE_BYTES = 2**20
+_PIECE_NUMBERS = 2**15
+"""A few milliseconds' work."""
 
 _LENGTH = re.compile(r"[0-9]{1,12}")
 _NOT_READY = 400
@@ -229,25 +234,49 @@ def write_infer_answer(
 ) -> Response:
     """Return the response to `request`; the data of outputs that are `binary` follow its JSON."""
     documents: list[dict[str, Any]] = []
-    blobs = []
+    blobs: list[bytes | memoryview] = []
+    numbers: memoryview[float] | None = None
     for tensor in outputs:
         document: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
         if binary(tensor.name):
             blobs.append(tensor.packed())
             document["parameters"] = {"binary_data_size": len(blobs[-1])}
+        elif isinstance(tensor.values, memoryview):
+            numbers = tensor.values
         else:
-            document["data"] = [value.decode() for value in tensor.values if isinstance(value, bytes)]
+            document["data"] = [
+                value.decode() if isinstance(value, bytes) else value for value in tensor.values
+            ]
         documents.append(document)
     head = {"id": request.id} if request.id else {}
     head |= {"model_name": request.model, "model_version": VERSION}
     text = msgspec.json.encode({**head, "outputs": documents})
+    if numbers is not None:  # the model's only output
+        return StreamingResponse(_with_numbers(text, numbers), media_type="application/json")
     if not blobs:
         return Response(text, media_type="application/json")
-    return Response(
-        text + b"".join(blobs),
-        media_type="application/octet-stream",
-        headers={HEADER_LENGTH: str(len(text))},
-    )
+    headers = {HEADER_LENGTH: str(len(text))}
+    size = sum(map(len, blobs))
+    if size <= _PIECE_BYTES:
+        return Response(text + b"".join(blobs), media_type=_BINARY, headers=headers)
+    headers["Content-Length"] = str(len(text) + size)
+    return StreamingResponse(_in_pieces([text, *blobs]), media_type=_BINARY, headers=headers)
+
+
+def _in_pieces(blobs: Sequence[bytes | memoryview]) -> Iterator[bytes]:
+    for blob in blobs:
+        for at in range(0, len(blob), _PIECE_BYTES):
+            yield bytes(blob[at : at + _PIECE_BYTES])
+
+
+def _with_numbers(text: bytes, numbers: "memoryview[float]") -> Iterator[bytes]:
+    """Yield an answer's JSON with the data of its last output: numbers take five times as much as text."""
+    end = b"}]}"
+    yield text.removesuffix(end) + b',"data":['
+    for at in range(0, len(numbers), _PIECE_NUMBERS):
+        piece = msgspec.json.encode(numbers[at : at + _PIECE_NUMBERS].tolist())[1:-1]
+        yield b"," + piece if at else piece
+    yield b"]" + end
 
 
 def _flat(data: Any, path: str) -> list[Any]:

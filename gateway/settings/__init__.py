@@ -129,8 +129,8 @@ class Settings(BaseSettings):
     )
     contract: Contracts = Field(
         (),
-        description="tensors that models offer to clients of Triton: batched, unbatched or chatglm2, for all "
-        "or as NAME=CONTRACT, comma-separated; unset: chatglm2 for a ChatGLM2, else batched",
+        description="tensors that models offer to clients of Triton: batched, unbatched, chatglm2 or logits, "
+        "for all or as NAME=CONTRACT, comma-separated; unset: chatglm2 for a ChatGLM2, else batched",
     )
     tokenizers: Folders = Field(
         (),
@@ -223,6 +223,13 @@ class Settings(BaseSettings):
         ge=1,
         description="connections open at once, of all processes together; on a few more, health and metrics "
         "are answered and all else gets a 503; gRPC's are counted apart, by each process",
+    )
+    logits_bytes: int = Field(
+        256 * 2**20,
+        ge=2**20,
+        le=2**30,
+        description="bytes of logits that answers with the contract `logits` may hold at once, of all "
+        "processes together; one that needs more is refused with a 400, others wait their turn",
     )
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="largest request body in bytes")
     max_held_body_bytes: int = Field(
