@@ -51,6 +51,9 @@ HIGHEST_TEMPERATURE: Final = 2.0
 MAX_ROWS: Final = 64
 """Most questions in one request."""
 
+HEADER_LENGTH: Final = "Inference-Header-Content-Length"
+"""HTTP's header that says how much of a body is JSON; binary data of tensors follow it."""
+
 MAX_TENSORS: Final = 32
 MAX_RANK: Final = 8
 

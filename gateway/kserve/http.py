@@ -25,11 +25,9 @@ from gateway.http.routes import (
     read_body,
 )
 from gateway.http.run import check_limits
-from gateway.kserve.contracts import MAX_RANK, MAX_TENSORS, VERSION, InferRequest, Tensor
+from gateway.kserve.contracts import HEADER_LENGTH, MAX_RANK, MAX_TENSORS, VERSION, InferRequest, Tensor
 from gateway.kserve.door import Door
 from gateway.openai.document import read_object, read_optional_object, validate
-
-HEADER_LENGTH = "Inference-Header-Content-Length"
 
 _BINARY = "application/octet-stream"
 _PIECE_BYTES = 2**20

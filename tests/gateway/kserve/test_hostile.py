@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc.aio
 
-from gateway.kserve.http import HEADER_LENGTH
+from gateway.kserve.contracts import HEADER_LENGTH
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.kserve.legacy import body, echo, over_grpc, predict_body, question, unbatched
 from tests.gateway.serving import in_process

@@ -14,10 +14,9 @@ from gateway.core.events import Accepted, Delta, Event, LogitsPart, Usage
 from gateway.core.request import Generation, PlainText, TokenIds
 from gateway.core.upstream import Tokenization, Tokens
 from gateway.errors import InvalidRequestError, UnavailableError, UpstreamProtocolError
-from gateway.kserve.contracts import InferRequest, Tensor
-from gateway.kserve.http import HEADER_LENGTH
+from gateway.kserve.contracts import HEADER_LENGTH, InferRequest, Tensor
 from gateway.kserve.logits import LogitsTensor, Prompts, logits_signature, padded, read_prompts, read_texts
-from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.fake_upstream import FakeUpstream, Script
 from tests.gateway.kserve.legacy import over_grpc, tensor
 from tests.gateway.serving import in_process, on_socket, until
 
@@ -27,15 +26,20 @@ CONTRACT = {"contract": "glm=logits"}
 IDS, MASK = [[9, 1, 2, 4], [1, 3, 0, 0]], [[0, 1, 1, 1], [1, 1, 0, 0]]
 
 
-async def rows(request: Generation) -> AsyncGenerator[Event, None]:
-    """Tell of each id its own number, and the places in the vocabulary."""
-    assert isinstance(request.prompt, TokenIds)
-    ids = request.prompt.ids
-    yield Accepted(prompt_tokens=len(ids))
-    for place, each in enumerate(ids):
-        values = struct.pack(f"<{VOCABULARY}f", *(each + number / 10 for number in range(VOCABULARY)))
-        yield Delta(tokens=0, logits=LogitsPart(place, VOCABULARY, values))
-    yield Delta(tokens=0, finish_reason="length", usage=Usage(prompt_tokens=len(ids), completion_tokens=0))
+def telling(vocabulary: int = VOCABULARY) -> Script:
+    """Return what tells of each id its own number, and the places in the vocabulary."""
+
+    async def tell(request: Generation) -> AsyncGenerator[Event, None]:
+        assert isinstance(request.prompt, TokenIds)
+        ids = request.prompt.ids
+        yield Accepted(prompt_tokens=len(ids))
+        for place, each in enumerate(ids):
+            values = struct.pack(f"<{vocabulary}f", *(each + number / 10 for number in range(vocabulary)))
+            yield Delta(tokens=0, logits=LogitsPart(place, vocabulary, values))
+        usage = Usage(prompt_tokens=len(ids), completion_tokens=0)
+        yield Delta(tokens=0, finish_reason="length", usage=usage)
+
+    return tell
 
 
 def expected() -> Any:
@@ -164,7 +168,7 @@ def test_a_model_of_unknown_size_says_so() -> None:
 
 @pytest.mark.parametrize("binary", [False, True])
 async def test_logits_over_http(binary: bool) -> None:
-    upstream = FakeUpstream(rows)
+    upstream = FakeUpstream(telling())
     async with in_process(upstream, **CONTRACT) as served:
         asked = body(id="7", parameters={"binary_data_output": binary})
         answer = await served.http.post(INFER, json=asked)
@@ -206,7 +210,7 @@ async def test_a_large_answer_is_sent_in_pieces() -> None:
 
 @pytest.mark.parametrize("raw", [False, True])
 async def test_logits_over_grpc(raw: bool) -> None:
-    async with over_grpc(FakeUpstream(rows), **CONTRACT) as (served, stub, _):
+    async with over_grpc(FakeUpstream(telling()), **CONTRACT) as (served, stub, _):
         answer = await stub.ModelInfer(message(raw=raw))
         (output,) = answer.outputs
         assert (output.name, output.datatype, list(output.shape)) == ("logits", "FP32", [2, 4, VOCABULARY])
@@ -221,7 +225,7 @@ async def test_the_tokenizer_beside_it() -> None:
         assert request.prefix
         return Tokens(ids=tuple(map(ord, request.prompt.text)), pad=7)
 
-    upstream = FakeUpstream(rows)
+    upstream = FakeUpstream(telling())
     upstream.tokenizing = by_length
     asked = {"inputs": [tensor("TEXT", ["ab", "c"], [2])]}
     async with in_process(upstream, **CONTRACT) as served:
@@ -240,7 +244,7 @@ async def test_the_tokenizer_beside_it() -> None:
 
 
 async def test_a_backend_without_logits_says_so() -> None:
-    upstream = FakeUpstream(rows)
+    upstream = FakeUpstream(telling())
     upstream.vocabulary = None
     async with in_process(upstream, **CONTRACT) as served:
         answer = await served.http.post(INFER, json=body())
