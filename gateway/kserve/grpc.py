@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
+from io import BytesIO
 from time import perf_counter
 from typing import Any, Final, NamedTuple
 
@@ -40,7 +41,10 @@ _AHEAD: Final = 64
 """Requests of one stream that are served at once."""
 _LONGEST_MESSAGE: Final = 1000
 """In characters: gRPC sends a status message in a header of at most 16 KiB, with non-ASCII bytes as `%XX`."""
-_FINAL: Final = "triton_final_response"
+_FINAL: Final = service_pb2.ModelInferResponse(
+    parameters={"triton_final_response": service_pb2.InferParameter(bool_param=True)}
+).SerializeToString()
+"""What marks an answer as the final one of its request."""
 
 _CODES: Final[Mapping[int, grpc.StatusCode]] = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -62,6 +66,15 @@ _CONTENTS: Final = {BYTES: "bytes_contents", INT64: "int64_contents"}
 _PROBES: Final = ("ServerLive", "ServerReady")
 _INFERENCE: Final = ("ModelInfer", "ModelStreamInfer")
 _ADMIN: Final = ("RepositoryModelLoad", "RepositoryModelUnload")
+
+
+_Bytes = bytes | memoryview
+_INFER_RESPONSE: Final = 2
+"""A field's number in ModelStreamInferResponse."""
+_RAW_CONTENTS: Final = 6
+"""A field's number in ModelInferResponse."""
+_LARGE: Final = 2**20
+"""Bytes that are copied within a millisecond."""
 
 
 class _Refusal(NamedTuple):
@@ -144,7 +157,7 @@ class GrpcServer:
             answer = await self._serve(name, partial(self._message, context), context)
             if isinstance(answer, _Refusal):
                 await context.abort(*answer)
-            return bytes(answer.SerializeToString())
+            return await _joined(answer)
 
         # As a stream of one request, whose message comes only when it is asked for.
         return grpc.stream_unary_rpc_method_handler(unary)
@@ -194,10 +207,9 @@ class GrpcServer:
                     if ends:
                         await context.abort(*answer)
                     message = service_pb2.ModelStreamInferResponse(error_message=answer.message)
+                    yield message.SerializeToString()
                 else:
-                    answer.parameters[_FINAL].bool_param = True
-                    message = service_pb2.ModelStreamInferResponse(infer_response=answer)
-                yield message.SerializeToString()
+                    yield await _joined(_field(_INFER_RESPONSE, *answer, _FINAL))
         finally:
             for each in (reading, *running):
                 each.cancel()
@@ -205,7 +217,7 @@ class GrpcServer:
                 await asyncio.gather(reading, *running, return_exceptions=True)
 
     async def _serve(self, name: str, receive: Callable[[], Awaitable[bytes]], context: Any) -> Any:
-        """Serve one request; return the message, or the status that it ends with.
+        """Serve one request; return the parts of its serialised answer, or the status that it ends with.
 
         Its message is received once its key is known and there is a place for it.
         """
@@ -261,19 +273,19 @@ class GrpcServer:
 
         return await bodies.read(data, read)
 
-    async def _answer(self, name: str, request: Any, record: RequestRecord) -> Any:
+    async def _answer(self, name: str, request: Any, record: RequestRecord) -> "list[_Bytes]":
         if name in _INFERENCE:
             return _write(request, await self._door.infer(request, record, _connected))
         answer = GetMessageClass(_METHODS[name].output_type)()
         if name in self._documents:
-            return json_format.ParseDict(self._documents[name](request, record.key_name), answer)
-        if name == "RepositoryModelLoad":
+            json_format.ParseDict(self._documents[name](request, record.key_name), answer)
+        elif name == "RepositoryModelLoad":
             record.model = await self._door.load(request.model_name, dict(request.parameters))
         elif name == "RepositoryModelUnload":
             record.model = await self._door.unload(request.model_name)
         else:
             raise MethodNotAllowedError(f"The gateway does not offer {name}.")
-        return answer
+        return [answer.SerializeToString()]
 
 
 def _metadata_of(context: Any) -> dict[str, str]:
@@ -330,12 +342,47 @@ def _read(request: Any) -> InferRequest:
     )
 
 
-def _write(request: InferRequest, outputs: Sequence[Tensor]) -> Any:
+def _write(request: InferRequest, outputs: Sequence[Tensor]) -> list[_Bytes]:
+    """Return the parts of a serialised ModelInferResponse: some hundred MiB are not copied into a message."""
     response = service_pb2.ModelInferResponse(model_name=request.model, model_version=VERSION, id=request.id)
     for tensor in outputs:
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-        response.raw_output_contents.append(bytes(tensor.packed()))
-    return response
+    parts: list[_Bytes] = [response.SerializeToString()]
+    for tensor in outputs:
+        parts += _field(_RAW_CONTENTS, tensor.packed())
+    return parts
+
+
+def _field(number: int, *parts: _Bytes) -> list[_Bytes]:
+    """Return a field of a message that holds `parts` together: a message, or bytes.
+
+    Its tag and its length come first, as in https://protobuf.dev/programming-guides/encoding. Serialised
+    messages may be joined: the fields of all are those of one.
+    """
+    return [_varint(number << 3 | 2) + _varint(sum(map(len, parts))), *parts]
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 0x7F:  # noqa: PLR2004 - seven bits, and one that says that more follow
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*found, number])
+
+
+async def _joined(parts: Sequence[_Bytes]) -> bytes:
+    """Join the parts of a message, of a large one on a thread and bit by bit: others are served meanwhile."""
+    if sum(map(len, parts)) <= _LARGE:
+        return b"".join(parts)
+
+    def join() -> bytes:
+        whole = BytesIO()
+        for part in parts:
+            for at in range(0, len(part), _LARGE):
+                whole.write(part[at : at + _LARGE])
+        return whole.getvalue()
+
+    return await asyncio.to_thread(join)
 
 
 def _credentials(certificate: Certificate) -> grpc.ServerCredentials:

@@ -1,6 +1,7 @@
 """The contract `logits`: what is read and refused, and how it is served over HTTP and gRPC."""
 
 import asyncio
+import copy
 import struct
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -9,6 +10,7 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.http as httpclient
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from gateway.core.events import Accepted, Delta, Event, LogitsPart, Usage
 from gateway.core.request import Generation, PlainText, TokenIds
@@ -51,13 +53,13 @@ def expected() -> Any:
 
 def body(ids: Any = IDS, mask: Any = MASK, **changes: Any) -> dict[str, Any]:
     def given(name: str, data: Any) -> Any:
-        return tensor(name, data, list(np.shape(data)), "INT64")
+        return tensor(name, copy.deepcopy(data), list(np.shape(data)), "INT64")
 
     return {"inputs": [given("input_ids", ids), given("attention_mask", mask)], **changes}
 
 
 def message(ids: Any = IDS, mask: Any = MASK, *, raw: bool = False) -> Any:
-    request = grpc_request("glm")
+    request = service_pb2.ModelInferRequest(model_name="glm")
     for name, data in (("input_ids", ids), ("attention_mask", mask)):
         values = np.array(data, np.int64)
         sent = request.inputs.add(name=name, datatype="INT64", shape=values.shape)
@@ -66,12 +68,6 @@ def message(ids: Any = IDS, mask: Any = MASK, *, raw: bool = False) -> Any:
         else:
             sent.contents.int64_contents.extend(values.ravel().tolist())
     return request
-
-
-def grpc_request(model: str) -> Any:
-    from tritonclient.grpc import service_pb2  # noqa: PLC0415
-
-    return service_pb2.ModelInferRequest(model_name=model)
 
 
 def infer_request(ids: Any, mask: Any, **changes: Any) -> InferRequest:
@@ -211,12 +207,31 @@ async def test_a_large_answer_is_sent_in_pieces() -> None:
 @pytest.mark.parametrize("raw", [False, True])
 async def test_logits_over_grpc(raw: bool) -> None:
     async with over_grpc(FakeUpstream(telling()), **CONTRACT) as (served, stub, _):
-        answer = await stub.ModelInfer(message(raw=raw))
-        (output,) = answer.outputs
-        assert (output.name, output.datatype, list(output.shape)) == ("logits", "FP32", [2, 4, VOCABULARY])
-        found = np.frombuffer(answer.raw_output_contents[0], "<f4").reshape(output.shape)
-        assert (found == expected()).all()
+        streamed = stub.ModelStreamInfer(iter([message(raw=raw)]))
+        for answer in (await stub.ModelInfer(message(raw=raw)), (await streamed.read()).infer_response):
+            (output,) = answer.outputs
+            assert (output.name, output.datatype) == ("logits", "FP32")
+            assert list(output.shape) == [2, 4, VOCABULARY]
+            found = np.frombuffer(answer.raw_output_contents[0], "<f4").reshape(output.shape)
+            assert (found == expected()).all()
+        assert answer.parameters["triton_final_response"].bool_param
         await served.until_idle()
+
+
+async def test_a_large_message_is_that_of_protobuf() -> None:
+    wide = 700_000
+    upstream = FakeUpstream(telling(wide))
+    upstream.vocabulary = wide
+    options = [("grpc.max_receive_message_length", -1)]
+    async with (
+        over_grpc(upstream, **CONTRACT) as (_, _, address),
+        grpc.aio.insecure_channel(address, options=options) as channel,
+    ):
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        answer = await stub.ModelInfer(message([[5]], [[1]]))
+        again = await stub.ModelStreamInfer(iter([message([[5]], [[1]])])).read()
+    places = (5 + np.arange(wide) / 10).astype("<f4").tobytes()
+    assert answer.raw_output_contents == again.infer_response.raw_output_contents == [places]
 
 
 async def test_the_tokenizer_beside_it() -> None:
