@@ -86,8 +86,7 @@ class Settings(BaseSettings):
     )
     tls_key: str | None = Field(None, description="PEM file with its private key")
     metrics_address: Address | None = Field(
-        None,
-        description="host:port that serves /metrics alone, without a key, for a network of operators",
+        None, description="host:port that serves /metrics alone, without a key, for a network of operators"
     )
     upstreams: Upstreams = Field(
         ("127.0.0.1:8001",),
@@ -271,9 +270,7 @@ class Settings(BaseSettings):
     drain_s: float = Field(30.0, ge=0, description="seconds that running requests have to finish at shutdown")
     # What one request gets.
     default_max_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="limit on new tokens when a request sets none; unset: the rest of the context",
+        None, ge=1, description="limit on new tokens when a request sets none; unset: the rest of the context"
     )
     strict: bool = Field(
         default=False,
@@ -302,10 +299,7 @@ class Settings(BaseSettings):
         "and a line with its reason for each request that failed",
     )
     log_sample: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="share of successful requests that get a log line; failed ones always do",
+        1.0, ge=0, le=1, description="share of successful requests that get a log line; failed ones always do"
     )
     log_prompts: bool = Field(
         default=False,

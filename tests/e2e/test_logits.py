@@ -1,5 +1,6 @@
 """Clients that choose the tokens: logits and tokenizer of a BLOOM on the real Triton, as of transformers."""
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -143,6 +144,17 @@ def test_a_nucleus_loop_with_a_seed(forward: Forward, folder: Path, reference: P
         nucleus(each, ids, mask, 8, top_p=0.8, seed=11) for each in (forward, by_transformers(reference))
     )
     assert (found == expected).all()
+
+
+def test_the_documented_client(up: UpProcess, reference: PreTrainedModel) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "legacy-clients.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(example.replace("127.0.0.1:8000", up.kserve_http.removeprefix("http://")), names)  # noqa: S102 - our own page
+    names["client"].close()
+    ids = names["ids"]
+    prompt = ids[:, :-20]
+    assert (ids == generated(reference, prompt, np.ones_like(prompt), 20)).all()
 
 
 def test_both_names_are_listed_and_described(up: UpProcess, clients: dict[str, tuple[Any, Any]]) -> None:
