@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from triton_models.engine.models import ChunkRows
+from triton_models.engine.scoring import SLICE_ROWS
 from triton_models.engine.sequence import PromptLogits, Sequence
 from triton_models.engine.step import Sampled, Step
 
@@ -63,7 +65,12 @@ def compute_logits(
         hidden: the step's hidden rows, [T, width].
         logits: turns [S, width] into logits [S, vocabulary] of any float dtype; may overwrite what it gets.
     """
-    values = logits(torch.cat([hidden[each.row : each.row + each.count] for each in chunks])).float()
+    rows = torch.cat([hidden[each.row : each.row + each.count] for each in chunks])
+    count = len(rows)
+    if rows.is_cuda:
+        # Always the one shape that log-probabilities are computed with, so that no kernel is made for others.
+        rows = pad(rows, (0, 0, 0, -count % SLICE_ROWS))
+    values = logits(rows)[:count].float()
     return LogitsRows(chunks, values, values.isfinite().all(dim=1))
 
 

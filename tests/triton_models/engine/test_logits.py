@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from tests.triton_models.engine.fake_model import (
     run,
     weight,
 )
+from tests.triton_models.native_checkpoint import write_bloom
+from triton_models.checkpoint import load_model
 from triton_models.engine.backend import PLAIN
 from triton_models.engine.engine import Engine
 from triton_models.engine.scheduler import LOGITS_ROWS
@@ -151,6 +154,23 @@ def test_logits_that_are_not_finite_fail_the_request_alone() -> None:
     assert outputs["bad"][-1].finish_reason is FinishReason.ERROR
     assert "not finite" in (outputs["bad"][-1].error or "")
     check(outputs["good"], range(20))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_they_are_those_of_transformers_on_a_gpu(tmp_path: Path) -> None:
+    """Beside answers, and with steps that begin before the results of those before are known."""
+    reference = write_bloom(tmp_path)
+    engine = Engine(load_model(tmp_path, torch.float32, torch.device("cuda:0")), EngineSettings())
+    prompts = {str(number): [number + place * 7 % 300 for place in range(90 + number)] for number in range(4)}
+    engine.add(request("answer", (1, 2, 3), replace(GREEDY, max_tokens=100)))
+    for name, prompt in prompts.items():
+        engine.add(asking(name, prompt))
+    outputs = run(engine)
+    for name, prompt in prompts.items():
+        found = [each.prompt_logits.values for each in outputs[name] if each.prompt_logits is not None]
+        with torch.inference_mode():
+            expected = reference(torch.tensor([prompt])).logits[0]
+        torch.testing.assert_close(torch.cat(found), expected, atol=1e-3, rtol=1e-3)
 
 
 def test_they_exclude_log_probabilities() -> None:
