@@ -4,6 +4,7 @@ https://github.com/kserve/open-inference-protocol, with Triton's extensions for 
 statistics, model configuration and model repository. Tensors are read into `gateway.kserve.contracts` types.
 """
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -14,8 +15,9 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, BeforeValidator, Field
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Message, Receive, Send
 
-from gateway.errors import InvalidRequestError
+from gateway.errors import ClientGoneError, InvalidRequestError
 from gateway.http.routes import (
     AdminKey,
     GatewayDep,
@@ -160,7 +162,11 @@ async def infer(  # noqa: PLR0917 - FastAPI passes all by name
     inference, binary = await gateway.bodies.read(
         body, partial(read_infer_request, model, version, body, header_length)
     )
-    return write_infer_answer(inference, await door.infer(inference, record, request.receive), binary)
+    outputs = await door.infer(inference, record, request.receive)
+    gone = partial(record.fail, ClientGoneError("The client hung up, or did not read its answer."))
+    return write_infer_answer(
+        inference, outputs, binary, on_gone=gone, send_timeout_s=gateway.settings.send_timeout_s
+    )
 
 
 router.get("/v2/models/stats", dependencies=[InferenceKey])(_telling(Door.statistics))
@@ -228,9 +234,18 @@ def read_infer_request(
 
 
 def write_infer_answer(
-    request: InferRequest, outputs: Sequence[Tensor], binary: Callable[[str], bool]
+    request: InferRequest,
+    outputs: Sequence[Tensor],
+    binary: Callable[[str], bool],
+    *,
+    on_gone: Callable[[], None],
+    send_timeout_s: float,
 ) -> Response:
-    """Return the response to `request`; the data of outputs that are `binary` follow its JSON."""
+    """Return the response to `request`; the data of outputs that are `binary` follow its JSON.
+
+    One that is sent in pieces calls `on_gone` if its client leaves, or does not read one for so long.
+    """
+    pieces = partial(Pieces, on_gone=on_gone, send_timeout_s=send_timeout_s)
     documents: list[dict[str, Any]] = []
     blobs: list[bytes | memoryview] = []
     numbers: memoryview[float] | None = None
@@ -250,7 +265,7 @@ def write_infer_answer(
     head |= {"model_name": request.model, "model_version": VERSION}
     text = msgspec.json.encode({**head, "outputs": documents})
     if numbers is not None:  # the model's only output
-        return StreamingResponse(_with_numbers(text, numbers), media_type="application/json")
+        return pieces(_with_numbers(text, numbers), media_type="application/json")
     if not blobs:
         return Response(text, media_type="application/json")
     headers = {HEADER_LENGTH: str(len(text))}
@@ -258,7 +273,42 @@ def write_infer_answer(
     if size <= _PIECE_BYTES:
         return Response(text + b"".join(blobs), media_type=_BINARY, headers=headers)
     headers["Content-Length"] = str(len(text) + size)
-    return StreamingResponse(_in_pieces([text, *blobs]), media_type=_BINARY, headers=headers)
+    return pieces(_in_pieces([text, *blobs]), media_type=_BINARY, headers=headers)
+
+
+class Pieces(StreamingResponse):
+    """An answer that is made in pieces on threads, as its client reads them, and may be given up.
+
+    Args:
+        content: the pieces.
+        on_gone: called if the client left, or did not read a piece within `send_timeout_s` seconds.
+        send_timeout_s: see `on_gone`.
+        answer: what Starlette's takes.
+    """
+
+    def __init__(
+        self, content: Iterator[bytes], *, on_gone: Callable[[], None], send_timeout_s: float, **answer: Any
+    ) -> None:
+        super().__init__(content, **answer)
+        self._on_gone = on_gone
+        self._send_timeout_s = send_timeout_s
+
+    async def listen_for_disconnect(self, receive: Receive) -> None:
+        """Wait until the client leaves."""
+        await super().listen_for_disconnect(receive)
+        self._on_gone()
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the pieces. Where they stop before their end, the server closes the connection."""
+
+        async def write(message: Message) -> None:
+            async with asyncio.timeout(self._send_timeout_s):
+                await send(message)
+
+        try:
+            await super().stream_response(write)
+        except TimeoutError:
+            self._on_gone()
 
 
 def _in_pieces(blobs: Sequence[bytes | memoryview]) -> Iterator[bytes]:

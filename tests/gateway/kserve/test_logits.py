@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import json
 import struct
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -202,6 +203,27 @@ async def test_a_large_answer_is_sent_in_pieces() -> None:
             end = int(answer.headers[HEADER_LENGTH]) if binary else None
             found = httpclient.InferResult.from_response_body(answer.content, header_length=end)
             assert (found.as_numpy("logits") == [[np.arange(wide, dtype=np.float32)] * 2]).all()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_client_that_does_not_read_gives_its_room_back(leaves: bool) -> None:
+    wide = 6 * 2**20  # more than sockets hold
+    upstream = FakeUpstream(telling(wide))
+    upstream.vocabulary = wide
+    asked = json.dumps(body([[5]], [[1]], parameters={"binary_data_output": True})).encode()
+    timeout_s = 60 if leaves else 0.5
+    async with on_socket(upstream, send_timeout_s=timeout_s, **CONTRACT) as served:
+        url = served.http.base_url
+        reader, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
+        head = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(asked)}\r\n\r\n"
+        writer.write(head.encode() + asked)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        assert served.gateway.logits.in_flight == 4 * wide
+        if leaves:
+            writer.close()
+        await until(lambda: served.gateway.logits.in_flight == 0)
+        writer.close()
+        await until(lambda: served.metric("client_cancels_total", model="glm") == 1)
 
 
 @pytest.mark.parametrize("raw", [False, True])
