@@ -190,7 +190,7 @@ class RunningRequest(AsyncIterator[Event]):
         await self._enter(receive, permits=sum(generation.n for generation in generations))
         if logits_bytes:
             await self._race(self._gateway.logits.acquire(logits_bytes))
-            self._record.resources.callback(self._gateway.logits.release, logits_bytes)
+            self._record.answer.callback(self._gateway.logits.release, logits_bytes)
         self._check()  # a request that ended while it waited is not sent upstream
         generate, first, *more = self._gateway.upstream.generate, *map(self._bounded, generations)
         source = together(generate, [first, *more]) if more else generate(first)

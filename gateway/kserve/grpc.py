@@ -7,7 +7,7 @@ those of HTTP requests. Methods that the gateway does not offer are refused by n
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from http import HTTPStatus
 from io import BytesIO
@@ -84,6 +84,13 @@ class _Refusal(NamedTuple):
     message: str
 
 
+class _Answer(NamedTuple):
+    """A serialised message in parts, and what it holds until it was sent."""
+
+    parts: list[_Bytes]
+    held: ExitStack
+
+
 class GrpcServer:
     """Serves `door` at one address.
 
@@ -154,10 +161,12 @@ class GrpcServer:
             return grpc.stream_stream_rpc_method_handler(self._stream)
 
         async def unary(_: AsyncIterator[bytes], context: Any) -> bytes:
-            answer = await self._serve(name, partial(self._message, context), context)
+            unsent: set[ExitStack] = set()
+            context.add_done_callback(lambda _: _release(unsent))
+            answer = await self._serve(name, partial(self._message, context), context, unsent)
             if isinstance(answer, _Refusal):
                 await context.abort(*answer)
-            return await _joined(answer)
+            return await _joined(answer.parts)
 
         # As a stream of one request, whose message comes only when it is asked for.
         return grpc.stream_unary_rpc_method_handler(unary)
@@ -186,14 +195,16 @@ class GrpcServer:
             self._authorize("ModelStreamInfer", metadata)
         except GatewayError as error:
             refuse = partial(_refuse, error.with_traceback(None))
-            await context.abort(*await self._serve("ModelStreamInfer", refuse, context))  # for its record
+            await context.abort(*await self._serve("ModelStreamInfer", refuse, context, set()))  # its record
         ends = metadata.get("triton_grpc_error") == "true"
         answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(_AHEAD)
         running: set[asyncio.Task[Any]] = set()
+        unsent: set[ExitStack] = set()
 
         async def read() -> None:
             async for data in requests:
-                task = asyncio.create_task(self._serve("ModelStreamInfer", partial(_there, data), context))
+                serving = self._serve("ModelStreamInfer", partial(_there, data), context, unsent)
+                task = asyncio.create_task(serving)
                 running.add(task)
                 task.add_done_callback(running.discard)
                 await answers.put(task)
@@ -209,17 +220,27 @@ class GrpcServer:
                     message = service_pb2.ModelStreamInferResponse(error_message=answer.message)
                     yield message.SerializeToString()
                 else:
-                    yield await _joined(_field(_INFER_RESPONSE, *answer, _FINAL))
+                    yield await _joined(_field(_INFER_RESPONSE, *answer.parts, _FINAL))
+                    unsent.discard(answer.held)
+                    answer.held.close()
         finally:
             for each in (reading, *running):
                 each.cancel()
             with suppress(asyncio.CancelledError):
                 await asyncio.gather(reading, *running, return_exceptions=True)
+            _release(unsent)
 
-    async def _serve(self, name: str, receive: Callable[[], Awaitable[bytes]], context: Any) -> Any:
-        """Serve one request; return the parts of its serialised answer, or the status that it ends with.
+    async def _serve(
+        self,
+        name: str,
+        receive: Callable[[], Awaitable[bytes]],
+        context: Any,
+        unsent: set[ExitStack],
+    ) -> Any:
+        """Serve one request; return its answer, or the status that it ends with.
 
-        Its message is received once its key is known and there is a place for it.
+        Its message is received once its key is known and there is a place for it. What the answer holds is
+        among `unsent` then.
         """
         metadata = _metadata_of(context)
         probe = name in _PROBES
@@ -245,7 +266,9 @@ class GrpcServer:
             except Exception:  # noqa: BLE001 - the outermost frame of a request: the server goes on
                 return _refused(self._records.failed(record))
             record.status = HTTPStatus.OK
-            return answer
+            held = record.answer.pop_all()
+            unsent.add(held)
+            return _Answer(answer, held)
 
     def _authorize(self, name: str, metadata: Mapping[str, str]) -> str | None:
         """Check that the caller may use the method; return the key's name, if one is needed."""
@@ -290,6 +313,12 @@ class GrpcServer:
 
 def _metadata_of(context: Any) -> dict[str, str]:
     return {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
+
+
+def _release(unsent: set[ExitStack]) -> None:
+    """Release what answers hold of which nothing will be sent any more."""
+    while unsent:
+        unsent.pop().close()
 
 
 async def _there(data: bytes) -> bytes:

@@ -313,11 +313,27 @@ async def test_answers_wait_for_room() -> None:
         release.set()
         assert all(answer.outputs for answer in await asyncio.gather(*asking))
         await served.until_idle()
-        assert served.gateway.logits.in_flight == 0
+        await until(lambda: served.gateway.logits.in_flight == 0)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.ModelInfer(message([[1, 1]], [[1, 1]]))
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "1200000 bytes" in (refused.value.details() or "")
+
+
+async def test_answers_of_a_stream_give_their_room_back_one_by_one() -> None:
+    """Ten of 400,000 bytes each, where a MiB is the limit: each holds its own until it, or its stream, ends."""
+    wide = 100_000
+    upstream = FakeUpstream(telling(wide))
+    upstream.vocabulary = wide
+    async with over_grpc(upstream, logits_bytes=2**20, **CONTRACT) as (served, stub, _):
+        for taken in (10, 3):
+            stream = stub.ModelStreamInfer(iter([message([[5]], [[1]])] * 10))
+            for _ in range(taken):
+                assert (await stream.read()).infer_response.outputs
+            stream.cancel()
+            await until(lambda: served.gateway.logits.in_flight == 0)
+            assert served.gateway.logits.waiting == 0
+        await served.until_idle()
 
 
 async def call(stub: Any) -> Any:
