@@ -321,7 +321,7 @@ async def test_answers_wait_for_room() -> None:
 
 
 async def test_answers_of_a_stream_give_their_room_back_one_by_one() -> None:
-    """Ten of 400,000 bytes each, where a MiB is the limit: each holds its own until it, or its stream, ends."""
+    """Ten of 400,000 bytes each, a MiB in all at once: each holds its own until it, or its stream, ends."""
     wide = 100_000
     upstream = FakeUpstream(telling(wide))
     upstream.vocabulary = wide
