@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -16,10 +17,10 @@ from gateway.commands.load_answer import Answer
 from gateway.core.request import Generation, Turns
 from gateway.errors import InvalidRequestError, UpstreamProtocolError
 from gateway.kserve import grpc as kserve_grpc
-from gateway.kserve.contracts import read_questions
+from gateway.kserve.contracts import SIGNATURES, InferRequest, read_questions
 from gateway.kserve.history import Shape, encode_history, parse_flat, parse_history
 from gateway.kserve.http import read_infer_request
-from gateway.settings.values import Contract
+from gateway.kserve.logits import read_prompts, read_texts
 from gateway.triton.channel import DeltaBuffer
 from gateway.triton.dialects import tensors
 from gateway.triton.dialects.base import ModelReport
@@ -43,16 +44,23 @@ class Reader:
 _VALUES = {"prompt": "你好", "history": "[]", "temperature": "0.5", "max_token": "40"}
 
 
+def _kserve(request: InferRequest, chat_format: str) -> None:
+    """Read a request as one of each contract."""
+    for contract in SIGNATURES:
+        with suppress(InvalidRequestError):
+            read_questions(contract, request, chat_format)
+    with suppress(InvalidRequestError):
+        read_prompts(request, 300, 2**20)
+    with suppress(InvalidRequestError):
+        read_texts(request)
+
+
 def _kserve_http(data: bytes) -> None:
     """Read a body behind the two bytes that say how much of it is JSON."""
     length = int.from_bytes(data[:2], "little")
     request, binary = read_infer_request("glm", "", data[2:], str(length) if length else None)
     binary("response")
-    for contract in Contract:
-        try:
-            read_questions(contract, request, "chatglm3")
-        except InvalidRequestError:
-            continue
+    _kserve(request, "chatglm3")
 
 
 def _http_seeds() -> tuple[bytes, ...]:
@@ -69,16 +77,17 @@ def _http_seeds() -> tuple[bytes, ...]:
     head = json.dumps({"id": "1", "inputs": sized, "parameters": {"binary_data_output": True}}).encode()
     number = {"name": "history_len", "datatype": "INT16", "shape": [1], "data": [5]}
     short = json.dumps({"inputs": [number], "parameters": {"timeout": 5}}).encode()
-    return b"\0\0" + plain, len(head).to_bytes(2, "little") + head + b"".join(blobs), b"\0\0" + short
+    matrices = [
+        {"name": name, "datatype": "INT64", "shape": [2, 2], "data": [[1, 1], [0, 1]]}
+        for name in ("input_ids", "attention_mask")
+    ]
+    numbers = b"\0\0" + json.dumps({"inputs": matrices}).encode()
+    return numbers, b"\0\0" + plain, len(head).to_bytes(2, "little") + head + b"".join(blobs), b"\0\0" + short
 
 
 def _kserve_grpc(data: bytes) -> None:
     request = kserve_grpc._read(pb.ModelInferRequest.FromString(data))  # noqa: SLF001 - the reader itself
-    for contract in Contract:
-        try:
-            read_questions(contract, request, "chatglm2")
-        except InvalidRequestError:
-            continue
+    _kserve(request, "chatglm2")
 
 
 def _grpc_seeds() -> tuple[bytes, ...]:

@@ -64,7 +64,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
         metrics.registry.register(EngineLoads(partial(_loads, public)))
         upstream = WithAdapters(public, public.adapters)
     shared = SharedCounters(
-        gauges=2 * Admission.GAUGES + 2,
+        gauges=3 * Admission.GAUGES + 2,
         counters=0,
         named=KeyLimits.room(settings),
         place=place,
@@ -81,6 +81,12 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
             max_waiting=settings.max_waiting,
             shared=shared,
             work="tokenizations",
+        ),
+        logits=Admission(
+            max_in_flight=settings.logits_bytes,
+            max_waiting=settings.max_waiting,
+            shared=shared,
+            work="bytes of logits",
         ),
         bodies=Bodies(settings.max_held_body_bytes, shared),
         keyring=Keyring(settings.api_keys),

@@ -1,10 +1,10 @@
 """The `meta` document: everything in one response of a model except its text.
 
 The responses to a generation come in this order: a refusal (an error, without `meta`), or `accepted`; then
-log-probabilities of the prompt; when a choice ends, its last response, with `finish_reason`. The final
-response of all also has `usage`. In each heartbeat interval, before `accepted`, too, there is at least one
-response, or a delta on the channel that the generation names (`wire.channel`). Only the last response of a
-choice has text, and only what did not go over a channel.
+log-probabilities or logits of the prompt; when a choice ends, its last response, with `finish_reason`. The
+final response of all also has `usage`. In each heartbeat interval, before `accepted`, too, there is at least
+one response, or a delta on the channel that the generation names (`wire.channel`). Only the last response of
+a choice has text, and only what did not go over a channel; those with logits have these in its place.
 """
 
 from typing import Literal
@@ -72,6 +72,16 @@ class PromptLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     it is not among those, the number of tokens that are at least as likely, including itself."""
 
 
+class Logits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which of a prompt's logits `response` has, float32 in little-endian order instead of text.
+
+    Row i, of `vocabulary` numbers, rates the tokens that may follow the prompt's token `first + i`.
+    """
+
+    first: int
+    vocabulary: int
+
+
 class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """Token counts of the whole request.
 
@@ -111,6 +121,9 @@ class ProbeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     resumes: bool = False
     """Whether it takes `ids` of a channel and `generated` of a generation; false for a model older than
     them."""
+    vocabulary: int | None = None
+    """Number of ids that the model has, and so of logits for each token; absent from a model older than
+    those."""
 
 
 class Tokenized(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -136,6 +149,8 @@ class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     prompt_logprobs: list[PromptLogprob] | None = None
     """Those of the prompt's next tokens, some hundreds at most. All have come when the first `tokens`
     come."""
+    logits: Logits | None = None
+    """The response holds logits of the prompt's next tokens, some MiB at most, and no text."""
     segments: list[Segment] | None = None
     finish_reason: FinishReason | None = None
     """Set in the choice's last response."""

@@ -42,8 +42,9 @@ class Generation(Sampling, frozen=True, forbid_unknown_fields=True, omit_default
     `prompt_token_ids`, never both. With `raw`, the tensor `prompt` is plain text, and `history` is empty.
 
     Raises:
-        ValueError: the numbers of the choices on the channel exceed int64, or `generated` is not about all
-            choices, or leaves none, or has no seed to go on with (a ValidationError while decoding).
+        ValueError: the numbers of the choices on the channel exceed int64, `logits` are not all that is
+            wanted, or `generated` is not about all choices, or leaves none, or has no seed to go on with (a
+            ValidationError while decoding).
     """
 
     v: Literal[1] = 1
@@ -65,6 +66,8 @@ class Generation(Sampling, frozen=True, forbid_unknown_fields=True, omit_default
     generated: list[Annotated[list[TokenId], msgspec.Meta(max_length=IDS_LIMIT)] | None] = []  # noqa: RUF012 - as above
     """What another server has sampled for the request before it was lost, by choice: the answer goes on after
     these tokens. Null: the choice has ended, and is left out here. Empty: the request is new."""
+    logits: bool = False
+    """Report the logits of every token of the prompt; there is no answer besides, so `max_tokens` is 0."""
     channel: ChannelStream | None = None
     """The answer is streamed: its deltas go to this channel. Absent: all of it comes with its end."""
     deadline_ms: Milliseconds | None = None
@@ -75,6 +78,17 @@ class Generation(Sampling, frozen=True, forbid_unknown_fields=True, omit_default
         super().__post_init__()
         if self.channel is not None and self.channel.stream > INT64_MAX - self.n + 1:
             raise ValueError("the numbers of the choices on the channel go over int64")
+        if self.logits and (
+            self.max_tokens != 0
+            or self.n != 1
+            or self.channel is not None
+            or self.prompt_logprobs is not None
+            or self.echo
+            or self.generated
+        ):
+            raise ValueError(
+                "logits come alone: with max_tokens 0, and no n, channel, prompt_logprobs or echo"
+            )
         if not self.generated:
             return
         if len(self.generated) != self.n or self.generated.count(None) == self.n:

@@ -22,10 +22,20 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from gateway.commands.endpoint import DEFAULT_URL, ClientError, authorization, connected, fetch
-from gateway.kserve.contracts import HISTORY, HISTORY_LEN, MAX_TOKEN, PROMPT, RESPONSE, TEMPERATURE
+from gateway.kserve.contracts import (
+    HEADER_LENGTH,
+    HISTORY,
+    HISTORY_LEN,
+    MAX_TOKEN,
+    PROMPT,
+    RESPONSE,
+    TEMPERATURE,
+)
+from gateway.kserve.logits import ATTENTION_MASK, INPUT_IDS, LOGITS, TEXT
 from wire.strings import pack_strings
 
-_MESSAGE_LIMIT_BYTES = 64 * 2**20
+_MESSAGE_LIMIT_BYTES = 2**31 - 1
+_FORMS = {"INT16": "h", "INT64": "q"}
 _OPTIONS = (
     ("grpc.max_receive_message_length", _MESSAGE_LIMIT_BYTES),
     ("grpc.enable_http_proxy", 0),
@@ -60,6 +70,12 @@ class Work:
     temperature: float = 0.8
     max_token: int = 128
     history_len: int = 10
+    rows: int = 1
+    """Of a request for logits, or to tokenize."""
+    positions: int = 64
+    """Ids in each row of a request for logits."""
+    json_numbers: bool = False
+    """Whether numbers come as JSON over HTTP, too, and not as bytes."""
     timeout_s: float = 600.0
     key: str | None = None
     """The gateway's key; None: it needs none."""
@@ -88,6 +104,7 @@ def read_inputs(grpc_address: str, work: Work) -> list[Input]:
 
 
 def _input(name: str, datatype: str, declared: list[int], work: Work) -> Input:
+    data: list[str] | list[int]
     said = {
         PROMPT: work.prompt,
         HISTORY: "",
@@ -95,10 +112,17 @@ def _input(name: str, datatype: str, declared: list[int], work: Work) -> Input:
         MAX_TOKEN: str(work.max_token),
         HISTORY_LEN: str(work.history_len),
     }
+    if name in {INPUT_IDS, ATTENTION_MASK} and datatype == "INT64":
+        numbers = [1 if name == ATTENTION_MASK else 5 + place % 256 for place in range(work.positions)]
+        shape = [work.rows, work.positions]
+        return {"name": name, "datatype": datatype, "shape": shape, "data": numbers * work.rows}
+    if name == TEXT:
+        data = [work.prompt] * work.rows
+        return {"name": name, "datatype": datatype, "shape": [work.rows], "data": data}
     if name not in said or datatype not in ("BYTES", "INT16"):
         raise ClientError(f"{work.model} has the input {name} of {datatype}: no contract known here")
     shape = [1 if size < 0 else size for size in declared]
-    data: list[str] | list[int] = [int(said[name])] if datatype == "INT16" else [said[name]]
+    data = [int(said[name])] if datatype == "INT16" else [said[name]]
     if name == HISTORY and declared == [-1]:
         shape, data = [0], []
     return {"name": name, "datatype": datatype, "shape": shape, "data": data}
@@ -111,8 +135,8 @@ def grpc_client(address: str, work: Work, inputs: Sequence[Input]) -> Iterator[A
     for tensor in inputs:
         request.inputs.add(name=tensor["name"], datatype=tensor["datatype"], shape=tensor["shape"])
         data = tensor["data"]
-        int16 = tensor["datatype"] == "INT16"
-        raw = struct.pack(f"<{len(data)}h", *data) if int16 else pack_strings(map(str.encode, data))
+        form = _FORMS.get(tensor["datatype"])
+        raw = struct.pack(f"<{len(data)}{form}", *data) if form else pack_strings(map(str.encode, data))
         request.raw_input_contents.append(raw)
     with grpc.insecure_channel(address, options=_OPTIONS) as channel:
         infer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
@@ -131,14 +155,18 @@ def grpc_client(address: str, work: Work, inputs: Sequence[Input]) -> Iterator[A
 def http_client(url: str, work: Work, inputs: Sequence[Input]) -> Iterator[Ask]:
     """Connect to `url` and ask by `POST /v2/models/M/infer`; raises ClientError for what is no URL."""
     headers = {"Content-Type": "application/json", **dict(authorization(work.key))}
-    body = json.dumps({"inputs": inputs}).encode()
+    binary = not work.json_numbers and any(tensor["datatype"] == "INT64" for tensor in inputs)
+    options = {"parameters": {"binary_data_output": True}} if binary else {}
+    body = json.dumps({"inputs": inputs, **options}).encode()
     with connected(url, work.timeout_s) as (connection, prefix):
 
         def ask() -> None:
             try:
                 connection.request("POST", f"{prefix}/v2/models/{quote(work.model)}/infer", body, headers)
                 response = connection.getresponse()
-                document = json.loads(response.read())
+                answer = response.read()
+                length = response.getheader(HEADER_LENGTH)
+                document = json.loads(answer if length is None else answer[: int(length)])
             except (OSError, ValueError, http.client.HTTPException) as error:
                 connection.close()  # the next request reopens it
                 raise ClientError(str(error) or type(error).__name__) from error
@@ -150,7 +178,7 @@ def http_client(url: str, work: Work, inputs: Sequence[Input]) -> Iterator[Ask]:
 
 
 def _check_outputs(names: Iterator[str]) -> None:
-    if RESPONSE not in names:
+    if {RESPONSE, LOGITS, INPUT_IDS}.isdisjoint(names):
         raise ClientError("an answer without a response")
 
 
@@ -225,6 +253,14 @@ def measure(protocol: str, connect: Callable[[], AbstractContextManager[Ask]], w
     return Timing(protocol=protocol, seconds=seconds, times_ms=sorted(times_ms), failures=failures)
 
 
+def _of(work: Work, inputs: Sequence[Input]) -> str:
+    """Return what the requests have in common, for a person."""
+    names = {tensor["name"] for tensor in inputs}
+    if not names.isdisjoint({INPUT_IDS, TEXT}):
+        return f"{work.rows} rows" + (f" of {work.positions} ids" if INPUT_IDS in names else "")
+    return f"max_token {work.max_token}, temperature {work.temperature:g}"
+
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -289,6 +325,13 @@ def _change(url: str, key: str | None, model: str, action: str, options: dict[st
 @click.option(
     "--history-len", type=click.IntRange(0, 2**15 - 1), default=10, show_default=True, help="in rounds"
 )
+@click.option(
+    "--rows", type=click.IntRange(1, 64), default=1, show_default=True, help="of logits and tokenizers"
+)
+@click.option(
+    "--positions", type=click.IntRange(1), default=64, show_default=True, help="ids in each row of logits"
+)
+@click.option("--json-numbers", is_flag=True, help="numbers come as JSON over HTTP, not as bytes")
 def bench_kserve(*, grpc_address: str, http_url: str, protocol: str, **options: Any) -> None:
     """Time a model as clients of Triton ask it, over gRPC and HTTP side by side.
 
@@ -303,8 +346,7 @@ def bench_kserve(*, grpc_address: str, http_url: str, protocol: str, **options: 
     chosen = connect if protocol == "both" else {protocol: connect[protocol]}
     timings = [measure(name, make, work) for name, make in chosen.items()]
     click.echo(
-        f"{work.model}: {work.count} requests by {work.concurrency} clients, max_token {work.max_token}, "
-        f"temperature {work.temperature:g}; times in ms"
+        f"{work.model}: {work.count} requests by {work.concurrency} clients, {_of(work, inputs)}; times in ms"
     )
     columns = [timing.rows() for timing in timings]
     for name in columns[0]:

@@ -159,6 +159,18 @@ class Usage:
     """If requested; those of the HTTP request, added on its way to the client."""
 
 
+class LogitsPart(Struct, frozen=True):
+    """The logits of a prompt's tokens from place `first` on.
+
+    `values` are float32 in little-endian order, `vocabulary` numbers for each token, which rate what may
+    follow it. An answer that was begun anew elsewhere may repeat some.
+    """
+
+    first: int
+    vocabulary: int
+    values: bytes
+
+
 class Delta(Struct, frozen=True, kw_only=True):
     """More of the answer, perhaps without text: tokens that are held back are counted as well.
 
@@ -177,6 +189,8 @@ class Delta(Struct, frozen=True, kw_only=True):
     has them, the text comes before the calls, so that they are of one text. Calls have none."""
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
     """Those of the prompt's next tokens, in one or several deltas before the choice's first token."""
+    logits: LogitsPart | None = None
+    """Those of the prompt's next tokens, if requested."""
     segments: tuple[Segment, ...] = ()
     """Only in answers to `Turns`: where segments begin, as offsets into this delta's text, in code points."""
     finish_reason: FinishReason | None = None

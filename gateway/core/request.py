@@ -193,6 +193,9 @@ class Generation(Sampling, frozen=True, kw_only=True):
     """False: the model sends all of the answer at once."""
     resumable: bool = False
     """The answer is to be read in a way that it can be resumed elsewhere if its server dies; needs a seed."""
+    logits: bool = False
+    """Report the logits of all tokens of the prompt, which is of ids, instead of an answer: `max_tokens` is
+    0."""
     generated: tuple[tuple[int, ...] | None, ...] = ()
     """The tokens that each choice has already, and goes on after; None: it has ended. Empty: it is new."""
     adapter: str | None = None

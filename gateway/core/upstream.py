@@ -47,6 +47,8 @@ class Tokens:
     text: str = ""
     strings: Sequence[str] | None = None
     """How each token is displayed, if requested."""
+    pad: int | None = None
+    """The id that fills up what is too short, where the gateway knows the model's tokenizer."""
 
 
 class Embedding(Struct, frozen=True, kw_only=True):
@@ -85,6 +87,9 @@ class ModelCard:
     created: int
     """Unix time in seconds at which this gateway first saw the model."""
     max_context: int | None = None
+    vocabulary: int | None = None
+    """Number of ids, where the model reports logits of prompts; None until it was reached, or if it does
+    not."""
     unloaded: bool = False
     """It was unloaded on purpose, and is not expected to answer until it is loaded again."""
     chat_format: str | None = None

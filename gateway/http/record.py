@@ -12,7 +12,7 @@ import random
 import re
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from time import perf_counter
@@ -80,6 +80,8 @@ class Gateway:
     admission: Admission
     """Limits generations."""
     tokenizing: Admission
+    logits: Admission
+    """Whose permits are the bytes of logits that answers hold."""
     """Limits tokenizations, which work while the engines are full."""
     bodies: Bodies
     keyring: Keyring
@@ -167,6 +169,8 @@ class RequestRecord:
     deadline: float
     metrics: Metrics
     resources: AsyncExitStack
+    answer: ExitStack = field(default_factory=ExitStack)
+    """What the answer holds until it was sent, which may be later than the request's own end."""
     trace: Trace = field(default_factory=Trace)
     send_body: Send | None = None
     """The server's own ASGI channel, for pieces of a body whose head went through all middleware."""
@@ -307,6 +311,7 @@ class Records:
             resources.callback(current_trace.reset, current_trace.set(record.trace))
             resources.callback(record.forget_error)
             resources.callback(self._finish, record, route, probe=probe)
+            resources.push(record.answer)
             yield record
 
     async def admit(self, record: RequestRecord, *, probe: bool = False, spare: bool = False) -> None:

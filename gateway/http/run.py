@@ -165,7 +165,12 @@ class RunningRequest(AsyncIterator[Event]):
             self._waiting.cancel()
 
     async def start(
-        self, generations: Sequence[Generation], receive: Receive, *, patience_s: float = math.inf
+        self,
+        generations: Sequence[Generation],
+        receive: Receive,
+        *,
+        patience_s: float = math.inf,
+        logits_bytes: int = 0,
     ) -> Accepted | None:
         """Wait for admission and for the upstream to accept; once it has, status 200 may be sent.
 
@@ -174,6 +179,7 @@ class RunningRequest(AsyncIterator[Event]):
             receive: the request's ASGI channel, which reports the client's hang-up; the body was read.
             patience_s: how long to wait for a model that is being loaded. Then None is returned, and
                 `accepted` waits for the rest.
+            logits_bytes: what the logits that they report take; waits until there is room for them.
 
         Raises:
             GatewayError: a queue is full, the deadline passed, the client hung up, the gateway is shutting
@@ -182,6 +188,9 @@ class RunningRequest(AsyncIterator[Event]):
         self._card = self._gateway.upstream.model(generations[0].model)
         # A choice costs the upstream as much as a request.
         await self._enter(receive, permits=sum(generation.n for generation in generations))
+        if logits_bytes:
+            await self._race(self._gateway.logits.acquire(logits_bytes))
+            self._record.answer.callback(self._gateway.logits.release, logits_bytes)
         self._check()  # a request that ended while it waited is not sent upstream
         generate, first, *more = self._gateway.upstream.generate, *map(self._bounded, generations)
         source = together(generate, [first, *more]) if more else generate(first)

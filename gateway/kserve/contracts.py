@@ -1,10 +1,11 @@
 """The tensors of legacy clients, which spoke to ChatGLM on Triton before there was a gateway.
 
-A model offers one of three contracts, since it can declare only one set of tensors. All are read and written
-here, whatever encoding brings them (JSON, binary data, protobuf). The values come as text or, in one
-contract, as INT16, and are parsed strictly: anything but a number in range is refused with an error that
-names the field. `max_token` limits prompt and answer together, like `max_length` in the original code, and is
-itself cut to the context without an error. Knows nothing of HTTP, gRPC or how answers are made.
+A model offers one contract, since it can declare only one set of tensors. Three are of questions: they are
+read and written here, whatever encoding brings them (JSON, binary data, protobuf); the other one is in
+`gateway.kserve.logits`. The values come as text or, in one contract, as INT16, and are parsed strictly:
+anything but a number in range is refused with an error that names the field. `max_token` limits prompt and
+answer together, like `max_length` in the original code, and is itself cut to the context without an error.
+Knows nothing of HTTP, gRPC or how answers are made.
 """
 
 import itertools
@@ -13,6 +14,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Self
 
 from gateway.chat.conversation import known_form
@@ -38,6 +40,8 @@ RESPONSE: Final = "response"
 
 BYTES: Final = "BYTES"
 INT16: Final = "INT16"
+INT64: Final = "INT64"
+FP32: Final = "FP32"
 
 KEPT_ITEMS: Final = 10
 """Items of history that are used if the client does not say how many."""
@@ -47,6 +51,9 @@ HIGHEST_TEMPERATURE: Final = 2.0
 MAX_ROWS: Final = 64
 """Most questions in one request."""
 
+HEADER_LENGTH: Final = "Inference-Header-Content-Length"
+"""HTTP's header that says how much of a body is JSON; binary data of tensors follow it."""
+
 MAX_TENSORS: Final = 32
 MAX_RANK: Final = 8
 
@@ -55,7 +62,14 @@ VERSION: Final = "1"
 
 PLATFORM: Final = "tritongate"
 
-_CONFIG_TYPES: Final = {BYTES: "TYPE_STRING", INT16: "TYPE_INT16"}
+_CONFIG_TYPES: Final = {
+    BYTES: "TYPE_STRING",
+    INT16: "TYPE_INT16",
+    INT64: "TYPE_INT64",
+    FP32: "TYPE_FP32",
+}
+_INTEGERS: Final = {INT16: (16, "h"), INT64: (64, "q")}
+"""Of each datatype of inputs that are integers, the number of bits, and `struct`'s name."""
 
 # The output of `str` and `repr` for Python's numbers.
 _NUMBER = re.compile(rb"[0-9]{1,20}(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,2})?")
@@ -72,8 +86,8 @@ class Declared:
 
     name: str
     datatype: str = BYTES
-    size: int = 1
-    """Number of elements of its only dimension; -1: any number."""
+    shape: tuple[int, ...] = (1,)
+    """-1: of any size."""
     optional: bool = False
 
 
@@ -105,10 +119,10 @@ SIGNATURES: Final[Mapping[Contract, Signature]] = {
     Contract.FLAT: Signature(
         inputs=(
             Declared(PROMPT),
-            Declared(HISTORY, size=-1),
+            Declared(HISTORY, shape=(-1,)),
             *map(Declared, (TEMPERATURE, MAX_TOKEN, HISTORY_LEN)),
         ),
-        outputs=(Declared(RESPONSE), Declared(HISTORY, size=-1)),
+        outputs=(Declared(RESPONSE), Declared(HISTORY, shape=(-1,))),
     ),
 }
 
@@ -120,7 +134,8 @@ class Tensor:
     name: str
     datatype: str
     shape: tuple[int, ...]
-    values: Sequence[bytes] | Sequence[int]
+    values: "Sequence[bytes] | Sequence[int] | memoryview[float]"
+    """Those of FP32 are a view, of the format `f`, of the numbers in little-endian order."""
 
     @classmethod
     def read(
@@ -146,18 +161,22 @@ class Tensor:
         Raises:
             InvalidRequestError: the elements do not suit the datatype or the shape.
         """
-        if datatype not in (BYTES, INT16):
-            raise _wrong(f"{path}.datatype", f"only {BYTES} and {INT16} are known")
+        if datatype != BYTES and datatype not in _INTEGERS:
+            raise _wrong(f"{path}.datatype", f"only {BYTES}, {' and '.join(_INTEGERS)} are known")
         if len(shape) > MAX_RANK:
             raise _wrong(f"{path}.shape", f"more than {MAX_RANK} dimensions")
         if isinstance(elements, bytes):
             elements = _unpacked(datatype, shape, elements, f"{path}.{at}")
-        read: Callable[[Any, str], Any] = _read_string if datatype == BYTES else _read_int16
+        read: Callable[[Any, str], Any] = _read_string if datatype == BYTES else partial(_read_int, datatype)
         values = [read(value, f"{path}.{at}.{number}") for number, value in enumerate(elements)]
         return cls(name, datatype, _complete(shape, len(values), f"{path}.shape"), values)
 
-    def packed(self) -> bytes:
-        """Return an output's elements as Triton serialises them: a 4-byte length before each."""
+    def packed(self) -> bytes | memoryview:
+        """Return the elements as Triton serialises them: strings with a 4-byte length before each."""
+        if isinstance(self.values, memoryview):
+            return self.values.cast("B")
+        if self.datatype in _INTEGERS:
+            return struct.pack(f"<{len(self.values)}{_INTEGERS[self.datatype][1]}", *self.values)
         return pack_strings(value for value in self.values if isinstance(value, bytes))
 
 
@@ -198,12 +217,11 @@ def _rounds(chat_format: str | None) -> bool:
     return form is not None and form.rounds
 
 
-def config_document(model: str, contract: Contract) -> dict[str, Any]:
+def config_document(model: str, signature: Signature) -> dict[str, Any]:
     """Return the model's configuration, as Triton writes it."""
-    signature = SIGNATURES[contract]
     inputs, outputs = (
         [
-            {"name": each.name, "data_type": _CONFIG_TYPES[each.datatype], "dims": [each.size]}
+            {"name": each.name, "data_type": _CONFIG_TYPES[each.datatype], "dims": list(each.shape)}
             | ({"optional": True} if each.optional else {})
             for each in tensors
         ]
@@ -213,9 +231,8 @@ def config_document(model: str, contract: Contract) -> dict[str, Any]:
     return {**head, "input": inputs, "output": outputs, "model_transaction_policy": {"decoupled": False}}
 
 
-def metadata_document(model: str, contract: Contract) -> dict[str, Any]:
+def metadata_document(model: str, signature: Signature) -> dict[str, Any]:
     """Return the model's metadata, as the KServe protocol writes it."""
-    signature = SIGNATURES[contract]
     inputs, outputs = (
         [
             {"name": each.name, "datatype": each.datatype, "shape": _shape_of(signature, each)}
@@ -247,14 +264,7 @@ def read_questions(
             used; the message names the field and, of several rows, the row.
     """
     signature = SIGNATURES[contract]
-    known = {tensor.name for tensor in signature.outputs}
-    for number, name in enumerate(request.outputs):
-        if name not in known:
-            raise _wrong(
-                f"outputs.{number}.name",
-                f"the model has no output {_short(name)}; it has {', '.join(sorted(known))}",
-            )
-    given, batch_dimension = _checked_inputs(signature, request)
+    given, batch_dimension = checked_inputs(signature, request)
     rows = {len(tensor.values) for tensor in given.values()} if signature.max_rows else {1}
     if len(rows) > 1:
         raise InvalidRequestError("inputs: all must have the same number of rows.", param="inputs")
@@ -320,7 +330,20 @@ def read_question(contract: Contract, row: Row, chat_format: str) -> Question:
     )
 
 
-def _checked_inputs(signature: Signature, request: InferRequest) -> tuple[dict[str, Tensor], bool]:
+def checked_inputs(signature: Signature, request: InferRequest) -> tuple[dict[str, Tensor], bool]:
+    """Return a request's inputs by name, and whether they have the batch dimension.
+
+    Raises:
+        InvalidRequestError: an input is missing, unknown or of another type or shape, or an output is
+            unknown.
+    """
+    known = {tensor.name for tensor in signature.outputs}
+    for number, name in enumerate(request.outputs):
+        if name not in known:
+            raise _wrong(
+                f"outputs.{number}.name",
+                f"the model has no output {_short(name)}; it has {', '.join(sorted(known))}",
+            )
     declared = {tensor.name: tensor for tensor in signature.inputs}
     given: dict[str, Tensor] = {}
     batch_dimension = True
@@ -351,7 +374,7 @@ def _checked_inputs(signature: Signature, request: InferRequest) -> tuple[dict[s
 
 
 def _shape_of(signature: Signature, tensor: Declared) -> list[int]:
-    return [-1, tensor.size] if signature.max_rows else [tensor.size]
+    return [-1, *tensor.shape] if signature.max_rows else [*tensor.shape]
 
 
 def _history(contract: Contract, row: Row, chat_format: str) -> ClientHistory:
@@ -387,8 +410,12 @@ def _integer(row: Row, name: str, *, least: int) -> int:
 
 
 def _unpacked(datatype: str, shape: Sequence[int], raw: bytes, path: str) -> Sequence[Any]:
-    if datatype == INT16 and len(raw) % 2 == 0:
-        return struct.unpack(f"<{len(raw) // 2}h", raw)
+    if datatype in _INTEGERS:
+        bits, form = _INTEGERS[datatype]
+        count, rest = divmod(8 * len(raw), bits)
+        if rest:
+            raise _wrong(path, f"{len(raw)} bytes are no elements of {datatype}")
+        return struct.unpack(f"<{count}{form}", raw)
     most = len(raw) if min(shape, default=1) < 0 else min(math.prod(shape), len(raw))
     try:
         return list(itertools.islice(each_string(raw), most + 1))  # a body has room for millions
@@ -403,10 +430,11 @@ def _read_string(value: Any, path: str) -> bytes:
         raise _wrong(path, f"an element of {BYTES} is a string of Unicode text") from None
 
 
-def _read_int16(value: Any, path: str) -> int:
-    if type(value) is int and -(2**15) <= value < 2**15:
+def _read_int(datatype: str, value: Any, path: str) -> int:
+    end = 2 ** (_INTEGERS[datatype][0] - 1)
+    if type(value) is int and -end <= value < end:
         return value
-    raise _wrong(path, f"an element of {INT16} is a whole number from -32768 to 32767")
+    raise _wrong(path, f"an element of {datatype} is a whole number from {-end} to {end - 1}")
 
 
 def _complete(shape: Sequence[int], count: int, path: str) -> tuple[int, ...]:

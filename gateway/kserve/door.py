@@ -1,18 +1,19 @@
 """What the KServe protocol offers for the served models, whether it comes over HTTP or gRPC.
 
-A request for inference becomes one generation for each of its rows, and goes the way of every request: key,
-limits, admission, deadline, failover. Knows nothing of JSON or protobuf: documents are plain dictionaries,
-with the names that both encodings have.
+A request for inference becomes one generation for each of its rows, for an answer or for logits, and goes the
+way of every request: key, limits, admission, deadline, failover. Knows nothing of JSON or protobuf: documents
+are plain dictionaries, with the names that both encodings have.
 """
 
 import asyncio
 import time
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 from gateway import version
 from gateway.core.events import Delta
-from gateway.core.request import Generation, Turns
-from gateway.core.upstream import ModelCard
+from gateway.core.request import Generation, PlainText, TokenIds, Turns
+from gateway.core.upstream import ModelCard, Tokenization, Tokens
 from gateway.errors import (
     GatewayError,
     InvalidRequestError,
@@ -21,11 +22,13 @@ from gateway.errors import (
     UpstreamProtocolError,
 )
 from gateway.http.record import Gateway, RequestRecord
-from gateway.http.run import Receive, RunningRequest
+from gateway.http.run import Receive, RunningRequest, check_context
 from gateway.kserve.contracts import (
+    SIGNATURES,
     VERSION,
     InferRequest,
     Question,
+    Signature,
     Tensor,
     config_document,
     contract_of,
@@ -34,6 +37,15 @@ from gateway.kserve.contracts import (
     write_outputs,
 )
 from gateway.kserve.history import Reply, read_reply
+from gateway.kserve.logits import (
+    SUFFIX,
+    TOKENIZER,
+    LogitsTensor,
+    logits_signature,
+    padded,
+    read_prompts,
+    read_texts,
+)
 from gateway.limits.admission import Phase
 from gateway.settings.values import Contract
 from wire.meta import Segment
@@ -65,6 +77,19 @@ class _Answer:
         self.finished = self.finished or delta.finish_reason is not None
 
 
+class _Found(NamedTuple):
+    """What a client's name means."""
+
+    card: ModelCard
+    tokenizer: bool = False
+    """Its tokenizer is meant."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in statistics, whichever name was asked for."""
+        return self.card.id + SUFFIX * self.tokenizer
+
+
 class Door:
     """The protocol's operations, on the models of `gateway`. Belongs to one event loop.
 
@@ -84,7 +109,7 @@ class Door:
     def model_ready(self, model: str, model_version: str = "", key: str | None = None) -> bool:
         """Whether requests for `model` will be served; False, too, if there is none."""
         try:
-            card = self._card(model, model_version, key)
+            card = self._find(model, model_version, key).card
         except GatewayError:
             return False
         return card.ready and self.gateway.drain.phase is Phase.SERVING
@@ -100,13 +125,11 @@ class Door:
             ModelNotFoundError: there is no such model, or version of it.
             UnavailableError: it has not been reached yet, so its contract is not known.
         """
-        card = self._card(model, model_version, key)
-        return metadata_document(model, self._contract(card))
+        return metadata_document(model, self._signature(self._find(model, model_version, key)))
 
     def config(self, model: str, model_version: str = "", key: str | None = None) -> dict[str, Any]:
         """Return the configuration of `model`; raises as `metadata`."""
-        card = self._card(model, model_version, key)
-        return config_document(model, self._contract(card))
+        return config_document(model, self._signature(self._find(model, model_version, key)))
 
     def statistics(self, model: str = "", model_version: str = "", key: str | None = None) -> dict[str, Any]:
         """Return what came through this door of this process since its start; without `model`, of all.
@@ -114,8 +137,11 @@ class Door:
         Raises:
             ModelNotFoundError: there is no such model, or version of it.
         """
-        cards = [self._card(model, model_version, key)] if model else self.gateway.models(key)
-        return {"model_stats": [self._statistics_of(card.id) for card in cards]}
+        if model:
+            names = [self._find(model, model_version, key).name]
+        else:
+            names = [name for card in self.gateway.models(key) for name in _names(card, (card.id,))]
+        return {"model_stats": [self._statistics_of(name) for name in names]}
 
     def index(self, *, ready: bool = False, key: str | None = None) -> list[dict[str, str]]:
         """Return the models that are served, or may be again; with `ready`, only those that answer."""
@@ -128,7 +154,7 @@ class Door:
             }
             for card in self.gateway.models(key)
             if card.ready or not ready
-            for name in (card.id, *card.settings.aliases)
+            for name in _names(card, (card.id, *card.settings.aliases))
         ]
 
     async def load(self, model: str, parameters: dict[str, Any] | None = None) -> str:
@@ -152,7 +178,7 @@ class Door:
         return self.gateway.upstream.model(model).id
 
     async def infer(self, request: InferRequest, record: RequestRecord, receive: Receive) -> list[Tensor]:
-        """Answer the questions of a request; return the outputs that it asks for.
+        """Answer a request for inference; return the outputs that it asks for.
 
         Args:
             request: a client's; its shapes fit its elements.
@@ -162,13 +188,21 @@ class Door:
         Raises:
             GatewayError: any question could not be answered; of several, the message names the row.
         """
-        card = self._card(request.model, request.version, record.key_name)
-        record.model = card.id
+        found = self._find(request.model, request.version, record.key_name)
+        record.model = found.card.id
+        if request.timeout_us:
+            limit = asyncio.get_running_loop().time() + request.timeout_us / 1e6
+            record.deadline = min(record.deadline, limit)
+        infer = self._infer
+        if found.tokenizer:
+            infer = self._tokenize
+        elif self._contract(found.card) is Contract.LOGITS:
+            infer = self._logits
         began, rows = time.perf_counter(), 0
         try:
-            outputs, rows = await self._infer(card, request, record, receive)
+            outputs, rows = await infer(found.card, request, record, receive)
         finally:
-            self._count(card.id, rows, time.perf_counter() - began, record.queued_s or 0.0)
+            self._count(found.name, rows, time.perf_counter() - began, record.queued_s or 0.0)
         return outputs
 
     def _count(self, model: str, rows: int, seconds: float, queued_s: float) -> None:
@@ -193,9 +227,6 @@ class Door:
     ) -> tuple[list[Tensor], int]:
         contract, chat_format = self._contract(card), card.chat_format or ""
         questions, batch_dimension = read_questions(contract, request, chat_format)
-        if request.timeout_us:
-            limit = asyncio.get_running_loop().time() + request.timeout_us / 1e6
-            record.deadline = min(record.deadline, limit)
         running = RunningRequest(self.gateway, record)
         await running.start(_generations(card, questions, record), receive)
         answers = [_Answer() for _ in questions]
@@ -211,27 +242,113 @@ class Door:
         outputs = write_outputs(contract, request, pairs, batch_dimension=batch_dimension)
         return outputs, len(questions)
 
-    def _card(self, model: str, model_version: str, key: str | None) -> ModelCard:
+    async def _logits(
+        self, card: ModelCard, request: InferRequest, record: RequestRecord, receive: Receive
+    ) -> tuple[list[Tensor], int]:
+        if card.vocabulary is None:
+            raise (
+                InvalidRequestError(f"The backend of {card.id} reports no logits.", param="model_name")
+                if card.ready
+                else _not_reached(card)
+            )
+        prompts = read_prompts(request, card.vocabulary, self.gateway.settings.logits_bytes)
+        generations = [
+            Generation(
+                request_id=record.request_id,
+                model=card.id,
+                prompt=TokenIds(ids),
+                prompt_field=f"row {row}" if len(prompts.ids) > 1 else None,
+                deadline=record.deadline,
+                max_tokens=0,
+                logits=True,
+            )
+            for row, ids in enumerate(prompts.ids)
+        ]
+        check_context(generations, card)
+        running = RunningRequest(self.gateway, record)
+        await running.start(generations, receive, logits_bytes=prompts.nbytes)
+        logits = LogitsTensor(prompts)
+        async for event in running:
+            if isinstance(event, Delta) and event.logits is not None:
+                logits.put(event.index, event.logits)
+        await running.stop_watching()  # whoever sends the answer notices a hang-up
+        return [logits.tensor()], len(prompts.ids)
+
+    async def _tokenize(
+        self, card: ModelCard, request: InferRequest, record: RequestRecord, receive: Receive
+    ) -> tuple[list[Tensor], int]:
+        texts = read_texts(request)
+
+        async def tokenize() -> list[Tokens]:
+            return [
+                await self.gateway.upstream.tokenize(
+                    Tokenization(
+                        request_id=record.request_id,
+                        model=card.id,
+                        prompt=PlainText(text),
+                        deadline=record.deadline,
+                    )
+                )
+                for text in texts
+            ]
+
+        running = RunningRequest(self.gateway, record)
+        rows = await running.call(tokenize, receive, admission=self.gateway.tokenizing)
+        return padded(request, [row.ids for row in rows], rows[0].pad or 0), len(texts)
+
+    def _find(self, model: str, model_version: str, key: str | None) -> _Found:
+        """Return what a client's name means.
+
+        Raises:
+            ModelNotFoundError: there is no such model, or version of it.
+        """
         try:
-            card = self.gateway.model(model, key)
+            found = _Found(self.gateway.model(model, key))
         except ModelNotFoundError:
-            shown = repr(model[:100])
-            raise ModelNotFoundError(
-                f"Request for unknown model: {shown} is not found", param="model_name"
-            ) from None
+            found = self._find_tokenizer(model, key)
+        card = found.card
         if model_version not in ("", VERSION):
             raise ModelNotFoundError(
                 f"Request for unknown model: {card.id!r} has one version here, {VERSION}",
                 param="model_version",
             )
-        return card
+        return found
+
+    def _find_tokenizer(self, model: str, key: str | None) -> _Found:
+        try:
+            card = self.gateway.model(model.removesuffix(SUFFIX), key)
+        except ModelNotFoundError:
+            card = None
+        if card is None or card.settings.contract is not Contract.LOGITS:
+            shown = repr(model[:100])
+            raise ModelNotFoundError(
+                f"Request for unknown model: {shown} is not found", param="model_name"
+            ) from None
+        return _Found(card, tokenizer=True)
+
+    def _signature(self, found: _Found) -> Signature:
+        if found.tokenizer:
+            return TOKENIZER
+        contract = self._contract(found.card)
+        if contract is Contract.LOGITS:
+            return logits_signature(found.card.vocabulary)
+        return SIGNATURES[contract]
 
     def _contract(self, card: ModelCard) -> Contract:
         if not (card.ready or card.chat_format or card.settings.contract):
-            raise UnavailableError(
-                f"The model {card.id} has not been reached yet.", retry_after_s=_RETRY_AFTER_S
-            )
+            raise _not_reached(card)
         return card.settings.contract or contract_of(card.chat_format)
+
+
+def _not_reached(card: ModelCard) -> UnavailableError:
+    return UnavailableError(f"The model {card.id} has not been reached yet.", retry_after_s=_RETRY_AFTER_S)
+
+
+def _names(card: ModelCard, names: Sequence[str]) -> Sequence[str]:
+    """Return `names` of a model, and those of its tokenizer if clients see that, too."""
+    if card.settings.contract is not Contract.LOGITS:
+        return names
+    return [*names, *(name + SUFFIX for name in names)]
 
 
 def _generations(card: ModelCard, questions: list[Question], record: RequestRecord) -> list[Generation]:

@@ -7,9 +7,10 @@ those of HTTP requests. Methods that the gateway does not offer are refused by n
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from http import HTTPStatus
+from io import BytesIO
 from time import perf_counter
 from typing import Any, Final, NamedTuple
 
@@ -30,7 +31,7 @@ from gateway.errors import (
 from gateway.http.record import Records, RequestRecord
 from gateway.http.run import check_limits
 from gateway.http.tls import Certificate
-from gateway.kserve.contracts import BYTES, MAX_TENSORS, VERSION, InferRequest, Tensor
+from gateway.kserve.contracts import BYTES, INT64, MAX_TENSORS, VERSION, InferRequest, Tensor
 from gateway.kserve.door import Door
 from gateway.settings.values import Scope
 
@@ -40,7 +41,10 @@ _AHEAD: Final = 64
 """Requests of one stream that are served at once."""
 _LONGEST_MESSAGE: Final = 1000
 """In characters: gRPC sends a status message in a header of at most 16 KiB, with non-ASCII bytes as `%XX`."""
-_FINAL: Final = "triton_final_response"
+_FINAL: Final = service_pb2.ModelInferResponse(
+    parameters={"triton_final_response": service_pb2.InferParameter(bool_param=True)}
+).SerializeToString()
+"""What marks an answer as the final one of its request."""
 
 _CODES: Final[Mapping[int, grpc.StatusCode]] = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -57,9 +61,20 @@ _CODES: Final[Mapping[int, grpc.StatusCode]] = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 """By the status of an error over HTTP; all others are INTERNAL."""
+_CONTENTS: Final = {BYTES: "bytes_contents", INT64: "int64_contents"}
+"""Where elements of a datatype are that are not raw."""
 _PROBES: Final = ("ServerLive", "ServerReady")
 _INFERENCE: Final = ("ModelInfer", "ModelStreamInfer")
 _ADMIN: Final = ("RepositoryModelLoad", "RepositoryModelUnload")
+
+
+_Bytes = bytes | memoryview
+_INFER_RESPONSE: Final = 2
+"""A field's number in ModelStreamInferResponse."""
+_RAW_CONTENTS: Final = 6
+"""A field's number in ModelInferResponse."""
+_LARGE: Final = 2**20
+"""Bytes that are copied within a millisecond."""
 
 
 class _Refusal(NamedTuple):
@@ -67,6 +82,13 @@ class _Refusal(NamedTuple):
 
     code: grpc.StatusCode
     message: str
+
+
+class _Answer(NamedTuple):
+    """A serialised message in parts, and what it holds until it was sent."""
+
+    parts: list[_Bytes]
+    held: ExitStack
 
 
 class GrpcServer:
@@ -139,10 +161,12 @@ class GrpcServer:
             return grpc.stream_stream_rpc_method_handler(self._stream)
 
         async def unary(_: AsyncIterator[bytes], context: Any) -> bytes:
-            answer = await self._serve(name, partial(self._message, context), context)
+            unsent: set[ExitStack] = set()
+            context.add_done_callback(lambda _: _release(unsent))
+            answer = await self._serve(name, partial(self._message, context), context, unsent)
             if isinstance(answer, _Refusal):
                 await context.abort(*answer)
-            return bytes(answer.SerializeToString())
+            return await _joined(answer.parts)
 
         # As a stream of one request, whose message comes only when it is asked for.
         return grpc.stream_unary_rpc_method_handler(unary)
@@ -171,14 +195,16 @@ class GrpcServer:
             self._authorize("ModelStreamInfer", metadata)
         except GatewayError as error:
             refuse = partial(_refuse, error.with_traceback(None))
-            await context.abort(*await self._serve("ModelStreamInfer", refuse, context))  # for its record
+            await context.abort(*await self._serve("ModelStreamInfer", refuse, context, set()))  # its record
         ends = metadata.get("triton_grpc_error") == "true"
         answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(_AHEAD)
         running: set[asyncio.Task[Any]] = set()
+        unsent: set[ExitStack] = set()
 
         async def read() -> None:
             async for data in requests:
-                task = asyncio.create_task(self._serve("ModelStreamInfer", partial(_there, data), context))
+                serving = self._serve("ModelStreamInfer", partial(_there, data), context, unsent)
+                task = asyncio.create_task(serving)
                 running.add(task)
                 task.add_done_callback(running.discard)
                 await answers.put(task)
@@ -192,20 +218,29 @@ class GrpcServer:
                     if ends:
                         await context.abort(*answer)
                     message = service_pb2.ModelStreamInferResponse(error_message=answer.message)
+                    yield message.SerializeToString()
                 else:
-                    answer.parameters[_FINAL].bool_param = True
-                    message = service_pb2.ModelStreamInferResponse(infer_response=answer)
-                yield message.SerializeToString()
+                    yield await _joined(_field(_INFER_RESPONSE, *answer.parts, _FINAL))
+                    unsent.discard(answer.held)
+                    answer.held.close()
         finally:
             for each in (reading, *running):
                 each.cancel()
             with suppress(asyncio.CancelledError):
                 await asyncio.gather(reading, *running, return_exceptions=True)
+            _release(unsent)
 
-    async def _serve(self, name: str, receive: Callable[[], Awaitable[bytes]], context: Any) -> Any:
-        """Serve one request; return the message, or the status that it ends with.
+    async def _serve(
+        self,
+        name: str,
+        receive: Callable[[], Awaitable[bytes]],
+        context: Any,
+        unsent: set[ExitStack],
+    ) -> Any:
+        """Serve one request; return its answer, or the status that it ends with.
 
-        Its message is received once its key is known and there is a place for it.
+        Its message is received once its key is known and there is a place for it. What the answer holds is
+        among `unsent` then.
         """
         metadata = _metadata_of(context)
         probe = name in _PROBES
@@ -231,7 +266,9 @@ class GrpcServer:
             except Exception:  # noqa: BLE001 - the outermost frame of a request: the server goes on
                 return _refused(self._records.failed(record))
             record.status = HTTPStatus.OK
-            return answer
+            held = record.answer.pop_all()
+            unsent.add(held)
+            return _Answer(answer, held)
 
     def _authorize(self, name: str, metadata: Mapping[str, str]) -> str | None:
         """Check that the caller may use the method; return the key's name, if one is needed."""
@@ -259,23 +296,29 @@ class GrpcServer:
 
         return await bodies.read(data, read)
 
-    async def _answer(self, name: str, request: Any, record: RequestRecord) -> Any:
+    async def _answer(self, name: str, request: Any, record: RequestRecord) -> "list[_Bytes]":
         if name in _INFERENCE:
             return _write(request, await self._door.infer(request, record, _connected))
         answer = GetMessageClass(_METHODS[name].output_type)()
         if name in self._documents:
-            return json_format.ParseDict(self._documents[name](request, record.key_name), answer)
-        if name == "RepositoryModelLoad":
+            json_format.ParseDict(self._documents[name](request, record.key_name), answer)
+        elif name == "RepositoryModelLoad":
             record.model = await self._door.load(request.model_name, dict(request.parameters))
         elif name == "RepositoryModelUnload":
             record.model = await self._door.unload(request.model_name)
         else:
             raise MethodNotAllowedError(f"The gateway does not offer {name}.")
-        return answer
+        return [answer.SerializeToString()]
 
 
 def _metadata_of(context: Any) -> dict[str, str]:
     return {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
+
+
+def _release(unsent: set[ExitStack]) -> None:
+    """Release what answers hold of which nothing will be sent any more."""
+    while unsent:
+        unsent.pop().close()
 
 
 async def _there(data: bytes) -> bytes:
@@ -310,10 +353,10 @@ def _read(request: Any) -> InferRequest:
     inputs = []
     for number, tensor in enumerate(request.inputs):
         path, contents = f"inputs.{number}", tensor.contents
-        at = "contents.bytes_contents" if tensor.datatype == BYTES else "contents.int_contents"
+        field = _CONTENTS.get(tensor.datatype, "int_contents")
+        elements, at = getattr(contents, field), f"contents.{field}"
         if raw and tensor.HasField("contents"):
             raise InvalidRequestError(f"{path}.contents: raw_input_contents are there, too.")
-        elements = contents.bytes_contents if tensor.datatype == BYTES else contents.int_contents
         if raw:
             elements, at = raw[number], "contents"
         inputs.append(Tensor.read(tensor.name, tensor.datatype, tensor.shape, elements, path=path, at=at))
@@ -328,12 +371,47 @@ def _read(request: Any) -> InferRequest:
     )
 
 
-def _write(request: InferRequest, outputs: Sequence[Tensor]) -> Any:
+def _write(request: InferRequest, outputs: Sequence[Tensor]) -> list[_Bytes]:
+    """Return the parts of a serialised ModelInferResponse: some hundred MiB are not copied into a message."""
     response = service_pb2.ModelInferResponse(model_name=request.model, model_version=VERSION, id=request.id)
     for tensor in outputs:
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-        response.raw_output_contents.append(tensor.packed())
-    return response
+    parts: list[_Bytes] = [response.SerializeToString()]
+    for tensor in outputs:
+        parts += _field(_RAW_CONTENTS, tensor.packed())
+    return parts
+
+
+def _field(number: int, *parts: _Bytes) -> list[_Bytes]:
+    """Return a field of a message that holds `parts` together: a message, or bytes.
+
+    Its tag and its length come first, as in https://protobuf.dev/programming-guides/encoding. Serialised
+    messages may be joined: the fields of all are those of one.
+    """
+    return [_varint(number << 3 | 2) + _varint(sum(map(len, parts))), *parts]
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 0x7F:  # noqa: PLR2004 - seven bits, and one that says that more follow
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*found, number])
+
+
+async def _joined(parts: Sequence[_Bytes]) -> bytes:
+    """Join the parts of a message, of a large one on a thread and bit by bit: others are served meanwhile."""
+    if sum(map(len, parts)) <= _LARGE:
+        return b"".join(parts)
+
+    def join() -> bytes:
+        whole = BytesIO()
+        for part in parts:
+            for at in range(0, len(part), _LARGE):
+                whole.write(part[at : at + _LARGE])
+        return whole.getvalue()
+
+    return await asyncio.to_thread(join)
 
 
 def _credentials(certificate: Certificate) -> grpc.ServerCredentials:

@@ -159,7 +159,7 @@ def write_predict_answer(request: InferRequest, outputs: Sequence[Tensor]) -> by
                 OutputTensorDocument(tensor.name, tensor.datatype, [str(size) for size in tensor.shape])
                 for tensor in outputs
             ],
-            raw_output_contents=[tensor.packed() for tensor in outputs],
+            raw_output_contents=[bytes(tensor.packed()) for tensor in outputs],
             model_version=VERSION,
             id=request.id,
         )

@@ -86,8 +86,7 @@ class Settings(BaseSettings):
     )
     tls_key: str | None = Field(None, description="PEM file with its private key")
     metrics_address: Address | None = Field(
-        None,
-        description="host:port that serves /metrics alone, without a key, for a network of operators",
+        None, description="host:port that serves /metrics alone, without a key, for a network of operators"
     )
     upstreams: Upstreams = Field(
         ("127.0.0.1:8001",),
@@ -129,8 +128,8 @@ class Settings(BaseSettings):
     )
     contract: Contracts = Field(
         (),
-        description="tensors that models offer to clients of Triton: batched, unbatched or chatglm2, for all "
-        "or as NAME=CONTRACT, comma-separated; unset: chatglm2 for a ChatGLM2, else batched",
+        description="tensors that models offer to clients of Triton: batched, unbatched, chatglm2 or logits, "
+        "for all or as NAME=CONTRACT, comma-separated; unset: chatglm2 for a ChatGLM2, else batched",
     )
     tokenizers: Folders = Field(
         (),
@@ -225,6 +224,13 @@ class Settings(BaseSettings):
         description="connections open at once, of all processes together; on a few more, health and metrics "
         "are answered and all else gets a 503; gRPC's are counted apart, by each process",
     )
+    logits_bytes: int = Field(
+        256 * 2**20,
+        ge=2**20,
+        le=2**30,
+        description="bytes of logits that answers with the contract `logits` may hold at once, of all "
+        "processes together; one that needs more is refused with a 400, others wait their turn",
+    )
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="largest request body in bytes")
     max_held_body_bytes: int = Field(
         256 * 2**20,
@@ -265,9 +271,7 @@ class Settings(BaseSettings):
     drain_s: float = Field(30.0, ge=0, description="seconds that running requests have to finish at shutdown")
     # What one request gets.
     default_max_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="limit on new tokens when a request sets none; unset: the rest of the context",
+        None, ge=1, description="limit on new tokens when a request sets none; unset: the rest of the context"
     )
     strict: bool = Field(
         default=False,
@@ -296,10 +300,7 @@ class Settings(BaseSettings):
         "and a line with its reason for each request that failed",
     )
     log_sample: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="share of successful requests that get a log line; failed ones always do",
+        1.0, ge=0, le=1, description="share of successful requests that get a log line; failed ones always do"
     )
     log_prompts: bool = Field(
         default=False,

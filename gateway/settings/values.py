@@ -46,6 +46,8 @@ class Contract(enum.StrEnum):
     """Shape [1]; `max_token` and `history_len` INT16."""
     FLAT = "chatglm2"
     """Shape [1]; history as a flat list q1, a1, q2, a2, ... of any length."""
+    LOGITS = "logits"
+    """No conversation: ids in, logits out, for clients that choose tokens (`gateway.kserve.logits`)."""
 
 
 def split(value: Any) -> Any:

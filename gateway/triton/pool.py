@@ -159,7 +159,8 @@ class TritonUpstream:
                 async with await self._events(replica, request, attempts, headers) as events:
                     async for event in events:
                         if type(event) is Delta:
-                            attempts.delivered = True
+                            # Logits that come again take the place of the first ones.
+                            attempts.delivered = not request.logits
                             replica.on_trial = False
                             if not generated and event.tokens:
                                 call.add_event("first_token")
@@ -338,9 +339,12 @@ class TritonUpstream:
             raise InvalidRequestError("The model's backend applies no adapters by name.", param="model")
         if request.stream and not dialect.streams:
             request = structs.replace(request, stream=False)
+        if request.logits and report.vocabulary is None:
+            raise InvalidRequestError("The model's backend reports no logits.", param="model")
         if dialect.prepare is not None:
             request = await dialect.prepare(request, report)
-        request, decoder = attempts.next(request, dialect.channels if self._resume else None, report)
+        resumes = self._resume and not request.logits
+        request, decoder = attempts.next(request, dialect.channels if resumes else None, report)
         if request.stream and dialect.channels is not None:
             return replica.channel.answer(dialect.channels, request, report, headers, decoder=decoder)
         return contextlib.aclosing(
@@ -384,6 +388,7 @@ class TritonUpstream:
             max_context=min(contexts, default=None),
             unloaded=bool(replicas) and not ready and not wanted,
             chat_format=reports[0].chat_format if reports else None,
+            vocabulary=reports[0].vocabulary if reports else None,
             template_reads=reports[0].template_reads if reports else frozenset(),
         )
 

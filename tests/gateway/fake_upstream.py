@@ -125,6 +125,7 @@ class FakeUpstream:
         self.embeddings: list[Embedding] = []
         self.running = self.cancelled = 0
         self.chat_format: str | None = "chatglm3"
+        self.vocabulary: int | None = 5
         self.unloaded: set[str] = set()
         self.changes: list[tuple[str, str, bool, str | None]] = []
         """Of each load and unload: which, the model, whether to reload, the one upstream."""
@@ -170,6 +171,7 @@ class FakeUpstream:
                 max_context=64,
                 unloaded=name in self.unloaded,
                 chat_format=self.chat_format,
+                vocabulary=self.vocabulary,
                 settings=self.settings.model(name),
             )
             for name in self._models

@@ -85,6 +85,7 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "vllm_metrics": st.booleans(),
     "workers": st.integers(1, 64),
     "default_max_tokens": bounds,
+    "logits_bytes": st.integers(2**20, 2**30),
     "allowed_hosts": st.lists(st.sampled_from(["*", "a.example"]), max_size=2, unique=True).map(tuple),
     "cors_origins": st.lists(st.sampled_from(["*", "https://a.example"]), max_size=2, unique=True).map(tuple),
     "max_choices": st.integers(1, 128),

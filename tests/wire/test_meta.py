@@ -4,6 +4,7 @@ import pytest
 from wire.meta import (
     Accepted,
     Delivered,
+    Logits,
     Meta,
     ProbeReport,
     PromptLogprob,
@@ -26,6 +27,7 @@ FULL = Meta(
         PromptLogprob(5, "b", [98], None, []),
         PromptLogprob(6, "c", [99], -1.5, [TopLogprob(8, "a", [97], -0.5)], rank=3),
     ],
+    logits=Logits(first=3, vocabulary=320),
     segments=[Segment(0, "assistant")],
     finish_reason="stop",
     stop_reason="END",

@@ -62,7 +62,18 @@ FULL = Generation(
 def test_every_field_comes_back() -> None:
     assert decode_request(encode_request(FULL)) == FULL
     document = msgspec.json.decode(encode_request(FULL))
-    assert set(document) == {field.name for field in msgspec.structs.fields(Generation)} - {"v"}
+    assert set(document) == {field.name for field in msgspec.structs.fields(Generation)} - {"v", "logits"}
+
+
+def test_logits_come_alone() -> None:
+    alone = b'{"logits":true,"max_tokens":0,"prompt_token_ids":[1]'
+    assert decode_request(alone + b"}") == Generation(logits=True, max_tokens=0, prompt_token_ids=[1])
+    for other in (b'"n":2', b'"prompt_logprobs":0', b'"channel":{"id":"c","stream":0}', b'"echo":true'):
+        with pytest.raises(msgspec.ValidationError, match="logits come alone"):
+            decode_request(alone + b"," + other + b"}")
+    for tokens in (b"", b',"max_tokens":1'):
+        with pytest.raises(msgspec.ValidationError, match="logits come alone"):
+            decode_request(b'{"logits":true' + tokens + b"}")
 
 
 def test_a_generation_is_sampled_as_its_sampling_says() -> None:

@@ -342,6 +342,7 @@ class Engine:
                 token_id=sampled.token_id,
                 logprobs=sampled.logprobs,
                 prompt_logprobs=sampled.prompt_logprobs,
+                prompt_logits=sampled.prompt_logits,
                 finish_reason=reason,
                 error=error,
                 cached_tokens=sequence.cached_tokens or 0,

@@ -20,8 +20,8 @@ class PrefixCache:
       release from the end, so a parent outlives its children. If another sequence registered the same tokens
       first, the later one's blocks from there on stay unregistered.
     * With `enabled` False, or a request's `prefix_cache` False, blocks are neither looked up nor registered.
-    * While log-probabilities of a sequence's prompt are still to be reported, nothing is looked up for it:
-      they can only be had by computing the prompt.
+    * While log-probabilities or logits of a sequence's prompt are still to be reported, nothing is looked up
+      for it: they can only be had by computing the prompt.
     """
 
     def __init__(self, blocks: BlockManager, *, enabled: bool = True) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton_models.engine.backend import Backend
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.graphs import LARGEST_PROMPTS, CapturedSteps, DeviceStep
+from triton_models.engine.logits import compute_logits, logits_chunks, with_logits
 from triton_models.engine.masks import fill_masks
 from triton_models.engine.models import CausalModel, ChunkRows, StepLayout
 from triton_models.engine.sampler import SamplerOutputs, sampler_inputs, stage_sampling
@@ -158,6 +159,8 @@ class Runner:
             hidden = self._compute_prompts(staged, chunks, longest, captured)
             if scored:
                 step.scores = score(scored, staged, hidden, self._step.logits)
+            if wanted := logits_chunks(step, chunks):
+                step.prompt_logits = compute_logits(wanted, hidden, self._step.logits)
             # The logits' weights are many: do not read them if no row needs them.
             step.logits = self._step.logits(hidden[staged.rows]) if step.sampling else hidden.new_empty(0)
         else:
@@ -193,6 +196,7 @@ class Runner:
             # Only the copies are begun here: `collect` waits for them.
             step.outputs = None if outputs is None else outputs.to_host()
             step.scores = None if step.scores is None else step.scores.to_host()
+            step.prompt_logits = None if step.prompt_logits is None else step.prompt_logits.to_host()
             step.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             step.done.record()
 
@@ -203,7 +207,9 @@ class Runner:
         results: list[Sampled] = []
         if step.outputs is not None:
             results = sampled_tokens(step, step.outputs)
-        return results if step.scores is None else with_scores(results, step.scores)
+        if step.scores is not None:
+            results = with_scores(results, step.scores)
+        return results if step.prompt_logits is None else with_logits(results, step.prompt_logits)
 
     def _stage(self, staging: Staging, step: Step, chunks: tuple[ChunkRows, ...]) -> CapturedSteps | None:
         """Stage what the forward pass computes; returns the captured steps if one of them fits this step."""

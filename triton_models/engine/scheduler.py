@@ -22,6 +22,10 @@ _REGAINED_IN = 32
 _FEW_ROWS = 32
 """Rows that may sample in one step although `max_running`, for which memory was measured, is less."""
 
+LOGITS_ROWS = 64
+"""Tokens of a step, of all prompts together, whose logits are reported. For a vocabulary of 250,000 ids they
+take 64 MB."""
+
 _TOKENS_PER_END = 512
 """A step that pauses the decodes must finish at least one prompt per this many tokens: the first tokens of
 several requests are worth a pause, the middle of long prompts is not."""
@@ -133,6 +137,8 @@ class Scheduler:
       is always progress.
     * Guesses at next tokens (`Drafter`) need the tokens in flight to be known. Where they are worth it, every
       decode waits for these: a step without those that need not wait takes as long as one with them.
+    * Of prompts whose logits are reported, a step has at most `LOGITS_ROWS` tokens: each of them costs the
+      memory and the time of a decode's logits.
     * A step may be scheduled while the tokens of the previous one are still in flight. What depends on
       their values waits for them: readmission after a preemption. (Token masks do, too, but only the sampling
       needs those: `Runner`.)
@@ -235,6 +241,8 @@ class Scheduler:
         for each in self._next_prompts():
             if most_urgent is not None and each.request.priority > most_urgent:
                 return mixed
+            if each.request.logits:
+                continue  # which a step has only a few rows of
             tokens += len(each.tokens) - each.computed
             prompts += 1
             ends += tokens <= self._burst_tokens
@@ -263,6 +271,11 @@ class Scheduler:
         """Schedule as much of a prompt as the budget allows; returns the number of tokens."""
         start = sequence.computed
         count = min(len(sequence.tokens) - start, budget)
+        if sequence.request.logits:
+            count = min(count, LOGITS_ROWS - step.logits_rows)
+            step.logits_rows += count
+            if not count:
+                return 0
         step.prefills.append(Chunk(sequence, start, count, start + count == sequence.length))
         self._prefixes.register(sequence, start + count)
         return count

@@ -68,7 +68,7 @@ def scored_chunks(step: Step, rows: tuple[ChunkRows, ...]) -> list[ScoredChunk]:
     found = []
     for chunk, place in zip(step.told, rows, strict=True):
         sequence = chunk.sequence
-        if not sequence.unscored:
+        if sequence.request.prompt_logprobs is None or not sequence.unscored:
             continue
         count = min(chunk.end, len(sequence.request.prompt_ids) - 1) - chunk.start
         if count > 0:

@@ -3,10 +3,14 @@
 import enum
 import secrets
 from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING
 
 from triton_models.engine.drafts import Drafter
 from triton_models.engine.sampling import TOP_LOGPROBS_LIMIT, AheadMask, SamplingParams
 from triton_models.errors import InvalidRequestError, PromptTooLongError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FinishReason(enum.StrEnum):
@@ -55,6 +59,7 @@ class Request:
     are not shared. `generated_ids`: tokens that were sampled for it elsewhere; it goes on after them as after
     a preemption. `prompt_logprobs`: report the log-probabilities of the prompt's tokens, each with those of
     this many most likely ones; for this the whole prompt is computed, whatever is cached. None: none.
+    `logits`: the same for the logits of all of the prompt's tokens; not both.
     """
 
     request_id: str
@@ -65,6 +70,7 @@ class Request:
     deadline: float | None = None
     prefix_cache: bool = True
     prompt_logprobs: int | None = None
+    logits: bool = False
 
 
 def check_length(prompt_tokens: int, max_context: int) -> None:
@@ -85,7 +91,7 @@ def check_request(request: Request, *, max_context: int, vocabulary: int) -> Non
     Raises:
         PromptTooLongError: prompt and answer together exceed `max_context` tokens.
         InvalidRequestError: an empty prompt, a token id outside the vocabulary, an answer that is complete
-            already, or `prompt_logprobs` out of range.
+            already, or `prompt_logprobs` out of range or with logits.
     """
     sampling = request.sampling
     length = len(request.prompt_ids)
@@ -101,6 +107,8 @@ def check_request(request: Request, *, max_context: int, vocabulary: int) -> Non
     most = max_context - length if sampling.max_tokens is None else sampling.max_tokens
     if generated >= most:
         raise InvalidRequestError(f"generated has {generated} tokens, and the answer ends at {most}")
+    if request.logits and request.prompt_logprobs is not None:
+        raise InvalidRequestError("logits exclude prompt_logprobs")
     if not 0 <= (request.prompt_logprobs or 0) <= TOP_LOGPROBS_LIMIT:
         raise InvalidRequestError(
             f"prompt_logprobs must be 0 to {TOP_LOGPROBS_LIMIT}, not {request.prompt_logprobs}"
@@ -129,9 +137,18 @@ class TokenLogprobs:
     at least as likely, itself included."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogits:
+    """The raw logits of a prompt's tokens from position `first` on."""
+
+    first: int
+    values: "Tensor"
+    """[tokens, vocabulary] float32, on the host."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutput:
-    """What one step gave a request: a token, its end, log-probabilities of its prompt, or several of these.
+    """What one step gave a request: a token, its end, something about its prompt, or several of these.
 
     The token that ended the request (a stop id) is here too, with `finish_reason` STOP.
     """
@@ -143,6 +160,8 @@ class TokenOutput:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Those of the prompt's next tokens: each is reported once, in order. The first token has none, since it
     follows nothing. All are reported by the time the answer's first token is."""
+    prompt_logits: PromptLogits | None = None
+    """Those of the prompt's next tokens: each is reported once, in order, and all by the first token."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     """With ERROR and SHUTDOWN: what went wrong, in words for the client."""
@@ -190,7 +209,8 @@ class Sequence:
     cached_tokens: int | None = None
     """Tokens of the prompt that were found in the cache when it was first admitted."""
     scored: int = 0
-    """Tokens of the prompt after its first whose log-probabilities were requested and reported."""
+    """Tokens of the prompt of which was reported what was requested: log-probabilities, which the first does
+    not have and is not counted for, or logits."""
     scheduled_at: float | None = None
     drafter: Drafter | None = field(init=False)
     """Guesses at its next tokens; None if its token mask cannot look ahead."""
@@ -219,8 +239,10 @@ class Sequence:
 
     @property
     def unscored(self) -> bool:
-        """Whether requested log-probabilities of the prompt are still to be reported."""
+        """Whether requested log-probabilities or logits of the prompt are still to be reported."""
         request = self.request
+        if request.logits:
+            return self.scored < len(request.prompt_ids)
         return request.prompt_logprobs is not None and self.scored < len(request.prompt_ids) - 1
 
     @property

@@ -7,10 +7,19 @@ import torch
 from torch import Tensor
 
 from triton_models.engine.sampler import SamplerOutputs
-from triton_models.engine.sequence import Chunk, Fault, FinishReason, Sequence, SequenceState, TokenLogprobs
+from triton_models.engine.sequence import (
+    Chunk,
+    Fault,
+    FinishReason,
+    PromptLogits,
+    Sequence,
+    SequenceState,
+    TokenLogprobs,
+)
 from triton_models.engine.slots import Staged
 
 if TYPE_CHECKING:
+    from triton_models.engine.logits import LogitsRows
     from triton_models.engine.scoring import Scores
 
 
@@ -29,6 +38,8 @@ class Step:
     """Chunks of prompts."""
     new_blocks: list[int] = field(default_factory=list)
     """Allocated for the step; they hold stale values."""
+    logits_rows: int = 0
+    """Tokens of the prompts whose logits are reported."""
     preemptions: int = 0
     scheduled_at: float = 0.0
     """When its scheduling began, in seconds of `time.perf_counter`."""
@@ -41,6 +52,8 @@ class Step:
     """The rows among these that follow a guess: how many of its sequence's rows are before, and the guess."""
     scores: "Scores | None" = None
     """Log-probabilities of prompts, if any are requested."""
+    prompt_logits: "LogitsRows | None" = None
+    """Logits of prompts, if any are requested."""
 
     # Only until it is sampled: what this needs, above all the logits, must not outlive it on the device.
     staged: Staged | None = None
@@ -88,7 +101,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A sequence's next token, or why there is none; or log-probabilities of its prompt; or both."""
+    """A sequence's next token, or why there is none; or what was requested of its prompt; or both."""
 
     sequence: Sequence
     token_id: int | None = None
@@ -98,6 +111,8 @@ class Sampled:
     invalid: bool = False
     """The model's output is not finite, so what it wrote to the KV cache cannot be trusted either."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """As in `TokenOutput`."""
+    prompt_logits: PromptLogits | None = None
     """As in `TokenOutput`."""
 
     @classmethod

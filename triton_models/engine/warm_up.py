@@ -16,8 +16,8 @@ _NEW_TOKENS = 4
 def warm_up(engine: Engine) -> None:
     """Run requests of every kind to their end, during which kernels are compiled and libraries initialised.
 
-    They cover prompts of one token, of a few, and of several steps, with and without log-probabilities; every
-    way to sample; and prompts in the same step as decodes.
+    They cover prompts of one token, of a few, and of several steps, with and without log-probabilities or
+    logits; every way to sample; and prompts in the same step as decodes.
 
     Raises:
         WarmUpError: a request failed, so later ones would fail too.
@@ -49,6 +49,7 @@ def warm_up(engine: Engine) -> None:
                 sampling=sampling,
                 prefix_cache=False,  # or there would be nothing left to compute
                 prompt_logprobs=None if number else 3,
+                logits=number == 1 and length < longest,
             )
             engine.add(request)
         while engine.open_requests:

@@ -17,7 +17,7 @@ import msgspec
 from triton_models.engine.sequence import TokenOutput
 from triton_models.errors import ChannelLostError, InvalidRequestError, QueueFullError
 from triton_models.serving.outbox import UNLOADED, Call, Responder, Sender
-from triton_models.serving.request import Choice, OpenRequest
+from triton_models.serving.request import Choice, OpenRequest, logits_parts
 from triton_models.serving.worker import Worker
 from wire.channel import Frame
 from wire.meta import encode_meta
@@ -223,6 +223,9 @@ class Delivery:
                 self._on_first_token(*choice.first_token)
             if choice.report is not None and (output.prompt_logprobs or first is not None):
                 self._sender.post(request, partial(request.tell_prompt, choice, output.prompt_logprobs))
+            if output.prompt_logits is not None:
+                for part in logits_parts(output.prompt_logits):
+                    self._sender.post(request, partial(request.tell_logits, part))
             if choice.take(output):
                 gained[choice] = request
         except Exception:

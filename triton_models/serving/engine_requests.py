@@ -106,6 +106,7 @@ def engine_requests(
             priority=generation.priority,
             deadline=deadline,
             prompt_logprobs=generation.prompt_logprobs,
+            logits=generation.logits,
         )
         for index, key in keys.items()
     ]

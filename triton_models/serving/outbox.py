@@ -108,9 +108,10 @@ class Responder:
         self._sender = sender
         self._pb_utils = pb_utils
 
-    def send(self, text: str, meta: Meta, *, final: bool) -> None:
-        """Send `response` and `meta`, each BYTES [1, 1]."""
-        self._send(text.encode(), encode_meta(meta), final=final)
+    def send(self, content: str | bytes, meta: Meta, *, final: bool) -> None:
+        """Send `response`, which is text or logits, and `meta`, each BYTES [1, 1]."""
+        raw = content.encode() if isinstance(content, str) else content
+        self._send(raw, encode_meta(meta), final=final)
 
     def send_frame(self, frame: Frame) -> None:
         """Send the frame as `meta`, with an empty `response`; only `refuse` ends a channel's request."""
@@ -133,8 +134,8 @@ class Responder:
         """
         return bool(self._sender.is_cancelled())
 
-    def _send(self, text: bytes, document: bytes, *, final: bool) -> None:
-        tensors = [self._tensor(names.RESPONSE, text), self._tensor(names.META, document)]
+    def _send(self, content: bytes, document: bytes, *, final: bool) -> None:
+        tensors = [self._tensor(names.RESPONSE, content), self._tensor(names.META, document)]
         self._respond(self._pb_utils.InferenceResponse(output_tensors=tensors), final=final)
 
     def _tensor(self, name: str, value: bytes) -> Any:
@@ -172,12 +173,12 @@ class Call:
             return CANCELLED
         return LATE if self.deadline is not None and time.monotonic() >= self.deadline else None
 
-    def send(self, text: str, meta: Meta, *, final: bool = False) -> None:
+    def send(self, content: str | bytes, meta: Meta, *, final: bool = False) -> None:
         """Send a response, unless the call is closed."""
         if self.closed:
             return
         self.last_sent = time.monotonic()
-        self.responder.send(text, meta, final=final)
+        self.responder.send(content, meta, final=final)
         self.closed = final
 
     def refuse(self, code: RefusalCode, message: str) -> None:

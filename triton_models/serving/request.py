@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
-from triton_models.engine.sequence import FinishReason, TokenLogprobs, TokenOutput
+from triton_models.engine.sequence import FinishReason, PromptLogits, TokenLogprobs, TokenOutput
 from triton_models.errors import InvalidRequestError
 from triton_models.serving.outbox import CANCELLED, LATE, UNLOADED, Call, Refusal, Responder
 from triton_models.text.answer import AnswerDelta, AnswerStream
@@ -31,6 +31,10 @@ RESPONSE_TOKENS: Final = 256
 """Most tokens of a prompt reported in one response, however many a step computed: with their alternatives, at
 most half a megabyte, which takes a few milliseconds to read."""
 
+LOGITS_BYTES: Final = 2 * 2**20
+"""Most bytes of logits in one response, but those of one token at least: a millisecond's work, which nothing
+on the other calls waits longer for, and far below what a message may have."""
+
 _WIRE_REASONS: Final[dict[FinishReason | None, wire.FinishReason]] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -46,6 +50,14 @@ _REFUSALS: Final[dict[FinishReason, Refusal]] = {
         "the answer could not be held to its grammar to its end",
     ),
 }
+
+
+def logits_parts(logits: PromptLogits) -> Iterator[PromptLogits]:
+    """Split logits into what one response can hold."""
+    values = logits.values
+    count = max(1, LOGITS_BYTES // (values.shape[1] * values.itemsize))
+    for at in range(0, len(values), count):
+        yield PromptLogits(logits.first + at, values[at : at + count])
 
 
 class PromptReport:
@@ -326,6 +338,14 @@ class OpenRequest(Call):
         elif choice.report is not None:
             for part in choice.report.take(logprobs):
                 self.send("", wire.Meta(index=choice.index, prompt_logprobs=part))
+
+    def tell_logits(self, logits: PromptLogits) -> None:
+        """Send the logits of the next tokens of the prompt, which one response can hold."""
+        if self._early is not None:
+            self._early.append(partial(self.tell_logits, logits))
+        elif not (self.closed or self.cancelled):
+            meta = wire.Meta(logits=wire.Logits(first=logits.first, vocabulary=logits.values.shape[1]))
+            self.send(logits.values.numpy().tobytes(), meta)
 
     def end(self, choice: Choice, *, lost: bool) -> None:
         """Send the last response of a choice that has ended; the last of all is the final one.

@@ -390,4 +390,5 @@ class Service:
             format=self._text.format.name,
             max_context=self._max_context,
             resumes=True,
+            vocabulary=self._vocabulary,
         )

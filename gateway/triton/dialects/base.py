@@ -43,6 +43,8 @@ class ModelReport:
     """Name of the model's chat format."""
     max_context: int | None = None
     """Prompt and answer together, in tokens."""
+    vocabulary: int | None = None
+    """Number of ids of a model that reports the logits of prompts."""
     resumes: bool = False
     """An answer that was begun elsewhere can go on here: its decoder is a `ChannelDecoder`."""
     template_reads: frozenset[str] = frozenset()

@@ -25,6 +25,7 @@ from gateway.triton.dialects.base import (
     Tokenizer,
 )
 from gateway.triton.dialects.chatglm_answer import ChatGLMAnswer, not_understood, read
+from gateway.triton.dialects.logits_answer import LogitsAnswer
 from gateway.triton.dialects.model_text import RenderedPrompt
 from wire import names
 from wire import request as wire_request
@@ -97,6 +98,7 @@ def _read_probe(responses: Sequence[Response]) -> ModelReport:
         chat_format=None if probe.format == _TEMPLATE else probe.format,
         max_context=probe.max_context,
         resumes=probe.resumes,
+        vocabulary=probe.vocabulary,
     )
 
 
@@ -130,6 +132,7 @@ def _request(
         answer_metadata=prompt.answer_metadata,
         end_after_call_of=prompt.end_after_call_of,
         grammar=_grammar(generation),
+        logits=generation.logits,
         generated=[None if ids is None else list(ids) for ids in generation.generated],
         channel=channel,
         deadline_ms=_milliseconds(remaining_s),
@@ -245,7 +248,9 @@ CHATGLM = Dialect(
     name="chatglm",
     inputs=frozenset({names.PROMPT, names.HISTORY, names.SAMPLING}),
     request=_request,
-    decoder=ChatGLMAnswer,
+    decoder=lambda generation, report: (
+        LogitsAnswer() if generation.logits else ChatGLMAnswer(generation, report)
+    ),
     probe=Probe(_probe, _read_probe),
     tokenizer=Tokenizer(_tokenize, _read_tokens),
     channels=Channels(_open_channel, _read_frame, _request, ChatGLMAnswer),

@@ -100,7 +100,7 @@ class ChatGLMAnswer:
             if not text and meta == _HEARTBEAT:
                 return []  # it is still being prepared
             self._accepted = True
-            accepted = _accepted(text, meta)
+            accepted = read_accepted(text, meta)
             if self._ended_before is not None and accepted.prompt_tokens != self._prompt_tokens:
                 raise not_understood("the server that resumes it reads another prompt")
             self._prompt_tokens = accepted.prompt_tokens
@@ -310,9 +310,9 @@ class ChatGLMAnswer:
             raise not_understood("usage before the end")
 
 
-def _accepted(text: str, meta: wire_meta.Meta) -> Accepted:
+def read_accepted(content: str | bytes, meta: wire_meta.Meta) -> Accepted:
     """Read the first response, which holds only `accepted`."""
-    if meta.accepted is None or text or meta != wire_meta.Meta(accepted=meta.accepted):
+    if meta.accepted is None or content or meta != wire_meta.Meta(accepted=meta.accepted):
         raise not_understood("it does not begin with accepted alone")
     ids = _ids(meta.accepted.prompt_token_ids)
     return Accepted(
@@ -356,17 +356,32 @@ def read(response: service_pb2.ModelInferResponse) -> tuple[str, wire_meta.Meta]
     Raises:
         UpstreamProtocolError: it has no such outputs, or they cannot be understood.
     """
+    content, meta = read_content(response)
+    if meta.logits is not None:
+        raise not_understood("logits that were not requested")
+    try:
+        return content.decode(), meta
+    except UnicodeDecodeError as error:
+        raise not_understood(str(error)) from error
+
+
+def read_content(response: service_pb2.ModelInferResponse) -> tuple[bytes, wire_meta.Meta]:
+    """Return what one response has, text in UTF-8 or logits, and its document.
+
+    Raises:
+        UpstreamProtocolError: it has no such outputs, or they cannot be understood.
+    """
     tensors = {
         tensor.name: raw for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False)
     }
     try:
-        (text,) = unpack_strings(tensors[names.RESPONSE])
+        (content,) = unpack_strings(tensors[names.RESPONSE])
         (document,) = unpack_strings(tensors[names.META])
-        return text.decode(), wire_meta.decode_meta(document)
+        return content, wire_meta.decode_meta(document)
     except KeyError as error:
         raise not_understood(f"no output {error}") from error
     except (ValueError, msgspec.MsgspecError) as error:
-        # ValueError: not one string, a cut tensor, not UTF-8.
+        # ValueError: not one string, a cut tensor.
         raise not_understood(str(error)) from error
 
 

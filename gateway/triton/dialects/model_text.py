@@ -201,7 +201,8 @@ class ModelText:
         if not isinstance(prompt, Conversation | PlainText):
             return self.tokens(tokenization)
         ids = self.encoded(prompt, prefix=tokenization.prefix).ids
-        return Tokens(ids=ids, strings=self._strings(tokenization, ids))
+        pad = self.required_vocabulary().pad
+        return Tokens(ids=ids, strings=self._strings(tokenization, ids), pad=pad)
 
     def required_vocabulary(self) -> Vocabulary:
         """Return the tokenizer of a model that takes nothing but ids.

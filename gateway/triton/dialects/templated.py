@@ -14,10 +14,18 @@ from msgspec import structs
 from gateway.chat.marked_choice import MarkedChoice
 from gateway.core.request import Conversation, Generation, PlainText
 from gateway.errors import InvalidRequestError
-from gateway.triton.dialects.base import Channels, Dialect, ModelReport, Probe, Response
+from gateway.triton.dialects.base import (
+    AnswerDecoder,
+    Channels,
+    Dialect,
+    ModelReport,
+    Probe,
+    Response,
+)
 from gateway.triton.dialects.chatglm import CHATGLM
 from gateway.triton.dialects.chatglm_answer import ChatGLMAnswer
 from gateway.triton.dialects.foreign import is_short
+from gateway.triton.dialects.logits_answer import LogitsAnswer
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
 
 _PROBE: Final[Probe] = CHATGLM.probe  # type: ignore[assignment]
@@ -36,8 +44,12 @@ class _Templated:
             return self._rendered(generation)
         return await asyncio.to_thread(self._rendered, generation)
 
-    def decoder(self, generation: Generation, report: ModelReport) -> ChatGLMAnswer:
+    def decoder(self, generation: Generation, report: ModelReport) -> AnswerDecoder:
         """See `Dialect.decoder`."""
+        return LogitsAnswer() if generation.logits else self.channel_decoder(generation, report)
+
+    def channel_decoder(self, generation: Generation, report: ModelReport) -> ChatGLMAnswer:
+        """See `Channels.decoder`."""
         prompt = generation.prompt
         if not isinstance(prompt, RenderedPrompt) or not prompt.converses:
             return ChatGLMAnswer(generation, report)
@@ -74,7 +86,7 @@ def templated(model: ModelText) -> Dialect:
         decoder=made.decoder,
         probe=Probe(_PROBE.request, made.read_probe),
         tokens=model.exact_tokens,
-        channels=replace(_CHANNELS, decoder=made.decoder),
+        channels=replace(_CHANNELS, decoder=made.channel_decoder),
     )
 
 

@@ -24,9 +24,10 @@ from gateway.commands.clients import (
     read_inputs,
 )
 from gateway.commands.endpoint import ClientError
-from gateway.core.request import Turns
+from gateway.core.request import PlainText, TokenIds, Turns
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.kserve.legacy import echo, over_grpc
+from tests.gateway.kserve.test_logits import telling
 from tests.gateway.serving import on_socket
 from tests.gateway.triton.fake_triton import FakeModel, FakeTriton
 
@@ -266,6 +267,31 @@ async def test_a_contract_is_read_from_the_model_and_asked_over_grpc_and_http(co
         assert (len(timing.times_ms), timing.failures) == (6, [])
     assert len(upstream.requests) == 12
     assert {request.prompt for request in upstream.requests} == {Turns((), "你好")}
+
+
+@pytest.mark.parametrize("json_numbers", [False, True])
+@pytest.mark.parametrize("model", ["glm", "glm_tokenizer"])
+async def test_logits_and_their_tokenizer_are_asked_over_grpc_and_http(
+    model: str, json_numbers: bool
+) -> None:
+    upstream = FakeUpstream(telling(300))
+    upstream.vocabulary = 300
+    work = Work(
+        model=model, concurrency=2, count=4, rows=2, positions=3, json_numbers=json_numbers, prompt="ab"
+    )
+    async with over_grpc(upstream, contract="glm=logits") as (_, _, address):
+        inputs = await asyncio.to_thread(read_inputs, address, work)
+        timing = await asyncio.to_thread(measure, "grpc", lambda: grpc_client(address, work, inputs), work)
+        assert (len(timing.times_ms), timing.failures) == (4, [])
+    async with on_socket(upstream, contract="glm=logits") as served:
+        url = str(served.http.base_url)
+        timing = await asyncio.to_thread(measure, "http", lambda: http_client(url, work, inputs), work)
+        assert (len(timing.times_ms), timing.failures) == (4, [])
+    # Each row is asked for by itself, in both protocols.
+    asked = upstream.requests if model == "glm" else upstream.tokenizations
+    assert len(asked) == 2 * 2 * 4
+    expected = TokenIds((5, 6, 7)) if model == "glm" else PlainText("ab")
+    assert {each.prompt for each in asked} == {expected}
 
 
 async def test_what_cannot_be_measured_is_told() -> None:

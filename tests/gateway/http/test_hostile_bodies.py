@@ -109,11 +109,11 @@ class Running:
 def running(monkeypatch: pytest.MonkeyPatch) -> Running:
     counts, serve = Running(), GrpcServer._serve
 
-    async def counted(self: GrpcServer, name: str, data: bytes, context: Any) -> Any:
+    async def counted(self: GrpcServer, *request: Any) -> Any:
         counts.now, counts.ever = counts.now + 1, counts.ever + 1
         counts.most = max(counts.most, counts.now)
         try:
-            return await serve(self, name, data, context)
+            return await serve(self, *request)
         finally:
             counts.now -= 1
 

@@ -1,3 +1,4 @@
+import struct
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def read(
     return read_question(contract, row, chat_format)
 
 
-@pytest.mark.parametrize("contract", Contract)
+@pytest.mark.parametrize("contract", SIGNATURES)
 def test_the_same_question_in_each_contract(contract: Contract) -> None:
     ask = read(contract)
     assert (ask.prompt, ask.temperature, ask.max_total_tokens, ask.history.turns) == ("你好", 0.3, 1024, ())
@@ -251,11 +252,24 @@ def test_serialised_elements_are_read() -> None:
     assert Tensor.read("t", "BYTES", [2], packed, path="p", at="data").values == ["你".encode(), b""]
     assert Tensor.read("t", "BYTES", [-1], packed, path="p", at="data").shape == (2,)
     assert Tensor.read("t", "INT16", [2], b"\1\0\xff\xff", path="p", at="data").values == [1, -1]
+    eight = struct.pack("<2q", 2**62, -1)
+    assert Tensor.read("t", "INT64", [2], eight, path="p", at="data").values == [2**62, -1]
+    for datatype in ("INT16", "INT64"):
+        with pytest.raises(InvalidRequestError, match="3 bytes are no elements"):
+            Tensor.read("t", datatype, [-1], b"abc", path="p", at="data")
 
 
-@pytest.mark.parametrize("contract", Contract)
+def test_outputs_are_serialised_by_their_datatype() -> None:
+    assert Tensor("t", "INT64", (2,), [1, -2]).packed() == struct.pack("<2q", 1, -2)
+    numbers = struct.pack("<2f", 0.5, -1.0)
+    assert Tensor("t", "FP32", (2,), memoryview(numbers).cast("f")).packed() == numbers
+    assert Tensor("t", "BYTES", (1,), [b"a"]).packed() == b"\1\0\0\0a"
+
+
+@pytest.mark.parametrize("contract", SIGNATURES)
 def test_each_contract_describes_its_tensors(contract: Contract) -> None:
-    metadata, config = metadata_document("m", contract), config_document("m", contract)
+    signature = SIGNATURES[contract]
+    metadata, config = metadata_document("m", signature), config_document("m", signature)
     shapes = {each["name"]: (each["datatype"], each["shape"]) for each in metadata["inputs"]}
     expected = {
         Contract.BATCHED: {"prompt": ("BYTES", [-1, 1]), "max_token": ("BYTES", [-1, 1])},

@@ -11,7 +11,9 @@ import pytest
 from gateway.http.record import RequestRecord
 from gateway.http.run import RunningRequest
 from tests.gateway.fake_upstream import FakeUpstream, say
-from tests.gateway.kserve.legacy import body, over_grpc, question
+from tests.gateway.kserve.legacy import body, over_grpc, question, tensor
+from tests.gateway.kserve.test_logits import IDS, telling
+from tests.gateway.kserve.test_logits import body as logits_body
 from tests.gateway.serving import on_socket, until
 
 CHANGES = [{}, {"temperature": "99"}, {"prompt": None}]
@@ -34,6 +36,17 @@ async def test_over_http(changes: dict[str, str | None], living: Callable[[], in
         for _ in range(3):
             await served.http.post("/v2/models/glm/infer", json=body(**changes))
         await served.http.get("/version")  # a connection keeps its last request until it has another one
+        await until(lambda: living() <= 1)
+
+
+@pytest.mark.parametrize("ids", [IDS, [[1, 2]]])
+async def test_logits(ids: list[list[int]], living: Callable[[], int]) -> None:
+    async with on_socket(FakeUpstream(telling()), contract="logits") as served:
+        for _ in range(3):
+            await served.http.post("/v2/models/glm/infer", json=logits_body(ids))
+            texts = {"inputs": [tensor("TEXT", ["a", "b"], [2])]}
+            await served.http.post("/v2/models/glm_tokenizer/infer", json=texts)
+        await served.http.get("/version")
         await until(lambda: living() <= 1)
 
 

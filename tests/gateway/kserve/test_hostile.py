@@ -4,14 +4,17 @@ import copy
 import json
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc.aio
+import pytest
 
-from gateway.kserve.http import HEADER_LENGTH
+from gateway.kserve.contracts import HEADER_LENGTH
 from tests.gateway.fake_upstream import FakeUpstream
-from tests.gateway.kserve.legacy import body, echo, over_grpc, predict_body, question, unbatched
+from tests.gateway.kserve.legacy import body, echo, over_grpc, predict_body, question, tensor, unbatched
+from tests.gateway.kserve.test_logits import body as logits_body
+from tests.gateway.kserve.test_logits import telling
 from tests.gateway.serving import in_process
 
 INFER = "/v2/models/glm/infer"
@@ -92,9 +95,21 @@ MUTATIONS: tuple[Callable[[Any, random.Random], Any], ...] = (odd_value, doubled
 """What takes the place of something in a right document."""
 
 
-def hostile(choose: random.Random) -> tuple[str, bytes, dict[str, str]]:
+Make = Callable[[], dict[str, Any]]
+QUESTIONS: tuple[tuple[Make, str], ...] = ((body, INFER), (unbatched, INFER), (predict_body, PREDICT))
+TOKENIZE = "/v2/models/glm_tokenizer/infer"
+
+
+def texts() -> dict[str, Any]:
+    return {"inputs": [tensor("TEXT", ["a", "你好"], [2])]}
+
+
+NUMBERS: tuple[tuple[Make, str], ...] = ((logits_body, INFER), (texts, TOKENIZE))
+
+
+def hostile(choose: random.Random, kinds: Sequence[tuple[Make, str]]) -> tuple[str, bytes, dict[str, str]]:
     """Make up a request: its path, body and headers."""
-    make, path = choose.choice(((body, INFER), (unbatched, INFER), (predict_body, PREDICT)))
+    make, path = choose.choice(kinds)
     document = make()
     for _ in range(choose.randint(1, 3)):
         found = leaves(document)
@@ -121,21 +136,24 @@ def hostile(choose: random.Random) -> tuple[str, bytes, dict[str, str]]:
     return path, content, headers
 
 
-async def test_a_thousand_hostile_requests_are_the_clients_fault() -> None:
+@pytest.mark.parametrize("contract", ["batched", "logits"])
+async def test_a_thousand_hostile_requests_are_the_clients_fault(contract: str) -> None:
     choose = random.Random(20)
     statuses: Counter[int] = Counter()
-    async with in_process(FakeUpstream(echo)) as served:
+    script, kinds = (telling(), NUMBERS) if contract == "logits" else (echo, QUESTIONS)
+    async with in_process(FakeUpstream(script), contract=contract) as served:
         for number in range(MANY):
-            path, content, headers = hostile(choose)
+            path, content, headers = hostile(choose, kinds)
             answer = await served.http.post(path, content=content, headers=headers)
             assert answer.status_code < 500, (number, path, content[:300], answer.text)
             assert "Traceback" not in answer.text
             statuses[answer.status_code] += 1
         assert statuses[400] > MANY // 2, statuses
         assert set(statuses) <= {200, 400, 404, 413}, statuses
-        assert (await served.http.post(INFER, json=body())).status_code == 200
+        make, path = kinds[0]
+        assert (await served.http.post(path, json=make())).status_code == 200
         await served.until_idle()
-        assert served.gateway.bodies.held == 0
+        assert served.gateway.bodies.held == served.gateway.logits.in_flight == 0
 
 
 async def test_tiny_chunks_in_process() -> None:

@@ -22,7 +22,8 @@ from gateway.errors import (
     UnavailableError,
     UpstreamProtocolError,
 )
-from gateway.kserve.http import HEADER_LENGTH, read_infer_request
+from gateway.kserve.contracts import HEADER_LENGTH
+from gateway.kserve.http import read_infer_request
 from tests.gateway.fake_upstream import FakeUpstream, say_and_hang
 from tests.gateway.kserve.legacy import VALUES, body, echo, tensor, unbatched
 from tests.gateway.serving import Served, in_process, on_socket, until

@@ -13,7 +13,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 from gateway.core.request import Conversation, Generation, Message
 from tests.ports import free_ports
 from wire.channel import Frame, encode_frame
-from wire.meta import Accepted, Delivered, Meta, ProbeReport, Tokenized, Usage, encode_meta
+from wire.meta import Accepted, Delivered, Logits, Meta, ProbeReport, Tokenized, Usage, encode_meta
 from wire.request import Detokenize, OpenChannel, Probe, Request, Tokenize, decode_request
 from wire.strings import pack_strings, unpack_strings
 
@@ -22,12 +22,13 @@ Script = Callable[[Any, Any], AsyncIterator[Response]]
 Predict = Callable[[Any, Any], Awaitable[service_pb2.ModelInferResponse]]
 
 
-def reply(text: str = "", meta: Meta | bytes | None = None, *, final: bool = False) -> Response:
+def reply(text: str | bytes = "", meta: Meta | bytes | None = None, *, final: bool = False) -> Response:
     """One response of a model, as Triton sends it."""
     response = service_pb2.ModelInferResponse()
     response.parameters["triton_final_response"].bool_param = final
     document = meta if isinstance(meta, bytes) else encode_meta(meta or Meta())
-    for name, value in (("response", text.encode()), ("meta", document)):
+    content = text.encode() if isinstance(text, str) else text
+    for name, value in (("response", content), ("meta", document)):
         response.outputs.add(name=name, datatype="BYTES", shape=(1, 1))
         response.raw_output_contents.append(pack_strings([value]))
     return Response(infer_response=response)
@@ -41,6 +42,11 @@ def empty_final() -> Response:
 
 def accepted(prompt_tokens: int = 5) -> Response:
     return reply(meta=Meta(accepted=Accepted(request_id="r", prompt_tokens=prompt_tokens)))
+
+
+def part_of_logits(first: int) -> Response:
+    """Those of one token, of a model that has but one id."""
+    return reply(b"\0\0\0\0", Meta(logits=Logits(first=first, vocabulary=1)))
 
 
 def finished(text: str = "", tokens: int = 0, *, completion_tokens: int = 2) -> Response:

@@ -2,7 +2,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import grpc
 import pytest
+from msgspec.structs import replace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -10,13 +12,23 @@ from opentelemetry.trace import format_span_id
 
 from gateway.core.batch import together
 from gateway.core.events import Accepted, Delta, Event
+from gateway.core.request import TokenIds
 from gateway.errors import InvalidRequestError, RateLimitError, UnavailableError
 from gateway.telemetry.tracing import Trace, Tracing, current_trace
 from gateway.triton.attempts import least_outstanding
 from gateway.triton.errors import Fault, TritonError
 from gateway.triton.pool import TritonUpstream
 from gateway.triton.replicas import TRIAL_LIMIT, HealthPolicy, Replica, ReplicaState
-from tests.gateway.triton.fake_triton import accepted, finished, generation, losing, refusing, reply, until
+from tests.gateway.triton.fake_triton import (
+    accepted,
+    finished,
+    generation,
+    losing,
+    part_of_logits,
+    refusing,
+    reply,
+    until,
+)
 from wire.meta import Meta
 
 
@@ -321,3 +333,39 @@ async def test_what_is_asked_outside_of_a_request_has_no_trace(triton: Any, serv
     async for _ in pool.generate(generation()):
         pass
     assert not [each for each in triton.metadata if "traceparent" in each]
+
+
+async def test_logits_that_broke_off_begin_anew_elsewhere(tritons: Any, serve: Serve) -> None:
+    """The second server's take the place of the first one's: nobody has seen these."""
+    first, second = await tritons(), await tritons()
+    for each in (first, second):
+        each.model.report = replace(each.model.report, vocabulary=1)
+    pool = await serve(first, second)
+    parts = [part_of_logits(place) for place in range(5)]
+    whole = [accepted(), *parts, finished(completion_tokens=0)]
+    asked: list[Any] = []
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+        asked.append(request)
+        if len(asked) == 1:
+            for each in whole[:3]:
+                yield each
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+        for each in whole:
+            yield each
+
+    first.model.answer = second.model.answer = answer
+    request = generation(prompt=TokenIds((1, 2, 3, 4, 5)), max_tokens=0, logits=True)
+    events = await collect(pool, request)
+    assert len(asked) == 2
+    told = [event.logits.first for event in events if isinstance(event, Delta) and event.logits is not None]
+    assert told == [0, 1, 0, 1, 2, 3, 4]
+    assert sum(isinstance(event, Accepted) for event in events) == 1
+
+
+async def test_a_model_that_reports_no_logits_is_not_asked(tritons: Any, serve: Serve) -> None:
+    triton = await tritons()
+    pool = await serve(triton)
+    with pytest.raises(InvalidRequestError, match="reports no logits"):
+        await collect(pool, generation(prompt=TokenIds((1,)), max_tokens=0, logits=True))
+    assert not triton.requests

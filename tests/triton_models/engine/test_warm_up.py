@@ -82,13 +82,14 @@ memory = pytest.mark.parametrize("settings", [ROOMY, TIGHT], ids=["roomy", "tigh
 def test_the_mix_that_follows_a_warm_up_holds_everything(settings: EngineSettings) -> None:
     """On any device: what the next test says is worth only what its mix meets."""
     engine = Engine(random_model(SHAPE, dtype=torch.float32, device=torch.device("cpu")), settings)
-    seen = wild_mix(engine, requests=100, vocabulary=SHAPE.padded_vocab_size)
-    assert sum(seen.ends.values()) == 100
+    seen = wild_mix(engine, requests=120, vocabulary=SHAPE.padded_vocab_size)
+    assert sum(seen.ends.values()) == 120
     faults = {FinishReason.ERROR, FinishReason.MASK, FinishReason.SHUTDOWN}
     assert set(seen.ends) == set(FinishReason) - faults
     assert (seen.preemptions > 0) == (settings is TIGHT)
     assert seen.cached_tokens > 0
     assert seen.prompt_logprobs > 0
+    assert seen.prompt_logits > 0
     assert seen.prompt_steps > 0
     assert {1, 2, 3} <= seen.batch_sizes
     assert settings is TIGHT or settings.max_running in seen.batch_sizes

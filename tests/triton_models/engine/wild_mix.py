@@ -46,6 +46,7 @@ class Seen:
     preemptions: int = 0
     cached_tokens: int = 0
     prompt_logprobs: int = 0
+    prompt_logits: int = 0
 
 
 def wild_mix(engine: Engine, *, requests: int, vocabulary: int, seed: int = 0) -> Seen:
@@ -72,6 +73,7 @@ def wild_mix(engine: Engine, *, requests: int, vocabulary: int, seed: int = 0) -
             assert output.error is None, output
             seen.cached_tokens += output.cached_tokens
             seen.prompt_logprobs += len(output.prompt_logprobs)
+            seen.prompt_logits += 0 if output.prompt_logits is None else len(output.prompt_logits.values)
             if output.finish_reason is not None:
                 seen.ends[output.finish_reason] = seen.ends.get(output.finish_reason, 0) + 1
     seen.preemptions = engine.stats().preemptions - before
@@ -84,6 +86,7 @@ def _ids(dice: random.Random, vocabulary: int, length: int) -> tuple[int, ...]:
 
 def _request(dice: random.Random, name: str, vocabulary: int, shared: tuple[int, ...]) -> Request:
     length = dice.choice(LENGTHS)
+    told = random.Random(name).choice((None, None, None, "logits", 0, 1, 20))
     prompt = shared[:length] if dice.random() < 0.3 else _ids(dice, vocabulary, length)
     return Request(
         request_id=name,
@@ -93,7 +96,8 @@ def _request(dice: random.Random, name: str, vocabulary: int, shared: tuple[int,
         # Over before it begins, or never.
         deadline=time.monotonic() if dice.random() < 0.05 else None,
         prefix_cache=dice.random() < 0.8,
-        prompt_logprobs=random.Random(name).choice((None, None, None, None, 0, 1, 20)),
+        prompt_logprobs=told if isinstance(told, int) else None,
+        logits=told == "logits",
     )
 
 

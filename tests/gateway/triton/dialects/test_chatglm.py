@@ -133,9 +133,11 @@ def test_every_field_of_a_generation_reaches_the_model() -> None:
     untouched = set(Generation.__struct_fields__) - set(fields)
     # The last two are asked about by themselves (`test_chatglm_prompts`).
     about_itself = {"request_id", "model", "prompt", "prompt_field", "deadline"}
-    # A channel says whether it streams and can be resumed, and adapters are refused before.
+    # A channel says whether it streams and can be resumed, and adapters are refused before. Logits come alone
+    # (`test_logits_answer`).
     by_channel = {"stream", "resumable", "generated"}
-    assert untouched == about_itself | by_channel | {"adapter", "grammar", "max_tokens_yields", "public_name"}
+    others = {"adapter", "grammar", "logits", "max_tokens_yields", "public_name"}
+    assert untouched == about_itself | by_channel | others
 
 
 def test_a_generation_that_asks_for_nothing_sends_the_defaults() -> None:
