@@ -43,7 +43,8 @@ class Generation(Sampling, frozen=True, forbid_unknown_fields=True, omit_default
 
     Raises:
         ValueError: the numbers of the choices on the channel exceed int64, or `generated` is not about all
-            choices, or leaves none, or has no seed to go on with (a ValidationError while decoding).
+            choices, or leaves none, or has no seed to go on with, or a beam search has a grammar or tokens
+            to go on after (a ValidationError while decoding).
     """
 
     v: Literal[1] = 1
@@ -75,6 +76,8 @@ class Generation(Sampling, frozen=True, forbid_unknown_fields=True, omit_default
         super().__post_init__()
         if self.channel is not None and self.channel.stream > INT64_MAX - self.n + 1:
             raise ValueError("the numbers of the choices on the channel go over int64")
+        if self.beam_width and (self.grammar is not None or any(self.generated)):
+            raise ValueError("a beam search has no grammar, and begins anew")
         if not self.generated:
             return
         if len(self.generated) != self.n or self.generated.count(None) == self.n:

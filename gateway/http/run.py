@@ -180,8 +180,8 @@ class RunningRequest(AsyncIterator[Event]):
                 down, or the upstream refused.
         """
         self._card = self._gateway.upstream.model(generations[0].model)
-        # A choice costs the upstream as much as a request.
-        await self._enter(receive, permits=sum(generation.n for generation in generations))
+        # A choice, or a beam, costs the upstream as much as a request.
+        await self._enter(receive, permits=sum(generation.sequences for generation in generations))
         self._check()  # a request that ended while it waited is not sent upstream
         generate, first, *more = self._gateway.upstream.generate, *map(self._bounded, generations)
         source = together(generate, [first, *more]) if more else generate(first)

@@ -221,6 +221,8 @@ class Scheduler:
         for each in self._next_prompts():
             if most_urgent is not None and each.request.priority > most_urgent:
                 return mixed
+            if each.request.since is not None:
+                continue  # nearly all of it is cached
             tokens += len(each.tokens) - each.computed
             prompts += 1
             ends += tokens <= self._burst_tokens
