@@ -435,11 +435,12 @@ class AnyCompletionRequest(GenerationRequest):
                     )
             return
         if not answers <= self.beam_width <= BEAMS_LIMIT:
+            field = "n" if self.best_of is None else "best_of"
             raise InvalidRequestError(
-                f"A beam search has n to {BEAMS_LIMIT} beams, not {self.beam_width}.",
-                param="n" if self.best_of is None else "best_of",
+                f"{field} is {self.beam_width}, and a beam search has n to {BEAMS_LIMIT} beams.", param=field
             )
-        excluded = Generation.excluded_by_beams(self.sampling())
+        given = {name: value for name, value in self.sampling().items() if name != "temperature"}
+        excluded = Generation.excluded_by_beams(given)
         if self.temperature not in (None, 0, 1):
             excluded = "temperature"
         elif self.grammar is not None:
