@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,14 +23,13 @@ PROMPT = list(b"The quick brown fox jumps over the lazy dog and runs")
 QUESTION: list[Any] = [{"role": "user", "content": "hello"}]
 
 
-class Fixture:
+class Beams:
     """The server, and the models that it serves."""
 
-    def __init__(self, up: UpProcess, folder: Path, models: dict[str, PreTrainedModel]) -> None:
+    def __init__(self, up: UpProcess, sdk: openai.OpenAI, models: dict[str, PreTrainedModel]) -> None:
         self.up = up
-        self.folder = folder
+        self.sdk = sdk
         self.models = models
-        self.sdk = openai.OpenAI(base_url=f"{up.base_url}/v1", api_key="-", max_retries=0)
 
     def expected(self, model: str, prompt: list[int], width: int, answers: int, **options: Any) -> Any:
         with torch.inference_mode():
@@ -48,7 +46,7 @@ class Fixture:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fixture]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beams]:
     folder = tmp_path_factory.mktemp("beams")
     models = {
         BASE: write_bloom(folder / BASE, seq_length=4096),
@@ -58,7 +56,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fixture]:
     write_tokenizer(folder / CHAT)
     arguments = [argument for name in models for argument in ("--model", str(folder / name))]
     with UpProcess(*arguments, "--device", "cpu", "--dtype", "float32") as up:
-        yield Fixture(up.wait_ready(), folder, models)
+        up.wait_ready()
+        with openai.OpenAI(base_url=f"{up.base_url}/v1", api_key="-", max_retries=0) as sdk:
+            yield Beams(up, sdk, models)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -71,7 +71,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fixture]:
     ],
 )
 def test_completions_are_those_of_transformers(
-    served: Fixture, width: int, answers: int, options: dict[str, Any], stream: bool
+    served: Beams, width: int, answers: int, options: dict[str, Any], stream: bool
 ) -> None:
     endless = served.expected(BASE, PROMPT, width, 1, eos_token_id=None)[0]
     stops = sorted(set(endless[3:7:2]))
@@ -100,7 +100,7 @@ def test_completions_are_those_of_transformers(
     assert all(len(each) == 12 or each[-1] in stops for each in ids)
 
 
-def test_a_chat_is_searched_like_a_text(served: Fixture) -> None:
+def test_a_chat_is_searched_like_a_text(served: Beams) -> None:
     asked: dict[str, Any] = {"model": CHAT, "messages": QUESTION, "max_tokens": 12, "n": 3}
     search = {"use_beam_search": True, "best_of": 5, "ignore_eos": True, "return_token_ids": True}
     answer = served.sdk.chat.completions.create(**asked, logprobs=True, top_logprobs=1, extra_body=search)
@@ -125,7 +125,7 @@ def test_a_chat_is_searched_like_a_text(served: Fixture) -> None:
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(
-    served: Fixture, asked: dict[str, Any], param: str
+    served: Beams, asked: dict[str, Any], param: str
 ) -> None:
     body = {"use_beam_search": param != "best_of", **asked}
     with pytest.raises(openai.BadRequestError) as of_completion:
@@ -135,7 +135,7 @@ def test_what_does_not_go_together_is_refused_by_name(
     assert of_completion.value.param == of_chat.value.param == param
 
 
-async def test_others_are_answered_meanwhile_and_a_hang_up_ends_it(served: Fixture) -> None:
+async def test_others_are_answered_meanwhile_and_a_hang_up_ends_it(served: Beams) -> None:
     """The search would take minutes; others do not wait for it, and nothing of it is left behind."""
     up = served.up
     body = {"model": BASE, "prompt": PROMPT, "use_beam_search": True, "n": 16, "ignore_eos": True}

@@ -4,7 +4,7 @@ A step of a search is one request of one token for each of its beams. They begin
 KV blocks, found by the prefix cache; a step computes at most a block of tokens for each beam, those that fill
 no block yet. What is evicted meanwhile is computed once for all of them, as after a preemption.
 
-Source of the search: `GenerationMixin._beam_search` of transformers 5, without sampling; Wu et al., "Google's
+Source of the search (divergence 19): `GenerationMixin._beam_search` of transformers 5, without sampling; Wu et al., "Google's
 neural machine translation system", 2016, for a score that is divided by a power of the length.
 """
 
