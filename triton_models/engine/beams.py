@@ -1,11 +1,12 @@
 """Beam search: the most likely answers, not sampled ones. Above the engine, which sees only requests.
 
 A step of a search is one request of one token for each of its beams. They begin alike, so they hold the same
-KV blocks, found by the prefix cache; a step computes at most a block of tokens for each beam, those that fill
-no block yet. What is evicted meanwhile is computed once for all of them, as after a preemption.
+KV blocks, which the prefix cache finds; of the last block, which is not full, each beam gets a copy. So a
+beam computes its newest token only. What is evicted between two steps is computed once for all beams, as
+after a preemption.
 
-Source of the search (divergence 19): `GenerationMixin._beam_search` of transformers 5, without sampling; Wu et al., "Google's
-neural machine translation system", 2016, for a score that is divided by a power of the length.
+Source of the search (divergence 19): `GenerationMixin._beam_search` of transformers 5, without sampling. The
+power of the length is that of Wu et al., "Google's neural machine translation system", 2016, simplified.
 """
 
 import enum

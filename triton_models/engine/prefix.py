@@ -6,6 +6,8 @@ from collections import defaultdict
 from triton_models.engine.blocks import PADDING_BLOCK, BlockManager
 from triton_models.engine.sequence import Sequence
 
+_PARENT = struct.Struct("<i")
+
 GROUPS_LIMIT = 2**31 - 1
 """Largest number of a group of requests; a key holds it with its sign."""
 
@@ -22,6 +24,8 @@ class PrefixCache:
       block also holds all blocks before it. The block manager evicts in order of release, and within one
       release from the end, so a parent outlives its children. If another sequence registered the same tokens
       first, the later one's blocks from there on stay unregistered.
+    * The last block of a sequence is not full, and is written while the sequence goes on. Once it stops,
+      others of its group can find that block by all of its tokens (`tail`), and copy it.
     * With `enabled` False, or a request's `prefix_cache` False, blocks are neither looked up nor registered;
       only requests of one group still share theirs, with each other alone.
     * While log-probabilities of a sequence's prompt are still to be reported, nothing is looked up for it:
@@ -35,7 +39,8 @@ class PrefixCache:
         # small and ignored by the garbage collector.
         self._known: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
-        """Each block's parent (the block before it; the `_root` for the first) and its tokens, packed.
+        """Each block's parent (the block before it; the `_root` for the first) and its tokens, packed: those
+        of a full block, or the fewer ones of a tail.
 
         Keys and values depend on every token before, so the same tokens after another parent are another
         block. A parent is never forgotten before its children, so its number stands for all tokens up to it.
@@ -57,6 +62,15 @@ class PrefixCache:
         if self._root(sequence) is not None:
             self._registered[sequence] = len(sequence.blocks)
             sequence.computed = len(sequence.blocks) * self._blocks.block_size
+
+    def tail(self, sequence: Sequence) -> int | None:
+        """Return a block with all the tokens of a starting sequence but the newest, behind those it found.
+
+        Nobody holds the block: it is to be copied by the step that is being scheduled.
+        """
+        if sequence.request.prefix_group is None or sequence not in self._registered:
+            return None
+        return self._known.get(self._tail_key(sequence, len(sequence.blocks), len(sequence.tokens) - 1))
 
     def catch_up(self, sequence: Sequence) -> None:
         """Let a sequence in PREFILL skip what others computed since its last chunk, using their blocks.
@@ -98,9 +112,20 @@ class PrefixCache:
             self._blocks.keep(block)
             self._registered[sequence] = place + 1
 
-    def stop(self, sequence: Sequence) -> None:
-        """Forget a sequence that stops running; its registered blocks stay."""
-        self._registered.pop(sequence, None)
+    def stop(self, sequence: Sequence, computed: int) -> None:
+        """Forget a sequence that stops running, `computed` of whose known tokens were.
+
+        Its registered blocks stay, and so does its tail for the others of its group.
+        """
+        self.register(sequence, computed)
+        full = self._registered.pop(sequence, None)
+        if full is None or sequence.request.prefix_group is None or not computed % self._blocks.block_size:
+            return
+        key = self._tail_key(sequence, full, computed)
+        if key not in self._known:
+            self._known[key] = block = sequence.blocks[full]
+            self._keys[block] = key
+            self._blocks.keep(block)
 
     def invalidate(self, sequence: Sequence) -> None:
         """Forget every block of a sequence, and every block that other sequences computed after these.
@@ -112,7 +137,7 @@ class PrefixCache:
         self._registered.pop(sequence, None)
         children = defaultdict(list)
         for block, key in self._keys.items():
-            children[self._key.unpack(key)[0]].append(block)
+            children[_PARENT.unpack_from(key)[0]].append(block)
         gone = [block for block in sequence.blocks[:1] or self._first(sequence) if block in self._keys]
         for block in gone:
             gone += children[block]
@@ -122,6 +147,12 @@ class PrefixCache:
         self._registered = {
             each: count for each, count in self._registered.items() if not count or each.blocks[0] not in lost
         }
+
+    def _tail_key(self, sequence: Sequence, full: int, end: int) -> bytes:
+        """Return the key of a sequence's tokens behind its first `full` blocks, up to `end`."""
+        parent = sequence.blocks[full - 1] if full else self._root(sequence)
+        tokens = sequence.tokens[full * self._blocks.block_size : end]
+        return struct.pack(f"<{1 + len(tokens)}i", parent, *tokens)
 
     def _root(self, sequence: Sequence) -> int | None:
         """Return what stands for the parent of a sequence's first block; None: it shares none."""

@@ -29,6 +29,8 @@ class Step:
     """Chunks of prompts."""
     new_blocks: list[int] = field(default_factory=list)
     """Allocated for the step; they hold stale values."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """Blocks, and allocated ones that get what these hold before anything else is done."""
     preemptions: int = 0
     scheduled_at: float = 0.0
     """When its scheduling began, in seconds of `time.perf_counter`."""

@@ -221,14 +221,13 @@ def test_it_goes_on_while_a_beam_is_better_than_the_worst_answer() -> None:
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_a_step_computes_no_more_than_a_block_for_each_beam(prefix_cache: bool) -> None:
+def test_a_step_computes_one_token_for_each_beam(prefix_cache: bool) -> None:
     runner = Runner(prefix_cache=prefix_cache, max_batched_tokens=200)
     prompt = [number % 50 for number in range(99)]
     runner.add(search(prompt=prompt, width=8, stop=frozenset()))
     runner.run()
     assert runner.batches == [1] + [8] * 11
-    # What of the prompt fills no block, and the tokens behind it, for each beam.
-    assert runner.prefills == [99] + [8 * (count % 4 + 1) for count in range(99, 110)]
+    assert runner.prefills == [99] + [8] * 11
 
 
 def test_searches_share_with_nobody_where_the_cache_is_off() -> None:
@@ -260,7 +259,7 @@ def test_beams_hold_the_same_blocks() -> None:
         runner.engine._launched = runner.engine._launch()
         used.append(runner.engine.stats().kv_blocks_used)
         runner.step()
-    # 20 blocks of the prompt, of which the last is computed anew by each beam until it is full.
+    # Those of the prompt, and each beam's copy of the last.
     assert max(used) <= 20 + 2 * 8
 
 
