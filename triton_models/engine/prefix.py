@@ -68,7 +68,7 @@ class PrefixCache:
 
         Nobody holds the block: it is to be copied by the step that is being scheduled.
         """
-        if sequence.request.prefix_group is None or sequence not in self._registered:
+        if sequence.request.prefix_group is None or sequence not in self._registered or sequence.unscored:
             return None
         return self._known.get(self._tail_key(sequence, len(sequence.blocks), len(sequence.tokens) - 1))
 
@@ -139,6 +139,7 @@ class PrefixCache:
         for block, key in self._keys.items():
             children[_PARENT.unpack_from(key)[0]].append(block)
         gone = [block for block in sequence.blocks[:1] or self._first(sequence) if block in self._keys]
+        gone += self._first_tails(sequence)
         for block in gone:
             gone += children[block]
             self._forget(block)
@@ -168,6 +169,14 @@ class PrefixCache:
             return []
         block = self._known.get(self._key.pack(root, *tokens))
         return [] if block is None else [block]
+
+    def _first_tails(self, sequence: Sequence) -> list[int]:
+        """Return the tails of a sequence's first tokens, which stand behind no block."""
+        if sequence.request.prefix_group is None:
+            return []
+        ends = range(1, min(len(sequence.tokens) + 1, self._blocks.block_size))
+        found = (self._known.get(self._tail_key(sequence, 0, end)) for end in ends)
+        return [block for block in found if block is not None]
 
     def _search(self, sequence: Sequence, begin: list[int]) -> list[int]:
         """Return the registered blocks that continue a sequence after its blocks `begin`."""

@@ -366,3 +366,17 @@ def test_a_tail_is_forgotten_with_what_it_stands_behind() -> None:
     table.end(first, invalid=True)
     assert table.scheduler._prefixes._keys == {}
     assert table.blocks.available == table.blocks.blocks
+
+
+def test_an_invalid_tail_that_stands_behind_nothing_is_forgotten() -> None:
+    """Its writer may have ended before its results were seen."""
+    table = Table()
+    table.finish(table.add(range(3), count=1, group=1))
+    table.finish(table.add([7, 7], count=1, group=1))
+    finder = table.add([*range(3), 50], count=9, group=2)
+    assert table.step().copies
+    table.end(finder, invalid=True)
+    again, other = table.add([*range(3), 50], group=3), table.add([7, 7, 8], group=3)
+    step = table.step()
+    assert work(step) == {"3": (0, 4), "4": (2, 3)}
+    assert [target for _, target in step.copies] == other.blocks[:1] != again.blocks[:1]
