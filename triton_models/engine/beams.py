@@ -11,6 +11,7 @@ power of the length is that of Wu et al., "Google's neural machine translation s
 
 import enum
 import itertools
+import logging
 import math
 import threading
 from collections.abc import Collection, Sequence
@@ -23,6 +24,8 @@ from triton_models.engine.prefix import GROUPS_LIMIT
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import FinishReason, Request, TokenLogprobs, TokenOutput, check_request
 from triton_models.errors import EngineStoppedError, InvalidRequestError
+
+log = logging.getLogger(__name__)
 
 EarlyStopping = bool | Literal["never"]
 
@@ -306,7 +309,7 @@ class BeamSearches:
                 if running is None:
                     told.append(output)
                 elif running.state is not _State.ENDED:
-                    told += self._take(running, output)
+                    told += self._take_or_fail(running, output)
             return told
 
     def _begin(self, beam_request: BeamRequest) -> _Running:
@@ -327,6 +330,14 @@ class BeamSearches:
             arrived_at=self._engine.clock(),
             group=next(self._groups) % GROUPS_LIMIT + 1,
         )
+
+    def _take_or_fail(self, running: _Running, output: TokenOutput) -> list[TokenOutput]:
+        try:
+            return self._take(running, output)
+        except Exception:
+            # Confined to one search: the engine's thread must go on with the others.
+            log.exception("the beam search %s failed", running.beam_request.request.request_id)
+            return self._fail(running, FinishReason.ERROR, "the beam search failed")
 
     def _take(self, running: _Running, output: TokenOutput) -> list[TokenOutput]:
         """Note what follows one beam; with the last beam's, go on. Returns what clients are told."""
@@ -357,4 +368,4 @@ class BeamSearches:
     def _end(self, running: _Running) -> None:
         running.state = _State.ENDED
         for request_id in filter(None, running.beam_request.answers):
-            del self._answers[request_id]
+            self._answers.pop(request_id, None)

@@ -446,3 +446,14 @@ def test_an_engine_that_stops_between_two_steps_ends_it() -> None:
     with pytest.raises(EngineStoppedError):
         runner.add(search("t"))
     assert not runner.searches._answers
+
+
+def test_a_search_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner()
+    runner.add(search("s"), search("t"), request("r"))
+    runner.step()
+    monkeypatch.setattr(runner.searches._answers["s.0"].search, "advance", None)
+    runner.run()
+    assert {runner.ends()[f"s.{rank}"] for rank in range(4)} == {FinishReason.ERROR}
+    assert runner.answers("t") == alone(search())
+    assert runner.ids("r") == continuation((1, 2, 3), 8)
