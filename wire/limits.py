@@ -15,6 +15,9 @@ IDS_LIMIT: Final = 2**20
 ANSWERS_LIMIT: Final = 128
 """Answers to one prompt (`n`), as in OpenAI's API. The gateway can be configured with a lower limit."""
 
+BEAMS_LIMIT: Final = 16
+"""Beams of one search: each costs the engine as much as a choice does."""
+
 STOPS_LIMIT: Final = 16
 STOP_LENGTH_LIMIT: Final = 1024
 """Code points in a stop string: up to so much of an answer must be held back."""

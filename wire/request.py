@@ -43,8 +43,8 @@ class Generation(Sampling, frozen=True, forbid_unknown_fields=True, omit_default
 
     Raises:
         ValueError: the numbers of the choices on the channel exceed int64, `logits` are not all that is
-            wanted, or `generated` is not about all choices, or leaves none, or has no seed to go on with (a
-            ValidationError while decoding).
+            wanted, or `generated` is not about all choices, or leaves none, or has no seed to go on with, or a
+            beam search has a grammar or tokens to go on after (a ValidationError while decoding).
     """
 
     v: Literal[1] = 1
@@ -85,10 +85,13 @@ class Generation(Sampling, frozen=True, forbid_unknown_fields=True, omit_default
             or self.prompt_logprobs is not None
             or self.echo
             or self.generated
+            or self.beam_width
         ):
             raise ValueError(
                 "logits come alone: with max_tokens 0, and no n, channel, prompt_logprobs or echo"
             )
+        if self.beam_width and (self.grammar is not None or any(self.generated)):
+            raise ValueError("a beam search has no grammar, and begins anew")
         if not self.generated:
             return
         if len(self.generated) != self.n or self.generated.count(None) == self.n:

@@ -4,7 +4,8 @@ The gateway fills it from a request's validated body, a generation (`wire.reques
 samples by it.
 """
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -13,6 +14,7 @@ from wire.limits import (
     ANSWERS_LIMIT,
     BAD_WORD_LENGTH_LIMIT,
     BAD_WORDS_LIMIT,
+    BEAMS_LIMIT,
     INT64_MAX,
     LOGIT_BIAS_LIMIT,
     PRIORITY_LIMIT,
@@ -32,13 +34,27 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """The parameters of an answer. They never affect other requests.
 
     Raises:
-        ValueError: `prompt_ranks` without `prompt_logprobs`, or a prompt of no tokens (a ValidationError
-            while decoding).
+        ValueError: `prompt_ranks` without `prompt_logprobs`, a prompt of no tokens, more choices than beams,
+            or what a beam search does not take (a ValidationError while decoding).
     """
 
+    not_of_beams: ClassVar[tuple[str, ...]] = (
+        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs",
+    )  # fmt: skip
+    """What a beam search does not take: it compares the model's own probabilities of answers."""
+
     n: Annotated[int, msgspec.Meta(ge=1, le=ANSWERS_LIMIT)] = 1
-    """Number of choices: answers to the prompt, sampled independently. Either all of them are queued or
-    none."""
+    """Number of choices: answers to the prompt, sampled independently, or a beam search's best, best first.
+    Either all of them are queued or none."""
+    beam_width: Annotated[int, msgspec.Meta(ge=0, le=BEAMS_LIMIT)] = 0
+    """Number of beams of a search for the most likely answers, at least `n`; 0: answers are sampled. Each
+    answer comes complete, at the search's end. Stop strings cut it then, and do not end a beam."""
+    length_penalty: Annotated[float, msgspec.Meta(ge=-10, le=10)] = 1.0
+    """Of a beam search: an answer's log-probability is divided by its number of tokens to this power."""
+    early_stopping: bool | Literal["never"] = False
+    """Of a beam search: whether it is over as soon as it has `beam_width` answers. False: once no beam looks
+    better than the worst of these, as long as it is; `never`: nor would at its full length."""
     max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """New tokens of each choice; absent: the rest of the context. With 0 the answer is empty and ends with
     the reason `length`; the context must still have room for one token."""
@@ -106,3 +122,24 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
             raise ValueError("prompt_ranks belong to prompt_logprobs, which are absent")
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens would leave nothing of the prompt")
+        if self.beam_width:
+            self._check_beams()
+
+    def _check_beams(self) -> None:
+        if self.n > self.beam_width:
+            raise ValueError(f"{self.n} choices are more than the {self.beam_width} beams of the search")
+        name = self.excluded_by_beams(msgspec.structs.asdict(self))
+        if name is not None:
+            raise ValueError(f"{name} is not for a beam search")
+
+    @classmethod
+    def excluded_by_beams(cls, given: Mapping[str, Any]) -> str | None:
+        """Return the name of a parameter, of those `given`, that a beam search does not take; None: no."""
+        neutral = Sampling()
+        names = (name for name in cls.not_of_beams if name in given)
+        return next((name for name in names if given[name] != getattr(neutral, name)), None)
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences the engine computes at a time for this."""
+        return max(self.n, self.beam_width)

@@ -186,8 +186,8 @@ class RunningRequest(AsyncIterator[Event]):
                 down, or the upstream refused.
         """
         self._card = self._gateway.upstream.model(generations[0].model)
-        # A choice costs the upstream as much as a request.
-        await self._enter(receive, permits=sum(generation.n for generation in generations))
+        # A choice, or a beam, costs the upstream as much as a request.
+        await self._enter(receive, permits=sum(generation.sequences for generation in generations))
         if logits_bytes:
             await self._race(self._gateway.logits.acquire(logits_bytes))
             self._record.answer.callback(self._gateway.logits.release, logits_bytes)

@@ -233,7 +233,6 @@ class ChatRequest(AnyCompletionRequest):
             "add_generation_prompt": True,
             "add_special_tokens": False,
             "audio": None,
-            "best_of": 1,
             "chat_template": None,
             "continue_final_message": False,
             "documents": None,
@@ -306,3 +305,8 @@ class ChatRequest(AnyCompletionRequest):
         offer = self.continued.offer
         if offer is not None and call_rules(offer) is not None:
             self.refuse_open_ends("a call that is held to its schema")
+            if self.use_beam_search:
+                raise InvalidRequestError(
+                    f"{offer.field} are not for use_beam_search=true where calls are held to their schemas.",
+                    param=offer.field,
+                )

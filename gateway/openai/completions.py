@@ -67,7 +67,6 @@ class CompletionRequest(AnyCompletionRequest):
         {
             **AnyCompletionRequest.unsupported,
             "add_special_tokens": True,
-            "best_of": 1,
             "suffix": "",
         }
     )
@@ -83,12 +82,6 @@ class CompletionRequest(AnyCompletionRequest):
         int | None,
         Field(ge=0, le=5, description="alternatives reported beside each token of the answer and of an echo"),
     ] = None
-
-    @classmethod
-    def neutral_in(cls, document: dict[str, Any]) -> Mapping[str, Any]:
-        """Return what is unsupported: as many candidates as are wanted leave nothing to choose."""
-        wanted = document.get("n")
-        return {**cls.unsupported, "best_of": wanted if wanted and isinstance(wanted, int) else 1}
 
     @cached_property
     def prompts(self) -> tuple[PlainText | TokenIds, ...]:
@@ -116,8 +109,10 @@ class CompletionRequest(AnyCompletionRequest):
     def check_choices(self, limit: int) -> None:
         """Refuse more answers than `limit`."""
         prompts = len(self.prompts)
-        if prompts > 1 and self.choices > limit:
-            each = f" with {self.n} answers each" if self.n else ""
+        answers = max(self.n or 1, self.beam_width)
+        if prompts > 1 and prompts * answers > limit:
+            each = f" with {answers} answers or beams each" if self.beam_width > 1 else ""
+            each = each or (f" with {self.n} answers each" if self.n else "")
             raise InvalidRequestError(
                 f"There are {prompts} prompts{each}, and this gateway allows {limit} answers in one request.",
                 param="prompt",

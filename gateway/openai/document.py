@@ -199,6 +199,11 @@ class Body(Strict):
     model: Annotated[str, Field(min_length=1)]
 
     @classmethod
+    def defaulted_in(cls, document: dict[str, Any]) -> frozenset[str]:
+        """Return the fields of `document` that take the model's defaults, if it leaves them out."""
+        return frozenset(name for name in cls.model_fields if document.get(name) is None)
+
+    @classmethod
     def read(cls, body: bytes, reading: Reading | None = None) -> Self:
         """Decode and check a request body; `reading` notes what of it is ignored, by default nothing is.
 
@@ -315,7 +320,7 @@ def validate(model: type[M], document: dict[str, Any], reading: Reading | None =
     Raises:
         InvalidRequestError: of the first fault; `param` is the dotted path of the field.
     """
-    if reading is not None and "model" in model.model_fields:
+    if reading is not None and issubclass(model, Body):
         document = _completed(document, model, reading)
     try:
         return model.model_validate(document, context=reading)
@@ -323,7 +328,7 @@ def validate(model: type[M], document: dict[str, Any], reading: Reading | None =
         raise _explain(error, document) from None
 
 
-def _completed(document: dict[str, Any], model: type[BaseModel], reading: Reading) -> dict[str, Any]:
+def _completed(document: dict[str, Any], model: type[Body], reading: Reading) -> dict[str, Any]:
     """Fill in the model, and what a request leaves to the model's defaults."""
     if document.get("model") is None and reading.model is not None:
         document = document | {"model": reading.model}
@@ -331,11 +336,8 @@ def _completed(document: dict[str, Any], model: type[BaseModel], reading: Readin
     if not isinstance(name, str):
         return document
     reading.read, defaults = reading.reads(name), reading.defaults(name)
-    return document | {
-        field: value
-        for field, value in defaults.items()
-        if field in model.model_fields and document.get(field) is None
-    }
+    open_to = model.defaulted_in(document) if defaults else ()
+    return document | {field: value for field, value in defaults.items() if field in open_to}
 
 
 def _explain(error: ValidationError, document: dict[str, Any]) -> InvalidRequestError:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
@@ -32,6 +32,7 @@ from wire.limits import (
     ANSWERS_LIMIT,
     BAD_WORD_LENGTH_LIMIT,
     BAD_WORDS_LIMIT,
+    BEAMS_LIMIT,
     INT64_MAX,
     LOGIT_BIAS_LIMIT,
     PRIORITY_LIMIT,
@@ -311,8 +312,20 @@ class GenerationRequest(Body, ABC):
                 )
 
 
+_ONLY_OF_BEAMS = ("best_of", "length_penalty", "early_stopping")
+"""What only a beam search takes, unless it says what happens anyway."""
+
+
 class AnyCompletionRequest(GenerationRequest):
     """What both completion routes take, of messages or of a text. Null means absent everywhere."""
+
+    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {
+            name: neutral
+            for name, neutral in GenerationRequest.unsupported.items()
+            if name not in {"use_beam_search", *_ONLY_OF_BEAMS}
+        }
+    )
 
     n: Annotated[int, Field(ge=1, le=ANSWERS_LIMIT)] | None = None
     max_tokens: TokenBound | None = None
@@ -333,10 +346,46 @@ class AnyCompletionRequest(GenerationRequest):
         ),
     ] = None
 
+    use_beam_search: Annotated[
+        bool | None,
+        Field(description="the n most likely answers that a search finds, best first, complete at its end"),
+    ] = None
+    best_of: Annotated[
+        int | None,
+        Field(ge=1, description=f"beams of a search: n, by default, to {BEAMS_LIMIT}; else as n"),
+    ] = None
+    length_penalty: Annotated[
+        float | None,
+        Field(ge=-10, le=10, description="of a search: log-probabilities over length to this power"),
+    ] = None
+    early_stopping: Annotated[
+        bool | Literal["never"] | None,
+        Field(description="of a search: true: it is over once it has as many answers as beams"),
+    ] = None
+
+    @classmethod
+    def defaulted_in(cls, document: dict[str, Any]) -> frozenset[str]:
+        """Return what takes the model's defaults: of these, a beam search takes none that is not for it."""
+        names = super().defaulted_in(document)
+        return names - set(Generation.not_of_beams) if document.get("use_beam_search") is True else names
+
     @property
     def choices(self) -> int:
         """The number of answers requested."""
         return self.n or 1
+
+    @property
+    def beam_width(self) -> int:
+        """The number of beams of the search; 0: answers are sampled."""
+        return (self.best_of or self.n or 1) if self.use_beam_search else 0
+
+    def check_choices(self, limit: int) -> None:
+        """Refuse more answers, or beams, than `limit`."""
+        super().check_choices(limit)
+        if self.beam_width > limit:
+            raise InvalidRequestError(
+                f"best_of is {self.beam_width}, and this gateway allows {limit}.", param="best_of"
+            )
 
     @property
     def token_bound(self) -> int | None:
@@ -350,11 +399,21 @@ class AnyCompletionRequest(GenerationRequest):
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling parameters that were given, and whether prompts' ranks are reported."""
-        return super().sampling() | {"prompt_ranks": self.prompt_logprobs is not None}
+        given = super().sampling() | {"prompt_ranks": self.prompt_logprobs is not None}
+        of_beams: dict[str, Any] = {
+            name: given.pop(name) for name in ("length_penalty", "early_stopping") if name in given
+        }
+        if not self.use_beam_search:
+            return given
+        given.pop("temperature", None)
+        # One beam is the most likely token at each position, and any backend can do that.
+        of_beams["beam_width"] = self.beam_width
+        return given | ({"temperature": 0.0} if self.beam_width == 1 else of_beams)
 
     def check(self) -> None:
         """Refuse parameters that are valid alone but not together."""
         super().check()
+        self._check_beams()
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs exclude stream=true.", param="prompt_logprobs")
         options = self.stream_options
@@ -362,4 +421,37 @@ class AnyCompletionRequest(GenerationRequest):
             raise InvalidRequestError(
                 "include_timings is part of the usage: a stream needs stream_options.include_usage=true.",
                 param="include_timings",
+            )
+
+    def _check_beams(self) -> None:
+        """Refuse what belongs to beam searches alone, or not to them."""
+        answers = self.n or 1
+        if not self.use_beam_search:
+            for name, neutral in zip(_ONLY_OF_BEAMS, (answers, 1.0, False), strict=True):
+                if getattr(self, name) not in (None, neutral):
+                    raise InvalidRequestError(
+                        f"{name} is only for use_beam_search=true; without it, {neutral} is the only value.",
+                        param=name,
+                    )
+            return
+        if not answers <= self.beam_width <= BEAMS_LIMIT:
+            field = "n" if self.best_of is None else "best_of"
+            raise InvalidRequestError(
+                f"{field} is {self.beam_width}, and a beam search has n to {BEAMS_LIMIT} beams.", param=field
+            )
+        given = {name: value for name, value in self.sampling().items() if name != "temperature"}
+        excluded = Generation.excluded_by_beams(given)
+        if self.temperature not in (None, 0, 1):
+            excluded = "temperature"
+        elif self.grammar is not None:
+            excluded = self.grammar.field
+        elif self.stop:
+            excluded = "stop"
+        elif excluded == "prompt_logprobs" and self.prompt_logprobs is None:
+            excluded = "echo"  # with log-probabilities of its own
+        if excluded is not None:
+            raise InvalidRequestError(
+                f"{excluded} is not for use_beam_search=true, which compares the model's own probabilities"
+                " of answers.",
+                param=excluded,
             )

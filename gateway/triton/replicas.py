@@ -54,8 +54,7 @@ class HealthPolicy:
     """An engine whose last loop iteration is older than this is stuck; on a slow CPU a step takes seconds."""
     backoff_first_s: float = 0.25
     backoff_limit_s: float = 1.0
-    """A gateway of several processes is ready when one of them has seen a Triton; the others see it so much later
-    at most."""
+    """Of several gateway processes, one says that it is ready; the others see the Triton so much later."""
 
 
 class UpstreamObserver(Protocol):

@@ -146,7 +146,7 @@ def test_bookkeeping_changes_nothing(sdk: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
-        ({"use_beam_search": True}, "use_beam_search"),
+        ({"use_beam_search": 1}, "use_beam_search"),
         ({"priority": 101}, "priority"),
         ({"priority": 0.5}, "priority"),
         ({"stop_token_ids": [1] * 129}, "stop_token_ids"),

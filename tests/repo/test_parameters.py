@@ -93,6 +93,10 @@ ASKING_FOR: Mapping[str, Any] = {
     "logprobs": True,
     "top_logprobs": 2,
     "n": 2,
+    "use_beam_search": True,
+    "best_of": 3,
+    "length_penalty": 0.5,
+    "early_stopping": True,
     "echo": True,
     "response_format": {"type": "json_object"},
     "text": {"format": {"type": "json_object"}},
@@ -148,6 +152,10 @@ BESIDE: Mapping[str, tuple[str, ...]] = {
     "tool_choice": ("tools",),
     "parallel_tool_calls": ("tools",),
     "function_call": ("functions",),
+    "use_beam_search": ("n",),
+    "best_of": ("n", "use_beam_search"),
+    "length_penalty": ("n", "use_beam_search"),
+    "early_stopping": ("n", "use_beam_search"),
 }
 """What a parameter needs beside it, where the route has that."""
 
@@ -259,7 +267,7 @@ def beside(row: Row) -> dict[str, Any]:
     """Return the request that `row`'s parameter is added to."""
     route = ROUTES[row.route]
     needed = {name for name in BESIDE.get(row.name, ()) if name in route.fields}
-    listed = [other for other in ROWS if other.route == row.route and other.kind == HONOURED]
+    listed = [other for other in ROWS if other.route == row.route and other.kind in {HONOURED, BEYOND}]
     return {**route.base, **{other.name: value_of(other) for other in listed if other.name in needed}}
 
 

@@ -1,3 +1,4 @@
+import json
 from typing import Any
 
 import msgspec
@@ -30,6 +31,8 @@ FULL = Generation(
     answer_metadata="",
     end_after_call_of=["a"],
     grammar=Grammar("regex", "a+"),
+    length_penalty=-10.0,
+    early_stopping="never",
     temperature=0,
     top_p=0.5,
     top_k=4,
@@ -62,7 +65,12 @@ FULL = Generation(
 def test_every_field_comes_back() -> None:
     assert decode_request(encode_request(FULL)) == FULL
     document = msgspec.json.decode(encode_request(FULL))
-    assert set(document) == {field.name for field in msgspec.structs.fields(Generation)} - {"v", "logits"}
+    # A beam search is not for most of the others, nor are logits.
+    assert set(document) == {field.name for field in msgspec.structs.fields(Generation)} - {
+        "v",
+        "logits",
+        "beam_width",
+    }
 
 
 def test_logits_come_alone() -> None:
@@ -74,6 +82,16 @@ def test_logits_come_alone() -> None:
     for tokens in (b"", b',"max_tokens":1'):
         with pytest.raises(msgspec.ValidationError, match="logits come alone"):
             decode_request(b'{"logits":true' + tokens + b"}")
+
+
+def test_a_beam_search_comes_back() -> None:
+    search = Generation(
+        beam_width=16, n=16, length_penalty=2.0, early_stopping=True, seed=1, generated=[[], *[None] * 15]
+    )
+    assert decode_request(encode_request(search)) == search
+    assert (search.sequences, Generation(beam_width=3).sequences, FULL.sequences) == (16, 3, 128)
+    assert Sampling.excluded_by_beams({"temperature": 1.0, "top_k": 0, "logit_bias": {}, "seed": 3}) is None
+    assert Sampling.excluded_by_beams({"logit_bias": {1: 0.0}}) == "logit_bias"
 
 
 def test_a_generation_is_sampled_as_its_sampling_says() -> None:
@@ -130,6 +148,16 @@ def test_the_other_kinds_are_distinguished_by_their_keys(document: bytes, reques
         (b'{"channel":{"id":"c","stream":-1}}', "stream"),
         (b'{"prompt_ranks":true}', "which are absent"),
         (b'{"truncate_prompt_tokens":0}', "nothing of the prompt"),
+        (b'{"beam_width":17}', "beam_width"),
+        (b'{"beam_width":2,"n":3}', "more than the 2 beams"),
+        *(
+            (json.dumps({"beam_width": 2, name: value}).encode(), f"{name} is not for a beam search")
+            for name, value in (("temperature", 0), ("top_k", 2), ("bad_words", ["a"]), ("min_tokens", 1))
+        ),
+        (b'{"beam_width":2,"grammar":{"kind":"regex","text":"a"}}', "no grammar"),
+        (b'{"beam_width":2,"n":2,"seed":1,"generated":[[],[1]]}', "begins anew"),
+        (b'{"length_penalty":11}', "length_penalty"),
+        (b'{"early_stopping":"often"}', "early_stopping"),
         (b'{"truncate_prompt_tokens":-2}', "truncate_prompt_tokens"),
         (b'{"allowed_token_ids":[]}', "allowed_token_ids"),
         (b'{"bad_words":[""]}', "bad_words"),

@@ -147,6 +147,12 @@ class KVCache:
         self.keys.index_fill_(1, blocks, 0)
         self.values.index_fill_(1, blocks, 0)
 
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Give the blocks `targets` what `sources` hold now, block by block; both are [N] int64."""
+        for cache in (self.keys, self.values):
+            for layer in cache:  # one by one: what is copied of all may be large
+                layer[targets] = layer[sources]
+
     def reset(self) -> None:
         """Zero the padding block, which a failed step may have written to; others are cleared before use."""
         self.keys[:, PADDING_BLOCK] = 0

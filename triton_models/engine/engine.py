@@ -72,6 +72,11 @@ class Engine:
     `add`, `cancel` and `stats` may be called from any thread; everything else belongs to the engine's thread.
     Outputs are kept until `take_outputs`, so that a failing step loses none. The backend may change the
     layout of the model's weight matrices.
+
+    Attributes:
+        settings: its limits.
+        vocabulary: number of token ids that the model has.
+        clock: returns monotonic seconds, as `deadline` and `since` of requests are.
     """
 
     def __init__(
@@ -89,8 +94,8 @@ class Engine:
         self._overlap = backend.overlap
         self._drafts = backend.drafts
         self.settings = settings
-        self._vocabulary = model.vocab_size
-        self._clock = clock
+        self.vocabulary = model.vocab_size
+        self.clock = clock
         self._runner = Runner(model, backend, settings, context=longest_context(settings, model))
         self._capacity = choose_capacity(settings, model, self._runner.run_largest)
         log.info("%s", self._capacity.reason)
@@ -128,14 +133,15 @@ class Engine:
             EngineStoppedError: the engine has stopped.
         """
         for request in requests:
-            check_request(request, max_context=self.max_context, vocabulary=self._vocabulary)
-        arrived_at = self._clock()
+            if request.since is None:  # what goes on was checked, and a long prompt takes time
+                check_request(request, max_context=self.max_context, vocabulary=self.vocabulary)
+        now = self.clock()
         self._intake.add(
             [
                 Sequence(
                     request,
                     arrival=next(self._arrivals),
-                    arrived_at=arrived_at,
+                    arrived_at=now if request.since is None else request.since,
                     max_tokens=request.sampling.max_tokens or self.max_context - len(request.prompt_ids),
                 )
                 for request in requests
@@ -240,7 +246,7 @@ class Engine:
         self._uncollected.append(step)
         for chunk in step.prefills:
             if chunk.sequence.scheduled_at is None:
-                chunk.sequence.scheduled_at = self._clock()
+                chunk.sequence.scheduled_at = self.clock()
         self._runner.begin(step)
         if not step.masks_wait:
             self._runner.sample(step)
@@ -291,7 +297,7 @@ class Engine:
         for sequence in cancelled:
             if sequence.state is not SequenceState.FINISHED:
                 self._finish(Sampled(sequence), FinishReason.CANCELLED)
-        for sequence in self._scheduler.expired(self._clock()):
+        for sequence in self._scheduler.expired(self.clock()):
             self._finish(Sampled(sequence), FinishReason.DEADLINE)
 
     def _accept(self, sampled: Sampled) -> bool:
@@ -334,7 +340,7 @@ class Engine:
         first = sequence.generated == len(sequence.request.generated_ids) + 1
         if sampled.token_id is not None and first and sequence.scheduled_at is not None:
             queue_seconds = sequence.scheduled_at - sequence.arrived_at
-            time_to_first_token = self._clock() - sequence.arrived_at
+            time_to_first_token = self.clock() - sequence.arrived_at
         self._outputs.append(
             TokenOutput(
                 request_id=sequence.request.request_id,
@@ -380,19 +386,20 @@ class Intake:
             EngineStoppedError: the engine takes no more requests.
             DuplicateRequestError: a request with one of the ids is open.
             InvalidRequestError: there are more of them than may ever be open.
-            QueueFullError: too many other requests are open.
+            QueueFullError: too many other requests are open; not for those that go on for one that was.
         """
+        new = sum(each.request.since is None for each in sequences)
         by_id = {sequence.request.request_id: sequence for sequence in sequences}
         with self._lock:
             if self._closed:
                 raise EngineStoppedError("the engine has stopped")
             if known := by_id.keys() & self._open.keys():
                 raise DuplicateRequestError(f"request {min(known)!r} is open already")
-            if len(sequences) > self._limit:
+            if new > self._limit:
                 raise InvalidRequestError(
-                    f"{len(sequences)} requests at once are more than the {self._limit} that may be open"
+                    f"{new} requests at once are more than the {self._limit} that may be open"
                 )
-            if len(self._open) + len(sequences) > self._limit:
+            if new and len(self._open) + new > self._limit:
                 raise QueueFullError(f"{len(self._open)} requests are open already")
             self._open |= by_id
             self._new += sequences

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from triton_models.engine.beams import BeamRequest, BeamSearches
 from triton_models.engine.engine import Engine, EngineStats, StepStats
 from triton_models.engine.sequence import FinishReason, Request, TokenOutput
 
@@ -35,6 +36,7 @@ class EngineLoop:
         on_step: Callable[[StepStats], None] | None = None,
     ) -> None:
         self._engine = engine
+        self._searches = BeamSearches(engine)
         self._on_outputs = on_outputs
         self._on_step = on_step
         self._wake = threading.Event()
@@ -69,14 +71,14 @@ class EngineLoop:
         elif self._thread is not threading.current_thread():
             self._thread.join()
 
-    def add(self, *requests: Request) -> None:
-        """Add requests, all or none; raises at once what `Engine.add` raises."""
-        self._engine.add(*requests)
+    def add(self, *requests: Request | BeamRequest) -> None:
+        """Add requests, all or none; raises at once what `BeamSearches.add` raises."""
+        self._searches.add(*requests)
         self._wake.set()
 
     def cancel(self, request_id: str) -> bool:
-        """Cancel a request between two steps; False if it is not open."""
-        found = self._engine.cancel(request_id)
+        """Cancel a request between two steps, or the search whose answer it is; False if it is not open."""
+        found = self._searches.cancel(request_id)
         self._wake.set()
         return found
 
@@ -124,7 +126,7 @@ class EngineLoop:
         return True
 
     def _deliver(self) -> None:
-        outputs = self._engine.take_outputs()
+        outputs = self._searches.take_outputs()
         if outputs:
             self._call(self._on_outputs, outputs)
 

@@ -6,6 +6,11 @@ from collections import defaultdict
 from triton_models.engine.blocks import PADDING_BLOCK, BlockManager
 from triton_models.engine.sequence import Sequence
 
+_PARENT = struct.Struct("<i")
+
+GROUPS_LIMIT = 2**31 - 1
+"""Largest number of a group of requests; a key holds it with its sign."""
+
 
 class PrefixCache:
     """Shares full blocks among sequences that begin with the same tokens.
@@ -19,7 +24,10 @@ class PrefixCache:
       block also holds all blocks before it. The block manager evicts in order of release, and within one
       release from the end, so a parent outlives its children. If another sequence registered the same tokens
       first, the later one's blocks from there on stay unregistered.
-    * With `enabled` False, or a request's `prefix_cache` False, blocks are neither looked up nor registered.
+    * The last block of a sequence is not full, and is written while the sequence goes on. Once it stops,
+      others of its group can find that block by all of its tokens (`tail`), and copy it.
+    * With `enabled` False, or a request's `prefix_cache` False, blocks are neither looked up nor registered;
+      only requests of one group still share theirs, with each other alone.
     * While log-probabilities or logits of a sequence's prompt are still to be reported, nothing is looked up
       for it: they can only be had by computing the prompt.
     """
@@ -31,7 +39,8 @@ class PrefixCache:
         # small and ignored by the garbage collector.
         self._known: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
-        """Each block's parent (the block before it; the padding block for the first) and its tokens, packed.
+        """Each block's parent (the block before it; the `_root` for the first) and its tokens, packed: those
+        of a full block, or the fewer ones of a tail.
 
         Keys and values depend on every token before, so the same tokens after another parent are another
         block. A parent is never forgotten before its children, so its number stands for all tokens up to it.
@@ -46,15 +55,22 @@ class PrefixCache:
 
         At least its newest token is left to compute, because that gives the logits for the next one.
         """
-        if not self._takes_part(sequence) or sequence.unscored:
-            return []
-        return self._search(sequence, [])
+        return [] if sequence.unscored else self._search(sequence, [])
 
     def start(self, sequence: Sequence) -> None:
         """Register a sequence that starts to run and holds just the blocks that `find` returned."""
-        if self._takes_part(sequence):
+        if self._root(sequence) is not None:
             self._registered[sequence] = len(sequence.blocks)
             sequence.computed = len(sequence.blocks) * self._blocks.block_size
+
+    def tail(self, sequence: Sequence) -> int | None:
+        """Return a block with all the tokens of a starting sequence but the newest, behind those it found.
+
+        Nobody holds the block: it is to be copied by the step that is being scheduled.
+        """
+        if sequence.request.prefix_group is None or sequence not in self._registered or sequence.unscored:
+            return None
+        return self._known.get(self._tail_key(sequence, len(sequence.blocks), len(sequence.tokens) - 1))
 
     def catch_up(self, sequence: Sequence) -> None:
         """Let a sequence in PREFILL skip what others computed since its last chunk, using their blocks.
@@ -80,11 +96,12 @@ class PrefixCache:
         Those tokens must be known, and the steps that compute them scheduled.
         """
         count = self._registered.get(sequence)
-        if count is None:
+        root = self._root(sequence)
+        if count is None or root is None:
             return
         size, blocks = self._blocks.block_size, sequence.blocks
         for place in range(count, computed // size):
-            parent = blocks[place - 1] if place else PADDING_BLOCK
+            parent = blocks[place - 1] if place else root
             key = self._key.pack(parent, *sequence.tokens[place * size : (place + 1) * size])
             if key in self._known:
                 del self._registered[sequence]
@@ -95,9 +112,20 @@ class PrefixCache:
             self._blocks.keep(block)
             self._registered[sequence] = place + 1
 
-    def stop(self, sequence: Sequence) -> None:
-        """Forget a sequence that stops running; its registered blocks stay."""
-        self._registered.pop(sequence, None)
+    def stop(self, sequence: Sequence, computed: int) -> None:
+        """Forget a sequence that stops running, `computed` of whose known tokens were.
+
+        Its registered blocks stay, and so does its tail for the others of its group.
+        """
+        self.register(sequence, computed)
+        full = self._registered.pop(sequence, None)
+        if full is None or sequence.request.prefix_group is None or not computed % self._blocks.block_size:
+            return
+        key = self._tail_key(sequence, full, computed)
+        if key not in self._known:
+            self._known[key] = block = sequence.blocks[full]
+            self._keys[block] = key
+            self._blocks.keep(block)
 
     def invalidate(self, sequence: Sequence) -> None:
         """Forget every block of a sequence, and every block that other sequences computed after these.
@@ -109,8 +137,9 @@ class PrefixCache:
         self._registered.pop(sequence, None)
         children = defaultdict(list)
         for block, key in self._keys.items():
-            children[self._key.unpack(key)[0]].append(block)
+            children[_PARENT.unpack_from(key)[0]].append(block)
         gone = [block for block in sequence.blocks[:1] or self._first(sequence) if block in self._keys]
+        gone += self._first_tails(sequence)
         for block in gone:
             gone += children[block]
             self._forget(block)
@@ -120,21 +149,41 @@ class PrefixCache:
             each: count for each, count in self._registered.items() if not count or each.blocks[0] not in lost
         }
 
-    def _takes_part(self, sequence: Sequence) -> bool:
-        return self._enabled and sequence.request.prefix_cache
+    def _tail_key(self, sequence: Sequence, full: int, end: int) -> bytes:
+        """Return the key of a sequence's tokens behind its first `full` blocks, up to `end`."""
+        parent = sequence.blocks[full - 1] if full else self._root(sequence)
+        tokens = sequence.tokens[full * self._blocks.block_size : end]
+        return struct.pack(f"<{1 + len(tokens)}i", parent, *tokens)
+
+    def _root(self, sequence: Sequence) -> int | None:
+        """Return what stands for the parent of a sequence's first block; None: it shares none."""
+        request = sequence.request
+        if self._enabled and request.prefix_cache:
+            return PADDING_BLOCK
+        return None if request.prefix_group is None else -request.prefix_group
 
     def _first(self, sequence: Sequence) -> list[int]:
         """Return the registered block of a sequence's first tokens, if there is one."""
-        tokens = sequence.tokens[: self._blocks.block_size]
-        if len(tokens) < self._blocks.block_size or not self._takes_part(sequence):
+        tokens, root = sequence.tokens[: self._blocks.block_size], self._root(sequence)
+        if len(tokens) < self._blocks.block_size or root is None:
             return []
-        block = self._known.get(self._key.pack(PADDING_BLOCK, *tokens))
+        block = self._known.get(self._key.pack(root, *tokens))
         return [] if block is None else [block]
+
+    def _first_tails(self, sequence: Sequence) -> list[int]:
+        """Return the tails of a sequence's first tokens, which stand behind no block."""
+        if sequence.request.prefix_group is None:
+            return []
+        ends = range(1, min(len(sequence.tokens) + 1, self._blocks.block_size))
+        found = (self._known.get(self._tail_key(sequence, 0, end)) for end in ends)
+        return [block for block in found if block is not None]
 
     def _search(self, sequence: Sequence, begin: list[int]) -> list[int]:
         """Return the registered blocks that continue a sequence after its blocks `begin`."""
         size, tokens = self._blocks.block_size, sequence.tokens
-        parent = begin[-1] if begin else PADDING_BLOCK
+        parent = begin[-1] if begin else self._root(sequence)
+        if parent is None:
+            return []
         found: list[int] = []
         for start in range(len(begin) * size, len(tokens) - size, size):
             block = self._known.get(self._key.pack(parent, *tokens[start : start + size]))

@@ -152,6 +152,8 @@ class Runner:
         staged = Staged(**staging.upload(self._model.device))
         self._slots.load(staged)
         self._penalties.load(staged)
+        if staged.copies.numel():
+            self._cache.copy(*staged.copies.view(2, -1))
         if staged.new_blocks.numel():
             self._cache.clear(staged.new_blocks)
         longest = max((chunk.end for chunk in step.decodes), default=0)
@@ -225,6 +227,7 @@ class Runner:
         staging.integers("decode_slots", slots)
         staging.integers("tiles", [number for tile in tiles for number in tile])
         staging.integers("new_blocks", step.new_blocks if self._backend.clears_blocks else [])
+        staging.integers("copies", [block for column in zip(*step.copies, strict=True) for block in column])
         stage_prompts(staging, step, padding=padding, spare=self._slots.spare)
         return captured
 

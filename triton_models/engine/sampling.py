@@ -11,6 +11,10 @@ from torch import Tensor
 from triton_models.errors import InvalidRequestError, TokenMaskError
 
 TOP_LOGPROBS_LIMIT = 20
+"""Alternatives that are reported beside a token."""
+
+CANDIDATES_LIMIT = 256
+"""Most likely tokens that are found for one: a beam search looks at as many as it has beams and stop ids."""
 
 LARGEST = 1e6
 """Largest temperature and bias: far beyond any use, and far from float32's limit."""
@@ -32,7 +36,7 @@ _RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
         "seed": (-(2**63), 2**63 - 1),
         "max_tokens": (1, math.inf),
         "min_tokens": (0, math.inf),
-        "logprobs": (0, TOP_LOGPROBS_LIMIT),
+        "logprobs": (0, CANDIDATES_LIMIT),
     }
 )
 

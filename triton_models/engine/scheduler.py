@@ -243,6 +243,8 @@ class Scheduler:
                 return mixed
             if each.request.logits:
                 continue  # which a step has only a few rows of
+            if each.request.since is not None:
+                continue  # nearly all of it is cached
             tokens += len(each.tokens) - each.computed
             prompts += 1
             ends += tokens <= self._burst_tokens
@@ -367,7 +369,13 @@ class Scheduler:
         self._prefixes.start(sequence)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.computed, len(sequence.request.prompt_ids))
+        tail = self._prefixes.tail(sequence)
         self._take_blocks(sequence, needed, step)
+        if tail is not None:
+            copy = sequence.blocks[-needed]
+            step.new_blocks.remove(copy)
+            step.copies.append((tail, copy))
+            sequence.computed = len(sequence.tokens) - 1
         return sequence
 
     def _preempt(self, victim: Sequence, step: Step) -> None:
@@ -380,8 +388,7 @@ class Scheduler:
     def _stop_running(self, sequence: Sequence) -> None:
         del self.running[bisect_left(self.running, sequence.rank, key=_rank)]
         # `computed` may include a token that is still in flight, and so not in `tokens` yet.
-        self._prefixes.register(sequence, min(sequence.computed, len(sequence.tokens)))
-        self._prefixes.stop(sequence)
+        self._prefixes.stop(sequence, min(sequence.computed, len(sequence.tokens)))
         self._blocks.release(sequence.blocks)
         sequence.blocks = []
         if sequence.slot is not None:

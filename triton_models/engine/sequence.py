@@ -60,6 +60,9 @@ class Request:
     a preemption. `prompt_logprobs`: report the log-probabilities of the prompt's tokens, each with those of
     this many most likely ones; for this the whole prompt is computed, whatever is cached. None: none.
     `logits`: the same for the logits of all of the prompt's tokens; not both.
+    `since`: the time in monotonic seconds at which the request came that this one goes on for: it has that
+    one's rank, and is not refused for want of a place. None: it is new. `prefix_group`: requests with the
+    same number, from 1, share their keys and values with each other whatever else is said.
     """
 
     request_id: str
@@ -71,6 +74,8 @@ class Request:
     prefix_cache: bool = True
     prompt_logprobs: int | None = None
     logits: bool = False
+    since: float | None = None
+    prefix_group: int | None = None
 
 
 def check_length(prompt_tokens: int, max_context: int) -> None:

@@ -67,6 +67,8 @@ class Staged:
     """The rows of a step with prompts that sample."""
     new_blocks: Tensor
     """The blocks to clear; empty where that is not needed."""
+    copies: Tensor
+    """Two columns: blocks, and where their values go before any is cleared."""
 
     loaded_slots: Tensor
     """The slots whose state is replaced, by the next two."""

@@ -40,6 +40,8 @@ class Step:
     """Allocated for the step; they hold stale values."""
     logits_rows: int = 0
     """Tokens of the prompts whose logits are reported."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """Blocks, and allocated ones that get what these hold before anything else is done."""
     preemptions: int = 0
     scheduled_at: float = 0.0
     """When its scheduling began, in seconds of `time.perf_counter`."""

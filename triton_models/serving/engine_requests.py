@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from triton_models.engine.beams import BeamParams, BeamRequest
 from triton_models.engine.sampling import AheadMask, SamplingParams
 from triton_models.engine.sequence import Request
 from triton_models.errors import (
@@ -52,8 +53,8 @@ def engine_requests(
     deadline: float | None,
     grammar: CompiledGrammar | None = None,
     limits: "TokenLimits | None" = None,
-) -> list[Request]:
-    """Return the requests for the choices, which differ only in their keys and seeds.
+) -> list[Request] | list[BeamRequest]:
+    """Return the requests for the choices, which differ only in their keys and seeds; or one beam search.
 
     The prompt is computed once, since in the engine sequences with the same beginning share KV blocks. Only
     if the prompt's log-probabilities are requested does each choice compute it again.
@@ -73,6 +74,16 @@ def engine_requests(
             tokens to go on after that the grammar does not allow.
     """
     prompt = tuple(prompt_ids)
+    limit = None if max_tokens is None else max(1, max_tokens)
+    if generation.beam_width:
+        request = Request(
+            request_id=next(iter(keys.values())),
+            prompt_ids=prompt,
+            sampling=SamplingParams(max_tokens=limit, stop_token_ids=stop_ids, logprobs=generation.logprobs),
+            priority=generation.priority,
+            deadline=deadline,
+        )
+        return [_beam_request(generation, keys, request)]
     least = _least(generation, max_tokens)
 
     def mask(generated: Sequence[int]) -> AheadMask | None:
@@ -97,7 +108,7 @@ def engine_requests(
             sampling=SamplingParams(
                 **shared,
                 seed=None if generation.seed is None else _wrapped(generation.seed + index),
-                max_tokens=None if max_tokens is None else max(1, max_tokens),
+                max_tokens=limit,
                 min_tokens=least,
                 stop_token_ids=stop_ids,
                 mask=mask(generated[index]),
@@ -110,6 +121,17 @@ def engine_requests(
         )
         for index, key in keys.items()
     ]
+
+
+def _beam_request(generation: Generation, keys: Mapping[int, str], request: Request) -> BeamRequest:
+    """Return the search for all choices; those that have ended elsewhere are found again, and not told."""
+    params = BeamParams(
+        width=generation.beam_width,
+        length_penalty=generation.length_penalty,
+        early_stopping=generation.early_stopping,
+    )
+    answers = tuple(keys.get(index) for index in range(generation.n))
+    return BeamRequest(request=request, params=params, answers=answers)
 
 
 def going_on(generation: Generation) -> list[tuple[int, list[int]]]:

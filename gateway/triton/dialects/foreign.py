@@ -27,6 +27,7 @@ _SHORT_TEXT: Final = 2048
 _SHORT_MESSAGES: Final = 16
 
 _PUBLIC: Final = {
+    "beam_width": "use_beam_search",
     "include_stop": "include_stop_str_in_output",
     "show_special": "skip_special_tokens",
     "max_total_tokens": "max_total_tokens",

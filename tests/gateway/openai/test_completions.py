@@ -132,7 +132,7 @@ def test_choices_are_one_unless_asked_for() -> None:
         ({"best_of": 2}, "best_of"),
         ({"n": 2, "best_of": 1}, "best_of"),
         ({"n": 2, "best_of": 3}, "best_of"),
-        ({"n": [2], "best_of": 2}, "best_of"),
+        ({"n": [2], "best_of": 2}, "n"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"add_special_tokens": False}, "add_special_tokens"),
         ({"nonsense": 1}, "nonsense"),

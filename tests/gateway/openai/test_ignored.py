@@ -142,7 +142,7 @@ def test_what_a_body_makes_up_is_noted_up_to_a_limit() -> None:
         ({"modalities": ["audio"]}, "modalities"),
         ({"web_search_options": {"a": 1}}, "web_search_options"),
         ({"continue_final_message": True}, "continue_final_message"),
-        ({"use_beam_search": True}, "use_beam_search"),
+        ({"length_penalty": 1.5}, "length_penalty"),
         ({"messages": [{**MESSAGE, "audio": {"id": "a"}}]}, "messages.0.audio"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

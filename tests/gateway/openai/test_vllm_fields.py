@@ -17,6 +17,7 @@ COMMON: dict[str, Any] = {
     "best_of": None,
     "cache_salt": None,
     "detokenize": True,
+    "early_stopping": False,
     "ec_transfer_params": None,
     "echo": False,
     "frequency_penalty": 0.0,

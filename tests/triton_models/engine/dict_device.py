@@ -23,8 +23,7 @@ class DictDevice:
 
     def compute(self, step: Step) -> list[tuple[Sequence, int]]:
         """Do a step; returns what it samples, but for what follows a wrong guess."""
-        cleared = set(step.new_blocks)
-        self.cells = {cell: text for cell, text in self.cells.items() if cell[0] not in cleared}
+        self.copy_and_clear(step)
         for chunk in step.chunks:
             text = [*self.texts[chunk.sequence], *chunk.guesses]
             for position in range(chunk.start, chunk.end):
@@ -49,6 +48,19 @@ class DictDevice:
                 for position in range(len(text) - 1, chunk.end):
                     del self.cells[self.cell(chunk, position)]
         return sampled
+
+    def copy_and_clear(self, step: Step) -> None:
+        """Give copies what their sources hold, but for what is behind the tokens that they are made for."""
+        copies = {target: source for source, target in step.copies}
+        kept = {
+            (chunk.sequence.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE)
+            for chunk in step.prefills
+            for position in range(chunk.start)
+        }
+        assert not copies.keys() & set(step.new_blocks)
+        copied = {cell: self.cells[copies[cell[0]], cell[1]] for cell in kept if cell[0] in copies}
+        stale = {*step.new_blocks, *copies}
+        self.cells = {cell: text for cell, text in self.cells.items() if cell[0] not in stale} | copied
 
     def cell(self, chunk: Chunk, position: int) -> tuple[int, int]:
         return chunk.sequence.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE

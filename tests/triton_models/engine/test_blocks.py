@@ -1,6 +1,8 @@
 import pytest
+import torch
 
-from triton_models.engine.blocks import PADDING_BLOCK, BlockManager
+from triton_models.engine.blocks import PADDING_BLOCK, BlockManager, KVCache
+from triton_models.engine.models import KVShape
 
 
 def test_blocks_are_handed_out_once_and_never_the_padding() -> None:
@@ -94,3 +96,14 @@ def test_what_is_discarded_is_free_as_soon_as_nobody_holds_it(*, held: bool) -> 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
 def test_blocks_for(tokens: int, blocks: int) -> None:
     assert BlockManager(2, 4).blocks_for(tokens) == blocks
+
+
+def test_copies_are_of_what_the_sources_held_before() -> None:
+    shape = KVShape(layers=2, heads=1, head_dim=3)
+    cache = KVCache(shape, blocks=4, block_size=2, dtype=torch.float32, device=torch.device("cpu"))
+    cache.keys.normal_()
+    cache.values.normal_()
+    keys, values = cache.keys.clone(), cache.values.clone()
+    cache.copy(torch.tensor([1, 1, 2]), torch.tensor([2, 3, 4]))
+    assert torch.equal(cache.keys, keys[:, [0, 1, 1, 1, 2]])
+    assert torch.equal(cache.values, values[:, [0, 1, 1, 1, 2]])

@@ -34,13 +34,22 @@ class Table:
         self.answer = answer
         self.arrivals = 0
 
-    def add(self, prompt: Tokens[int], *, count: int = 4, priority: int = 0, shares: bool = True) -> Sequence:
+    def add(
+        self,
+        prompt: Tokens[int],
+        *,
+        count: int = 4,
+        priority: int = 0,
+        shares: bool = True,
+        group: int | None = None,
+    ) -> Sequence:
         request = Request(
             request_id=str(self.arrivals),
             prompt_ids=tuple(prompt),
             sampling=SamplingParams(max_tokens=count),
             priority=priority,
             prefix_cache=shares,
+            prefix_group=group,
         )
         sequence = Sequence(request, arrival=self.arrivals, arrived_at=0.0, max_tokens=count)
         self.arrivals += 1
@@ -300,3 +309,74 @@ def test_what_was_invalid_is_found_by_nobody_though_its_writer_was_preempted() -
     again = table.add(range(9))
     table.finish(again)
     assert again.cached_tokens == 0
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_group_shares_also_what_fills_no_block(enabled: bool) -> None:
+    table = Table(enabled=enabled)
+    first = table.add(range(11), count=1, group=1)
+    table.finish(first)
+    branches = [table.add([*range(11), token], count=1, group=1) for token in (50, 51)]
+    step = table.scheduler.schedule()
+    assert work(step) == {"1": (11, 12), "2": (11, 12)}
+    ((source, one), (again, other)) = step.copies
+    assert source == again not in (one, other)
+    assert not step.new_blocks
+    assert [each.blocks[-1] for each in branches] == [one, other]
+    assert branches[0].blocks[:2] == branches[1].blocks[:2]
+    assert table.blocks.references(source) == 0
+
+
+@pytest.mark.parametrize("group", [None, 2])
+def test_nobody_else_finds_it_where_the_cache_is_off(group: int | None) -> None:
+    table = Table(enabled=False)
+    table.finish(table.add(range(11), count=1, group=1))
+    table.add([*range(11), 50], group=group)
+    step = table.step()
+    assert (work(step), step.copies) == ({"1": (0, 12)}, [])
+
+
+@pytest.mark.parametrize(("writer", "finder"), [(None, 1), (1, None), (None, None)])
+def test_who_has_no_group_makes_no_copies(writer: int | None, finder: int | None) -> None:
+    table = Table()
+    table.finish(table.add(range(11), count=1, group=writer))
+    table.add([*range(11), 50], group=finder)
+    step = table.step()
+    assert (work(step), step.copies) == ({"1": (8, 12)}, [])
+
+
+def test_what_is_in_a_tail_is_as_long_as_what_is_searched() -> None:
+    table = Table()
+    table.finish(table.add(range(11), count=1, group=1))
+    for prompt in (range(11), range(13), [*range(10), 90, 91]):
+        each = table.add(prompt, count=1, group=1)
+        step = table.step()
+        assert step.copies == []
+        assert work(step)[each.request.request_id][0] == 8 or each.computed > 8
+
+
+def test_a_tail_is_forgotten_with_what_it_stands_behind() -> None:
+    table = Table()
+    first = table.add(range(11), count=9, group=1)
+    table.step()
+    table.end(table.add(range(9), count=1), invalid=False)
+    second = table.add(range(11), count=1, group=1)
+    table.finish(second)
+    assert len(table.scheduler._prefixes._keys) == 3
+    table.end(first, invalid=True)
+    assert table.scheduler._prefixes._keys == {}
+    assert table.blocks.available == table.blocks.blocks
+
+
+def test_an_invalid_tail_that_stands_behind_nothing_is_forgotten() -> None:
+    """Its writer may have ended before its results were seen."""
+    table = Table()
+    table.finish(table.add(range(3), count=1, group=1))
+    table.finish(table.add([7, 7], count=1, group=1))
+    finder = table.add([*range(3), 50], count=9, group=2)
+    assert table.step().copies
+    table.end(finder, invalid=True)
+    again, other = table.add([*range(3), 50], group=3), table.add([7, 7, 8], group=3)
+    step = table.step()
+    assert work(step) == {"3": (0, 4), "4": (2, 3)}
+    assert [target for _, target in step.copies] == other.blocks[:1] != again.blocks[:1]

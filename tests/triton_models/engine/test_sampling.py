@@ -38,7 +38,7 @@ from triton_models.errors import InvalidRequestError
         {"max_tokens": 0},
         {"min_tokens": -1},
         {"min_tokens": 5, "max_tokens": 4},
-        {"logprobs": 21},
+        {"logprobs": 257},
         {"logprobs": -1},
         {"logit_bias": {1: math.nan}},
         {"logit_bias": {1: math.inf}},
@@ -51,7 +51,7 @@ def test_values_out_of_range_are_refused_by_name(values: dict[str, Any]) -> None
 
 
 def test_the_ends_of_each_range_are_in_it() -> None:
-    SamplingParams(temperature=0, top_p=1, top_k=0, seed=-(2**63), max_tokens=1, min_tokens=1, logprobs=20)
+    SamplingParams(temperature=0, top_p=1, top_k=0, seed=-(2**63), max_tokens=1, min_tokens=1, logprobs=256)
 
 
 def test_the_ends_of_each_range_can_be_sampled() -> None:

@@ -1,4 +1,5 @@
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -232,6 +233,14 @@ def test_no_more_steps_in_a_row_than_allowed() -> None:
 def test_one_long_prompt_is_no_burst() -> None:
     chosen = decoding(burst_steps=8)
     burst(chosen, 1, prompt=40)
+    assert set(pattern(chosen, 4)) == {"M"}
+
+
+def test_requests_that_go_on_for_others_are_no_burst() -> None:
+    """Nearly all of their tokens are cached, which the estimate does not know."""
+    chosen = decoding(burst_steps=8)
+    for each in burst(chosen, 7):
+        each.request = replace(each.request, since=0.0)
     assert set(pattern(chosen, 4)) == {"M"}
 
 

@@ -30,6 +30,7 @@ OPTIONS = st.fixed_dictionaries(
         "priority": st.integers(-1, 1),
         "deadline": st.sampled_from([None, None, None, 3.0, 6.0, 9.0]),
         "prefix_cache": st.sampled_from([True, True, True, False]),
+        "prefix_group": st.sampled_from([None, None, 1, 2]),
     }
 )
 
@@ -89,6 +90,8 @@ class SchedulerModel(RuleBasedStateMachine):
         self.device = DictDevice()
         self.launched: list[tuple[Sequence, int]] | None = None
         self.open: list[Sequence] = []
+        self.ended: list[Sequence] = []
+        """Of a group, the newest last."""
         self.arrivals = 0
 
     @rule(
@@ -106,7 +109,7 @@ class SchedulerModel(RuleBasedStateMachine):
     @rule(prompts=BURSTS, count=st.integers(1, 9), steps=STEPS)
     def burst(self, prompts: list[list[int]], count: int, steps: int) -> None:
         for prompt in prompts:
-            self.open_request(prompt, count, priority=-1, deadline=None, prefix_cache=True)
+            self.open_request(prompt, count, priority=-1, deadline=None, prefix_cache=True, prefix_group=None)
         self.steps(steps)
 
     @precondition(lambda self: self.open)
@@ -119,23 +122,24 @@ class SchedulerModel(RuleBasedStateMachine):
         self.open_request(other.tokens[: CONTEXT - 1], count, **{**options, "priority": priority})
         self.steps(steps)
 
-    def open_request(
-        self,
-        prompt: list[int],
-        count: int,
-        *,
-        priority: int,
-        deadline: float | None,
-        prefix_cache: bool,
-    ) -> None:
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data(), newest=st.lists(st.integers(0, 2), min_size=1, max_size=3), steps=STEPS)
+    def branch(self, data: st.DataObject, newest: list[int], steps: int) -> None:
+        """Go on after one that has ended, as beams do: each with another token."""
+        other = data.draw(st.sampled_from(self.ended[-3:]))
+        options = {"prefix_cache": other.request.prefix_cache, "prefix_group": other.request.prefix_group}
+        known = other.tokens[: CONTEXT - 2]
+        for token in newest:
+            self.open_request([*known[:-1], token], 1, priority=0, deadline=None, **options)
+        self.steps(steps)
+
+    def open_request(self, prompt: list[int], count: int, **options: Any) -> None:
         count = min(count, CONTEXT - len(prompt))
         request = Request(
             request_id=str(self.arrivals),
             prompt_ids=tuple(prompt),
             sampling=SamplingParams(max_tokens=count),
-            priority=priority,
-            deadline=deadline,
-            prefix_cache=prefix_cache,
+            **options,
         )
         new = Sequence(request, arrival=self.arrivals, arrived_at=0.0, max_tokens=count)
         self.arrivals += 1
@@ -162,6 +166,8 @@ class SchedulerModel(RuleBasedStateMachine):
         self.scheduler.remove(each, invalid=invalid)
         each.move_to(SequenceState.FINISHED)
         self.open.remove(each)
+        if each.request.prefix_group is not None:
+            self.ended.append(each)
         assert (each.blocks, each.slot) == ([], None)
         if invalid:
             assert not set(held) & self.scheduler._prefixes._keys.keys()
@@ -196,6 +202,7 @@ class SchedulerModel(RuleBasedStateMachine):
         batch = self.scheduler.schedule()
         self.seen["steps"] += 1
         self.seen["preemptions"] += batch.preemptions
+        self.seen["copies"] += len(batch.copies)
         self.check(batch, running, decoding)
         sampled = self.device.compute(batch)
         batch.advance()
@@ -231,7 +238,9 @@ class SchedulerModel(RuleBasedStateMachine):
         # The best-ranked is never a victim, so something always gets on.
         assert running[0].state is not SequenceState.WAITING if running else True
         assert len(set(batch.new_blocks)) == len(batch.new_blocks)
-        assert set(batch.new_blocks) <= {block for each in scheduled for block in each.blocks}
+        assert {*batch.new_blocks, *(target for _, target in batch.copies)} <= {
+            block for each in scheduled for block in each.blocks
+        }
 
     @invariant()
     def every_block_has_the_holders_that_it_counts(self) -> None:
@@ -246,9 +255,9 @@ class SchedulerModel(RuleBasedStateMachine):
     def no_known_block_is_out_of_reach(self) -> None:
         keys = self.scheduler._prefixes._keys
         for block, key in keys.items():
-            parent = int.from_bytes(key[:4], "little")
-            assert parent in {PADDING_BLOCK, *keys}
-            assert self.blocks.references(parent) >= self.blocks.references(block) or not parent
+            parent = int.from_bytes(key[:4], "little", signed=True)
+            assert parent in {PADDING_BLOCK, -1, -2, *keys}
+            assert parent <= 0 or self.blocks.references(parent) >= self.blocks.references(block)
         assert len(self.blocks._cached) == sum(not self.blocks.references(block) for block in keys)
 
     @invariant()
@@ -293,3 +302,4 @@ def test_every_history_keeps_the_rules() -> None:
     assert SchedulerModel.seen["stood back"] > 10
     assert SchedulerModel.seen["guesses"] > 1000
     assert SchedulerModel.seen["waits"] > 100
+    assert SchedulerModel.seen["copies"] > 10

@@ -103,6 +103,8 @@ def test_a_conversation_becomes_the_three_tensors() -> None:
 def test_every_field_of_a_generation_reaches_the_model() -> None:
     fields: dict[str, Any] = {
         "n": 3,
+        "length_penalty": 2.5,
+        "early_stopping": True,
         "max_tokens": 11,
         "min_tokens": 2,
         "temperature": 0.5,
@@ -130,7 +132,8 @@ def test_every_field_of_a_generation_reaches_the_model() -> None:
     for name, value in fields.items():
         assert getattr(sent, name) == value, name
     assert sent.request_id == "req-1"
-    untouched = set(Generation.__struct_fields__) - set(fields)
+    assert sampling_of(DIALECT.request(generation(beam_width=5), CHATGLM3, 1)).beam_width == 5
+    untouched = set(Generation.__struct_fields__) - set(fields) - {"beam_width"}
     # The last two are asked about by themselves (`test_chatglm_prompts`).
     about_itself = {"request_id", "model", "prompt", "prompt_field", "deadline"}
     # A channel says whether it streams and can be resumed, and adapters are refused before. Logits come alone

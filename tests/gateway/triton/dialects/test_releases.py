@@ -14,6 +14,7 @@ from gateway.core.request import Conversation, Generation, Image, Message, Plain
 from gateway.errors import InvalidRequestError, UpstreamProtocolError
 from gateway.triton.dialects import Dialects, llm_api, trtllm, vllm
 from gateway.triton.dialects.base import Dialect, ModelReport, Request, Response
+from gateway.triton.dialects.foreign import Contract
 from gateway.triton.dialects.model_text import ModelText
 from gateway.triton.dialects.tensors import outputs
 from tests.gateway.triton.dialects.test_text_answer import by_character
@@ -202,3 +203,13 @@ def test_what_the_llm_api_cannot_have_beside_an_image(conversation: Conversation
     with pytest.raises(InvalidRequestError) as refused:
         prepared(dialect, conversation)
     assert refused.value.param in ("f", "tools")
+
+
+@pytest.mark.parametrize("contract", [vllm.CONTRACT, trtllm.CONTRACT, llm_api.CONTRACT])
+def test_beams_of_no_backend_are_passed_on(contract: Contract) -> None:
+    """Of vLLM's, the oldest releases alone had them as parameters of sampling."""
+    dialect = contract.dialect(contract.inputs, NOT_COUNTING)
+    with pytest.raises(InvalidRequestError) as refused:
+        prepared(dialect, beam_width=4, length_penalty=2.0)
+    assert refused.value.param == "use_beam_search"
+    assert prepared(dialect, temperature=0.0).sequences == 1

@@ -18,6 +18,7 @@ from tests.triton_models.native_checkpoint import write_bloom, write_native
 from triton_models.checkpoint import load_model
 from triton_models.engine import engine, ops_cuda
 from triton_models.engine.backend import PLAIN, Backend, cuda_backend
+from triton_models.engine.beams import BeamParams, BeamRequest, BeamSearches
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.capacity import Capacity, choose_capacity
 from triton_models.engine.engine import Engine
@@ -122,6 +123,29 @@ def test_bloom_answers_as_in_plain_torch(
         for key, prompt in (("a", (5, 6, 7)), ("b", range(20))):
             made.add(request(key, prompt, SamplingParams(temperature=0.0, max_tokens=2)))
         answers.append({key: ids(outputs) for key, outputs in run(made).items()})
+    assert answers[0] == answers[1]
+
+
+def test_beams_are_the_plain_ones(kernels: Backend, device: torch.device, tmp_path: Path) -> None:
+    """Blocks are copied on the device before a step, which a graph may compute."""
+    write_bloom(tmp_path, vocab_size=128, hidden_size=120, n_head=6, n_layer=1)
+    model = load_model(tmp_path, torch.float32, device)
+    answers = []
+    for backend in (PLAIN, kernels):
+        searches = BeamSearches(Engine(model, SMALL, backend=backend))
+        sampling = SamplingParams(max_tokens=3)
+        searches.add(
+            BeamRequest(
+                request=request("s", range(21), sampling),
+                params=BeamParams(width=3),
+                answers=("s.0", "s.1", "s.2"),
+            )
+        )
+        outputs: list[Any] = []
+        while len(outputs) < 9:
+            searches._engine.step()
+            outputs += searches.take_outputs()
+        answers.append([(each.request_id, each.token_id) for each in outputs])
     assert answers[0] == answers[1]
 
 
