@@ -43,7 +43,7 @@ class Generation(Sampling, frozen=True, forbid_unknown_fields=True, omit_default
 
     Raises:
         ValueError: the numbers of the choices on the channel exceed int64, `logits` are not all that is
-            wanted, or `generated` is not about all choices, or leaves none, or has no seed to go on with, or a
+            wanted, `generated` is not about all choices, or leaves none, or has no seed to go on with, or a
             beam search has a grammar or tokens to go on after (a ValidationError while decoding).
     """
 
