@@ -21,7 +21,7 @@ from tests.triton_models.engine.sampler_rows import (
 from triton_models.engine.sampler import SamplerInputs, sample
 from triton_models.engine.slots import GuessedRows
 
-DRAWS = 20_000
+DRAWS = 5_000
 
 
 HISTORY = {"prompt": [2, 3, 5, 8], "answer": [3, 3, 13, 21, 21, 21]}
