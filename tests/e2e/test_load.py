@@ -19,6 +19,7 @@ LONG = 480
 """Tokens of an answer that is long: near the context's end."""
 HUNG_UP_S = 30.0
 """Some tenths of a second as a rule, two on a bad day; more where the machine is slow."""
+BEGUN_S = 60.0
 MOMENT_S = 0.05
 """For which the engine runs until there are first tokens: some steps of hundreds."""
 FIRST_TOKENS = "tritongate_engine_time_to_first_token_seconds_count"
@@ -145,17 +146,19 @@ async def test_two_hundred_that_are_dropped_leave_room_for_the_next(up: UpProces
 def held_after_first_tokens(up: UpProcess) -> Iterator[Callable[[int], Awaitable[None]]]:
     """Keep the engine from running, but for moments until the first of so many requests have a token.
 
-    Otherwise it would be a race between the engine, which is quick, and tests that look at what it does.
+    Otherwise it would be a race between the engine, which is quick, and tests that look at what it does. The
+    moments also let it answer the gateway's probes: a model that answers none for seconds gets no requests.
     """
     engine = up.stub("chatglm3")
     first_tokens = up.gauge(FIRST_TOKENS)
 
     async def begun(count: int) -> None:
-        await until(lambda: in_flight(up) >= count)
-        while up.gauge(FIRST_TOKENS) <= first_tokens:
-            engine.resume()
-            await asyncio.sleep(MOMENT_S)
-            engine.suspend()
+        async with asyncio.timeout(BEGUN_S):
+            while in_flight(up) < count or up.gauge(FIRST_TOKENS) <= first_tokens:
+                engine.resume()
+                await asyncio.sleep(MOMENT_S)
+                engine.suspend()
+                await asyncio.sleep(MOMENT_S)
 
     with stopped(engine):
         yield begun
