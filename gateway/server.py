@@ -38,6 +38,10 @@ from gateway.settings import Settings
 from gateway.telemetry.logs import configure_logging
 from gateway.telemetry.metrics import Place
 
+_IDLE_S = 8
+"""Until an idle connection is closed: longer than clients keep one (httpx, which SDKs use: 5 s), or a request
+may be on its way at that moment."""
+
 _LAST_WORDS_S = 1.0
 """How long ended requests get to write their error to the client."""
 
@@ -195,6 +199,7 @@ def make_server(app: FastAPI, cert: str | None = None, key: str | None = None) -
             log_config=None,
             server_header=False,
             timeout_graceful_shutdown=int(_LAST_WORDS_S),
+            timeout_keep_alive=_IDLE_S,
             ssl_certfile=cert,
             ssl_keyfile=key,
         )

@@ -44,7 +44,7 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
     shutil.copytree(GOLDEN / "chatglm3", folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(config | {"seq_length": 8192}), encoding="utf-8")
-    process = UpProcess("--model", str(folder), "--dtype", "float32")
+    process = UpProcess("--model", str(folder), "--dtype", "float32", "--draft-tokens", "0")
     try:
         yield process.wait_ready()
     finally:

@@ -16,7 +16,7 @@ import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from tests.e2e.test_load import until
-from tests.e2e.up_process import UpProcess, metric, stopped
+from tests.e2e.up_process import UpProcess, metric, slowed
 from tests.gateway.kserve.legacy import body, predict_body, question
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -106,7 +106,7 @@ async def test_few_steps_are_taken_for_nobody(ask: Ask, patient: UpProcess) -> N
 async def steps_for_nobody(ask: Ask, up: UpProcess) -> tuple[float, float]:
     """Ask and leave; return how many steps the engine took then, and how many it takes in 250 ms.
 
-    It is held until the gateway has noticed, which tests over its fake upstream time.
+    It is slowed until the gateway has noticed, which tests over its fake upstream time.
     """
 
     def left() -> float:
@@ -119,7 +119,7 @@ async def steps_for_nobody(ask: Ask, up: UpProcess) -> tuple[float, float]:
     while not (earlier.running and now.running):
         assert not asking.done()
         earlier, now = now, await now.next(up)
-    with stopped(up.stub(MODEL)):
+    with slowed(up.stub(MODEL)):
         asking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asking

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from tests.e2e.stream_client import StreamClient
-from tests.e2e.up_process import UpProcess, stopped, wait_until
+from tests.e2e.up_process import UpProcess, slowed, stopped, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -19,9 +19,6 @@ LONG = 480
 """Tokens of an answer that is long: near the context's end."""
 HUNG_UP_S = 30.0
 """Some tenths of a second as a rule, two on a bad day; more where the machine is slow."""
-BEGUN_S = 60.0
-MOMENT_S = 0.05
-"""For which the engine runs until there are first tokens: some steps of hundreds."""
 FIRST_TOKENS = "tritongate_engine_time_to_first_token_seconds_count"
 GENERATED = "tritongate_engine_generated_tokens_total"
 GAUGES = (
@@ -144,23 +141,16 @@ async def test_two_hundred_that_are_dropped_leave_room_for_the_next(up: UpProces
 
 @contextlib.contextmanager
 def held_after_first_tokens(up: UpProcess) -> Iterator[Callable[[int], Awaitable[None]]]:
-    """Keep the engine from running, but for moments until the first of so many requests have a token.
+    """Slow the engine down until the block ends; yields what waits until so many requests have begun.
 
-    Otherwise it would be a race between the engine, which is quick, and tests that look at what it does. The
-    moments also let it answer the gateway's probes: a model that answers none for seconds gets no requests.
+    Otherwise it would be a race between the engine, which is quick, and tests that look at what it does.
     """
-    engine = up.stub("chatglm3")
     first_tokens = up.gauge(FIRST_TOKENS)
 
     async def begun(count: int) -> None:
-        async with asyncio.timeout(BEGUN_S):
-            while in_flight(up) < count or up.gauge(FIRST_TOKENS) <= first_tokens:
-                engine.resume()
-                await asyncio.sleep(MOMENT_S)
-                engine.suspend()
-                await asyncio.sleep(MOMENT_S)
+        await until(lambda: in_flight(up) >= count and up.gauge(FIRST_TOKENS) > first_tokens)
 
-    with stopped(engine):
+    with slowed(up.stub("chatglm3")):
         yield begun
 
 

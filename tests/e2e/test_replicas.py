@@ -73,7 +73,8 @@ def flag(words: list[str], pattern: str) -> str:
 @pytest.fixture
 def up() -> Iterator[UpProcess]:
     process = UpProcess(
-        "--replicas", str(REPLICAS), "--metrics-port", "0", "--device", "cpu", "--dtype", "float32"
+        *("--replicas", str(REPLICAS), "--metrics-port", "0", "--device", "cpu", "--dtype", "float32"),
+        *("--draft-tokens", "0"),  # each token of an answer takes its step
     )
     try:
         process.wait_ready()

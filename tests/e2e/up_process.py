@@ -4,6 +4,7 @@ import contextlib
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ STOP_TIMEOUT_S = 10.0
 """Ten are promised; the others are for a machine that several tests share."""
 ABORTED = "tritonserver was killed by signal 6: uncaught boost::interprocess::lock_exception"
 """What is said of a server that did not survive the death of a stub (divergence 16)."""
+RUNS_S, STANDS_S = 0.02, 0.2
+"""Of a process that is slowed."""
 UNCAUGHT = "terminate called after throwing an instance of 'boost::interprocess::lock_exception'"
 """What such a server says itself; also one that gave up a stub's start (docs/internals-triton.md)."""
 RESTARTS = 2
@@ -121,6 +124,26 @@ def stopped(process: psutil.Process) -> Iterator[None]:
         yield
     finally:
         process.resume()
+
+
+@contextlib.contextmanager
+def slowed(process: psutil.Process) -> Iterator[None]:
+    """Let it run for moments only. Triton gives a model's process up that does not move for a second."""
+    over = threading.Event()
+
+    def slow() -> None:
+        while not over.wait(RUNS_S):
+            process.suspend()
+            over.wait(STANDS_S)
+            process.resume()
+
+    slowing = threading.Thread(target=slow)
+    slowing.start()
+    try:
+        yield
+    finally:
+        over.set()
+        slowing.join()
 
 
 def metric(exposition: str, name: str, **labels: str) -> float:
