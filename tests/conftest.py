@@ -2,7 +2,6 @@
 
 import gc
 import os
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -24,8 +23,6 @@ settings.load_profile("tritongate")
 collect_ignore = [] if os.environ.get("TEST_VLLM") else ["vllm"]
 """Those want 4 GB of packages in an environment of their own: `make test-vllm` brings them and sets this."""
 
-OWN_SERVER_S = 8
-"""What a test takes that starts servers of its own, or most of them; others take about a second."""
 SHARED_SERVERS = ("up", "patient", "demo_up", "mix", "stock", "scripted", "foreign")
 """Fixtures of `tests/e2e/conftest.py`; no test there needs two of them."""
 
@@ -34,18 +31,13 @@ SHARED_SERVERS = ("up", "patient", "demo_up", "mix", "stock", "scripted", "forei
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group tests by the server that they share, others by their file: for `--dist loadgroup`.
 
-    Each server is started once then, and not once for each of xdist's processes. The groups that take longest
-    begin first, or one process would have the last of them to itself.
+    Each server is started once then, and not once for each of xdist's processes.
     """
-    seconds = Counter[str]()
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         own = vars(item.module) if isinstance(item, pytest.Function) else {}
         shared = [name for name in SHARED_SERVERS if name in fixtures and name not in own]
-        group = "_".join(shared) or item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
-        seconds[group] += 1 if shared else OWN_SERVER_S
-    items.sort(key=lambda item: -seconds[item.get_closest_marker("xdist_group").args[0]])
+        item.add_marker(pytest.mark.xdist_group("_".join(shared) or item.path.name))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

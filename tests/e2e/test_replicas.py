@@ -22,8 +22,9 @@ REPLICAS = 2
 CLIENTS = 64
 TOKENS = 120
 """Of the shortest answer."""
-FEW_CLIENTS, MANY_TOKENS = 18, 400
-"""Two of each kind, and so long that the answers run on while the test finds out which server writes them."""
+FEW_CLIENTS, MANY_TOKENS = 18, 700
+"""Two of each kind, and so long that the answers run on while the test finds out which server writes them, and
+for longer than the two seconds that this one has to end its requests."""
 WITHIN_S = 100.0
 PATH = "/v1/chat/completions"
 ASK: dict[str, Any] = {
