@@ -86,10 +86,10 @@ async def test_a_successor_that_is_not_ready(
 ) -> None:
     monkeypatch.setattr(handover, "READY_WITHIN_S", 1.0 if "sleep" in script else 60.0)
     command(monkeypatch, tmp_path, script)
-    before = psutil.Process().children()
+    before = set(psutil.Process().children())
     assert not await hand_over([])
     assert f"not handed over: {reason}" in caplog.text
-    assert psutil.Process().children() == before
+    assert set(psutil.Process().children()) <= before
 
 
 async def test_a_successor_that_cannot_be_started(
@@ -115,14 +115,14 @@ async def test_a_signal_while_the_successor_starts_ends_both(
 ) -> None:
     command(monkeypatch, tmp_path, f"touch {tmp_path / 'begun'}; exec sleep 60")
     signals: asyncio.Queue[int] = asyncio.Queue()
-    before = psutil.Process().children()
+    before = set(psutil.Process().children())
     waiting = asyncio.create_task(until_stopped(signals, lambda: hand_over([])))
     signals.put_nowait(signal.SIGUSR2)
     await until((tmp_path / "begun").exists, within_s=WITHIN_S)
     signals.put_nowait(signal.SIGUSR2)  # is under way
     signals.put_nowait(signal.SIGTERM)
     assert not await waiting
-    assert psutil.Process().children() == before
+    assert set(psutil.Process().children()) <= before
 
 
 async def test_one_that_has_failed_may_be_tried_again() -> None:
