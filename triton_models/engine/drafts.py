@@ -116,7 +116,8 @@ class Drafter:
         """
         before, self._expected = self._expected, None
         right = 0.0
-        if forced := len(self._forced_after(tokens)) - flying:
+        forced = len(self._forced_after(tokens)) - flying
+        if forced > 0:
             self._expected, right = self._forced, min(forced, self._forced.right)
         if self._find(tokens) is not None and self._copied.right > right:
             self._expected, right = self._copied, self._copied.right
