@@ -67,7 +67,6 @@ _PROBES: Final = ("ServerLive", "ServerReady")
 _INFERENCE: Final = ("ModelInfer", "ModelStreamInfer")
 _ADMIN: Final = ("RepositoryModelLoad", "RepositoryModelUnload")
 
-
 _Bytes = bytes | memoryview
 _INFER_RESPONSE: Final = 2
 """A field's number in ModelStreamInferResponse."""

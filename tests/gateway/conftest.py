@@ -1,9 +1,10 @@
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from gateway.limits.counters import new_table
 from gateway.settings import settings_table
+from tests.gateway.triton.fake_triton import FakeTriton
 
 
 @pytest.fixture
@@ -19,3 +20,11 @@ def table() -> Iterator[int]:
     """The memory that the processes of a gateway share."""
     with new_table() as descriptor:
         yield descriptor
+
+
+@pytest.fixture
+async def triton() -> AsyncIterator[FakeTriton]:
+    triton = FakeTriton()
+    await triton.start()
+    yield triton
+    await triton.stop()

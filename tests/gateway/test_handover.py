@@ -30,14 +30,6 @@ from tests.replaceable import TRITONGATE, WITHIN_S, ReplaceableGateway
 CLIENTS = 4
 
 
-@pytest.fixture
-async def triton() -> AsyncIterator[FakeTriton]:
-    triton = FakeTriton()
-    await triton.start()
-    yield triton
-    await triton.stop()
-
-
 def command(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
     """Have this process be one that was started as `script`, of a shell."""
     program = folder / "program"

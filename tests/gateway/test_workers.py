@@ -46,14 +46,6 @@ class Held:
 
 
 @pytest.fixture
-async def triton() -> AsyncIterator[FakeTriton]:
-    triton = FakeTriton()
-    await triton.start()
-    yield triton
-    await triton.stop()
-
-
-@pytest.fixture
 async def gateway(triton: FakeTriton, tmp_path: Path, request: Any) -> AsyncIterator[Gateway]:
     async with gateway_of_two(triton, tmp_path, getattr(request, "param", {})) as gateway:
         yield gateway

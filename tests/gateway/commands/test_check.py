@@ -1,22 +1,11 @@
 import asyncio
 import socket
-from collections.abc import AsyncIterator
-
-import pytest
 
 from gateway.commands.check import check
 from gateway.listeners import bind
 from tests.gateway.serving import settings
 from tests.gateway.triton.fake_resolver import FakeResolver
 from tests.gateway.triton.fake_triton import FakeModel, FakeTriton
-
-
-@pytest.fixture
-async def triton() -> AsyncIterator[FakeTriton]:
-    triton = FakeTriton()
-    await triton.start()
-    yield triton
-    await triton.stop()
 
 
 async def test_all_is_well(triton: FakeTriton) -> None:
