@@ -27,7 +27,7 @@ LARGE = replace(
     MEDIUM, num_layers=28, hidden_size=4096, ffn_hidden_size=13696, num_attention_heads=32, kv_channels=128
 )
 PERIOD = 50
-NEW_TOKENS = 96
+NEW_TOKENS = 192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,26 +80,27 @@ def measure(
     model: CausalModel, following: float, batch: int, counts: tuple[int, ...], rounds: int
 ) -> list[DraftRow]:
     """Measure one batch size with each of these `draft_tokens`, in turns."""
-    seconds: dict[int, list[float]] = {count: [] for count in counts}
+    rates: dict[int, list[float]] = {count: [] for count in counts}
     seen: dict[int, tuple[float, float]] = {}
     engines: dict[int, Engine] = {}
     for _ in range(rounds + 1):
         for count in counts:
             settings = EngineSettings(
-                max_running=batch, max_batched_tokens=256, max_context=512, kv_blocks=1024, draft_tokens=count
+                max_running=256, max_batched_tokens=512, max_context=512, kv_blocks=4096, draft_tokens=count
             )
             engines[count] = engines.get(count) or Engine(Repeating(model, following), settings)
-            taken, per_step, right = _run(engines[count], batch)
-            seconds[count].append(taken)
+            rate, per_step, right = _run(engines[count], batch)
+            rates[count].append(rate)
             seen[count] = per_step, right
-    usual = statistics.median(seconds[counts[0]][1:])
+    # The first of each compiles and captures.
+    medians = {count: statistics.median(found[1:]) for count, found in rates.items()}
     return [
         DraftRow(
             following=following,
             batch=batch,
             draft_tokens=count,
-            tokens_per_second=batch * NEW_TOKENS / statistics.median(seconds[count][1:]),
-            times=usual / statistics.median(seconds[count][1:]),
+            tokens_per_second=medians[count],
+            times=medians[count] / medians[counts[0]],
             tokens_per_step=seen[count][0],
             right=seen[count][1],
         )
@@ -108,14 +109,15 @@ def measure(
 
 
 def _run(engine: Engine, batch: int) -> tuple[float, float, float]:
-    """Return the seconds of decoding, tokens of a sequence in a step, and the share of right guesses."""
+    """Return tokens a second, tokens of a sequence in a step, and the share of right guesses."""
     for number in range(batch):
         prompt = tuple((number + each) % PERIOD for each in range(2 * PERIOD))
         params = SamplingParams(temperature=1.0, seed=number, max_tokens=NEW_TOKENS)
         engine.add(Request(request_id=str(number), prompt_ids=prompt, sampling=params, prefix_cache=False))
     began = time.perf_counter()
     steps = guessed = right = sequences = tokens = 0
-    while engine.open_requests:
+    # Until the first ends: a server gives its place to another, and would not go on with fewer.
+    while engine.open_requests == batch:
         stats = engine.step()
         if stats is None:
             continue
@@ -128,8 +130,10 @@ def _run(engine: Engine, batch: int) -> tuple[float, float, float]:
         sequences += stats.batch_size
         tokens += stats.decode_tokens
     taken = time.perf_counter() - began
+    while engine.open_requests:
+        engine.step()
     engine.take_outputs()
-    return taken, tokens / sequences, right / guessed if guessed else 0.0
+    return tokens / taken, tokens / sequences, right / guessed if guessed else 0.0
 
 
 @click.command()

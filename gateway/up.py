@@ -26,6 +26,9 @@ from wire.events import Event, Ready
 
 _STOP_TIMEOUT_S = 8.0
 """The child's own limit is some two seconds shorter."""
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
+"""Between two attempts to start a child again that was ready once."""
 _LOADING_EVERY_S = 10.0
 """Between two lines about one model, if the output is not a terminal."""
 _LOOK_EVERY_S = 0.05
@@ -195,20 +198,21 @@ def _text(event: Event) -> str | None:
 
 
 class EmbeddedTriton:
-    """A replica's child process. One that ends by itself after it was ready is started again.
+    """A replica's child process. Once it was ready, it is started again whenever it ends by itself.
 
+    However often: other replicas may serve, and what killed it may pass, as a lack of memory does.
     A thread of its own starts it. On the main thread a signal could interrupt the start, and leave a child
     that nobody has a hold of.
 
     Args:
         replica: what starts the child.
         report: shown what happens.
-        failed: called, on another thread, when there is no child any more and it was not told to stop.
+        failed: called, on another thread, when the child has ended and was never ready.
     """
 
     def __init__(self, replica: Replica, report: Report, failed: Callable[[], None]) -> None:
         self.failure: str | None = None
-        """Why there is no child any more, if it was not told to stop."""
+        """Why there is no child any more, if it was never ready."""
         self.live: events.Live | None = None
         """Where the server is, from its first start on."""
         self.ready: Ready | None = None
@@ -216,7 +220,7 @@ class EmbeddedTriton:
         self._replica = replica
         self._report = report
         self._failed = failed
-        self._leaving = False
+        self._leaving = threading.Event()
         self._lock = threading.Lock()
         """Held where a child is started or told to stop."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -228,7 +232,7 @@ class EmbeddedTriton:
     def terminate(self) -> None:
         """Tell the child to stop, and start no other."""
         with self._lock:
-            self._leaving = True
+            self._leaving.set()
             if self._process is not None:
                 self._process.terminate()
 
@@ -259,23 +263,26 @@ class EmbeddedTriton:
 
     def _follow(self) -> None:
         """Run a child until it ends, and so on; on a thread of its own."""
-        while True:
+        served, pause_s = False, 0.0
+        while not self._leaving.wait(pause_s):
             ended = self._run()
-            with self._lock:
-                if self._leaving:
-                    return
-                if self.ready is None:
-                    self.failure = f"{self._replica.name}: {ended}" if self._replica.name else ended
-                    break
-                self.ready = None
-                self._report(events.ServerDown(ended, 0), self._replica.name)
-        self._failed()
+            if self._leaving.is_set():
+                return
+            if self.ready is not None:
+                served, pause_s, self.ready = True, 0.0, None
+            elif served:
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) or _FIRST_PAUSE_S
+            else:
+                self.failure = f"{self._replica.name}: {ended}" if self._replica.name else ended
+                self._failed()
+                return
+            self._report(events.ServerDown(ended, pause_s), self._replica.name)
 
     def _run(self) -> str:
         """Return why the child ended, or that there is none."""
         failure = None
         with self._lock:
-            if self._leaving:
+            if self._leaving.is_set():
                 return "told to stop"
             try:
                 self._process = self._start()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway import up
 from gateway.up import EmbeddedTriton, Replica, Report, plan_replicas, run_up, triton_command
 from wire import events
 
@@ -183,18 +184,56 @@ if len(lives.read_text().splitlines()) == 1: os.kill(os.getpid(), 9)
     assert out.getvalue().count("Replica 1: Triton is ready") == 1
 
 
-def test_a_child_that_dies_again_before_it_is_ready_ends_the_gateway(tmp_path: Path) -> None:
+def test_a_child_that_was_ready_is_started_again_until_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(up, "_FIRST_PAUSE_S", 0.01)
+    dies = f"""
+import os, pathlib, time
+lives = pathlib.Path({str(tmp_path / "lives")!r})
+with lives.open("a") as file: file.write(".")
+number = len(lives.read_text())
+if number in (1, 5): begin()
+if number == 2: print('{{"event":"failed","message":"no memory"}}'); raise SystemExit(1)
+if number == 5: {UNTIL_EOF}
+os.kill(os.getpid(), 9)"""
+    out = io.StringIO()
+
+    def serve(addresses: Sequence[str], *_: object) -> int:
+        while out.getvalue().count("Replica 2: Triton is ready") < 2:
+            time.sleep(0.02)
+        return len(addresses)
+
+    assert run_up([child(f"begin(); {UNTIL_EOF}", "Replica 1"), child(dies, "Replica 2")], serve, out) == 2
+    downs = [line for line in out.getvalue().splitlines() if "Triton is down" in line]
+    assert [line.rpartition("starting it again in ")[2] for line in downs] == [
+        "0 s",
+        "0.01 s",
+        "0.02 s",
+        "0.04 s",
+    ]
+    assert "(no memory)" in downs[1]
+
+
+def test_a_stop_ends_the_pause_before_a_child_is_started_again(tmp_path: Path) -> None:
     dies = f"""
 import os, pathlib, time
 if not (seen := pathlib.Path({str(tmp_path / "seen")!r})).exists():
     seen.touch()
     begin()
-    time.sleep(0.3)
+    time.sleep(0.3)  # or nobody would see that it was ready
 os.kill(os.getpid(), 9)"""
     out = io.StringIO()
-    assert run_up([child(dies)], _serve_until_sigterm, out) == 1
-    assert out.getvalue().endswith("ended by itself (killed by signal 9)\n")
-    assert "starting it again" in out.getvalue()
+
+    def serve(*_: object) -> int:
+        while "in 4 s" not in out.getvalue():
+            time.sleep(0.02)
+        return 0
+
+    assert run_up([child(dies)], serve, out) == 0
+    for thread in [each for each in threading.enumerate() if each.name == "triton-events"]:
+        thread.join(2)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
