@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -23,7 +24,7 @@ from bench.gpu.comparison import ComparedRow, Comparison, Plan, compared
 from bench.gpu.engine_steps import SAMPLINGS, StepRow, measure_steps
 from bench.usual import Measured, UsualRow, measure_shape
 from bench.usual import Plan as UsualPlan
-from gateway.commands.bench import Numbers
+from gateway.commands.bench import Fields, Numbers
 from gateway.commands.load_rows import table
 
 _PARTS = ("other", "ours", "engine", "usual")
@@ -51,6 +52,8 @@ _DEFAULT = "other,ours,engine"
 @click.option("--ids", default=259, show_default=True, help="tokens of each prompt")
 @click.option("--shared", default=0, show_default=True, help="of them the same in every prompt")
 @click.option("--out", default=256, show_default=True, help="tokens of each answer")
+@click.option("--spread", default=0.0, show_default=True, help="as of `tritongate bench`; so is the next")
+@click.option("--also", type=Fields(), default="{}", help="further fields of the requests")
 @click.option("--open-s", default=0.0, show_default=True, help="seconds of each open loop; 0: none")
 @click.option(
     "--rates", type=Numbers(), default="", help="of the open loops; default: 50, 70, 90 % of the first's peak"
@@ -99,6 +102,8 @@ def main(
     ids: int,
     shared: int,
     out: int,
+    spread: float,
+    also: dict[str, Any],
     open_s: float,
     rates: tuple[float, ...],
     batches: tuple[float, ...],
@@ -123,6 +128,8 @@ def main(
         ids=ids,
         out=out,
         shared=shared,
+        spread=spread,
+        also=also,
         open_s=open_s,
         rates=rates,
         processes=processes,

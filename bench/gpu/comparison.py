@@ -1,9 +1,9 @@
 """Puts the same load on several servers in turn, and arranges their rows side by side."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import click
@@ -33,6 +33,9 @@ class Plan:
     rates: tuple[float, ...]
     processes: int
     words: int | None = None
+    spread: float = 0.0
+    also: Mapping[str, Any] = field(default_factory=dict)
+    """These two as in `Workload`."""
     ends: float
     """On the clock of `time.monotonic`: no measurement begins later."""
 
@@ -76,6 +79,8 @@ class Comparison:
                     words=plan.words,
                     shared=plan.shared,
                     out=plan.out,
+                    spread=plan.spread,
+                    also=plan.also,
                 )
                 for row in self._closed_loops(name, pool, workload):
                     self.medians[name].append(row)

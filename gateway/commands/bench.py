@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -38,6 +39,23 @@ class Numbers(click.ParamType[tuple[float, ...]]):
             return tuple(float(each) for each in str(value).split(",") if each)
         except ValueError:
             self.fail(f"{value!r} is not a list of numbers", param, ctx)
+
+
+class Fields(click.ParamType[dict[str, Any]]):
+    """An object in JSON."""
+
+    name = "JSON"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> dict[str, Any]:
+        """Parse the object."""
+        found: object = value
+        with suppress(ValueError):
+            found = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(found, dict):
+            self.fail(f"{value!r} is not an object in JSON", param, ctx)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +165,9 @@ def measure(
 )
 @click.option("--prompt", type=Numbers(), default="64", show_default=True, help="lengths, in words or ids")
 @click.option("--out", type=Numbers(), default="128", show_default=True, help="tokens of each answer")
+@click.option(
+    "--spread", default=0.0, show_default=True, help="of the lengths: 1, as of mixed traffic; 0: none"
+)
 @click.option("--shared", default=0, show_default=True, help="ids at the beginning common to all prompts")
 @click.option("--clients", type=Numbers(), default="1,8,32", show_default=True, help="of a closed loop")
 @click.option(
@@ -155,6 +176,7 @@ def measure(
 @click.option("--rate", type=Numbers(), default="", help="requests a second of an open loop, instead")
 @click.option("--seconds", default=20.0, show_default=True, help="of an open loop")
 @click.option("--temperature", default=1.0, show_default=True)
+@click.option("--also", type=Fields(), default="{}", help="further fields of the requests, as JSON")
 @click.option("--stream/--no-stream", default=True, show_default=True)
 @click.option(
     "--ignore-eos/--no-ignore-eos",

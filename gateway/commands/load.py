@@ -16,9 +16,9 @@ import random
 import signal
 import string
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, count, product
 from typing import TYPE_CHECKING, Any, Self
 
@@ -49,6 +49,9 @@ _WORDS = [
 ]
 """A token each where a vocabulary was made of all words of three letters, merged in the alphabet's order."""
 
+_LONGEST = 8.0
+"""Of the lengths that differ, over the median: one request in fifty, where the spread is 1."""
+
 _QUESTION = "你好，请介绍一下自己。"
 
 
@@ -73,7 +76,12 @@ class Workload:
     ids_below: int = _TEXT_IDS.stop
     out: int = 256
     """Tokens of each answer, exactly if `ignore_eos` is set."""
+    spread: float = 0.0
+    """Standard deviation of the lengths' natural logarithms; the stated lengths are then medians. No
+    length is over `_LONGEST` times that. 0: all are equal."""
     temperature: float = 1.0
+    also: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the requests."""
     stream: bool = True
     timeout_s: float = 300.0
 
@@ -85,25 +93,32 @@ class Workload:
 
     def body(self, name: str) -> bytes:
         """Return the request called `name`: the same name gives the same prompt."""
+        dice = random.Random(name)  # noqa: S311 - a prompt is no secret
+        factors = [self._factor(dice), self._factor(dice)]
         body: dict[str, Any] = {
             "model": self.model,
-            "max_tokens": self.out,
+            "max_tokens": round(self.out * factors[1]) or 1,
             "temperature": self.temperature,
             "stream": self.stream,
+            **self.also,
         }
         if self.ignore_eos:
             body["ignore_eos"] = True
         if self.stream:
             body["stream_options"] = {"include_usage": True}
         if self.words is not None:
-            dice = random.Random(name)  # noqa: S311 - a prompt is no secret
-            text = "".join(dice.choices(_WORDS, k=self.words))
+            text = "".join(dice.choices(_WORDS, k=round(self.words * factors[0]) or 1))
             body |= {"messages": [{"role": "user", "content": text}]} if self.chat else {"prompt": text}
         elif self.ids is None:
             body["messages"] = [{"role": "user", "content": _QUESTION}]
         else:
-            body["prompt"] = self._ids("shared", self.shared) + self._ids(name, self.ids - self.shared)
+            own = round((self.ids - self.shared) * factors[0]) or 1
+            body["prompt"] = self._ids("shared", self.shared) + self._ids(name, own)
         return json.dumps(body).encode()
+
+    def _factor(self, dice: random.Random) -> float:
+        """Return by how much a length differs from its median."""
+        return min(_LONGEST, dice.lognormvariate(0.0, self.spread)) if self.spread else 1.0
 
     def _ids(self, name: str, length: int) -> list[int]:
         dice = random.Random(name)  # noqa: S311 - a prompt is no secret

@@ -58,6 +58,18 @@ async def test_an_open_loop_and_an_endpoint_that_is_told_less() -> None:
     assert run("--clients", "x")[0] == 2
 
 
+async def test_mixed_lengths_and_further_fields() -> None:
+    upstream = FakeUpstream(counted)
+    async with on_socket(upstream) as served:
+        asked = ["--out", "4", "--clients", "4", "--rounds", "5", "--spread", "1", "--also", '{"top_p": 0.5}']
+        status, text = await asyncio.to_thread(run, served.http.base_url, *asked)
+    assert status == 0, text
+    assert len({request.max_tokens for request in upstream.requests}) > 3
+    assert {request.top_p for request in upstream.requests} == {0.5}
+    assert "is not an object in JSON" in run("--also", "[1]")[1]
+    assert "is not an object in JSON" in run("--also", "{")[1]
+
+
 async def test_ctrl_c_shows_what_was_measured() -> None:
     hang = asyncio.Event()
 

@@ -1,6 +1,7 @@
 """Load on the gateway's own application over a fake upstream, from real processes."""
 
 import json
+import statistics
 import threading
 from collections.abc import AsyncGenerator, Iterator
 
@@ -70,6 +71,24 @@ def test_a_name_always_asks_the_same() -> None:
     assert body["stream_options"] == {"include_usage": True}
     assert workload.path == "/v1/completions"
     assert Workload(url="http://x", model="m").path == "/v1/chat/completions"
+
+
+def test_lengths_may_be_as_mixed_as_those_of_real_traffic() -> None:
+    workload = Workload(url="", model="glm", ids=100, shared=20, out=50, spread=1.0, also={"top_p": 0.8})
+    bodies = [json.loads(workload.body(str(number))) for number in range(400)]
+    prompts, outs = [len(body["prompt"]) for body in bodies], [body["max_tokens"] for body in bodies]
+    assert 90 < statistics.median(prompts) < 110
+    assert 43 < statistics.median(outs) < 57
+    assert min(prompts) > 20
+    assert max(prompts) == 20 + 8 * 80
+    assert 1 <= min(outs) < 10
+    assert max(outs) == 8 * 50
+    assert abs(statistics.correlation(prompts, outs)) < 0.2
+    assert {body["top_p"] for body in bodies} == {0.8}
+    assert bodies == [json.loads(workload.body(str(number))) for number in range(400)]
+    words = Workload(url="", model="glm", words=100, chat=True, spread=1.0)
+    said = [json.loads(words.body(str(number)))["messages"][0]["content"] for number in range(9)]
+    assert len({len(text) for text in said}) > 5
 
 
 def test_prompts_may_be_words(url: str, upstream: FakeUpstream) -> None:
