@@ -52,6 +52,10 @@ _SLICE_S = 0.05
 """A slowed process runs so long, and then stands still twice as long."""
 _NOTICED_S = 5.0
 """So long after what was done to a Triton, the gateway may still call it healthy though it is not."""
+_RESUMES = 3
+"""So often the gateway resumes one answer: a request that its servers die of must not take down many."""
+_FAILED = r'"upstream failed: \w+", "request_id": "(chaos-\d+)"'
+"""A line of the gateway's log for each Triton that failed a request."""
 _REPLACED_S = 15.0
 """So long a process of the gateway may be missing."""
 _LOOK_S = 0.5
@@ -323,7 +327,8 @@ async def _storm(
     finally:
         await clients.close()
     after, faults = await _settle(stack, before)
-    faults += _undue(results, disturbance, health)
+    log = stack.log.read_text(encoding="utf-8", errors="replace")
+    faults += _undue(results, disturbance, health, log)
     counted = stack.requests(model) - counted
     left = sum(result.ending is Ending.LEFT for result in results)
     # A process that died took its numbers along.
@@ -336,14 +341,20 @@ async def _storm(
     return results, faults
 
 
-def _undue(results: list[Result], disturbance: Disturbance, health: Health) -> list[str]:
-    """Return which requests should have been answered."""
+def _undue(results: list[Result], disturbance: Disturbance, health: Health, log: str) -> list[str]:
+    """Return which requests should have been answered, going by the gateway's log, too."""
     faults = []
+    failures = collections.Counter(re.findall(_FAILED, log))
     for result in results:
-        said = f"{result.manner}: {result.detail[:400]}"
+        took = f"{result.ended - result.began:.1f} s"
+        said = f"{result.manner}: {result.detail[:400]}, after {took}"
         if result.ending is Ending.LOST and not disturbance.killed_a_worker(result):
             faults.append(f"lost, and no process of the gateway had died: {said}")
-        elif result.ending is Ending.BROKEN_OFF and not disturbance.killed_a_worker(result):
+        elif result.ending is Ending.BROKEN_OFF and not (
+            disturbance.killed_a_worker(result)
+            or result.ended - result.began > _REQUEST_TIMEOUT_S - 1
+            or failures[result.own] > _RESUMES
+        ):
             faults.append(f"broken off, and it could have been resumed: {said}")
         elif result.ending is Ending.REFUSED and disturbance.spared(
             health.throughout(result.began, result.ended), result

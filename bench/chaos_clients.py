@@ -7,7 +7,9 @@ import json
 import random
 import socket
 import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -19,7 +21,8 @@ from bench.resume import Answer
 from wire.strings import pack_strings, unpack_strings
 
 LIMIT_S = 150.0
-"""Nothing may take longer; the gateway itself ends every request well before."""
+"""Nothing may take longer, besides a slow reader's own pauses; the gateway itself ends every request well
+before."""
 _LONGEST_STAY_S = 5.0
 """Of clients that vanish."""
 _PAUSES_S = (0.0, 0.0, 0.02, 0.1, 0.5)
@@ -82,6 +85,8 @@ class Result:
     manner: Manner
     ending: Ending
     detail: str = ""
+    own: str = ""
+    """Its id."""
     began: float = 0.0
     """By `time.monotonic`, as the next."""
     ended: float = 0.0
@@ -133,8 +138,11 @@ class Clients:
         own, answer = f"chaos-{next(self._numbers)}", Answer()
         stay_s = dice.uniform(0, _LONGEST_STAY_S) if manner is Manner.VANISHES else LIMIT_S
         try:
-            async with asyncio.timeout(stay_s):
-                refusal = await self._chat(own, answer, case, dice, manner)
+            async with asyncio.timeout(stay_s) as patience:
+                slowly = partial(_slowly, dice=dice, patience=patience)
+                refusal = await self._chat(
+                    own, answer, case, slowly if manner is Manner.READS_SLOWLY else None
+                )
         except TimeoutError:
             if manner is not Manner.VANISHES:
                 return Result(manner, Ending.WRONG, f"{own}: no ending within {LIMIT_S:g} s")
@@ -153,17 +161,23 @@ class Clients:
             ending, detail = Ending.BROKEN_OFF, answer.error
         if not _begins(answer, case.answer):
             return Result(manner, Ending.WRONG, f"{own}: {answer.texts!r} begins {case.answer.texts!r}")
-        return Result(manner, ending, detail)
+        return Result(manner, ending, detail, own)
 
     async def _chat(
-        self, own: str, answer: Answer, case: Case, dice: random.Random, manner: Manner
+        self,
+        own: str,
+        answer: Answer,
+        case: Case,
+        slowly: Callable[[AsyncIterator[str]], AsyncIterator[str]] | None,
     ) -> str | None:
         """Read an answer; return the reason if there is an error instead of one.
+
+        `slowly`: reads a slow reader's lines.
 
         Raises:
             ValueError: what comes breaks a rule.
         """
-        http = self.slow_http if manner is Manner.READS_SLOWLY else self.http
+        http = self.http if slowly is None else self.slow_http
         headers = {"X-Request-Id": own}
         async with http.stream("POST", "/v1/chat/completions", json=case.body, headers=headers) as response:
             if (got := response.headers.get("x-request-id")) != own:
@@ -173,7 +187,8 @@ class Clients:
             if not case.body["stream"]:
                 answer.add(json.loads(await response.aread()))
                 return None
-            await _read(response, answer, dice if manner is Manner.READS_SLOWLY else None)
+            lines = response.aiter_lines()
+            await _read(lines if slowly is None else slowly(lines), answer)
         return None
 
     async def infer(self, dice: random.Random, case: KserveCase, *, vanishes: bool) -> Result:
@@ -190,7 +205,7 @@ class Clients:
             ending, detail = Ending.LEFT, ""
             if not vanishes:
                 ending, detail = Ending.WRONG, f"{own}: no ending within {LIMIT_S:g} s"
-        return Result(manner, ending, detail)
+        return Result(manner, ending, detail, own)
 
     async def _infer(self, own: str, case: KserveCase) -> tuple[Ending, str]:
         try:
@@ -244,16 +259,27 @@ def _tensors(prompt: str) -> dict[str, str]:
     return {"prompt": prompt, "history": "", "temperature": "0", "max_token": "120"}
 
 
-async def _read(response: httpx.Response, answer: Answer, dice: random.Random | None) -> None:
-    """Read a stream to its end, with random pauses if there are `dice`.
+async def _slowly(
+    lines: AsyncIterator[str], dice: random.Random, patience: asyncio.Timeout
+) -> AsyncIterator[str]:
+    """Yield the lines after pauses, which are added to the reader's patience."""
+    async for line in lines:
+        pause_s = dice.choice(_PAUSES_S)
+        ends = patience.when()
+        if ends is not None:
+            patience.reschedule(ends + pause_s)
+        await asyncio.sleep(pause_s)
+        yield line
+
+
+async def _read(lines: AsyncIterator[str], answer: Answer) -> None:
+    """Read a stream to its end.
 
     Raises:
         ValueError: it has no end, or more than one.
     """
     ended = False
-    async for line in response.aiter_lines():
-        if dice is not None:
-            await asyncio.sleep(dice.choice(_PAUSES_S))
+    async for line in lines:
         if not line.startswith("data: "):
             continue
         if ended or (answer.error is not None and line != _DONE):

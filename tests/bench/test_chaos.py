@@ -23,15 +23,15 @@ class NoStack:
 
 
 def ran(ending: Ending, began: float, ended: float) -> Result:
-    return Result(Manner.STREAMS, ending, "why", began, ended)
+    return Result(Manner.STREAMS, ending, "why", "chaos-7", began, ended)
 
 
-def undue(result: Result, *deeds: Deed, healthy: frozenset[int] = frozenset({0, 1})) -> bool:
+def undue(result: Result, *deeds: Deed, healthy: frozenset[int] = frozenset({0, 1}), log: str = "") -> bool:
     stack: Any = NoStack()
     disturbance, health = Disturbance(stack, random.Random(0)), Health(stack)
     disturbance.deeds.extend(deeds)
     health._seen = [(float(at), healthy) for at in range(100)]
-    return bool(chaos._undue([result], disturbance, health))
+    return bool(chaos._undue([result], disturbance, health, log))
 
 
 KILLED = Deed(chaos._KILL_WORKER, 50, 50, None)
@@ -44,6 +44,16 @@ def test_only_the_death_of_a_gateway_process_ends_an_answer(ending: Ending) -> N
     assert not undue(ran(ending, 48, 58), KILLED)
     assert undue(ran(ending, 20, 30), KILLED)
     assert undue(ran(ending, 90, 95), KILLED)
+
+
+def test_an_answer_breaks_off_after_four_tritons_or_all_of_its_time() -> None:
+    failed = '{"message": "upstream failed: silent", "request_id": "chaos-7", "model": "m"}\n'
+    broken_off = ran(Ending.BROKEN_OFF, 20, 30)
+    assert undue(broken_off, log=3 * failed)
+    assert undue(broken_off, log=9 * failed.replace("-7", "-77"))
+    assert not undue(broken_off, log=4 * failed)
+    assert undue(ran(Ending.LOST, 20, 30), log=4 * failed)
+    assert not undue(ran(Ending.BROKEN_OFF, 0, 99.5))
 
 
 def test_a_request_is_refused_only_if_no_triton_was_healthy_all_the_time() -> None:
