@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from bench import quality
 from bench.engine import random_model
 from bench.gpu.checkpoint import TINY, write_checkpoint
 from bench.quality import Text, answers, differences, documents, main, measure, sampled
@@ -115,14 +115,22 @@ def test_another_checkpoint_reads_documents(tmp_path: Path) -> None:
         assert text.counted == tuple(range(len(prefix), len(text.ids)))
 
 
-def test_a_random_model_is_given_what_it_samples() -> None:
-    texts = sampled(load(torch.bfloat16, None), 600)
-    assert [len(text.counted) for text in texts] == [511, 89]
+def test_a_random_model_is_given_what_it_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "_LONGEST", 40)
+    texts = sampled(decided(torch.bfloat16, None), 100)
+    assert [len(text.counted) for text in texts] == [39, 39, 22]
     assert all(text.counted == tuple(range(1, len(text.ids))) for text in texts)
-    assert texts == sampled(load(torch.bfloat16, None), 600)
-    # What is sampled is as likely as it is expected to be: the loss is the entropy, give or take.
-    [row] = measure(NAMES, load, partial(sampled, tokens=600), (), CPU)
-    assert 1 < row.perplexity < SHAPE.padded_vocab_size
+    assert texts == sampled(decided(torch.bfloat16, None), 100)
+    # It expects what it sampled, and not what another text has there.
+    [row] = measure(NAMES, decided, lambda _: texts, (), CPU)
+    [other] = measure(NAMES, decided, lambda _: [TEXT], (), CPU)
+    assert row.perplexity < SHAPE.padded_vocab_size < other.perplexity
+
+
+def decided(dtype: torch.dtype, quantization: str | None) -> ChatGLM:
+    model = load(dtype, quantization)
+    model.head.weight.mul_(20)
+    return model
 
 
 def test_the_demo_has_a_row_for_each_kind_of_weights() -> None:
