@@ -70,7 +70,8 @@ def random_model(
     for norm in norms:
         norm.fill_(1.0)
     for matrix in matrices:
-        weights = torch.empty(matrix.shape, dtype=dtype, device=device)
+        # Drawn in float32 whatever the dtype, so that each has the same weights.
+        weights = torch.empty(matrix.shape, dtype=torch.float32, device=device)
         matrix.copy_(weights.normal_(std=_INITIAL_SPREAD, generator=generator))
     return model
 

@@ -31,6 +31,12 @@ CHATGLM3_6B = ChatGLMConfig(
     add_qkv_bias=True,
 )
 
+GLM4_9B = replace(CHATGLM3_6B, num_layers=40, padded_vocab_size=151_552, rope_ratio=500.0)
+"""Its original form, `glm-4-9b`."""
+
+SHAPES = {"6b": CHATGLM3_6B, "9b": GLM4_9B}
+"""By the names that commands give them."""
+
 TINY = replace(
     CHATGLM3_6B, num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, kv_channels=16
 )
