@@ -47,6 +47,7 @@ echo "$tree" >"$site/zz_tree.pth"
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$tree/pyproject.toml")
 mkdir -p "$site/tritongate-$version.dist-info"
 printf 'Metadata-Version: 2.1\nName: tritongate\nVersion: %s\n' "$version" >"$site/tritongate-$version.dist-info/METADATA"
-printf '#!%s\nfrom gateway.commands import run\n\nrun()\n' "$venv/bin/python3" >"$venv/bin/tritongate"
+# As pip writes it: processes that `bench` spawns import it, too.
+printf '#!%s\nfrom gateway.commands import run\n\nif __name__ == "__main__":\n    run()\n' "$venv/bin/python3" >"$venv/bin/tritongate"
 chmod +x "$venv/bin/tritongate"
 echo "$venv/bin/python3"
