@@ -62,6 +62,19 @@ _ENGINES = ("own", "transformers")
 _QUANTISATIONS = ("int8", "fp8", "int4")
 
 
+class _CannotListen(click.ClickException):
+    """The message of `ListenError`, and the flag that chooses another port."""
+
+    def __init__(self, error: ListenError, settings: Settings) -> None:
+        flags = {
+            settings.port: "--port",
+            settings.kserve_http_port: "--kserve-http-port",
+            settings.kserve_grpc_port: "--kserve-grpc-port",
+        }
+        flag = flags.get(error.port) if error.port else None
+        super().__init__(f"{error}; {flag} chooses another port" if flag else str(error))
+
+
 class _Misconfigured(click.ClickException):
     """Reported like a wrong flag: a message and status 2, no traceback."""
 
@@ -265,7 +278,7 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
                 stack.enter_context(claim(address))
             status = run_up(replicas, serve_models, sys.stdout)
     except ListenError as error:
-        raise click.ClickException(str(error)) from None
+        raise _CannotListen(error, settings) from None
     sys.exit(status)
 
 
@@ -308,7 +321,7 @@ def serve(config: Path | None, **flags: Any) -> None:
         inherited = Inherited.from_environment()
         status = run_gateway(settings, inherited=inherited, on_ready=lambda _url: inherited.tell_ready())
     except ListenError as error:
-        raise click.ClickException(str(error)) from None
+        raise _CannotListen(error, settings) from None
     sys.exit(status)
 
 

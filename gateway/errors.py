@@ -197,4 +197,12 @@ def render(error: GatewayError) -> dict[str, Any]:
 
 
 class ListenError(Exception):
-    """An address cannot be listened on, so the gateway does not start; the message says why."""
+    """An address cannot be listened on, so the gateway does not start; the message says why.
+
+    Attributes:
+        port: the port that cannot be had, if another one would help.
+    """
+
+    def __init__(self, message: str, *, port: int | None = None) -> None:
+        super().__init__(message)
+        self.port = port

@@ -124,7 +124,7 @@ def listen_gateway(listeners: Sequence[Listeners]) -> None:
             each.listen(BACKLOG)
         except OSError as error:  # taken between `bind` and now
             port = each.getsockname()[1]
-            raise ListenError(f"cannot listen on port {port}: {error.strerror}") from None
+            raise ListenError(f"cannot listen on port {port}: {error.strerror}", port=port) from None
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -150,7 +150,7 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise ListenError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+        raise ListenError(f"cannot listen on {host} port {port}: {error.strerror}", port=port) from None
     return listener
 
 
@@ -185,7 +185,7 @@ def claim(listener: socket.socket) -> socket.socket:
     except OSError:
         held.close()
         raise ListenError(
-            f"cannot listen on {host} port {port}: another tritongate is starting there, or runs"
+            f"cannot listen on {host} port {port}: another tritongate is starting there, or runs", port=port
         ) from None
     return held
 

@@ -83,7 +83,8 @@ def _reaching(url: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, http.client.HTTPException) as error:
         # ValueError: a port or a header that cannot be sent.
-        raise ClientError(f"cannot reach {url}: {error or type(error).__name__}") from error
+        nobody = "; `tritongate up` starts a gateway" if isinstance(error, ConnectionRefusedError) else ""
+        raise ClientError(f"cannot reach {url}: {error or type(error).__name__}{nobody}") from error
 
 
 @contextmanager

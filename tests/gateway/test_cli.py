@@ -81,7 +81,7 @@ def test_a_taken_port_is_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
                 ports[flag] = str(taken.getsockname()[1])
                 status, text = run(command, *(word for pair in ports.items() for word in pair))
                 assert status == 1
-                assert "Address already in use" in text
+                assert f"Address already in use; {flag} chooses another port" in text
 
 
 def test_triton_clients_are_served_where_triton_used_to_be(

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,17 @@ def test_the_readme_is_short(readme: str) -> None:
 
 def test_the_architecture_is_short() -> None:
     assert len((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()) <= 300
+
+
+def test_the_newest_release_and_the_images_have_the_packages_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    releases = re.findall(r"(?m)^## \[(\d[^\]]*)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    assert releases[0] == version
+    deployed = ("docker-compose.yml", "gateway/manifests/base/kustomization.yaml")
+    text = "".join((ROOT / name).read_text(encoding="utf-8") for name in deployed)
+    tags = re.findall(r"(?:image: tritongate[\w-]*:|newTag: )([\d.]+)", text)
+    assert len(tags) >= 5
+    assert set(tags) == {version}
 
 
 def metrics_as_documented() -> str:

@@ -65,7 +65,7 @@ class Ports(NamedTuple):
                 try:
                     listener = held.enter_context(socket.create_server((HOST, port)))
                 except OSError as error:
-                    why = os.strerror(error.errno or 0)
+                    why = f"{os.strerror(error.errno or 0)}; --{name}-port chooses another port"
                     raise ServerError(
                         f"Triton's {name} port {port} is not available on {HOST}: {why}"
                     ) from error

@@ -153,12 +153,12 @@ def test_what_is_no_url_is_told(url: str) -> None:
 async def test_what_is_not_there_is_told() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        for url in (
-            f"http://127.0.0.1:{free.getsockname()[1]}",
-            "http://127.0.0.1:99999",
-            "http://no.invalid",
+        for url, why in (
+            (f"http://127.0.0.1:{free.getsockname()[1]}", "refused; `tritongate up` starts a gateway"),
+            ("http://127.0.0.1:99999", ""),
+            ("http://no.invalid", ""),
         ):
-            with pytest.raises(ClientError, match="cannot reach"):
+            with pytest.raises(ClientError, match=f"cannot reach {url}: .*{why}$"):
                 await change(url)
 
 

@@ -37,7 +37,7 @@ def test_zero_becomes_a_free_port_and_a_number_stays() -> None:
 def test_a_port_with_a_listener_is_refused_by_name() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ServerError, match=f"metrics port {port} is not available"):
+        with pytest.raises(ServerError, match=f"metrics port {port} is not available.*; --metrics-port"):
             Ports(metrics=port).choose()
 
 
