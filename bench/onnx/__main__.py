@@ -7,6 +7,7 @@ The first answer has one token; what the others of a long one take is the decode
 """
 
 import contextlib
+import logging
 import os
 import queue
 import sys
@@ -203,6 +204,7 @@ def _send(
 @click.option("--new-tokens", default=33, show_default=True)
 def main(families: tuple[str, ...], *, tiny: bool, folder: Path | None, rounds: int, new_tokens: int) -> None:
     """Export, serve, measure, print."""
+    logging.disable(logging.INFO)  # the exporter and the quantisers have a line for each node
     for family in families:
         with tempfile.TemporaryDirectory(prefix="onnx-") as temporary:
             where = (folder or Path(temporary)).resolve() / family

@@ -25,7 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         **_ENDS,
     },
 }
-"""bloom-560m with fewer ids, and half of ChatGLM3-6B's width with fewer layers: 350 million parameters each."""
+"""bloom-560m with fewer ids, and half of ChatGLM3-6B's width with four layers: 350 million parameters."""
 
 TINY: dict[str, dict[str, Any]] = {
     "bloom": {"vocab_size": 320, "hidden_size": 80, "n_layer": 3, "n_head": 4, "seq_length": 256},

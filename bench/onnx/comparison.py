@@ -69,18 +69,18 @@ def measure(
         for (batch, entry), seconds in taken.items():
             dice = random.Random(f"{number} {batch}")  # noqa: S311 - prompts are no secret
             short, long = ([dice.choices(range(256), k=_PROMPT) for _ in range(batch)] for _ in range(2))
-            marks = [(time.perf_counter(), 0.0)]
+            marks = [(time.perf_counter(), cpu_s())]
             asks[entry](short, 1)
             marks.append((time.perf_counter(), cpu_s()))
             answers = asks[entry](long, new_tokens)
             marks.append((time.perf_counter(), cpu_s()))
-            (began, _), (middle, cpu), (end, cpu_end) = marks
-            first = middle - began
-            step = (end - middle - first) / (new_tokens - 1)
+            began, middle, end = marks
+            first, cpu_first = middle[0] - began[0], middle[1] - began[1]
+            step, cpu = end[0] - middle[0] - first, end[1] - middle[1] - cpu_first
             if entry == next(iter(asks)):
                 expected = answers
             if number:
-                seconds.append(_Taken(first, step, (cpu_end - cpu) / new_tokens))
+                seconds.append(_Taken(first, step / (new_tokens - 1), cpu / (new_tokens - 1)))
                 same[batch, entry].append(_same(answers, expected))
     for (batch, entry), seconds in taken.items():
         step, usual = (

@@ -5,7 +5,6 @@ past, head_dim] float32. It returns `logits` of the last position, [batch, vocab
 `new_key_N` and `new_value_N`, which have the new tokens, too. All sequences of a batch are of one length.
 """
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -114,7 +113,6 @@ def dynamic_int8(source: Path, target: Path) -> None:
 def blocks_int4(source: Path, target: Path) -> None:
     """Quantise matrices to 4 bits with a scale and a zero for each 128 weights, as our int4 has them."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    logging.getLogger("onnxruntime.quantization").setLevel(logging.WARNING)  # a line for each node
     graph = onnx.load(source)
     quantizer = MatMulNBitsQuantizer(graph, bits=4, block_size=128, is_symmetric=False, accuracy_level=4)
     quantizer.process()

@@ -20,7 +20,11 @@ GROUP: Final = 128
 """Weights of a row that share a scale and a zero in 4 bits."""
 
 _SLICE_WEIGHTS = 2**23
-"""Most weights that are quantised, or expanded for a product, at once."""
+"""Most weights that are quantised at once."""
+
+_PRODUCT_WEIGHTS = 2**20
+"""Most weights that are expanded for a product at once: so few stay in a CPU's caches, and no fresh memory is
+mapped for them, which takes longer than the product."""
 
 _CPU_ROWS = 64
 """Up to so many rows, torch's product of 8 bit weights for the CPU is faster than expanding the weights."""
@@ -76,7 +80,7 @@ class QuantisedLinear(Linear):
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return `inputs @ weight.T + bias`: [T, K] gives [T, N]; expands a few of its rows at a time."""
-        step = max(1, _SLICE_WEIGHTS // self.columns)
+        step = max(1, _PRODUCT_WEIGHTS // self.columns)
         wide = torch.float32 if _emulates(inputs) else self.dtype
         widened = inputs.to(wide)
         parts = [
