@@ -366,6 +366,7 @@ FP8_CAPABILITY: Final = (8, 9)
 def why_not_quantised(quantization: str) -> str | None:
     """Try torch's products for the CPU on this machine; return the obstacle, or None if they work.
 
+    With them, a decode step of one sequence takes less than half of float32's time (`bench/cpu_weights.py`).
     Without them, every product would expand the weights first, which is slower than having them in 32 bits.
     """
     if (obstacle := why_not_packed(torch.bfloat16)) is not None:

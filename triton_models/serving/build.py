@@ -155,8 +155,7 @@ def choose_dtype(
     is, while quantising is offered only where a step of one sequence takes two thirds of float32's time.
 
     Raises:
-        SettingsError: the weights are to be quantised in a way that the device is not made for, or that would
-            not be faster than float32 on this CPU.
+        SettingsError: the weights are to be quantised in a way that the device is not made for.
     """
     if quantization == "fp8":
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
@@ -188,6 +187,6 @@ def _choose_quantised(wanted: str, quantization: str, *, stored: bool) -> tuple[
     if obstacle is None:
         raise SettingsError(f"quantization {quantization} on a CPU needs dtype auto or bfloat16")
     raise SettingsError(
-        f"quantization {quantization} is not offered on this CPU, where it would be slower than float32"
+        f"quantization {quantization} is not offered on this CPU, which lacks products that beat float32"
         f" ({obstacle}); leave it out"
     )
