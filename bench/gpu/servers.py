@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,26 @@ def ours(checkpoint: Path, log: Path, arguments: Sequence[str]) -> Iterator[Serv
     began = time.monotonic()
     with up(f"--model=glm={checkpoint}", *arguments, log=log) as url:
         yield Server(url=url, model="glm", started_s=time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def process(
+    command: Sequence[str], environment: Mapping[str, str], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command that writes to `log` until the block ends, and end all that it has started."""
+    with log.open("wb") as output:
+        running = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        yield running
+    finally:
+        running.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            running.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)  # stubs and engines' processes, if they hang
+        running.wait()
 
 
 @contextlib.contextmanager

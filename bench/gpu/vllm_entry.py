@@ -10,8 +10,6 @@ import contextlib
 import json
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -88,8 +86,8 @@ def _entry(
     url = f"http://127.0.0.1:{port}"
     with contextlib.ExitStack() as running:
         processes = [
-            running.enter_context(_process(triton, environment, folder / "triton.log")),
-            running.enter_context(_process(gateway, dict(os.environ), folder / "gateway.log")),
+            running.enter_context(servers.process(triton, environment, folder / "triton.log")),
+            running.enter_context(servers.process(gateway, dict(os.environ), folder / "gateway.log")),
         ]
         while not servers.answers(url + "/health/ready"):
             ended = any(process.poll() is not None for process in processes)
@@ -98,23 +96,6 @@ def _entry(
                 raise servers.ServerError(f"the entry is not ready:\n{log[-5000:]}")
             time.sleep(0.2)
         yield servers.Server(url=url, model="glm", started_s=time.monotonic() - began)
-
-
-@contextlib.contextmanager
-def _process(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        yield process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the stub and the engine's processes, if they hang
-        process.wait()
 
 
 def faults(measured: dict[str, list[LoadRow]], clients: int) -> list[str]:

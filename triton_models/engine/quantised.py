@@ -20,7 +20,11 @@ GROUP: Final = 128
 """Weights of a row that share a scale and a zero in 4 bits."""
 
 _SLICE_WEIGHTS = 2**23
-"""Most weights that are quantised, or expanded for a product, at once."""
+"""Most weights that are quantised at once."""
+
+_PRODUCT_WEIGHTS = 2**20
+"""Most weights that are expanded for a product at once: so few stay in a CPU's caches, and no fresh memory is
+mapped for them, which takes longer than the product."""
 
 _CPU_ROWS = 64
 """Up to so many rows, torch's product of 8 bit weights for the CPU is faster than expanding the weights."""
@@ -30,6 +34,9 @@ _CPU_COLUMNS = 32
 
 _CPU_OUTPUTS = 16
 """torch's product of 4 bit weights for the CPU takes a multiple of this many outputs."""
+
+_BFLOAT16_INSTRUCTIONS = "avx512_bf16", "amx_bf16"
+"""Extensions of a CPU with products in bfloat16, as torch calls them."""
 
 _TOLERANCE = 0.02
 """Largest error of a trial, relative to the largest result."""
@@ -73,9 +80,11 @@ class QuantisedLinear(Linear):
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return `inputs @ weight.T + bias`: [T, K] gives [T, N]; expands a few of its rows at a time."""
-        step = max(1, _SLICE_WEIGHTS // self.columns)
+        step = max(1, _PRODUCT_WEIGHTS // self.columns)
+        wide = torch.float32 if _emulates(inputs) else self.dtype
+        widened = inputs.to(wide)
         parts = [
-            functional.linear(inputs, self.dense(start, start + step))
+            functional.linear(widened, self.exact(start, start + step).to(wide)).to(self.dtype)
             for start in range(0, len(self.weight), step)
         ]
         product = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -83,6 +92,10 @@ class QuantisedLinear(Linear):
 
     def dense(self, start: int, stop: int) -> Tensor:
         """Return the weights of rows `start` to `stop` - 1, rounded to the dtype: [n, K]."""
+        return self.exact(start, stop).to(self.dtype)
+
+    def exact(self, start: int, stop: int) -> Tensor:
+        """Return the weights of rows `start` to `stop` - 1 in float32: [n, K]."""
         raise NotImplementedError
 
     def quantise(self, start: int, rows: Tensor) -> None:
@@ -126,9 +139,9 @@ class Int8Linear(QuantisedLinear):
             dtype=dtype,
         )
 
-    def dense(self, start: int, stop: int) -> Tensor:
+    def exact(self, start: int, stop: int) -> Tensor:
         """Return some rows' weights."""
-        return (self.weight[start:stop] * self.scales[start:stop, None].float()).to(self.dtype)
+        return self.weight[start:stop] * self.scales[start:stop, None].float()
 
     def quantise(self, start: int, rows: Tensor) -> None:
         """Store rows: the largest weight of each becomes 127 or little less."""
@@ -192,11 +205,11 @@ class Int4Linear(QuantisedLinear):
             dtype=dtype,
         )
 
-    def dense(self, start: int, stop: int) -> Tensor:
+    def exact(self, start: int, stop: int) -> Tensor:
         """Return some rows' weights."""
         scale, zero = self.scales[:, start:stop].float().transpose(0, 1).unbind(-1)
         numbers = self._numbers(start, stop).float().sub_(8).mul_(scale[..., None]).add_(zero[..., None])
-        return numbers.flatten(1)[:, : self.columns].to(self.dtype)
+        return numbers.flatten(1)[:, : self.columns]
 
     def quantise(self, start: int, rows: Tensor) -> None:
         """Store rows: the smallest and largest weights of each group become 0 and 15, or little within."""
@@ -283,9 +296,9 @@ class Fp8Linear(QuantisedLinear):
             dtype=dtype,
         )
 
-    def dense(self, start: int, stop: int) -> Tensor:
+    def exact(self, start: int, stop: int) -> Tensor:
         """Return some rows' weights."""
-        return (self.weight[start:stop].float() * self.scales[start:stop, None]).to(self.dtype)
+        return self.weight[start:stop].float() * self.scales[start:stop, None]
 
     def quantise(self, start: int, rows: Tensor) -> None:
         """Store rows: the largest weight of each becomes the format's largest number, or little less."""
@@ -353,6 +366,7 @@ FP8_CAPABILITY: Final = (8, 9)
 def why_not_quantised(quantization: str) -> str | None:
     """Try torch's products for the CPU on this machine; return the obstacle, or None if they work.
 
+    With them, a decode step of one sequence takes less than half of float32's time (`bench/cpu_weights.py`).
     Without them, every product would expand the weights first, which is slower than having them in 32 bits.
     """
     if (obstacle := why_not_packed(torch.bfloat16)) is not None:
@@ -371,6 +385,18 @@ def why_not_quantised(quantization: str) -> str | None:
     if (given - expected).abs().max() > _TOLERANCE * expected.abs().max():
         return "its products are wrong here"
     return None
+
+
+def _emulates(inputs: Tensor) -> bool:
+    """Return whether these are 16-bit numbers on a CPU that multiplies in float32 only.
+
+    There, a product of many rows in bfloat16 takes several times as long as in float32, whose sums are the
+    same. A torch that does not know its CPU is taken to be on such a one.
+    """
+    if inputs.dtype == torch.float32 or inputs.device.type != "cpu":
+        return False
+    known: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return not any(known.get(name) for name in _BFLOAT16_INSTRUCTIONS)
 
 
 def _scales(numbers: Tensor) -> Tensor:

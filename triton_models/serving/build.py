@@ -78,7 +78,8 @@ def _read_own(parameters: EntryParameters, device: torch.device) -> tuple[Causal
     """Read the checkpoint into a model of our own; return it with the backend that suits it."""
     options = parameters.options
     stored, quantization = read_quantization(parameters.checkpoint, options.get("quantization"))
-    dtype = _dtype(parameters, device, quantization)
+    quantised = stored is not None and stored.quantization is not None
+    dtype = _dtype(parameters, device, quantization, stored=quantised)
     with progress_bar(parameters.model) as progress:
         model = load_model(parameters.checkpoint, dtype, device, progress, quantization=quantization)
     taken = model.config.nbytes(dtype, *matrix_forms(stored, quantization)) / GIB
@@ -103,8 +104,11 @@ def _read_transformers(parameters: EntryParameters, device: torch.device) -> tup
     return model, replace(backend, graphs=False, reason=f"transformers' forward pass, and {backend.reason}")
 
 
-def _dtype(parameters: EntryParameters, device: torch.device, quantization: str | None) -> torch.dtype:
-    dtype, reason = choose_dtype(parameters.options.get("dtype", "auto"), device, quantization)
+def _dtype(
+    parameters: EntryParameters, device: torch.device, quantization: str | None, *, stored: bool = False
+) -> torch.dtype:
+    wanted = parameters.options.get("dtype", "auto")
+    dtype, reason = choose_dtype(wanted, device, quantization, stored=stored)
     log.info("%s: %s on %s: %s", parameters.model, dtype, device, reason)
     return dtype
 
@@ -143,13 +147,15 @@ def engine_settings(parameters: EntryParameters, device: torch.device) -> Engine
 
 
 def choose_dtype(
-    wanted: str, device: torch.device, quantization: str | None = None
+    wanted: str, device: torch.device, quantization: str | None = None, *, stored: bool = False
 ) -> tuple[torch.dtype, str]:
     """Return the dtype of the KV cache and of weights that are not quantised, and why.
 
+    `stored` says that the checkpoint is quantised already. On a CPU, such a one is served however slow that
+    is, while quantising is offered only where a step of one sequence takes two thirds of float32's time.
+
     Raises:
-        SettingsError: the weights are to be quantised in a way that the device is not made for, or that would
-            not be faster than float32 on this CPU.
+        SettingsError: the weights are to be quantised in a way that the device is not made for.
     """
     if quantization == "fp8":
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
@@ -160,11 +166,7 @@ def choose_dtype(
             raise SettingsError("quantization fp8 needs dtype auto or bfloat16")
         return torch.bfloat16, "as the GPU's products with fp8 weights need"
     if quantization is not None and device.type == "cpu":
-        if wanted not in ("auto", "bfloat16"):
-            raise SettingsError(f"quantization {quantization} on a CPU needs dtype auto or bfloat16")
-        if (obstacle := why_not_quantised(quantization)) is not None:
-            raise SettingsError(f"quantization {quantization} is not fast on this CPU ({obstacle})")
-        return torch.bfloat16, f"as the CPU's products with {quantization} weights need"
+        return _choose_quantised(wanted, quantization, stored=stored)
     if wanted != "auto":
         return _DTYPES[wanted], "as set"
     if device.type == "cpu":
@@ -172,3 +174,19 @@ def choose_dtype(
     if torch.cuda.is_bf16_supported():
         return torch.bfloat16, "half the memory, and the range of float32"
     return torch.float16, "half the memory; this GPU has no bfloat16"
+
+
+def _choose_quantised(wanted: str, quantization: str, *, stored: bool) -> tuple[torch.dtype, str]:
+    """Choose for int8 or int4 on a CPU."""
+    obstacle = why_not_quantised(quantization)
+    if wanted in ("auto", "bfloat16") and obstacle is None:
+        return torch.bfloat16, f"as the CPU's products with {quantization} weights need"
+    if stored:
+        slow = f"{quantization} weights are expanded in each product, which is slow"
+        return _DTYPES["float32" if wanted == "auto" else wanted], f"{obstacle or 'as set'}: {slow}"
+    if obstacle is None:
+        raise SettingsError(f"quantization {quantization} on a CPU needs dtype auto or bfloat16")
+    raise SettingsError(
+        f"quantization {quantization} is not offered on this CPU, which lacks products that beat float32"
+        f" ({obstacle}); leave it out"
+    )

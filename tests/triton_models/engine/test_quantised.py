@@ -1,8 +1,10 @@
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from triton_models.engine import quantised
 from triton_models.engine.linear import why_not_packed
@@ -99,7 +101,8 @@ def test_parts_fill_a_matrix_as_the_whole_does(
     weight = random(40, 200).bfloat16()
     whole = quantise(form, weight, torch.bfloat16)
     parts = form.empty(40, 200, bias=False, dtype=torch.bfloat16, device=CPU)
-    monkeypatch.setattr(quantised, "_SLICE_WEIGHTS", 3 * 200)
+    for limit in ("_SLICE_WEIGHTS", "_PRODUCT_WEIGHTS"):
+        monkeypatch.setattr(quantised, limit, 3 * 200)
     for place, part in zip(parts.place.split([17, 3, 20]), torch.split(weight, [17, 3, 20]), strict=True):
         assert place.shape == tuple(part.shape)
         place.copy_(part)
@@ -134,6 +137,34 @@ def test_numbers_that_are_not_finite_are_refused(form: type[QuantisedLinear], nu
     weight[2, 129] = number
     with pytest.raises(ValueError, match="not finite"):
         quantise(form, weight, torch.float32)
+
+
+@pytest.mark.parametrize("form", QUANTISATIONS.values())
+def test_many_rows_are_multiplied_in_float32_where_the_cpu_emulates_bfloat16(
+    form: type[QuantisedLinear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, inputs = random(48, 384), random(70, 384, seed=1).bfloat16()
+    matrix = quantise(form, weight, torch.bfloat16)
+    used: list[torch.dtype] = []
+    linear = functional.linear
+
+    def multiply(given: Tensor, rows: Tensor) -> Tensor:
+        used.append(rows.dtype)
+        product: Tensor = linear(given, rows)
+        return product
+
+    monkeypatch.setattr(functional, "linear", multiply)
+    products = []
+    for known in ({"avx512_bf16": False}, {}, {"avx512_bf16": True}, {"amx_bf16": True}):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", partial(dict, known), raising=False)
+        products.append(matrix(inputs))
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    products.append(matrix(inputs))
+    assert used == [torch.float32] * 2 + [torch.bfloat16] * 2 + [torch.float32]
+    exact = inputs.double() @ defined(matrix).double().T
+    for product in products:
+        assert product.dtype == torch.bfloat16
+        torch.testing.assert_close(product.double(), exact, rtol=0.01, atol=0.15)
 
 
 fast = pytest.mark.skipif(

@@ -32,8 +32,23 @@ def test_quantised_weights_are_multiplied_in_bfloat16_on_a_cpu(monkeypatch: pyte
     with pytest.raises(SettingsError, match="int8 on a CPU needs dtype auto or bfloat16"):
         choose_dtype("float32", cpu, "int8")
     monkeypatch.setattr(build, "why_not_quantised", lambda _quantization: "too old")
-    with pytest.raises(SettingsError, match=r"int4 is not fast on this CPU \(too old\)"):
-        choose_dtype("auto", cpu, "int4")
+    for wanted in ("auto", "bfloat16", "float32"):
+        with pytest.raises(SettingsError, match=r"int4 is not offered on this CPU.* \(too old\)"):
+            choose_dtype(wanted, cpu, "int4")
+
+
+def test_stored_weights_are_served_where_their_products_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(build, "why_not_quantised", lambda _quantization: "too old")
+    dtype, reason = choose_dtype("auto", cpu, "int4", stored=True)
+    assert dtype is torch.float32
+    assert reason == "too old: int4 weights are expanded in each product, which is slow"
+    assert choose_dtype("bfloat16", cpu, "int4", stored=True)[0] is torch.bfloat16
+    monkeypatch.setattr(build, "why_not_quantised", lambda _quantization: None)
+    assert choose_dtype("auto", cpu, "int8", stored=True)[0] is torch.bfloat16
+    dtype, reason = choose_dtype("float32", cpu, "int8", stored=True)
+    assert dtype is torch.float32
+    assert reason.startswith("as set: int8 weights are expanded")
 
 
 def test_fp8_is_for_gpus_that_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,8 +99,9 @@ def test_a_model_of_transformers_is_not_quantised() -> None:
         build_service(parameters(engine="transformers", quantization="int8"), FakePbUtils())
 
 
+@pytest.mark.parametrize("obstacle", [None, "too old"])
 def test_a_checkpoint_that_is_quantised_already_needs_no_option(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, obstacle: str | None
 ) -> None:
     for name in ("tokenizer.model", "tokenizer_config.json"):
         shutil.copy(GOLDEN / name, tmp_path)
@@ -98,7 +114,7 @@ def test_a_checkpoint_that_is_quantised_already_needs_no_option(
         tensors[f"{name}_scale"] = scales.half()
         tensors[name] = (tensors[name] / scales[:, None]).round().to(torch.int8)
     save_file(tensors, tmp_path / "model.safetensors")
-    monkeypatch.setattr(build, "why_not_quantised", lambda _quantization: None)
+    monkeypatch.setattr(build, "why_not_quantised", lambda _quantization: obstacle)
     with caplog.at_level(logging.INFO):
         built = build_service(parameters(tmp_path, kv_memory_gib=0.01), FakePbUtils())
     assert "glm: weights in int8 take 0.00 GiB of cpu" in caplog.text
